@@ -1,0 +1,21 @@
+"""vLLM's side: what vLLM calls, and what turns its objects into ours.
+
+The class is looked up when it is asked for, so that the plugin hook, which every vLLM process runs
+at its start, imports none of it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nixl_kv.connector.connector import NixlKVConnector
+
+__all__ = ["NixlKVConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the connector when vLLM's factory asks for it."""
+    if name == "NixlKVConnector":
+        from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
+
+        return NixlKVConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

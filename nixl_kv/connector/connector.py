@@ -1,0 +1,195 @@
+"""vLLM's connector interface: every hook delegates to the one role object of its process.
+
+vLLM makes one instance in the scheduler's process and one in each worker, and calls only the hooks
+of that role. The hooks stand in two classes for that reason, and because they are many.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
+
+from nixl_kv.connector import translate
+from nixl_kv.connector.commands import StepCommands
+from nixl_kv.connector.scheduler import Scheduler
+from nixl_kv.connector.stats import PromMetrics, Stats
+from nixl_kv.connector.worker import Worker
+from nixl_kv.errors import LocalProtocolError
+
+
+class _SchedulerHooks:
+    """What vLLM's scheduler calls, on its one thread."""
+
+    _scheduler_role: Scheduler | None = None
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        if self._scheduler_role is None:
+            raise LocalProtocolError("a hook of the scheduler was called in a worker")
+        return self._scheduler_role
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Before any request."""
+        self._scheduler.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Request) -> None:
+        """On arrival, before anything is allocated."""
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """For each waiting request, in each step until it is allocated."""
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """After each allocation of a waiting request, so also a second time, after its load."""
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Once a step, also an empty one."""
+        return self._scheduler.step(scheduler_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """For models with one cache group, by versions of vLLM that tell them apart."""
+        return self._scheduler.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """On every end of a request, also an abort."""
+        return self._scheduler.finished(request, block_ids)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """After all workers have registered; vLLM 0.33 calls it again after a wake-up."""
+        self._scheduler.publish(metadata)
+
+
+class _WorkerHooks:
+    """What vLLM's model runner calls, on the step thread of each worker."""
+
+    _worker_role: Worker | None = None
+
+    @property
+    def _worker(self) -> Worker:
+        if self._worker_role is None:
+            raise LocalProtocolError("a hook of a worker was called in the scheduler")
+        return self._worker_role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Once after the cache is allocated; again after a wake-up."""
+        self._worker.register(kv_caches)
+
+    def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """After a wake-up (vLLM 0.33): a new life, whose old tickets are void."""
+        self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Before the engine sleeps (vLLM 0.33): nothing of the cache is read or written after."""
+        self._worker.stop()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """After `register_kv_caches`."""
+        return self._worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward of each step, which `start_load_kv` is not."""
+        if isinstance(connector_metadata, StepCommands):
+            self._worker.swap(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: loads were handed over with the step's metadata."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only after its whole load."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: decode reads from the cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: see `save_kv_layer`."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """At the end of each step."""
+        return self._worker.results()
+
+
+class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, SupportsHMA):
+    """Disaggregated prefill and decode over NIXL. See README.md for its configuration."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Make the role object; opens nothing yet.
+
+        Raises:
+            ConfigError: for a configuration, or an engine, that cannot be served.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_role = Scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker_role = Worker(vllm_config, kv_cache_config)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All transferred groups are overwritten by a load, so vLLM need not zero their blocks."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """What either role has counted since the last step."""
+        return (self._scheduler_role or self._worker).stats()
+
+    def shutdown(self) -> None:
+        """At the end of the process, if vLLM gets to it."""
+        (self._scheduler_role or self._worker).stop()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The physical order to ask for; vLLM warns and goes on if a backend cannot have it."""
+        return translate.required_layout(vllm_config)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """In the process that logs: what a step counted, as it came over the wire."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        *args: Any,
+        **kwargs: Any,
+    ) -> PromMetrics:
+        """In the API server's process, once, with what every metric of vLLM's is made from."""
+        return PromMetrics(*args, **kwargs)
+
+
+def _log_like_vllm() -> None:
+    """Use vLLM's handlers and level, which it gives only to loggers under its own name."""
+    ours, theirs = logging.getLogger("nixl_kv"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate

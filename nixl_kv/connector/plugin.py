@@ -1,0 +1,24 @@
+"""The `vllm.general_plugins` entry point: makes the connector's name alone enough.
+
+vLLM runs this in every process of every start in the environment, whether the connector is wanted
+or not, and lets an exception end that start. So it never raises.
+"""
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Tell vLLM's factory where `NixlKVConnector` is; again does nothing."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+            KVConnectorFactory,
+        )
+
+        if "NixlKVConnector" not in KVConnectorFactory._registry:  # noqa: SLF001 - no other way
+            KVConnectorFactory.register_connector(
+                "NixlKVConnector", "nixl_kv.connector.connector", "NixlKVConnector"
+            )
+    except Exception:
+        logger.warning("NixlKVConnector could not be registered by name", exc_info=True)

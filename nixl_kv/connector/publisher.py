@@ -1,0 +1,82 @@
+"""Publishes the engine's description: a thread in the scheduler's process that answers Describe.
+
+It sleeps until somebody asks. What it publishes is replaced whole after a wake-up.
+"""
+
+import logging
+import threading
+
+from nixl_kv.errors import RemoteProtocolError, TransportError
+from nixl_kv.ids import shown
+from nixl_kv.protocol import ticket
+from nixl_kv.protocol.messages import (
+    WIRE_VERSION,
+    Describe,
+    Description,
+    Message,
+    Refusal,
+    decode,
+    encode,
+)
+from nixl_kv.transport.control import Control, FromPeer
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Listens on the engine's host and port."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Bind and start.
+
+        Raises:
+            TransportError: if the address cannot be bound.
+        """
+        self._control = Control()
+        self.host = host
+        self.port = self._control.listen(ticket.bind_address(host), port)
+        self._description: Description | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name="nixl-kv-publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, description: Description) -> None:
+        """What to answer from now on."""
+        self._description = description
+
+    def stop(self) -> None:
+        """End the thread and close the socket."""
+        self._stopping = True
+        self._control.wake()
+        self._thread.join(timeout=5)
+
+    def _main(self) -> None:
+        while not self._stopping:
+            for item in self._control.poll(None):
+                if isinstance(item, FromPeer):
+                    self._answer(item)
+        self._control.close()
+
+    def _answer(self, item: FromPeer) -> None:
+        """Whatever a stranger sends, the thread lives on."""
+        try:
+            self._control.reply(item.route, encode(self._decide(decode(item.payload))))
+        except (RemoteProtocolError, TransportError) as error:
+            logger.warning("request for a description dropped: %s", error)
+
+    def _decide(self, message: Message) -> Description | Refusal:
+        if not isinstance(message, Describe):
+            raise RemoteProtocolError(f"{type(message).__name__} is not for a scheduler")
+        mine = self._description
+        if mine is None:
+            reason = "this engine is still starting"
+        elif message.engine != mine.engine:
+            reason = f"remote_engine_id is {message.engine!r}, but here is {mine.engine!r}"
+        elif message.incarnation != mine.incarnation:
+            reason = (
+                f"incarnation is {shown(message.incarnation)}, but {mine.engine!r} "
+                f"has begun the life {shown(mine.incarnation)} since"
+            )
+        else:
+            return mine
+        return Refusal(WIRE_VERSION, message.incarnation, message.engine, reason)

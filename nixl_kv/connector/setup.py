@@ -1,0 +1,75 @@
+"""Puts a rank's machinery together, on the transfer thread, and describes the rank to peers."""
+
+from typing import Final
+
+from vllm.config import VllmConfig
+from vllm.utils.network_utils import get_ip
+
+from nixl_kv.config import Config
+from nixl_kv.connector import translate
+from nixl_kv.connector.dataplane import DataPlane, Identity
+from nixl_kv.connector.engine import Machinery
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.ids import new_incarnation
+from nixl_kv.protocol import messages, ticket
+from nixl_kv.protocol.offers import Offers
+from nixl_kv.protocol.receiver import Receiver
+from nixl_kv.protocol.requests import Requests
+from nixl_kv.protocol.sender import Sender
+from nixl_kv.transport.control import Control, is_local
+from nixl_kv.transport.slots import SlotPage
+
+NUM_SLOTS: Final = 16384
+"""Offers that may be granted at the same time: 256 KiB of memory."""
+
+
+def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
+    """Agent, sockets and machines of one life of this rank.
+
+    Raises:
+        NixlKVError: if NIXL or a socket fails.
+    """
+    from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - nixl only where it is used
+
+    config = translate.config(vllm_config)
+    incarnation = new_incarnation()
+    rank = translate.rank(vllm_config)
+    engine = vllm_config.kv_transfer_config.engine_id
+    transport = NixlTransport(config.backends)
+    identity = Identity(translate.model_facts(vllm_config), translate.shape(vllm_config), rank)
+    data = DataPlane(transport, layout, identity)
+    slots = SlotPage(NUM_SLOTS)
+    transport.register(slots.span, "DRAM", 0)
+    control = Control()
+    offers = Offers(num_slots=NUM_SLOTS, offer_ttl_s=config.offer_ttl_s, lease_s=config.lease_s)
+    requests = Requests(
+        messages.Reader(engine, incarnation, rank),
+        timeout_s=config.request_timeout_s,
+        renew_interval_s=config.renew_interval_s,
+    )
+    description = messages.RankDescription(
+        incarnation,
+        _listen(control, config) if vllm_config.kv_transfer_config.is_kv_producer else "",
+        transport.metadata(),
+        messages.Slots(slots.address, slots.count),
+        layout,
+    )
+    return Machinery(
+        transport=transport,
+        control=control,
+        data=data,
+        slots=slots,
+        sender=Sender(incarnation, offers),
+        receiver=Receiver(messages.Reader(engine, incarnation, rank), requests),
+        description=messages.encode_rank(description),
+    )
+
+
+def _listen(control: Control, config: Config) -> str:
+    """Listen on any port of the configured host, or of this node where that host is another one.
+
+    All ranks get the same configuration, but the ranks of one engine may run on several nodes.
+    """
+    host = config.host if is_local(config.host) else get_ip()
+    port = control.listen(ticket.bind_address(host), 0)
+    return ticket.endpoint(host, port)

@@ -1,0 +1,107 @@
+"""Counts, and how they reach vLLM's log and Prometheus.
+
+Workers and the scheduler fill a `Stats` each step; vLLM adds them up and shows them.
+"""
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS: Final = {
+    "loads": "Requests whose KV was read from a prefill engine, every byte proven held.",
+    "load_failures": "Requests whose KV could not be read; recomputed or failed by policy.",
+    "tokens_loaded": "Prompt tokens whose KV was read.",
+    "bytes_read": "Bytes of KV read, per rank.",
+    "descriptors": "Contiguous runs that these bytes were read in, per rank.",
+    "offers": "Finished prefills put on offer.",
+    "offers_read": "Offers that were read to the end, per rank.",
+    "offers_unclaimed": "Offers that nobody claimed in time, per rank.",
+    "offers_expired": "Offers whose last lease ran out, per rank.",
+    "asks_denied": "Asks that were denied, per rank.",
+    "tickets_refused": "Requests whose kv_transfer_params do not hold; computed locally.",
+    "tickets_missing": "Requests on decode without kv_transfer_params; computed locally.",
+}
+
+TRANSFER_SECONDS: Final = "transfer_seconds"
+_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
+
+
+@dataclass
+class Stats(KVConnectorStats):
+    """`data` holds a number per counter and the list of transfer times in seconds."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter."""
+        self.data[name] = self.data.get(name, 0) + amount
+
+    def transferred(self, seconds: float) -> None:
+        """Note how long one load's reads took, from the first post to the slot's proof."""
+        self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
+
+    def reset(self) -> None:
+        """Start an interval."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "Stats":
+        """Add another worker's or step's."""
+        for name, value in other.data.items():
+            if isinstance(value, list):
+                self.data[name] = [*self.data.get(name, []), *value]
+            else:
+                self.count(name, value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The numbers of vLLM's log line."""
+        shown: dict[str, int | float] = {n: v for n, v in self.data.items() if n in COUNTERS}
+        seconds = self.data.get(TRANSFER_SECONDS, [])
+        if seconds:
+            shown["median transfer ms"] = round(statistics.median(seconds) * 1000, 2)
+            shown["GB/s"] = round(self.data.get("bytes_read", 0) / sum(seconds) / 1e9, 2)
+        return shown
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):
+    """`vllm:nixl_kv_<counter>_total` and the histogram `vllm:nixl_kv_transfer_seconds`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Register each metric once, with a child per engine. Arguments are the base class's."""
+        super().__init__(*args, **kwargs)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:nixl_kv_{name}", documentation=text, labelnames=self._labelnames
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name, text in COUNTERS.items()
+        }
+        self._seconds = create_metric_per_engine(
+            self._histogram_cls(
+                name="vllm:nixl_kv_transfer_seconds",
+                documentation="Seconds from the first read posted to the proof that it holds.",
+                buckets=_BUCKETS,
+                labelnames=self._labelnames,
+            ),
+            self.per_engine_labelvalues,
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take over what one step counted."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)
+        for seconds in transfer_stats_data.get(TRANSFER_SECONDS, []):
+            self._seconds[engine_idx].observe(seconds)

@@ -1,0 +1,277 @@
+"""The only reader of VllmConfig, KVCacheConfig and tensors: turns them into our own records.
+
+Model families, backends and platforms are data here and nowhere else. What cannot be served is
+refused in one table, at the start, in words.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from nixl_kv.config import Config
+from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Part, Region, Span
+from nixl_kv.geometry.ranks import Shape
+from nixl_kv.ids import Rank
+
+MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
+"""Backends that BHLNC is known good for, and up to which --block-size.
+
+A packed block cannot be cut into smaller kernel blocks, and vLLM then refuses to start: FlashInfer
+wants kernel blocks of at most 64 tokens.
+"""
+
+DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
+"""What vLLM picks by itself, by the device's major compute capability, where that is known."""
+
+_VOLATILE: Final = frozenset(
+    ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
+)
+
+_FACTS: Final = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
+    "decode context parallelism (decode_context_parallel_size > 1)": lambda vllm, _: (
+        vllm.parallel_config.decode_context_parallel_size > 1
+    ),
+    "prefill context parallelism (prefill_context_parallel_size > 1)": lambda vllm, _: (
+        vllm.parallel_config.prefill_context_parallel_size > 1
+    ),
+    "a KV buffer on another device (kv_buffer_device)": lambda vllm, _: (
+        vllm.kv_transfer_config.kv_buffer_device != current_platform.device_type
+    ),
+    "KV scales measured at run time (calculate_kv_scales): they are not transferred": (
+        lambda vllm, _: getattr(vllm.cache_config, "calculate_kv_scales", False)
+    ),
+    "recurrent state beside KV (Mamba and its kin)": lambda _, kv: kv.has_mamba_layers,
+    "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
+}
+"""What this connector cannot serve, by the words of the error."""
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Stop the start if the engine is of a kind that cannot be served.
+
+    Raises:
+        ConfigError: names what is not supported.
+    """
+    found = [words for words, applies in REFUSALS.items() if applies(vllm_config, kv_cache_config)]
+    if found:
+        raise ConfigError(f"NixlKVConnector does not support {'; nor '.join(found)}")
+
+
+def config(vllm_config: VllmConfig) -> Config:
+    """The operator's choices. See `Config.parse`."""
+    return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+
+
+def shape(vllm_config: VllmConfig) -> Shape:
+    """How this engine is cut."""
+    parallel = vllm_config.parallel_config
+    return Shape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+
+def rank(vllm_config: VllmConfig) -> Rank:
+    """Which rank this worker is, inside its own data-parallel engine."""
+    return Rank(vllm_config.parallel_config.rank % shape(vllm_config).size)
+
+
+def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
+    """What two engines must agree on to mean the same by the same bytes, in words.
+
+    The weights themselves are not compared: the served name stands for them, which a router sends
+    to both engines anyway. A digest of the rest of the model's configuration catches the others.
+    """
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    names = model.served_model_name
+    facts = {name: str(getattr(text, name)) for name in _FACTS if hasattr(text, name)}
+    facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
+    facts["dtype"] = _dtype(model.dtype)
+    rest = {key: value for key, value in text.to_dict().items() if key not in _VOLATILE}
+    canonical = json.dumps(rest, sort_keys=True, default=str).encode()
+    facts["config digest"] = hashlib.blake2b(canonical, digest_size=8).hexdigest()
+    return facts
+
+
+def required_layout(vllm_config: VllmConfig) -> str | None:
+    """The physical order of the KV cache to ask vLLM for; None for vLLM's own choice.
+
+    In BHLNC a block's bytes for any range of heads are one run over all layers.
+    """
+    wanted = config(vllm_config).layout
+    if wanted != "auto":
+        return wanted
+    if not current_platform.is_cuda() or vllm_config.model_config.use_mla:
+        return None
+    block_size = vllm_config.cache_config.block_size or 0
+    good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
+    return "BHLNC" if good else None
+
+
+def _backend(vllm_config: VllmConfig) -> str:
+    chosen = vllm_config.attention_config.backend
+    if chosen is not None:
+        return str(chosen.name)
+    capability = current_platform.get_device_capability()
+    return DEFAULT_BACKEND.get(capability.major, "") if capability else ""
+
+
+def entry_sizes(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Tokens per entry of the block table, for each group that is transferred."""
+    return tuple(g.kv_cache_spec.block_size for g in kv_cache_config.transfer_groups)
+
+
+def cache_layout(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> CacheLayout:
+    """Where this rank's KV lives, from its tensors' shapes and strides.
+
+    Layers are taken from the groups, never from `kv_caches`, which names a layer that shares
+    another one's cache a second time.
+
+    Args:
+        vllm_config: of this engine.
+        kv_cache_config: its cache groups.
+        kv_caches: by layer, a strided view of shape [blocks, heads, tokens, content].
+
+    Raises:
+        ConfigError: for a cache of another shape.
+    """
+    groups = []
+    for group in kv_cache_config.transfer_groups:
+        layers = {name: kv_caches[name] for name in group.layer_names}
+        groups.append(
+            _group(vllm_config, group.kv_cache_spec, layers, num_entries=kv_cache_config.num_blocks)
+        )
+    tensors = [kv_caches[n] for g in kv_cache_config.transfer_groups for n in g.layer_names]
+    first = tensors[0]
+    memory: Memory = "DRAM" if first.device.type == "cpu" else "VRAM"
+    return CacheLayout(
+        groups=tuple(groups),
+        element=_elements(kv_cache_config),
+        memory=memory,
+        device=first.device.index or 0,
+        spans=_spans(tensors),
+    )
+
+
+def _group(
+    vllm_config: VllmConfig, spec: Any, layers: Mapping[str, torch.Tensor], *, num_entries: int
+) -> Group:
+    regions = []
+    sizes = set()
+    for name, tensor in layers.items():
+        if tensor.dim() != 4:  # noqa: PLR2004 - blocks, heads, tokens, content
+            raise ConfigError(
+                f"the KV cache of layer {name!r} has the shape {tuple(tensor.shape)}; "
+                "allowed: [blocks, heads, tokens, content]"
+            )
+        sizes.add((tensor.shape[0], tensor.shape[2]))
+        parts = _parts(_layer_spec(spec, name), tensor.shape[3] * tensor.element_size())
+        first_head = _first_head(vllm_config, tensor.shape[1])
+        regions.append(_region(name, tensor, parts=parts, first_head=first_head))
+    if len(sizes) != 1:
+        raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
+    blocks, tokens = sizes.pop()
+    return Group(
+        block_size=tokens,
+        num_blocks=blocks,
+        blocks_per_entry=blocks // num_entries,
+        regions=tuple(regions),
+    )
+
+
+def _layer_spec(spec: Any, layer: str) -> Any:
+    """Layers with specs of their own may share a block table."""
+    return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+
+
+def _region(
+    layer: str, tensor: torch.Tensor, *, parts: tuple[Part, ...], first_head: int
+) -> Region:
+    size = tensor.element_size()
+    block, head, token, content = (stride * size for stride in tensor.stride())
+    if content != size:
+        raise ConfigError(f"the content of layer {layer!r} has stride {content}; allowed: {size}")
+    return Region(
+        layer=layer,
+        base=tensor.data_ptr(),
+        block_stride=block,
+        head_stride=head,
+        token_stride=token,
+        first_head=first_head,
+        num_heads=tensor.shape[1],
+        parts=parts,
+    )
+
+
+def _first_head(vllm_config: VllmConfig, heads: int) -> int:
+    """Which of the model's heads this rank's first one is; ranks above their number share one."""
+    model, tp = vllm_config.model_config, shape(vllm_config).tp
+    if model.use_mla:
+        return 0
+    replicas = max(1, tp // model.get_total_num_kv_heads())
+    return int(rank(vllm_config) % tp // replicas * heads)
+
+
+def _parts(spec: Any, content: int) -> tuple[Part, ...]:
+    """K and V, where they fill the content; else one piece (a latent, or scales among them)."""
+    size = spec.dtype.itemsize
+    key, value = spec.head_size * size, (spec.head_size_v or 0) * size
+    if value and key + value == content:
+        return (Part(0, key), Part(key, value))
+    return (Part(0, content),)
+
+
+def _elements(kv_cache_config: KVCacheConfig) -> str:
+    """The stored types of all groups, such as 'bfloat16' or 'uint8 FP8_PER_TENSOR'."""
+    found = set()
+    for group in kv_cache_config.transfer_groups:
+        for layer in group.layer_names:
+            spec = _layer_spec(group.kv_cache_spec, layer)
+            quantised = spec.kv_quant_mode.name if spec.kv_quant_mode else ""
+            found.add(f"{_dtype(spec.dtype)} {quantised}".strip())
+    return ", ".join(sorted(found))
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spans(tensors: list[torch.Tensor]) -> tuple[Span, ...]:
+    """The storages behind the views: all layers are usually views of one."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return tuple(Span(address, length) for address, length in storages.items())
+
+
+def context_extras(request: Any) -> Iterator[bytes]:
+    """What a request's KV depends on besides its token ids. See `ticket.context_hash`."""
+    if request.lora_request is not None:
+        yield b"lora" + str(request.lora_request.lora_name).encode()
+    if request.cache_salt:
+        yield b"salt" + str(request.cache_salt).encode()
+    for feature in request.mm_features:
+        position = feature.mm_position
+        yield f"mm {position.offset} {position.length} {feature.identifier}".encode()
+    if request.prompt_embeds is not None:
+        yield b"embeds" + request.prompt_embeds.contiguous().view(torch.uint8).numpy().tobytes()
+    if getattr(request, "prompt_is_token_ids", None) is not None:
+        yield b"mask" + bytes(request.prompt_is_token_ids)

@@ -1,0 +1,34 @@
+"""Every exception of the package.
+
+The type says whose fault it was, because that decides what happens next: a ConfigError stops the
+start, IncompatiblePeer and RemoteProtocolError cost the peer's requests a recompute,
+TransportError costs the transfer, and a LocalProtocolError is a bug of ours.
+"""
+
+
+class NixlKVError(Exception):
+    """Base of all of them; nothing else leaves this package on purpose."""
+
+
+class ConfigError(NixlKVError):
+    """A configuration key or value that cannot be used. Names key, value and what is allowed."""
+
+
+class IncompatiblePeer(NixlKVError):  # noqa: N818 - a state of the world, not a failure of ours
+    """Two engines that cannot exchange KV. Names each differing field and both values."""
+
+
+class LocalProtocolError(NixlKVError):
+    """Our own code asked a machine for something that its state does not allow."""
+
+
+class RemoteProtocolError(NixlKVError):
+    """A peer or a client sent something that the protocol does not allow."""
+
+
+class TransportError(NixlKVError):
+    """The data plane or the control plane failed."""
+
+
+class PeerLost(TransportError):  # noqa: N818 - a state of the world, not a failure of ours
+    """The peer's process or its connection is gone."""

@@ -1,0 +1,1 @@
+"""Pure arithmetic: which bytes a rank holds, and which of them a peer must read."""

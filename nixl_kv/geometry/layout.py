@@ -1,0 +1,153 @@
+"""Where each byte of KV lives on one rank, as bases and strides.
+
+Every element of KV is (layer, part, head, token), where a part is K, or V, or both in one piece
+where they are never apart (as in a latent cache). A rank keeps the element at
+
+    region.base + part.offset + block * block_stride + head * head_stride + slot * token_stride
+
+with `block` from the request's block table at `token // block_size`, `slot = token % block_size`
+and `head` counted from the region's first. `part.length` bytes stand there in one piece.
+
+That one formula covers all of these, told apart by numbers alone, never by a backend's name:
+
+    vLLM's packed view [B, H, N, K+V] in any physical order   V's offset is K's length
+    separate K and V, [2, B, H, N, D]                         V's offset is half of the tensor
+    K and V of a block side by side, [B, 2, H, N, D]          V's offset is half of the block stride
+    one latent head [B, 1, N, C]                              one part, one head on every rank
+
+These records come from peers too, so each checks its own numbers and raises ValueError.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_ADDRESS = 2**63
+MAX_COUNT = 2**31
+
+Memory = Literal["VRAM", "DRAM"]
+
+
+def _check(name: str, value: int, *, low: int = 1, high: int) -> None:
+    if not low <= value < high:
+        raise ValueError(f"{name} is {value}; allowed: {low} to {high - 1}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of one head's content of one token: `length` bytes at `offset`."""
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check("part offset", self.offset, low=0, high=MAX_ADDRESS)
+        _check("part length", self.length, high=MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One layer's KV on one rank. All strides are bytes; heads are counted over the whole model."""
+
+    layer: str
+    base: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    first_head: int
+    num_heads: int
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check("base", self.base, high=MAX_ADDRESS)
+        for name in ("block_stride", "head_stride", "token_stride"):
+            _check(name, getattr(self, name), high=MAX_ADDRESS)
+        _check("first_head", self.first_head, low=0, high=1 << 16)
+        _check("num_heads", self.num_heads, high=1 << 16)
+        _check("number of parts", len(self.parts), high=9)
+
+    @property
+    def content(self) -> int:
+        """Bytes of one head of one token, all parts together."""
+        return sum(part.length for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one block table.
+
+    `block_size` (in tokens) and `num_blocks` are those of the regions. Where vLLM's block table
+    counts larger blocks, each of them is `blocks_per_entry` consecutive ones of ours.
+    """
+
+    block_size: int
+    num_blocks: int
+    blocks_per_entry: int
+    regions: tuple[Region, ...]
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check("block_size", self.block_size, high=1 << 20)
+        _check("num_blocks", self.num_blocks, high=MAX_COUNT)
+        _check("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
+        _check("number of regions", len(self.regions), high=1 << 14)
+
+    @property
+    def entry_size(self) -> int:
+        """Tokens per entry of the block table."""
+        return self.block_size * self.blocks_per_entry
+
+
+@dataclass(frozen=True)
+class Span:
+    """Memory registered in one piece: `length` bytes at `address`."""
+
+    address: int
+    length: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check("span address", self.address, high=MAX_ADDRESS)
+        _check("span length", self.length, high=MAX_ADDRESS)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The whole KV cache of one rank.
+
+    `device` is the ordinal of the device that holds the memory, 0 for DRAM; `element` names the
+    stored type.
+    """
+
+    groups: tuple[Group, ...]
+    element: str
+    memory: Memory
+    device: int
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        """Check the numbers, and that every block of every region lies in one span."""
+        _check("number of groups", len(self.groups), high=65)
+        _check("device", self.device, low=0, high=1 << 10)
+        for group in self.groups:
+            for region in group.regions:
+                self._check_inside(group, region)
+
+    def _check_inside(self, group: Group, region: Region) -> None:
+        end = region.base + extent(region, group)
+        if not any(s.address <= region.base and end <= s.address + s.length for s in self.spans):
+            raise ValueError(
+                f"region of layer {region.layer!r} reaches from {region.base:#x} to {end:#x}; "
+                "allowed: inside one of the layout's spans"
+            )
+
+
+def extent(region: Region, group: Group) -> int:
+    """Bytes from the region's base to the end of its last element."""
+    return (
+        (group.num_blocks - 1) * region.block_stride
+        + (region.num_heads - 1) * region.head_stride
+        + (group.block_size - 1) * region.token_stride
+        + max(part.offset + part.length for part in region.parts)
+    )

@@ -1,0 +1,1 @@
+"""Pure state machines: events in, actions out; failure and time are events."""

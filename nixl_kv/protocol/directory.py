@@ -1,0 +1,90 @@
+"""The engines that a decode rank knows: one record per life of an engine."""
+
+from nixl_kv.ids import EngineId, Incarnation
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.messages import WIRE_VERSION, Describe, Description
+from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, Cause, Peer, State
+
+
+class Directory:
+    """Peers by key. `now` is monotonic, in seconds."""
+
+    def __init__(self) -> None:
+        """Begin knowing nobody."""
+        self._peers: dict[PeerKey, Peer] = {}
+
+    def __repr__(self) -> str:
+        """Each peer and its state."""
+        shown = ", ".join(f"{p.key.engine}: {p.state.name}" for p in self._peers.values())
+        return f"<Directory {shown or 'empty'}>"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a time-out or a pause is running, or a peer waits to be forgotten."""
+        return any(peer.state is not State.READY for peer in self._peers.values())
+
+    def want(self, key: PeerKey, endpoint: str, now: float) -> tuple[Peer, list[events.Action]]:
+        """Look a peer up; the first to want it makes it connect."""
+        peer = self._peers.setdefault(key, Peer(key, endpoint))
+        if peer.state is not State.UNKNOWN:
+            return peer, []
+        peer.move(Cause.WANTED)
+        peer.until = now + CONNECT_TIMEOUT_S
+        describe = Describe(WIRE_VERSION, key.incarnation, key.engine)
+        return peer, [events.Send(endpoint, describe)]
+
+    def described(self, message: Description, endpoint: str) -> list[events.Action]:
+        """An engine described itself; nobody that did not ask is listened to."""
+        key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation))
+        peer = self._peers.get(key)
+        if peer is None or peer.state is not State.CONNECTING or peer.endpoint != endpoint:
+            return []
+        return [events.AddPeer(key, message), events.Disconnect(endpoint)]
+
+    def joined(self, event: events.PeerJoined) -> None:
+        """The peer can be read."""
+        peer = self._peers.get(event.peer)
+        if peer is not None and peer.state is State.CONNECTING:
+            peer.description = event.description
+            peer.move(Cause.JOINED)
+
+    def unusable(self, key: PeerKey, reason: str, now: float) -> None:
+        """The peer could not be reached or does not fit: not again for a while."""
+        peer = self._peers.get(key)
+        if peer is not None and peer.state is State.CONNECTING:
+            peer.reason = reason
+            peer.until = now + BACKOFF_S
+            peer.move(Cause.UNUSABLE)
+
+    def lost(self, endpoint: str, reason: str) -> list[PeerKey]:
+        """A connection broke. Returns the peers that could not be reached because of it."""
+        unreachable = []
+        for peer in self._peers.values():
+            if peer.state is State.CONNECTING and peer.endpoint == endpoint:
+                unreachable.append(peer.key)
+            elif peer.state is State.READY and peer.serves(endpoint):
+                peer.reason = reason
+                peer.move(Cause.LOST)
+        return unreachable
+
+    def late(self, now: float) -> list[PeerKey]:
+        """The peers that did not describe themselves in time."""
+        return [
+            peer.key
+            for peer in self._peers.values()
+            if peer.state is State.CONNECTING and peer.until <= now
+        ]
+
+    def forget(self, in_use: set[PeerKey], now: float) -> list[events.Action]:
+        """Remove what is over: pauses that have passed, and gone peers that nothing reads."""
+        actions: list[events.Action] = []
+        for peer in list(self._peers.values()):
+            if peer.state is State.BACKOFF and peer.until <= now:
+                peer.move(Cause.PAUSE_OVER)
+            elif peer.state is State.GONE and peer.key not in in_use:
+                peer.move(Cause.FORGOTTEN)
+                actions.append(events.DropPeer(peer.key))
+            if peer.state is State.UNKNOWN:
+                del self._peers[peer.key]
+        return actions

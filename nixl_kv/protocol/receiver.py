@@ -1,0 +1,187 @@
+"""The decode side of the protocol: vLLM's commands and prefill's answers in, actions out."""
+
+from nixl_kv.geometry import ranks
+from nixl_kv.ids import Claim, EngineId, Incarnation, Rank
+from nixl_kv.protocol import events
+from nixl_kv.protocol.directory import Directory
+from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.messages import (
+    WIRE_VERSION,
+    Abort,
+    Deny,
+    Description,
+    FromEngine,
+    FromRank,
+    Grant,
+    Reader,
+    Refusal,
+    Renewed,
+)
+from nixl_kv.protocol.peers import State as PeerState
+from nixl_kv.protocol.request import Request
+from nixl_kv.protocol.requests import Requests
+
+
+class Receiver:
+    """One decode rank. `handle` and `answered` alone change its state; nothing here waits."""
+
+    def __init__(self, reader: Reader, requests: Requests) -> None:
+        """Begin knowing no engine."""
+        self._reader = reader
+        self.requests = requests
+        self.directory = Directory()
+
+    @property
+    def busy(self) -> bool:
+        """Whether timers run."""
+        return bool(len(self.requests)) or self.directory.busy
+
+    def handle(
+        self,
+        event: events.DecodeCommand | events.DataEvent | events.EndpointLost | events.Tick,
+        now: float,
+    ) -> list[events.Action]:
+        """All commands and events go through here. `now` is monotonic, in seconds."""
+        match event:
+            case events.Fetch() | events.Load() | events.Drop():
+                return self._command(event, now)
+            case events.PeerJoined():
+                self.directory.joined(event)
+                return self._open(event.peer, event.description, now)
+            case events.PeerRefused():
+                return self._unusable(event.peer, event.reason, now)
+            case events.EndpointLost():
+                return self._lost(event, now)
+            case events.Tick():
+                return self._tick(now)
+            case _:
+                return self._read_ended(event)
+
+    def answered(
+        self, message: FromEngine | FromRank, endpoint: str, now: float
+    ) -> list[events.Action]:
+        """All messages of prefill go through here; `endpoint` is where they came from."""
+        match message:
+            case Description():
+                return self.directory.described(message, endpoint)
+            case Refusal():
+                key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation))
+                return self._unusable(key, message.reason, now)
+            case Renewed():
+                return self._claims_lost(message, endpoint)
+            case Grant() | Deny():
+                return self._decided(message, endpoint)
+
+    def _command(self, command: events.DecodeCommand, now: float) -> list[events.Action]:
+        if isinstance(command, events.Fetch):
+            return self._fetch(command, now)
+        request = self.requests.get(command.request)
+        if isinstance(command, events.Load):
+            return self._load(command, request, now)
+        return [] if request is None else self._drop(request)
+
+    def _fetch(self, command: events.Fetch, now: float) -> list[events.Action]:
+        ticket = command.ticket
+        key = PeerKey(EngineId(ticket.remote_engine_id), Incarnation(ticket.incarnation))
+        peer, actions = self.directory.want(key, ticket.endpoint, now)
+        request = self.requests.add(command, key, now)
+        if peer.state is PeerState.READY and peer.description is not None:
+            return self._open(key, peer.description, now)
+        if peer.state is not PeerState.CONNECTING:
+            request.fail(peer.reason)
+        return actions
+
+    def _load(
+        self, command: events.Load, request: Request | None, now: float
+    ) -> list[events.Action]:
+        """The request has blocks: read what is granted. Its time runs anew from here."""
+        if request is None:
+            return [events.Loaded(command.request, command.num_tokens, "never fetched")]
+        request.load = command
+        request.deadline = now + self.requests.timeout_s
+        return request.begin() + self.requests.settle(request)
+
+    def _drop(self, request: Request) -> list[events.Action]:
+        """Without a known peer the abort has to wait, until there is somebody to send it to."""
+        request.dropped = True
+        cancelled = request.cancel("dropped") if request.sources else []
+        return cancelled + self.requests.settle(request)
+
+    def _open(self, peer: PeerKey, description: Description, now: float) -> list[events.Action]:
+        """The peer is known: ask for all requests that wait for it."""
+        actions: list[events.Action] = []
+        for request in self.requests.waiting(peer):
+            request.open(description, ranks.sources(Rank(self._reader.rank)))
+            if request.dropped:
+                actions += request.cancel("dropped")
+            else:
+                actions += self.requests.ask(request, request.sources.values(), now)
+            actions += self.requests.settle(request)
+        return actions
+
+    def _unusable(self, peer: PeerKey, reason: str, now: float) -> list[events.Action]:
+        self.directory.unusable(peer, reason, now)
+        actions: list[events.Action] = []
+        for request in self.requests.waiting(peer):
+            request.fail(reason)
+            actions += self.requests.settle(request)
+        return actions
+
+    def _lost(self, event: events.EndpointLost, now: float) -> list[events.Action]:
+        actions: list[events.Action] = []
+        for request, source in self.requests.at(event.endpoint):
+            request.refused(source, f"prefill rank {source.rank} is unreachable: {event.reason}")
+            actions += self.requests.settle(request)
+        for peer in self.directory.lost(event.endpoint, event.reason):
+            actions += self._unusable(peer, f"{event.endpoint}: {event.reason}", now)
+        return actions
+
+    def _decided(self, message: Grant | Deny, endpoint: str) -> list[events.Action]:
+        """A claim that we do not hold is answered with abort, so that nobody waits for us."""
+        if message.reader != self._reader:
+            return []
+        found = self.requests.find(Claim(message.claim), endpoint)
+        if isinstance(message, Deny):
+            if found is None:
+                return []
+            found[0].refused(found[1], f"prefill rank {found[1].rank} denied: {message.reason}")
+            return self.requests.settle(found[0])
+        if found is None:
+            abort = Abort(
+                WIRE_VERSION, message.incarnation, message.nonce, message.claim, message.reader
+            )
+            return [events.Send(endpoint, abort)]
+        return found[0].granted(found[1], message) + self.requests.settle(found[0])
+
+    def _claims_lost(self, message: Renewed, endpoint: str) -> list[events.Action]:
+        """An ask on its way is not lost; a read that is under way ends by the slot."""
+        if message.reader != self._reader or not message.lost:
+            return []
+        actions: list[events.Action] = []
+        for request, source in self.requests.at(endpoint):
+            if request.claim in message.lost and source.grant is not None:
+                request.refused(source, f"prefill rank {source.rank} let the lease run out")
+                actions += self.requests.settle(request)
+        return actions
+
+    def _read_ended(
+        self, event: events.ReadDone | events.ReadFailed | events.SlotRead
+    ) -> list[events.Action]:
+        request = self.requests.get(event.request)
+        if request is None:
+            return []
+        source = request.sources[event.source]
+        match event:
+            case events.ReadDone():
+                actions = request.landed(source)
+            case events.SlotRead():
+                actions = request.checked(source, event.generation)
+            case events.ReadFailed():
+                actions = request.broken(source, event.reason)
+        return actions + self.requests.settle(request)
+
+    def _tick(self, now: float) -> list[events.Action]:
+        actions: list[events.Action] = []
+        for peer in self.directory.late(now):
+            actions += self._unusable(peer, "no description in time", now)
+        return actions + self.requests.due(now) + self.directory.forget(self.requests.in_use(), now)

@@ -1,0 +1,115 @@
+"""What one request on decode reads from one prefill rank.
+
+    ASKING    the rank has been asked, or will be as soon as its engine is known
+    GRANTED   it holds the blocks; we have none of our own yet
+    READING   data is landing in our blocks
+    CHECKING  all data has landed; the generation slot is being read
+    DRAINING  no longer wanted, but a read of it may still write
+    DONE      the slot still stood after the last byte had landed: the bytes are right
+    FAILED    nothing of it can write any more, and nothing of it may be used
+
+There is no way from READING or CHECKING to an end but through the end of the read itself: NIXL has
+no abort, so a block goes back to vLLM only when no read can write into it.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Incarnation, Rank
+from nixl_kv.protocol.messages import Grant
+
+
+class State(enum.Enum):
+    """See the module's head."""
+
+    ASKING = enum.auto()
+    GRANTED = enum.auto()
+    READING = enum.auto()
+    CHECKING = enum.auto()
+    DRAINING = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+class Cause(enum.Enum):
+    """What moves a source on."""
+
+    GRANT = enum.auto()
+    REFUSED = enum.auto()  # denied, lost, or its peer cannot be used
+    BLOCKS = enum.auto()
+    LANDED = enum.auto()
+    STANDS = enum.auto()
+    FELL = enum.auto()
+    BROKEN = enum.auto()  # the read ended in an error
+    UNWANTED = enum.auto()  # aborted, out of time, or another source failed
+
+
+TRANSITIONS: Final = {
+    State.ASKING: {
+        Cause.GRANT: State.GRANTED,
+        Cause.REFUSED: State.FAILED,
+        Cause.UNWANTED: State.FAILED,
+    },
+    State.GRANTED: {
+        Cause.BLOCKS: State.READING,
+        Cause.REFUSED: State.FAILED,
+        Cause.UNWANTED: State.FAILED,
+    },
+    State.READING: {
+        Cause.LANDED: State.CHECKING,
+        Cause.BROKEN: State.FAILED,
+        Cause.UNWANTED: State.DRAINING,
+    },
+    State.CHECKING: {
+        Cause.STANDS: State.DONE,
+        Cause.FELL: State.FAILED,
+        Cause.BROKEN: State.FAILED,
+        Cause.UNWANTED: State.DRAINING,
+    },
+    State.DRAINING: {
+        Cause.LANDED: State.FAILED,
+        Cause.STANDS: State.FAILED,
+        Cause.FELL: State.FAILED,
+        Cause.BROKEN: State.FAILED,
+        Cause.UNWANTED: State.DRAINING,
+    },
+    State.DONE: {Cause.UNWANTED: State.DONE},
+    State.FAILED: {Cause.UNWANTED: State.FAILED},
+}
+
+POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
+HOLDING: Final = frozenset({State.ASKING, State.GRANTED}) | POSTED
+"""States in which the prefill rank may hold blocks for us: the claim is renewed."""
+
+
+@dataclass
+class Source:
+    """One prefill rank that a request reads from, as its engine described it."""
+
+    rank: Rank
+    incarnation: Incarnation
+    endpoint: str
+    state: State = State.ASKING
+    ask_again_at: float = 0.0
+    grant: Grant | None = None
+
+    def move(self, cause: Cause) -> None:
+        """The one place where the state changes.
+
+        Raises:
+            LocalProtocolError: if the table has no such move.
+        """
+        following = TRANSITIONS[self.state].get(cause)
+        if following is None:
+            raise LocalProtocolError(
+                f"source {self.rank} cannot be {cause.name} in state {self.state.name}; "
+                f"allowed: {[c.name for c in TRANSITIONS[self.state]]}"
+            )
+        self.state = following
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in (State.DONE, State.FAILED)

@@ -1,0 +1,135 @@
+"""The prefill side of the protocol: vLLM's commands and readers' messages in, actions out."""
+
+from typing import Literal
+
+from nixl_kv.ids import Incarnation, Nonce, Rank, shown
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import (
+    WIRE_VERSION,
+    Abort,
+    Ask,
+    Deny,
+    Done,
+    Grant,
+    Renew,
+    Renewed,
+    ToRank,
+)
+from nixl_kv.protocol.offers import Offers
+from nixl_kv.protocol.sending import Binding, Offering
+
+
+class Sender:
+    """One prefill rank. Its state is changed by `handle` alone; nothing here waits."""
+
+    def __init__(self, incarnation: Incarnation, offers: Offers) -> None:
+        """Begin the life that `incarnation` names."""
+        self._incarnation = incarnation
+        self.offers = offers
+
+    def handle(
+        self, event: events.PrefillCommand | events.Tick | ToRank, now: float
+    ) -> list[events.Action]:
+        """All events go through here. `now` is monotonic, in seconds."""
+        match event:
+            case events.Prepare():
+                self.offers.prepare(event)
+            case events.Offer():
+                self.offers.ticket_out(event.nonce, now)
+            case events.Withdraw():
+                self.offers.withdraw(event.nonce)
+            case events.Tick():
+                return self.offers.expire(now)
+            case _:
+                return self._message(event, now)
+        return []
+
+    def _message(self, message: ToRank, now: float) -> list[events.Action]:
+        match message:
+            case Ask():
+                return self._ask(message, now)
+            case Renew():
+                return self._renew(message, now)
+            case Done():
+                return self._ended(message, "read")
+            case Abort():
+                return self._ended(message, "aborted")
+
+    def _ask(self, ask: Ask, now: float) -> list[events.Action]:
+        if ask.incarnation != self._incarnation:
+            return self._deny(ask, f"meant for incarnation {shown(ask.incarnation)}", "incarnation")
+        offer = self.offers.get(ask.nonce)
+        if offer is None:
+            return self._deny(ask, "no such offer: used, expired, or never made")
+        if offer.context != ask.context:
+            return self._deny(ask, "another prompt")
+        if offer.binding is not None:
+            return self._grant(offer, offer.binding, ask, now=now)
+        return self._bind(offer, ask, now)
+
+    def _bind(self, offer: Offering, ask: Ask, now: float) -> list[events.Action]:
+        """The first ask binds the offer to its claim."""
+        if ask.reader.rank not in ask.readers:
+            return self._deny(ask, f"rank {ask.reader.rank} is not among its own readers")
+        bound = self.offers.bind(offer, ask, now)
+        if bound is None or offer.binding is None:
+            return self._deny(ask, "all generation slots are granted")
+        return [bound, *self._grant(offer, offer.binding, ask, now=now)]
+
+    def _grant(
+        self, offer: Offering, binding: Binding, ask: Ask, *, now: float
+    ) -> list[events.Action]:
+        """Also for an ask that comes again: the grant may have been lost."""
+        if not binding.expects(ask.claim, ask.reader):
+            return self._deny(ask, "claimed by another, or ended for this reader")
+        rank = Rank(ask.reader.rank)
+        binding.leases[rank] = now + self.offers.lease_s
+        binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
+        grant = Grant(
+            WIRE_VERSION,
+            self._incarnation,
+            ask.nonce,
+            ask.claim,
+            ask.reader,
+            offer.num_tokens,
+            self.offers.lease_s,
+            offer.tables,
+            binding.slot,
+            binding.generation,
+        )
+        return [events.Reply(grant)]
+
+    def _deny(
+        self, ask: Ask, detail: str, reason: Literal["gone", "incarnation"] = "gone"
+    ) -> list[events.Action]:
+        """The detail stays in this side's log; strangers learn no more than 'gone'."""
+        deny = Deny(WIRE_VERSION, self._incarnation, ask.nonce, ask.claim, ask.reader, reason)
+        return [events.Denied(Nonce(ask.nonce), detail), events.Reply(deny)]
+
+    def _renew(self, renew: Renew, now: float) -> list[events.Action]:
+        """Extend the leases of the claims that are named, and end those that no longer are."""
+        named = set(renew.claims) if renew.incarnation == self._incarnation else set()
+        rank = Rank(renew.reader.rank)
+        held: set[str] = set()
+        actions: list[events.Action] = []
+        for offer, binding in self.offers.held_by(renew.reader):
+            held.add(binding.claim)
+            if binding.claim in named:
+                binding.leases[rank] = now + self.offers.lease_s
+            elif binding.numbers.get(rank, renew.number) < renew.number:
+                binding.ended.add(rank)
+                actions += self.offers.settle(offer, "given up")
+        lost = tuple(claim for claim in renew.claims if claim not in held)
+        answer = Renewed(WIRE_VERSION, self._incarnation, renew.reader, renew.number, lost)
+        return [*actions, events.Reply(answer)]
+
+    def _ended(self, message: Done | Abort, how: str) -> list[events.Action]:
+        """A reader has ended. An abort before any grant gives the offer up as a whole."""
+        offer = self.offers.get(message.nonce)
+        if offer is None or message.incarnation != self._incarnation:
+            return []
+        if offer.binding is None:
+            return self.offers.give_up(offer) if isinstance(message, Abort) else []
+        if offer.binding.expects(message.claim, message.reader):
+            offer.binding.ended.add(Rank(message.reader.rank))
+        return self.offers.settle(offer, how)

@@ -1,0 +1,105 @@
+"""The ticket: what prefill's answer carries through the router to decode.
+
+It stands in the request body as `kv_transfer_params`, so it comes back from a client's hands. It
+names no block and no address; it says whom to ask, for which offer, and what the KV depends on.
+"""
+
+import hashlib
+import ipaddress
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.ids import Nonce
+
+TICKET_VERSION = 1
+
+Hex32 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished prefill on offer, as JSON types only.
+
+    Unknown fields are ignored: routers and vLLM's frontend add their own.
+    """
+
+    do_remote_prefill: Literal[True] = True
+    do_remote_decode: Literal[False] = False
+    remote_engine_id: Name
+    remote_host: Annotated[str, Meta(min_length=2, max_length=64)]
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    ticket_version: Annotated[int, Meta(ge=TICKET_VERSION, le=TICKET_VERSION)] = TICKET_VERSION
+    incarnation: Hex32
+    nonce: Hex32
+    num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    context: Hex32
+
+    def __post_init__(self) -> None:
+        """Refuse host names: nothing that a client sends is ever resolved."""
+        ipaddress.ip_address(self.remote_host)
+
+    @classmethod
+    def parse(cls, params: object) -> "Ticket":
+        """Validate what a client sent.
+
+        Raises:
+            RemoteProtocolError: names the field, and what is allowed.
+        """
+        if not isinstance(params, Mapping):
+            raise RemoteProtocolError(
+                f"kv_transfer_params is of type {type(params).__name__}; allowed: an object"
+            )
+        required = ("ticket_version", "do_remote_prefill")
+        missing = [name for name in required if name not in params]
+        if missing:
+            raise RemoteProtocolError(f"kv_transfer_params lacks the field {missing[0]!r}")
+        try:
+            return msgspec.convert(params, cls, strict=True)
+        except (msgspec.ValidationError, ValueError) as error:
+            raise RemoteProtocolError(f"kv_transfer_params: {error}") from error
+
+    @property
+    def endpoint(self) -> str:
+        """Where the engine describes itself, as ZMQ writes it."""
+        return endpoint(self.remote_host, self.remote_port)
+
+    def params(self) -> dict[str, Any]:
+        """The `kv_transfer_params` of prefill's answer."""
+        builtins: dict[str, Any] = msgspec.to_builtins(self)
+        return builtins
+
+
+def endpoint(host: str, port: int) -> str:
+    """ZMQ's way to write an address; IPv6 literals need brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def bind_address(host: str) -> str:
+    """The same without a port."""
+    return endpoint(host, 0).rsplit(":", 1)[0]
+
+
+def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:
+    """A keyed hash of everything that the KV of a prompt depends on, as 32 hex digits.
+
+    Keyed by the nonce, so that a ticket in a log says nothing about the prompt to whoever has only
+    a guess of it and not the log of the same request.
+
+    Args:
+        nonce: the offer's.
+        token_ids: of the prompt; None where it came as embeddings.
+        extras: adapter, cache salt, multimodal identifiers and positions, embeddings; each entry
+            is hashed with its length.
+    """
+    digest = hashlib.blake2b(digest_size=16, key=bytes.fromhex(nonce))
+    ids = token_ids or ()
+    digest.update(struct.pack(f"<q{len(ids)}q", len(ids) if token_ids is not None else -1, *ids))
+    for extra in extras:
+        digest.update(struct.pack("<q", len(extra)))
+        digest.update(extra)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""IO: the data plane and the control plane. Foreign exceptions are translated, and stop, here."""

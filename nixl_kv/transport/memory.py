@@ -1,0 +1,124 @@
+"""The data plane inside one process: for tests, examples and the simulator.
+
+A `Fabric` joins any number of `MemoryTransport`s. A read copies from address to address, after the
+number of polls that the fabric says, so that whatever happens meanwhile (a block used again, a
+slot cleared) is seen as over a real link. What a test wants to go wrong, it tells the fabric.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.transport.base import Indices, PeerName, Rows
+
+
+@dataclass
+class Fabric:
+    """The link between transports of one process, and its faults."""
+
+    polls: int = 0  # a read lands at this poll after it was begun
+    stuck: bool = False  # no read lands
+    broken: set[str] = field(default_factory=set)  # peers that are lost
+    transports: dict[str, "MemoryTransport"] = field(default_factory=dict)
+    names: Iterable[int] = field(default_factory=itertools.count)
+    bytes_copied: int = 0
+
+
+@dataclass(frozen=True)
+class _List:
+    rows: Rows
+    owner: str
+
+    def piece(self, index: int) -> tuple[int, int]:
+        """Address and length of the piece with this number."""
+        ends = np.cumsum(self.rows[:, 4].astype(np.int64))
+        if not 0 <= index < ends[-1]:
+            raise TransportError(f"index {index}; allowed: 0 to {ends[-1] - 1}")
+        row = int(np.searchsorted(ends, index, side="right"))
+        within = index - (int(ends[row - 1]) if row else 0)
+        address, length, _, stride, _ = (int(value) for value in self.rows[row])
+        return address + within * stride, length
+
+
+@dataclass
+class _Read:
+    pairs: list[tuple[tuple[int, int], tuple[int, int]]]
+    peer: str
+    polls_left: int
+    ended: bool = False
+
+
+class MemoryTransport:
+    """One side. See `Transport`."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        """Join the fabric under a fresh name."""
+        self._fabric = fabric
+        self.name = f"memory-{next(iter(fabric.names))}"
+        self._spans: list[Span] = []
+        fabric.transports[self.name] = self
+
+    def register(self, span: Span, memory: Memory, device: int) -> None:
+        """Allow reads from and into this memory."""
+        del memory, device
+        self._spans.append(span)
+
+    def metadata(self) -> bytes:
+        """The name: whoever has it can read."""
+        return self.name.encode()
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        """Find a peer on the fabric."""
+        name = metadata.decode(errors="replace")
+        if name not in self._fabric.transports or name in self._fabric.broken:
+            raise PeerLost(f"no peer {name!r} on the fabric")
+        return PeerName(name)
+
+    def drop_peer(self, peer: PeerName) -> None:
+        """Nothing to forget."""
+
+    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
+        """Check that all pieces are registered memory."""
+        del memory
+        prepared = _List(rows, peer or self.name)
+        spans = self._fabric.transports[prepared.owner]._spans  # noqa: SLF001 - the other side
+        for address, length, _, stride, count in rows.tolist():
+            end = address + (count - 1) * stride + length
+            if not any(s.address <= address and end <= s.address + s.length for s in spans):
+                raise TransportError(f"{address:#x} to {end:#x} is not registered")
+        return prepared
+
+    def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
+        """Begin a copy that lands after the fabric's number of polls."""
+        here = [local.piece(int(index)) for index in indices[0]]
+        there = [remote.piece(int(index)) for index in indices[1]]
+        pairs = list(zip(here, there, strict=True))
+        if any(mine[1] != theirs[1] for mine, theirs in pairs):
+            raise TransportError("pieces of different lengths")
+        return _Read(pairs, remote.owner, self._fabric.polls)
+
+    def poll(self, read: _Read) -> bool:
+        """Land the read when its time has come."""
+        if read.peer in self._fabric.broken:
+            raise PeerLost(f"peer {read.peer!r} is gone")
+        if self._fabric.stuck or read.polls_left > 0:
+            read.polls_left -= 1
+            return False
+        if not read.ended:
+            for (address, length), (source, _) in read.pairs:
+                ctypes.memmove(address, source, length)
+                self._fabric.bytes_copied += length
+            read.ended = True
+        return True
+
+    def progress(self) -> None:
+        """Nothing to serve: readers help themselves."""
+
+    def close(self) -> None:
+        """Leave the fabric."""
+        self._fabric.transports.pop(self.name, None)

@@ -1,0 +1,136 @@
+"""One vLLM engine as a child process, also without a GPU and without a model hub."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from pd.client import is_healthy
+from pd.processes import ManagedProcess, Ports, ProcessDiedError
+from pd.waiting import wait_until
+
+Connector = Literal["none", "nixl-kv", "in-tree"]
+Role = Literal["prefill", "decode", "single"]
+Device = Literal["cpu", "cuda"]
+
+HOST = "127.0.0.1"
+MODEL_NAME = "tiny"
+START_TIMEOUT_S = 300.0
+KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+# No telemetry, no downloads, no colours in logs.
+QUIET_ENV: Final = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "NO_COLOR": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# Several engines share few cores: one thread each, bound to no core, that never spins.
+CPU_ENV: Final = {
+    "KMP_BLOCKTIME": "0",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start: everything but the ports."""
+
+    name: str
+    model: Path
+    role: Role = "single"
+    connector: Connector = "none"
+    connector_config: Mapping[str, object] = field(default_factory=dict)
+    device: Device = "cpu"
+    dtype: str = "auto"
+    tensor_parallel: int = 1
+    gpu_memory_utilization: float = 0.4
+    extra_args: tuple[str, ...] = ()
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot mean anything."""
+        if (self.role == "single") != (self.connector == "none"):
+            raise ValueError(f"{self.name}: role {self.role!r} with connector {self.connector!r}")
+
+
+class Engine(ManagedProcess):
+    """A vLLM API server. start() returns at once; wait_ready() waits."""
+
+    def __init__(self, spec: EngineSpec, log_dir: Path, ports: Ports) -> None:
+        """Ports are chosen here, so that the URL is known before the start."""
+        super().__init__(spec.name, log_dir / f"{spec.name}.log")
+        self.spec = spec
+        self.port = ports.take()
+        self.side_port = ports.take()
+        self.url = f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Launch it."""
+        self.launch(self.command(), self.environment())
+
+    def is_ready(self) -> bool:
+        """Whether it answers; raises if it has died."""
+        self.check_alive()
+        return is_healthy(self.url)
+
+    def wait_ready(
+        self,
+        timeout_s: float = START_TIMEOUT_S,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> None:
+        """Wait until it answers; on_wait is called with the seconds that have passed."""
+        if not wait_until(self.is_ready, timeout_s, on_wait=on_wait):
+            raise ProcessDiedError(f"{self.name} not ready in {timeout_s:.0f} s:\n{self.tail()}")
+
+    def command(self) -> list[str]:
+        """The command line."""
+        spec = self.spec
+        # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(spec.model), "--served-model-name", MODEL_NAME]
+        command += ["--host", HOST, "--port", str(self.port), "--enable-prefix-caching"]
+        command += ["--dtype", spec.dtype, "--tensor-parallel-size", str(spec.tensor_parallel)]
+        if spec.device == "cpu":
+            command += ["--enforce-eager"]
+        else:
+            command += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+        transfer = self.kv_transfer_config()
+        if transfer:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        return [*command, *spec.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with what the engine needs on top."""
+        env = os.environ | QUIET_ENV
+        if self.spec.device == "cpu":
+            env |= CPU_ENV
+        if self.spec.connector == "in-tree":
+            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
+        return env | dict(self.spec.extra_env)
+
+    def kv_transfer_config(self) -> dict[str, object] | None:
+        """The value of --kv-transfer-config; None for an engine without a connector."""
+        spec = self.spec
+        if spec.connector == "none":
+            return None
+        config: dict[str, object] = {
+            "kv_role": KV_ROLES[spec.role],
+            "kv_load_failure_policy": "recompute",
+        }
+        extra = dict(spec.connector_config)
+        if spec.connector == "in-tree":
+            config["kv_connector"] = "NixlConnector"
+        else:
+            config["kv_connector"] = "NixlKVConnector"
+            config["kv_connector_module_path"] = "nixl_kv.connector"
+            extra = {"port": self.side_port} | extra
+        return config | ({"kv_connector_extra_config": extra} if extra else {})
