@@ -1,0 +1,69 @@
+"""KV caches as numpy arrays, in any of vLLM's physical orders, with a dense array as the truth."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one rank's cache: layers, blocks, heads, tokens per block, bytes of K and of V."""
+
+    layers: int = 3
+    blocks: int = 10
+    heads: int = 2
+    tokens: int = 4
+    key: int = 6
+    value: int = 6
+
+    def by_letter(self) -> dict[str, int]:
+        return {
+            "L": self.layers,
+            "B": self.blocks,
+            "H": self.heads,
+            "N": self.tokens,
+            "C": self.key + self.value,
+        }
+
+
+class Cache:
+    """One rank's cache. `view` has the logical shape [L, B, H, N, C], uint8, whatever the order."""
+
+    def __init__(self, sizes: Sizes, order: str = "LBHNC", first_head: int = 0) -> None:
+        by_letter = sizes.by_letter()
+        self.sizes = sizes
+        self.order = order
+        self.memory = np.zeros([by_letter[letter] for letter in order], dtype=np.uint8)
+        self.view = self.memory.transpose([order.index(letter) for letter in "LBHNC"])
+        self.first_head = first_head
+
+    def layout(self, blocks_per_entry: int = 1) -> CacheLayout:
+        sizes, strides = self.sizes, self.view.strides
+        address = self.memory.ctypes.data
+        regions = tuple(
+            Region(
+                layer=f"layer.{layer}",
+                base=address + layer * strides[0],
+                block_stride=strides[1],
+                head_stride=strides[2],
+                token_stride=strides[3],
+                first_head=self.first_head,
+                num_heads=sizes.heads,
+                parts=(Part(0, sizes.key), Part(sizes.key, sizes.value)),
+            )
+            for layer in range(sizes.layers)
+        )
+        group = Group(sizes.tokens, sizes.blocks, blocks_per_entry, regions)
+        span = Span(address, self.memory.nbytes)
+        return CacheLayout((group,), "uint8", "DRAM", 0, (span,))
+
+    def fill(self, rng: np.random.Generator) -> None:
+        self.memory[...] = rng.integers(1, 256, self.memory.shape, dtype=np.uint8)
+
+    def blocks(self, ids: Sequence[int]) -> np.ndarray:
+        return self.view[:, list(ids)]
