@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -87,8 +88,9 @@ def shape(vllm_config: VllmConfig) -> Shape:
 
 
 def rank(vllm_config: VllmConfig) -> Rank:
-    """Which rank this worker is, inside its own data-parallel engine."""
-    return Rank(vllm_config.parallel_config.rank % shape(vllm_config).size)
+    """Which rank this worker is, pipeline stage major; to be asked in a worker only."""
+    stage, place = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    return Rank(stage * shape(vllm_config).tp + place)
 
 
 def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
