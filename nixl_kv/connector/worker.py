@@ -134,10 +134,7 @@ class Worker:
         self._stats.transferred(max((t.seconds for t in result.transferred), default=0.0))
 
     def _note_sent(self, sent: events.Sent) -> None:
-        counter = {"read": "offers_read", "unclaimed": "offers_unclaimed"}.get(sent.how)
-        counter = "offers_expired" if sent.how == "lease expired" else counter
-        if counter is not None:
-            self._stats.count(counter)
+        self._stats.count(f"offers_{sent.how.value}")
         if sent.request in self._pinned:
             self._pinned.remove(sent.request)
             self._results.finished_sending.add(sent.request)

@@ -4,6 +4,7 @@ Commands come from vLLM's step, events from the data plane and the sockets; acti
 by whoever runs the machines. All are frozen records, so that tests compare whole lists of them.
 """
 
+import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -230,12 +231,22 @@ class Loaded:
     reason: str | None
 
 
+class How(enum.Enum):
+    """How an offer ended; the values are the counters' names."""
+
+    READ = "read"
+    ABORTED = "aborted"
+    NOT_NEEDED = "not_needed"
+    UNCLAIMED = "unclaimed"
+    EXPIRED = "expired"
+
+
 @dataclass(frozen=True)
 class Sent:
-    """Report to vLLM that a finished request's blocks may be used again. `how` is for the log."""
+    """Report to vLLM that a finished request's blocks may be used again."""
 
     request: RequestId
-    how: str
+    how: How
 
 
 @dataclass(frozen=True)

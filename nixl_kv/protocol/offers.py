@@ -93,7 +93,7 @@ class Offers:
         offer.move(Cause.CLAIMED)
         return events.WriteSlot(offer.binding.slot, offer.binding.generation)
 
-    def settle(self, offer: Offering, how: str) -> list[events.Action]:
+    def settle(self, offer: Offering, how: events.How) -> list[events.Action]:
         """Release the offer if all its readers have ended: first the slot, then the blocks."""
         binding = offer.binding
         if binding is None or not binding.all_ended:
@@ -107,7 +107,7 @@ class Offers:
         """Release an offer that nobody was granted: its reader does not need it."""
         offer.ends_at = None
         offer.move(Cause.GIVEN_UP)
-        return self._forget(offer, "not needed")
+        return self._forget(offer, events.How.NOT_NEEDED)
 
     def expire(self, now: float) -> list[events.Action]:
         """End what has run out of time."""
@@ -115,11 +115,11 @@ class Offers:
         for offer in list(self._offers.values()):
             if offer.binding is not None:
                 offer.binding.expire(now)
-                actions += self.settle(offer, "lease expired")
+                actions += self.settle(offer, events.How.EXPIRED)
             elif offer.ends_at is not None and offer.ends_at <= now:
                 offer.ends_at = None
                 offer.move(Cause.UNCLAIMED)
-                actions += self._forget(offer, "unclaimed")
+                actions += self._forget(offer, events.How.UNCLAIMED)
         return actions
 
     def validate(self) -> None:
@@ -134,6 +134,6 @@ class Offers:
         for offer in self._offers.values():
             offer.validate()
 
-    def _forget(self, offer: Offering, how: str) -> list[events.Action]:
+    def _forget(self, offer: Offering, how: events.How) -> list[events.Action]:
         del self._offers[offer.nonce]
         return [events.Sent(offer.request, how)]

@@ -51,9 +51,9 @@ class Sender:
             case Renew():
                 return self._renew(message, now)
             case Done():
-                return self._ended(message, "read")
+                return self._ended(message, events.How.READ)
             case Abort():
-                return self._ended(message, "aborted")
+                return self._ended(message, events.How.ABORTED)
 
     def _ask(self, ask: Ask, now: float) -> list[events.Action]:
         if ask.incarnation != self._incarnation:
@@ -118,12 +118,12 @@ class Sender:
                 binding.leases[rank] = now + self.offers.lease_s
             elif binding.numbers.get(rank, renew.number) < renew.number:
                 binding.ended.add(rank)
-                actions += self.offers.settle(offer, "given up")
+                actions += self.offers.settle(offer, events.How.ABORTED)
         lost = tuple(claim for claim in renew.claims if claim not in held)
         answer = Renewed(WIRE_VERSION, self._incarnation, renew.reader, renew.number, lost)
         return [*actions, events.Reply(answer)]
 
-    def _ended(self, message: Done | Abort, how: str) -> list[events.Action]:
+    def _ended(self, message: Done | Abort, how: events.How) -> list[events.Action]:
         """A reader has ended. An abort before any grant gives the offer up as a whole."""
         offer = self.offers.get(message.nonce)
         if offer is None or message.incarnation != self._incarnation:

@@ -1,5 +1,6 @@
 """Requests to an engine or a router, and an engine's counters."""
 
+import contextlib
 import json
 import time
 import urllib.request
@@ -59,6 +60,25 @@ class Client:
             prompt_tokens=answer["usage"]["prompt_tokens"],
             seconds=seconds,
         )
+
+    def ticket(self, prompt: str, params: Mapping[str, object]) -> dict[str, object] | None:
+        """What a router asks of a prefill engine: its answer's kv_transfer_params."""
+        body = self._body(prompt, 1, {"kv_transfer_params": dict(params)})
+        reply = self._http.post("/v1/completions", json=body)
+        _check(reply)
+        found: dict[str, object] | None = reply.json().get("kv_transfer_params")
+        return found
+
+    def texts(self, prompt: str, max_tokens: int = 16, **extra: object) -> list[str]:
+        """All answers to one request, such as those of n=2."""
+        reply = self._http.post("/v1/completions", json=self._body(prompt, max_tokens, extra))
+        _check(reply)
+        return [choice["text"] for choice in reply.json()["choices"]]
+
+    def disconnect_early(self, prompt: str, after_s: float = 0.05, **extra: object) -> None:
+        """Send a request and hang up before its answer."""
+        with contextlib.suppress(httpx.TimeoutException):
+            self._http.post("/v1/completions", json=self._body(prompt, 1, extra), timeout=after_s)
 
     def time_to_first_token(self, prompt: str, **extra: object) -> float:
         """Seconds from the request to the first streamed token."""

@@ -60,6 +60,7 @@ class Cluster:
         spec: ClusterSpec,
         *,
         log_dir: Path | None = None,
+        route: bool = True,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         """Nothing runs before the `with` block is entered."""
@@ -69,6 +70,7 @@ class Cluster:
         self.decode = self._engines_of(spec.decode)
         self.single = next(iter(self._engines_of([spec.single] if spec.single else [])), None)
         self.router: Router | None = None
+        self._route = route
         self._say = say
         self._handlers_before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
 
@@ -81,7 +83,7 @@ class Cluster:
             for engine in self.engines:
                 engine.start()
             self._wait_for_engines()
-            if self.prefill and self.decode:
+            if self._route and self.prefill and self.decode:
                 self._start_router()
             on_failure.pop_all()  # all is up: from here on the `with` block ends it
         return self

@@ -13,13 +13,17 @@ from pd.processes import ManagedProcess, Ports, ProcessDiedError
 from pd.waiting import wait_until
 
 Connector = Literal["none", "nixl-kv", "in-tree"]
-Role = Literal["prefill", "decode", "single"]
+Role = Literal["prefill", "decode", "both", "single"]
 Device = Literal["cpu", "cuda"]
 
 HOST = "127.0.0.1"
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 300.0
-KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+KV_ROLES: Mapping[Role, str] = {
+    "prefill": "kv_producer",
+    "decode": "kv_consumer",
+    "both": "kv_both",
+}
 
 # No telemetry, no downloads, no colours in logs.
 QUIET_ENV: Final = {
@@ -48,6 +52,7 @@ class EngineSpec:
     role: Role = "single"
     connector: Connector = "none"
     connector_config: Mapping[str, object] = field(default_factory=dict)
+    by_name: bool = False  # let the installed entry point find our connector
     device: Device = "cpu"
     dtype: str = "auto"
     tensor_parallel: int = 1
@@ -131,6 +136,7 @@ class Engine(ManagedProcess):
             config["kv_connector"] = "NixlConnector"
         else:
             config["kv_connector"] = "NixlKVConnector"
-            config["kv_connector_module_path"] = "nixl_kv.connector"
+            if not spec.by_name:
+                config["kv_connector_module_path"] = "nixl_kv.connector"
             extra = {"port": self.side_port} | extra
         return config | ({"kv_connector_extra_config": extra} if extra else {})

@@ -73,15 +73,20 @@ def words() -> list[str]:
     return [first + second for first in syllables for second in syllables]
 
 
-def ensure_tiny_model(root: Path = MODELS, model: TinyModel | None = None) -> Path:
-    """The model's folder under root; made now if no earlier call made it."""
+def ensure_tiny_model(
+    root: Path = MODELS, model: TinyModel | None = None, *, weights: bool = True
+) -> Path:
+    """The model's folder under root; made now if no earlier call made it.
+
+    Without weights it is for vLLM's --load-format dummy.
+    """
     model = model or TinyModel()
-    target = root / f"tiny-qwen3-{model.digest()}"
+    target = root / f"{'tiny' if weights else 'shape'}-qwen3-{model.digest()}"
     if not target.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
         try:
-            write_model(scratch, model)
+            write_model(scratch, model, weights=weights)
             scratch.rename(target)  # whole or not at all, also with two makers at once
         except OSError:
             if not target.is_dir():
@@ -91,16 +96,17 @@ def ensure_tiny_model(root: Path = MODELS, model: TinyModel | None = None) -> Pa
     return target
 
 
-def write_model(folder: Path, model: TinyModel) -> None:
-    """Write all files of the model into a folder."""
+def write_model(folder: Path, model: TinyModel, *, weights: bool = True) -> None:
+    """Write all files of the model into a folder, perhaps but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     vocabulary = [*SPECIALS, *words()]
     _write_json(folder / "config.json", _config(model, len(vocabulary)))
     _write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 2})
     _write_tokenizer(folder, vocabulary, model.max_positions)
-    weights = _weights(model, len(vocabulary))
-    _write_safetensors(folder / "model.safetensors", weights, model.dtype)
+    if weights:
+        tensors = _weights(model, len(vocabulary))
+        _write_safetensors(folder / "model.safetensors", tensors, model.dtype)
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -11,9 +11,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from pd.client import Client
 from pd.cluster import Cluster, ClusterSpec
@@ -34,7 +35,7 @@ QWEN3_8B = TinyModel(
 )
 """Its KV cache has 144 KiB per token; the vocabulary is ours."""
 
-WANT_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
+WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 ANSWER_TOKENS = 16
 
 
@@ -48,41 +49,60 @@ class Row:
     moved: Moved
 
 
-def ask_apart(prefill: Client, decode: Client, prompt: str, max_tokens: int) -> tuple[str, float]:
-    """What a router does: the answer, and the seconds of both requests together."""
-    begin = time.perf_counter()
-    ticket = prefill.ticket(prompt, WANT_TICKET)
-    answer = decode.complete(prompt, max_tokens, kv_transfer_params=ticket)
-    return answer.text, time.perf_counter() - begin
+class Pair:
+    """A prefill and a decode engine, asked as a router asks them."""
+
+    def __init__(self, cluster: Cluster, connector: Connector) -> None:
+        """Connect to both."""
+        self._prefill = Client(cluster.prefill[0].url)
+        self._decode = Client(cluster.decode[0].url)
+        self._names = METRICS[connector]
+        self._seeds = itertools.count()
+
+    def prompt(self, length: int) -> str:
+        """A prompt that no engine has seen."""
+        return random_prompt(length, next(self._seeds))
+
+    def apart(self, prompt: str, max_tokens: int = 1) -> tuple[str, float]:
+        """Prefill, then decode: the answer, and the seconds of both requests together."""
+        begin = time.perf_counter()
+        ticket = self._prefill.ticket(prompt, WANT_TICKET)
+        answer = self._decode.complete(prompt, max_tokens, kv_transfer_params=ticket)
+        return answer.text, time.perf_counter() - begin
+
+    def alone(self, prompt: str, max_tokens: int = 1) -> tuple[str, float]:
+        """The prefill engine does all by itself."""
+        answer = self._prefill.complete(prompt, max_tokens)
+        return answer.text, answer.seconds
+
+    def row(self, length: int, repeat: int) -> Row:
+        """Alone and apart in turn, each time on a prompt of its own."""
+        alone, apart, moved = [], [], []
+        for _ in range(repeat):
+            alone.append(self.alone(self.prompt(length))[1])
+            before = self._decode.counters()
+            apart.append(self.apart(self.prompt(length))[1])
+            changed = self._decode.counters_after(before, self._names.nbytes)
+            moved.append(Moved.from_counters(changed, self._names))
+        middle = sorted(moved, key=lambda one: one.seconds)[len(moved) // 2]
+        return Row(length, statistics.median(alone), statistics.median(apart), middle)
 
 
-def measure(cluster: Cluster, connector: Connector, lengths: Sequence[int], repeat: int) -> list[Row]:
+def measure(pair: Pair, lengths: Sequence[int], repeat: int) -> list[Row]:
     """One row for each length; a first round, which connects and warms up, is not counted."""
-    seeds = itertools.count()
-    with Client(cluster.prefill[0].url) as prefill, Client(cluster.decode[0].url) as decode:
-        for length in lengths:
-            ask_apart(prefill, decode, random_prompt(length, next(seeds)), 1)
-            prefill.complete(random_prompt(length, next(seeds)), 1)
-        return [
-            _measure_length(prefill, decode, length, connector, itertools.islice(seeds, 2 * repeat))
-            for length in lengths
-        ]
+    for length in lengths:
+        pair.apart(pair.prompt(length))
+        pair.alone(pair.prompt(length))
+    return [pair.row(length, repeat) for length in lengths]
 
 
-def _measure_length(
-    prefill: Client, decode: Client, length: int, connector: Connector, seeds: Iterator[int]
-) -> Row:
-    names = METRICS[connector]
-    alone, apart, moved = [], [], []
-    for seed in seeds:
-        alone.append(prefill.complete(random_prompt(length, seed), 1).seconds)
-        before = decode.counters()
-        prompt = random_prompt(length, next(seeds))
-        apart.append(ask_apart(prefill, decode, prompt, 1)[1])
-        changed = decode.counters_after(before, names.nbytes)
-        moved.append(Moved.from_counters(changed, names))
-    middle = sorted(moved, key=lambda one: one.seconds)[len(moved) // 2]
-    return Row(length, statistics.median(alone), statistics.median(apart), middle)
+def count_matches(pair: Pair, lengths: Sequence[int]) -> int:
+    """How many answers through both engines are those of the prefill engine alone."""
+    prompts = [pair.prompt(length) for length in lengths]
+    return sum(
+        pair.apart(prompt, ANSWER_TOKENS)[0] == pair.alone(prompt, ANSWER_TOKENS)[0]
+        for prompt in prompts
+    )
 
 
 def print_rows(name: str, rows: Sequence[Row]) -> None:
@@ -99,17 +119,6 @@ def print_rows(name: str, rows: Sequence[Row]) -> None:
             f"| {moved.descriptors} | {moved.seconds * 1e3:.2f} | {speed:.1f} |",
             flush=True,
         )
-
-
-def count_matches(cluster: Cluster, lengths: Sequence[int]) -> tuple[int, int]:
-    """How many answers through both engines are those of the prefill engine alone."""
-    same = 0
-    with Client(cluster.prefill[0].url) as prefill, Client(cluster.decode[0].url) as decode:
-        for seed, length in enumerate(lengths):
-            prompt = random_prompt(length, 10_000 + seed)
-            alone = prefill.complete(prompt, ANSWER_TOKENS).text
-            same += ask_apart(prefill, decode, prompt, ANSWER_TOKENS)[0] == alone
-    return same, len(lengths)
 
 
 def specs(options: argparse.Namespace, connector: Connector) -> ClusterSpec:
@@ -164,12 +173,14 @@ def main() -> int:
     for connector in options.connector:
         spec = specs(options, connector)
         with Cluster(spec, log_dir=log_dir / connector, route=False) as cluster:
-            rows = measure(cluster, connector, options.lengths, options.repeat)
+            pair = Pair(cluster, connector)
+            rows = measure(pair, options.lengths, options.repeat)
             print_rows(f"{connector}, {options.shape}, {options.attention_backend or 'auto'}", rows)
             if options.shape == "tiny":
-                same, total = count_matches(cluster, options.lengths * 4)
-                print(f"{same}/{total} answers match")
-                good = good and same == total
+                checked = options.lengths * 4
+                same = count_matches(pair, checked)
+                print(f"{same}/{len(checked)} answers match")
+                good = good and same == len(checked)
     return 0 if good else 1
 
 

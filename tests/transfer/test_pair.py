@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
-from caches import ORDERS, Sizes
+from caches import ORDERS
 from conftest import Pair
+
+from nixl_kv.protocol import events
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.memory import Fabric
-from pairs import Times
 
 
 @pytest.fixture(params=["memory", pytest.param("nixl", marks=pytest.mark.nixl)])
@@ -19,7 +18,7 @@ def transport(
     if request.param == "memory":
         return memory
     nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
-    return lambda: nixl.NixlTransport()
+    return nixl.NixlTransport
 
 
 @pytest.mark.parametrize("orders", [(a, b) for a in ORDERS for b in ORDERS], ids="-".join)
@@ -34,7 +33,7 @@ def test_blocks_arrive_whatever_the_orders(
     decode.fetch("d1", offered)
     decode.load("d1", [2, 9, 1])
     assert decode.wait_loaded("d1").reason is None
-    assert prefill.wait_sent("p1").how == "read"
+    assert prefill.wait_sent("p1").how is events.How.READ
     assert np.array_equal(decode.cache.blocks([2, 9, 1]), prefill.cache.blocks([7, 3, 4]))
     untouched = [0, 3, 4, 5, 6, 7, 8]
     assert np.array_equal(decode.cache.blocks(untouched), before[:, untouched])

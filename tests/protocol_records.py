@@ -1,0 +1,202 @@
+"""Records of the protocol, with the values filled in that a test does not care about.
+
+The prefill engine is at HOME; its ranks answer at `at(rank)`.
+"""
+
+from typing import Any
+
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.ranks import Shape
+from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.messages import (
+    Abort,
+    Ask,
+    Deny,
+    Description,
+    Done,
+    Grant,
+    RankDescription,
+    Reader,
+    Renew,
+    Renewed,
+    Slots,
+)
+from nixl_kv.protocol.ticket import Ticket
+
+
+def hex32(number: int) -> str:
+    return f"{number:032x}"
+
+
+PREFILL = EngineId("prefill")
+ENGINE_LIFE = Incarnation(hex32(0xA))
+RANK_LIFE = Incarnation(hex32(0xB))
+OTHER_LIFE = Incarnation(hex32(0xF))
+PEER = PeerKey(PREFILL, ENGINE_LIFE)
+HOME = "tcp://10.0.0.1:5600"
+READER = Reader("decode", hex32(0xD), 0)
+STRANGER = Reader("stranger", hex32(0xD), 0)
+NONCE = Nonce(hex32(1))
+CLAIM = Claim(hex32(0xC1))
+RIVAL = Claim(hex32(0xC2))
+CONTEXT = hex32(0xE)
+TABLES = (b"\7\0\0\0\3\0\0\0",)
+LEASE_S = 2.0
+GENERATION = Generation(b"\1" * 16)
+P1, D1, D2 = RequestId("p1"), RequestId("d1"), RequestId("d2")
+
+
+def at(rank: int) -> str:
+    return f"tcp://10.0.0.1:{7000 + rank}"
+
+
+# --- messages of decode
+
+
+def ask(**changed: Any) -> Ask:
+    values = {
+        "version": 1,
+        "incarnation": RANK_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "context": CONTEXT,
+        "reader": READER,
+        "number": 1,
+        "readers": (0,),
+    }
+    return Ask(**{**values, **changed})
+
+
+def renew(number: int, *claims: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renew:
+    return Renew(1, life, reader, number, claims)
+
+
+def done(
+    claim: str = CLAIM, *, nonce: str = NONCE, reader: Reader = READER, life: str = RANK_LIFE
+) -> Done:
+    return Done(1, life, nonce, claim, reader)
+
+
+def abort(
+    claim: str = CLAIM, *, nonce: str = NONCE, reader: Reader = READER, life: str = RANK_LIFE
+) -> Abort:
+    return Abort(1, life, nonce, claim, reader)
+
+
+# --- messages of prefill
+
+
+def grant(**changed: Any) -> Grant:
+    values = {
+        "version": 1,
+        "incarnation": RANK_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "reader": READER,
+        "num_tokens": 8,
+        "lease_s": LEASE_S,
+        "tables": TABLES,
+        "slot": 3,
+        "generation": GENERATION,
+    }
+    return Grant(**{**values, **changed})
+
+
+def deny(reason: Any = "gone", **changed: Any) -> Deny:
+    values = {
+        "version": 1,
+        "incarnation": RANK_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "reader": READER,
+        "reason": reason,
+    }
+    return Deny(**{**values, **changed})
+
+
+def renewed(number: int, *lost: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renewed:
+    return Renewed(1, life, reader, number, lost)
+
+
+def layout() -> CacheLayout:
+    region = Region("layer.0", 4096, 64, 32, 8, 0, 2, (Part(0, 4), Part(4, 4)))
+    return CacheLayout((Group(4, 10, 1, (region,)),), "uint8", "DRAM", 0, (Span(4096, 1024),))
+
+
+def rank_description(rank: int = 0, life: str = RANK_LIFE) -> RankDescription:
+    return RankDescription(life, at(rank), b"agent", Slots(65536, 64), layout())
+
+
+def description(ranks: int = 1, life: str = ENGINE_LIFE, rank_life: str = RANK_LIFE) -> Description:
+    described = tuple(rank_description(rank, rank_life) for rank in range(ranks))
+    return Description(1, life, PREFILL, {"dtype": "bfloat16"}, Shape(ranks, 1), described)
+
+
+def describe(life: str = ENGINE_LIFE) -> messages.Describe:
+    return messages.Describe(1, life, PREFILL)
+
+
+def refusal(reason: str, life: str = ENGINE_LIFE) -> messages.Refusal:
+    return messages.Refusal(1, life, PREFILL, reason)
+
+
+# --- commands
+
+
+def ticket(**changed: Any) -> Ticket:
+    values = {
+        "remote_engine_id": PREFILL,
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "incarnation": ENGINE_LIFE,
+        "nonce": NONCE,
+        "num_tokens": 8,
+        "context": CONTEXT,
+    }
+    return Ticket(**{**values, **changed})
+
+
+def prepare(**changed: Any) -> events.Prepare:
+    values = {
+        "nonce": NONCE,
+        "request": P1,
+        "context": CONTEXT,
+        "num_tokens": 8,
+        "tables": TABLES,
+    }
+    return events.Prepare(**{**values, **changed})
+
+
+def fetch(request: str = D1, claim: str = CLAIM, **changed: Any) -> events.Fetch:
+    return events.Fetch(RequestId(request), ticket(**changed), Claim(claim))
+
+
+def load(request: str = D1, num_tokens: int = 7) -> events.Load:
+    return events.Load(RequestId(request), (0,), (b"\2\0\0\0\5\0\0\0",), num_tokens)
+
+
+def drop(request: str = D1) -> events.Drop:
+    return events.Drop(RequestId(request))
+
+
+# --- events
+
+
+def joined(ranks: int = 1) -> events.PeerJoined:
+    return events.PeerJoined(PEER, description(ranks))
+
+
+def read_done(source: int = 0, request: str = D1) -> events.ReadDone:
+    return events.ReadDone(RequestId(request), Rank(source))
+
+
+def read_failed(reason: str, source: int = 0, request: str = D1) -> events.ReadFailed:
+    return events.ReadFailed(RequestId(request), Rank(source), reason)
+
+
+def slot_read(
+    generation: bytes = GENERATION, source: int = 0, request: str = D1
+) -> events.SlotRead:
+    return events.SlotRead(RequestId(request), Rank(source), Generation(generation))
