@@ -1,4 +1,4 @@
-"""A ticket that does not hold costs a log line and a counter: the answer is right, the engine lives."""
+"""A ticket that does not hold costs a log line and a counter; the answer is right."""
 
 import re
 from collections.abc import Callable
@@ -9,6 +9,10 @@ from counting import changed
 from pd.client import Client
 from pd.cluster import Cluster
 from pd.prompts import random_prompt
+from pd.tiny_model import SPECIALS, words
+
+from nixl_kv.ids import Nonce
+from nixl_kv.protocol.ticket import context_hash
 
 pytestmark = pytest.mark.e2e
 
@@ -154,10 +158,6 @@ def with_context(spoilt: Ticket, ticket: Ticket, prompt: str) -> Ticket:
     """The context is keyed by the nonce: with another nonce it has to be another one."""
     if spoilt["nonce"] == ticket["nonce"]:
         return spoilt
-    from pd.tiny_model import SPECIALS, words
-
-    from nixl_kv.protocol.ticket import context_hash
-
     ids = {word: number for number, word in enumerate([*SPECIALS, *words()])}
     tokens = [ids[word] for word in prompt.split()]
-    return spoilt | {"context": context_hash(str(spoilt["nonce"]), tokens, ())}
+    return spoilt | {"context": context_hash(Nonce(str(spoilt["nonce"])), tokens, ())}
