@@ -12,7 +12,7 @@ What NIXL forces, all measured:
 """
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -53,8 +53,19 @@ def _translated(doing: str) -> Iterator[None]:
 class NixlTransport:
     """One NIXL agent. See `Transport`."""
 
-    def __init__(self, backends: Sequence[str] = ("UCX",)) -> None:
+    def __init__(
+        self,
+        backends: Sequence[str] = ("UCX",),
+        *,
+        ucx_options: Mapping[str, str] = UCX_OPTIONS,
+        engine_config: str = "",
+    ) -> None:
         """Create an agent with a fresh name; takes about half a second.
+
+        Args:
+            backends: NIXL's names of them.
+            ucx_options: parameters of the UCX backend.
+            engine_config: UCX's own settings, `NAME=value,...` without its prefix.
 
         Raises:
             TransportError: if a backend cannot be created.
@@ -68,8 +79,10 @@ class NixlTransport:
         with _translated("creating the agent"):
             self._agent: Any = api.nixl_agent(self.name, config)
             for backend in backends:
-                options = UCX_OPTIONS if backend == "UCX" else {}
-                self._agent.create_backend(backend, dict(options))
+                options = dict(ucx_options) if backend == "UCX" else {}
+                if options and engine_config:
+                    options["engine_config"] = engine_config
+                self._agent.create_backend(backend, options)
 
     def __repr__(self) -> str:
         """The agent's name."""
