@@ -75,17 +75,17 @@ class PrefillScheduler:
         offered = self._offered.pop(RequestId(request.request_id), None)
         if offered is None:
             return False, None
-        obstacle = self._obstacle(offered, tables)
-        if obstacle is not None or self.address is None:
+        address, obstacle = self.address, self._obstacle(offered, tables)
+        if address is None or obstacle is not None:
             logger.info("request %s is not offered: %s", request.request_id, obstacle)
             self._commands.append(events.Withdraw(offered.nonce))
             return False, None
         self._commands.append(events.Offer(offered.nonce, RequestId(request.request_id)))
         ticket = Ticket(
-            remote_engine_id=self.address.engine,
-            remote_host=self.address.host,
-            remote_port=self.address.port,
-            incarnation=self.address.incarnation,
+            remote_engine_id=address.engine,
+            remote_host=address.host,
+            remote_port=address.port,
+            incarnation=address.incarnation,
             nonce=offered.nonce,
             num_tokens=request.num_prompt_tokens,
             context=offered.context,
@@ -123,6 +123,8 @@ class PrefillScheduler:
     def _obstacle(self, offered: _Offered, tables: Sequence[Sequence[int]]) -> str | None:
         """Why a finished request cannot be offered."""
         request = offered.request
+        if self.address is None:
+            return "this engine is not described yet"
         if request.status not in (
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,

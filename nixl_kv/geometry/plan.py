@@ -70,6 +70,7 @@ class GroupPlan:
 
     first_local: BlockIds
     first_remote: BlockIds
+    num_blocks: tuple[int, int]  # local, remote
     block_bytes: int
     dense_rows: int
 
@@ -88,14 +89,27 @@ class Plan:
         Args:
             blocks: for each group the local and the remote block ids, equally long, already
                 expanded to the regions' blocks (`blocks.expand`) and ordered (`blocks.pair`).
+
+        Raises:
+            ValueError: for a block id that the caches do not have; it would name a piece of
+                another row.
         """
         pairs = list(zip(self.groups, blocks, strict=True))
+        for group, ids in pairs:
+            for side in range(2):
+                _check_range(ids[side], group.num_blocks[side])
         return Reads(
             _indices([(g.first_local, local) for g, (local, _) in pairs]),
             _indices([(g.first_remote, remote) for g, (_, remote) in pairs]),
             sum(g.block_bytes * len(local) for g, (local, _) in pairs),
             sum(_count_runs(g, local, remote) for g, (local, remote) in pairs),
         )
+
+
+def _check_range(ids: BlockIds, num_blocks: int) -> None:
+    if len(ids) and not (0 <= ids.min() and ids.max() < num_blocks):
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise ValueError(f"block id {wrong}; allowed: 0 to {num_blocks - 1}")
 
 
 def _indices(groups: list[tuple[BlockIds, BlockIds]]) -> BlockIds:
@@ -125,9 +139,15 @@ def plan(local: CacheLayout, remote: CacheLayout) -> Plan:
     local_starts = _first_indices([mine for mine, _ in rows])
     remote_starts = _first_indices([theirs for _, theirs in rows])
     groups = [
-        GroupPlan(first_local, first_remote, int(mine[:, 1].sum()), _count_dense(mine, theirs))
-        for first_local, first_remote, (mine, theirs) in zip(
-            local_starts, remote_starts, rows, strict=True
+        GroupPlan(
+            first_local,
+            first_remote,
+            (local.groups[number].num_blocks, remote.groups[number].num_blocks),
+            int(mine[:, 1].sum()),
+            _count_dense(mine, theirs),
+        )
+        for number, (first_local, first_remote, (mine, theirs)) in enumerate(
+            zip(local_starts, remote_starts, rows, strict=True)
         )
     ]
     return Plan(

@@ -2,6 +2,8 @@
 
 ttft: time to the first token of prompts that no engine has seen, through the router and on a
 single engine. idle: CPU time of the pair's processes when nothing runs and nothing is held.
+transfer: how fast KV moves, and how much longer a first token takes (bench transfer --help).
+link: how fast NIXL reads between two processes, by UCX options (bench link --help).
 """
 
 import argparse
@@ -12,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pd import link, transfer
 from pd.client import Client
 from pd.cluster import Cluster, ClusterSpec, one_pair, say_on_stderr
 from pd.demo import CONNECTORS
@@ -67,7 +70,15 @@ def bench_idle(connectors: Sequence[Connector], log_dir: Path) -> None:
 
 
 def main() -> int:
-    """Parse the command line and run; the exit status."""
+    """Run what the first argument names; the exit status."""
+    others = {"transfer": transfer.main, "link": link.main}
+    if len(sys.argv) > 1 and sys.argv[1] in others:
+        return others[sys.argv[1]](sys.argv[2:])
+    return main_pair()
+
+
+def main_pair() -> int:
+    """Parse the command line of ttft and idle, and run."""
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,7 +10,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -35,6 +35,7 @@ VARIANTS: Final = {
 }
 NAPS: Final = {"nap 0.1 ms": 1e-4, "spin": 0.0}
 REGION: Final = 1 << 30
+SIZES: Final = ((64 << 10, 19), (64 << 10, 128), (1152 << 10, 128), (64 << 10, 1024))
 SERVE_S: Final = 0.001
 
 
@@ -70,76 +71,73 @@ def rows(address: int, piece: int) -> np.ndarray:
     return np.array([[address, piece, 0, piece, REGION // piece]], dtype=np.uint64)
 
 
-def measure(
-    transport: NixlTransport, lists: tuple[Any, Any], indices: tuple[Any, Any], nap_s: float
-) -> Timing:
-    """Medians of nine reads, after two that connect and warm up."""
-    posted, ended = [], []
-    for _ in range(11):
-        begin = time.perf_counter()
-        handle = transport.read(*lists, indices)
-        posted.append(time.perf_counter() - begin)
-        while not transport.poll(handle):
-            if nap_s:
+class Reader:
+    """The side that reads, with a server process to read from."""
+
+    def __init__(self, device: str, options: dict[str, str]) -> None:
+        """Start the server and connect."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._server = context.Process(target=serve, args=(device, options, theirs))
+        self._server.start()
+        self._transport = NixlTransport(ucx_options=options)
+        self._tensor, self._span, self._memory = region(device)
+        self._transport.register(self._span, self._memory, 0)
+        metadata, self._there = self._pipe.recv()
+        self._peer = self._transport.add_peer(metadata)
+
+    def measure(self, piece: int, count: int, nap_s: float) -> Timing:
+        """Medians of nine reads of so many pieces, after two that connect and warm up."""
+        lists = (
+            self._transport.prepare(rows(self._span.address, piece), self._memory, None),
+            self._transport.prepare(rows(self._there, piece), self._memory, self._peer),
+        )
+        order = np.random.default_rng(0).permutation(REGION // piece)[:count].astype(np.int32)
+        indices = (order, order[::-1].copy())
+        posted, ended = [], []
+        for _ in range(11):
+            begin = time.perf_counter()
+            handle = self._transport.read(*lists, indices)
+            posted.append(time.perf_counter() - begin)
+            while not self._transport.poll(handle):
                 time.sleep(nap_s)
-        ended.append(time.perf_counter() - begin)
-    return Timing(statistics.median(posted[2:]), statistics.median(ended[2:]))
+            ended.append(time.perf_counter() - begin)
+        return Timing(statistics.median(posted[2:]), statistics.median(ended[2:]))
+
+    def close(self) -> None:
+        """End the server."""
+        self._pipe.send("end")
+        self._server.join(10)
+        self._server.kill()
 
 
-def bench(
-    device: str,
-    options: dict[str, str],
-    say: Callable[[str, str], None],
-    sizes: Sequence[tuple[int, int]],
-) -> None:
+def bench(device: str, options: dict[str, str]) -> None:
     """One variant of options against all sizes and ways to wait."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(device, options, theirs))
-    server.start()
+    reader = Reader(device, options)
     try:
-        transport = NixlTransport(ucx_options=options)
-        tensor, span, memory = region(device)
-        transport.register(span, memory, 0)
-        metadata, address = pipe.recv()
-        peer = transport.add_peer(metadata)
-        for (piece, count), (name, nap_s) in itertools.product(sizes, NAPS.items()):
-            lists = (
-                transport.prepare(rows(span.address, piece), memory, None),
-                transport.prepare(rows(address, piece), memory, peer),
-            )
-            order = np.random.default_rng(0).permutation(REGION // piece)[:count].astype(np.int32)
-            timing = measure(transport, lists, (order, order[::-1].copy()), nap_s)
-            speed = piece * count / timing.ended / 1e9
-            say(
-                f"{piece >> 10} KiB x {count}, {name}",
+        for (piece, count), (name, nap_s) in itertools.product(SIZES, NAPS.items()):
+            timing = reader.measure(piece, count, nap_s)
+            print(
+                f"  {f'{piece >> 10} KiB x {count}, {name}':34}"
                 f"posted {timing.posted * 1e3:8.3f} ms, ended {timing.ended * 1e3:8.3f} ms, "
-                f"{speed:7.1f} GB/s",
+                f"{piece * count / timing.ended / 1e9:7.1f} GB/s",
+                flush=True,
             )
-        del tensor
     finally:
-        pipe.send("end")
-        server.join(10)
-        server.kill()
+        reader.close()
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run all variants."""
-    parser = argparse.ArgumentParser(prog="bench-link", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench link", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    options = parser.parse_args()
-    sizes = [(64 << 10, 19), (64 << 10, 128), (1152 << 10, 128), (64 << 10, 1024)]
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    options = parser.parse_args(arguments)
     for variant in options.variants:
         print(f"{variant}:", flush=True)
-        bench(
-            options.device,
-            VARIANTS[variant],
-            lambda what, took: print(f"  {what:34}{took}", flush=True),
-            sizes,
-        )
+        bench(options.device, VARIANTS[variant])
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

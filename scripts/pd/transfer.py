@@ -144,10 +144,10 @@ def specs(options: argparse.Namespace, connector: Connector) -> ClusterSpec:
     return ClusterSpec([prefill], [decode])
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="bench-transfer",
+        prog="bench transfer",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -162,12 +162,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
     parser.add_argument("engine_args", nargs="*", help="more arguments of both engines, after --")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run; 0 only if all answers of a real model match."""
-    options = parse_arguments()
+    options = parse_arguments(arguments)
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-transfer-"))
     good = True
     for connector in options.connector:
@@ -185,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
