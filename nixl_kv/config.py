@@ -5,7 +5,6 @@ names the key, the value and what is allowed. Nothing else reads options or the 
 """
 
 import ipaddress
-import math
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ LAYOUTS: Final = ("auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+MAX_PORT_DIGITS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         found["host"] = environ[HOST_VARIABLE]
     if environ.get(PORT_VARIABLE):
         text = environ[PORT_VARIABLE]
-        found["port"] = int(text) if text.isdecimal() else text
+        found["port"] = int(text) if text.isdecimal() and len(text) <= MAX_PORT_DIGITS else text
     return found
 
 
@@ -111,10 +111,9 @@ def _backends(key: str, value: object) -> tuple[str, ...]:
 
 
 def _seconds(key: str, value: object) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or not 0.1 <= value <= 3600:  # type: ignore[arg-type,operator]  # noqa: PLR2004
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value <= 3600:  # noqa: PLR2004
         raise _refuse(key, value, "a number of seconds from 0.1 to 3600")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _layout(key: str, value: object) -> str:

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
 from caches import Cache
+
 from nixl_kv.connector.dataplane import DataPlane, Identity
 from nixl_kv.connector.engine import LoadResult, Machinery, Result, TransferThread
 from nixl_kv.connector.publisher import Publisher
@@ -81,9 +81,7 @@ class Side:
         )
         times = self.times
         offers = Offers(num_slots=64, offer_ttl_s=times.offer_ttl_s, lease_s=times.lease_s)
-        requests = Requests(
-            reader, timeout_s=times.timeout_s, renew_interval_s=times.lease_s / 5
-        )
+        requests = Requests(reader, timeout_s=times.timeout_s, renew_interval_s=times.lease_s / 5)
         return Machinery(
             transport,
             control,
@@ -111,6 +109,10 @@ class Side:
     @property
     def engine_incarnation(self) -> Incarnation:
         return engine_incarnation([self.incarnation])
+
+    @property
+    def endpoint(self) -> str:
+        return messages.decode_rank(self.machinery.description).endpoint
 
     def offer(self, request: str, table: Sequence[int], num_tokens: int) -> ticket.Ticket:
         """What prefill's scheduler and worker do for a finished request."""

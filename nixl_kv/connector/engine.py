@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 READING_NAP_S: Final = 0.0001
 SERVING_POLL_S: Final = 0.001
 TICK_S: Final = 0.025
+STOP_TIMEOUT_S: Final = 5.0
 LINGER_S: Final = 1.0
 """How long after the last grant this side still serves reads that nobody told it of."""
 
@@ -105,11 +106,16 @@ class TransferThread:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def stop(self) -> None:
-        """End the thread and close what it owns."""
-        if self._thread.is_alive():
-            self._stopping = True
-            self._started.result().control.wake()
-            self._thread.join(timeout=5)
+        """End the thread, and then close what it owned: while it runs, nobody else may."""
+        if not self._thread.is_alive():
+            return
+        machinery = self._started.result()
+        self._stopping = True
+        machinery.control.wake()
+        self._thread.join(timeout=STOP_TIMEOUT_S)
+        if not self._thread.is_alive():
+            machinery.control.close()
+            machinery.transport.close()
 
     def _main(self) -> None:
         """The thread's top: whatever goes wrong in a turn ends that turn only."""
@@ -123,8 +129,6 @@ class TransferThread:
         self._started.set_result(machinery)
         while not self._stopping:
             _turn_safely(loop)
-        machinery.control.close()
-        machinery.transport.close()
 
 
 class _Loop:

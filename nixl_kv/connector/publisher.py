@@ -5,6 +5,7 @@ It sleeps until somebody asks. What it publishes is replaced whole after a wake-
 
 import logging
 import threading
+from typing import Final
 
 from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import shown
@@ -21,6 +22,8 @@ from nixl_kv.protocol.messages import (
 from nixl_kv.transport.control import Control, FromPeer
 
 logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S: Final = 5.0
 
 
 class Publisher:
@@ -48,14 +51,15 @@ class Publisher:
         """End the thread and close the socket."""
         self._stopping = True
         self._control.wake()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=STOP_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._control.close()
 
     def _main(self) -> None:
         while not self._stopping:
             for item in self._control.poll(None):
                 if isinstance(item, FromPeer):
                     self._answer(item)
-        self._control.close()
 
     def _answer(self, item: FromPeer) -> None:
         """Whatever a stranger sends, the thread lives on."""

@@ -69,6 +69,7 @@ def _scalars(*fields: tuple[str, object, object]) -> list[Mismatch]:
 def _group_mismatches(local: Group, remote: Group) -> list[Mismatch]:
     found = _scalars(
         ("block_size", local.block_size, remote.block_size),
+        ("tokens per block table entry", local.entry_size, remote.entry_size),
         ("layers", _layers(local), _layers(remote)),
     )
     if found:

@@ -107,7 +107,7 @@ class Plan:
 
 
 def _check_range(ids: BlockIds, num_blocks: int) -> None:
-    if len(ids) and not (0 <= ids.min() and ids.max() < num_blocks):
+    if len(ids) and not (ids.min() >= 0 and ids.max() < num_blocks):
         wrong = int(ids.min() if ids.min() < 0 else ids.max())
         raise ValueError(f"block id {wrong}; allowed: 0 to {num_blocks - 1}")
 

@@ -37,10 +37,14 @@ class Directory:
     def described(self, message: Description, endpoint: str) -> list[events.Action]:
         """An engine described itself; nobody that did not ask is listened to."""
         key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation))
-        peer = self._peers.get(key)
-        if peer is None or peer.state is not State.CONNECTING or peer.endpoint != endpoint:
+        if not self.is_asked(key, endpoint):
             return []
         return [events.AddPeer(key, message), events.Disconnect(endpoint)]
+
+    def is_asked(self, key: PeerKey, endpoint: str) -> bool:
+        """Whether this peer has been asked there who it is, and has not answered yet."""
+        peer = self._peers.get(key)
+        return peer is not None and peer.state is State.CONNECTING and peer.endpoint == endpoint
 
     def joined(self, event: events.PeerJoined) -> None:
         """The peer can be read."""

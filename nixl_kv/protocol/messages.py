@@ -27,11 +27,13 @@ MAX_CLAIMS = 65536
 MAX_RANKS = 1024
 
 Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
-Hex32 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-Endpoint = Annotated[str, Meta(pattern="^(tcp://.*)?$", max_length=128)]
+Endpoint = Annotated[
+    str, Meta(pattern=r"^(tcp://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):[0-9]{1,5})?\Z", max_length=128)
+]
 Table = Annotated[bytes, Meta(max_length=4 << 20)]
 
 
@@ -77,7 +79,7 @@ class Description(_Message, frozen=True, array_like=True, tag=True):
     """A prefill engine: its model's facts, its shape, its ranks in rank order."""
 
     engine: Name
-    model: dict[Name, Annotated[str, Meta(max_length=4096)]]
+    model: Annotated[dict[Name, Annotated[str, Meta(max_length=4096)]], Meta(max_length=256)]
     shape: Shape
     ranks: Annotated[tuple[RankDescription, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
@@ -168,6 +170,15 @@ ToRank: TypeAlias = Ask | Renew | Done | Abort
 FromRank: TypeAlias = Grant | Deny | Renewed
 Message: TypeAlias = ToEngine | FromEngine | ToRank | FromRank
 
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """What all versions have in common; the rest of the array is skipped, not built."""
+
+    kind: msgspec.Raw
+    version: int
+
+
+_head_decoder = msgspec.msgpack.Decoder(_Head)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -185,7 +196,7 @@ def decode(payload: bytes) -> Message:
     """
     try:
         return _decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(_explain(payload, error)) from error
 
 
@@ -202,11 +213,11 @@ def decode_rank(payload: bytes) -> RankDescription:
 def _explain(payload: bytes, error: Exception) -> str:
     """A foreign version explains everything else, so it is said first."""
     try:
-        head = msgspec.msgpack.decode(payload)
+        version = _head_decoder.decode(payload).version
+    except msgspec.ValidationError:
+        return str(error)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return f"not msgpack: {len(payload)} bytes"
-    if isinstance(head, list) and len(head) > 1 and isinstance(head[1], int):
-        version = head[1]
-        if version != WIRE_VERSION:
-            return f"wire version {version}; this side speaks {WIRE_VERSION}"
+    if version != WIRE_VERSION:
+        return f"wire version {version}; this side speaks {WIRE_VERSION}"
     return str(error)

@@ -74,9 +74,10 @@ class Offers:
 
     def withdraw(self, nonce: Nonce) -> None:
         """Forget an offer whose ticket never went out."""
-        offer = self._offers.pop(nonce, None)
+        offer = self._offers.get(nonce)
         if offer is not None:
             offer.move(Cause.NO_TICKET)
+            del self._offers[nonce]
 
     def bind(self, offer: Offering, ask: Ask, now: float) -> events.WriteSlot | None:
         """Grant to the ask's claim, a lease for each expected reader; None if no slot is free."""

@@ -66,7 +66,8 @@ class Receiver:
                 return self.directory.described(message, endpoint)
             case Refusal():
                 key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation))
-                return self._unusable(key, message.reason, now)
+                asked = self.directory.is_asked(key, endpoint)
+                return self._unusable(key, message.reason, now) if asked else []
             case Renewed():
                 return self._claims_lost(message, endpoint)
             case Grant() | Deny():

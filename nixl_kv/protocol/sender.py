@@ -107,8 +107,13 @@ class Sender:
         return [events.Denied(Nonce(ask.nonce), detail), events.Reply(deny)]
 
     def _renew(self, renew: Renew, now: float) -> list[events.Action]:
-        """Extend the leases of the claims that are named, and end those that no longer are."""
-        named = set(renew.claims) if renew.incarnation == self._incarnation else set()
+        """Extend the leases of the claims that are named, and end those that no longer are.
+
+        One that is meant for a former life says nothing about this one's claims.
+        """
+        if renew.incarnation != self._incarnation:
+            return [self._renewed(renew, renew.claims)]
+        named = set(renew.claims)
         rank = Rank(renew.reader.rank)
         held: set[str] = set()
         actions: list[events.Action] = []
@@ -120,8 +125,11 @@ class Sender:
                 binding.ended.add(rank)
                 actions += self.offers.settle(offer, events.How.ABORTED)
         lost = tuple(claim for claim in renew.claims if claim not in held)
+        return [*actions, self._renewed(renew, lost)]
+
+    def _renewed(self, renew: Renew, lost: tuple[str, ...]) -> events.Reply:
         answer = Renewed(WIRE_VERSION, self._incarnation, renew.reader, renew.number, lost)
-        return [*actions, events.Reply(answer)]
+        return events.Reply(answer)
 
     def _ended(self, message: Done | Abort, how: events.How) -> list[events.Action]:
         """A reader has ended. An abort before any grant gives the offer up as a whole."""

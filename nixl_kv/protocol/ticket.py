@@ -18,7 +18,7 @@ from nixl_kv.ids import Nonce
 
 TICKET_VERSION = 1
 
-Hex32 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -40,8 +40,15 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     context: Hex32
 
     def __post_init__(self) -> None:
-        """Refuse host names: nothing that a client sends is ever resolved."""
+        """Refuse what is no address: nothing that a client sends is ever resolved.
+
+        A scope (`fe80::1%eth0`) may hold any text, so it is refused as well.
+        """
+        if "%" in self.remote_host:
+            raise ValueError(f"remote_host is {self.remote_host!r}; allowed: an IP address")
         ipaddress.ip_address(self.remote_host)
+        if not self.remote_engine_id.isprintable():
+            raise ValueError("remote_engine_id has characters that cannot be printed")
 
     @classmethod
     def parse(cls, params: object) -> "Ticket":

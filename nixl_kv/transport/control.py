@@ -23,6 +23,8 @@ from nixl_kv.errors import TransportError
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
+NEVER_MS: Final = 3_600_000
+"""A link that broke is reported and closed, never mended behind our back."""
 MAX_BATCH: Final = 256  # messages of one poll, so that a flood holds nothing else up
 HEARTBEAT_MS: Final = 500
 HEARTBEAT_TIMEOUT_MS: Final = 1500
@@ -69,6 +71,12 @@ class _Link:
     dealer: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
 
+    def close(self) -> None:
+        """Close both; what is queued is dropped."""
+        self.dealer.disable_monitor()
+        self.monitor.close(linger=0)
+        self.dealer.close(linger=0)
+
 
 @contextmanager
 def _translated(doing: str) -> Iterator[None]:
@@ -113,8 +121,12 @@ class Control:
         """
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        with _translated(f"listening on {address}:{port or 'any port'}"):
-            router.bind(f"{address}:{port or '*'}")
+        try:
+            with _translated(f"listening on {address}:{port or 'any port'}"):
+                router.bind(f"{address}:{port or '*'}")
+        except TransportError:
+            router.close()
+            raise
         self._router = router
         self._poller.register(router, zmq.POLLIN)
         bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -161,9 +173,7 @@ class Control:
             return
         for watched in (link.dealer, link.monitor):
             self._poller.unregister(watched)
-        link.dealer.disable_monitor()
-        link.monitor.close(linger=0)
-        link.dealer.close(linger=0)
+        link.close()
 
     def close(self) -> None:
         """Close everything."""
@@ -182,6 +192,7 @@ class Control:
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
             zmq.IPV6: 1,
+            zmq.RECONNECT_IVL: NEVER_MS,
         }
         for option, value in options.items():
             made.setsockopt(option, value)
@@ -190,8 +201,12 @@ class Control:
     def _connect(self, endpoint: str) -> _Link:
         dealer = self._socket(zmq.DEALER)
         monitor = dealer.get_monitor_socket(sum(_LOST_EVENTS))
-        dealer.connect(endpoint)
         link = _Link(dealer, monitor)
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError:
+            link.close()
+            raise
         self._links[endpoint] = link
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
@@ -210,6 +225,8 @@ class Control:
         """What came before the loss is still heard."""
         received: list[Received] = []
         while link.dealer.poll(0):
+            if len(received) == MAX_BATCH:
+                return received
             frames = link.dealer.recv_multipart(zmq.NOBLOCK)
             received.append(FromEndpoint(endpoint, frames[-1]))
         if link.monitor.poll(0):

@@ -1,0 +1,176 @@
+"""The records of a layout check their own numbers: they come from peers too."""
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, extent
+
+PARTS = (Part(0, 256), Part(256, 128))
+REGION = Region(
+    layer="layer.0",
+    base=4096,
+    block_stride=50_000,
+    head_stride=6144,
+    token_stride=384,
+    first_head=2,
+    num_heads=8,
+    parts=PARTS,
+)
+GROUP = Group(block_size=16, num_blocks=10, blocks_per_entry=1, regions=(REGION,))
+EXTENT = 9 * 50_000 + 7 * 6144 + 15 * 384 + 384
+LAYOUT = CacheLayout((GROUP,), "bfloat16", "DRAM", 0, (Span(4096, EXTENT),))
+RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1), "cache": LAYOUT}
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "good", "bad", "name"),
+    [
+        pytest.param(*row, id=f"{row[0]} {row[1]}")
+        for row in [
+            ("part", "offset", (0, 2**63 - 1), (-1, 2**63), "part offset"),
+            ("part", "length", (1, 2**31 - 1), (-1, 0, 2**31), "part length"),
+            ("region", "base", (1, 2**63 - 1), (-1, 0, 2**63), "base"),
+            ("region", "block_stride", (1, 2**63 - 1), (-1, 0, 2**63), "block_stride"),
+            ("region", "head_stride", (1, 2**63 - 1), (-1, 0, 2**63), "head_stride"),
+            ("region", "token_stride", (1, 2**63 - 1), (-1, 0, 2**63), "token_stride"),
+            ("region", "first_head", (0, 65535), (-1, 65536), "first_head"),
+            ("region", "num_heads", (1, 65535), (-1, 0, 65536), "num_heads"),
+            ("group", "block_size", (1, 2**20 - 1), (-1, 0, 2**20), "block_size"),
+            ("group", "num_blocks", (1, 2**31 - 1), (-1, 0, 2**31), "num_blocks"),
+            ("group", "blocks_per_entry", (1, 65535), (-1, 0, 65536), "blocks_per_entry"),
+            ("span", "address", (1, 2**63 - 1), (-1, 0, 2**63), "span address"),
+            ("span", "length", (1, 2**63 - 1), (-1, 0, 2**63), "span length"),
+            ("cache", "device", (0, 1023), (-1, 1024), "device"),
+        ]
+    ],
+)
+def test_bounds(
+    record: str, field: str, good: tuple[int, ...], bad: tuple[int, ...], name: str
+) -> None:
+    valid: Any = RECORDS[record]
+    low, high = good[0], good[-1]
+    for value in good:
+        assert getattr(replace(valid, **{field: value}), field) == value
+    for value in bad:
+        with pytest.raises(ValueError, match=f"^{name} is {value}; allowed: {low} to {high}$"):
+            replace(valid, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "item", "most", "name"),
+    [
+        pytest.param("region", "parts", PARTS[0], 8, "number of parts", id="parts"),
+        pytest.param("group", "regions", REGION, 2**14 - 1, "number of regions", id="regions"),
+        pytest.param("cache", "groups", GROUP, 64, "number of groups", id="groups"),
+    ],
+)
+def test_counts(record: str, field: str, item: object, most: int, name: str) -> None:
+    valid: Any = RECORDS[record]
+    for count in (1, most):
+        assert len(getattr(replace(valid, **{field: (item,) * count}), field)) == count
+    for count in (0, most + 1):
+        with pytest.raises(ValueError, match=f"^{name} is {count}; allowed: 1 to {most}$"):
+            replace(valid, **{field: (item,) * count})
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_records_do_not_change(record: Any) -> None:
+    field = next(iter(record.__dataclass_fields__))
+    with pytest.raises(FrozenInstanceError):
+        setattr(record, field, 1)
+
+
+def test_content_is_all_parts_together() -> None:
+    assert REGION.content == 384
+    assert replace(REGION, parts=(Part(0, 576),)).content == 576
+
+
+@pytest.mark.parametrize(
+    ("per_entry", "tokens"), [pytest.param(1, 16, id="one"), pytest.param(4, 64, id="four")]
+)
+def test_entry_size(per_entry: int, tokens: int) -> None:
+    assert replace(GROUP, blocks_per_entry=per_entry).entry_size == tokens
+
+
+@pytest.mark.parametrize(
+    ("region", "group", "expected"),
+    [
+        pytest.param(REGION, GROUP, EXTENT, id="K then V"),
+        pytest.param(
+            replace(REGION, parts=PARTS[::-1]), GROUP, EXTENT, id="the part that ends last decides"
+        ),
+        pytest.param(
+            replace(REGION, parts=(Part(0, 300), Part(1000, 8))),
+            GROUP,
+            EXTENT - 384 + 1008,
+            id="the longest part is not the last",
+        ),
+        pytest.param(
+            replace(REGION, num_heads=1),
+            replace(GROUP, num_blocks=1, block_size=1),
+            384,
+            id="strides of axes of length one do not count",
+        ),
+        pytest.param(
+            replace(REGION, num_heads=1),
+            replace(GROUP, num_blocks=2, block_size=1),
+            50_384,
+            id="blocks",
+        ),
+        pytest.param(
+            replace(REGION, num_heads=2),
+            replace(GROUP, num_blocks=1, block_size=1),
+            6528,
+            id="heads",
+        ),
+        pytest.param(
+            replace(REGION, num_heads=1),
+            replace(GROUP, num_blocks=1, block_size=2),
+            768,
+            id="tokens",
+        ),
+    ],
+)
+def test_extent(region: Region, group: Group, expected: int) -> None:
+    assert extent(region, group) == expected
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param((Span(4096, EXTENT),), id="exactly"),
+        pytest.param((Span(1, 2**40),), id="amply"),
+        pytest.param((Span(1, 5), Span(4096, EXTENT), Span(4096, 3)), id="in one of several"),
+    ],
+)
+def test_regions_inside_a_span(spans: tuple[Span, ...]) -> None:
+    assert replace(LAYOUT, spans=spans).spans == spans
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param((), id="no span"),
+        pytest.param((Span(4096, EXTENT - 1),), id="ends one byte early"),
+        pytest.param((Span(4097, EXTENT),), id="begins one byte late"),
+        pytest.param((Span(2**40, EXTENT),), id="elsewhere"),
+        pytest.param((Span(1, 4095 + EXTENT - 1),), id="a longer one ends one byte early"),
+        pytest.param((Span(4096, 1000), Span(5096, EXTENT)), id="two neighbours"),
+    ],
+)
+def test_regions_outside_of_the_spans(spans: tuple[Span, ...]) -> None:
+    message = f"^region of layer 'layer.0' reaches from 0x1000 to {4096 + EXTENT:#x}; allowed: in"
+    with pytest.raises(ValueError, match=message):
+        replace(LAYOUT, spans=spans)
+
+
+def test_every_region_of_every_group_is_checked() -> None:
+    stray = replace(REGION, layer="stray", base=4097)
+    for groups in (
+        (replace(GROUP, regions=(REGION, stray)),),
+        (GROUP, replace(GROUP, regions=(stray,))),
+    ):
+        with pytest.raises(ValueError, match="'stray' reaches from 0x1001"):
+            replace(LAYOUT, groups=groups)

@@ -1,0 +1,82 @@
+"""A page of generation slots."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from nixl_kv.geometry.layout import Span
+from nixl_kv.ids import Generation
+from nixl_kv.transport.slots import SlotPage, slot_rows
+
+CLEAR = bytes(16)
+
+
+def generation(first: int) -> Generation:
+    """Made anew each time, so that what a page does to one is not done to what it is held to."""
+    return Generation(bytes(range(first, first + 16)))
+
+
+def contents(page: SlotPage) -> list[bytes]:
+    """What a peer reads."""
+    memory = ctypes.string_at(page.span.address, page.span.length)
+    return [memory[start : start + 16] for start in range(0, len(memory), 16)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257])
+def test_all_slots_are_clear_at_first(count: int) -> None:
+    page = SlotPage(count)
+    assert contents(page) == [CLEAR] * count
+    assert [page.read(slot) for slot in range(count)] == [CLEAR] * count
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_the_page_stands_on_a_boundary_inside_its_memory(count: int) -> None:
+    for page in [SlotPage(count) for _ in range(20)]:
+        first = page._memory.ctypes.data
+        assert page.address % 4096 == 0
+        assert first <= page.address
+        assert page.address + 16 * count <= first + page._memory.nbytes
+        assert page.span == Span(page.address, 16 * count)
+
+
+def test_write_and_clear_touch_their_slot_only() -> None:
+    page = SlotPage(4)
+    for slot in range(4):
+        page.write(slot, generation(101))
+    page.write(2, generation(1))
+    assert contents(page) == [generation(101), generation(101), generation(1), generation(101)]
+    page.clear(1)
+    assert contents(page) == [generation(101), CLEAR, generation(1), generation(101)]
+    assert [page.read(slot) for slot in range(4)] == [
+        generation(101),
+        CLEAR,
+        generation(1),
+        generation(101),
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_last_slot_is_inside(count: int) -> None:
+    page = SlotPage(count)
+    page.write(count - 1, generation(1))
+    assert contents(page)[-1] == generation(1)
+
+
+@pytest.mark.parametrize("slot", [-1, 4, 2**40])
+@pytest.mark.parametrize("action", ["write", "clear", "read"])
+def test_slots_outside_of_the_page(slot: int, action: str) -> None:
+    page = SlotPage(4)
+    arguments = (slot, generation(1)) if action == "write" else (slot,)
+    with pytest.raises(IndexError, match=f"^slot {slot}; allowed: 0 to 3$"):
+        getattr(page, action)(*arguments)
+    assert contents(page) == [CLEAR] * 4
+
+
+def test_rows() -> None:
+    rows = slot_rows(4096, 7)
+    assert rows.tolist() == [[4096, 16, 0, 16, 7]]
+    assert rows.dtype == np.uint64
+    page = SlotPage(3)
+    assert page.rows().tolist() == [[page.address, 16, 0, 16, 3]]
+    assert slot_rows(2**63, 1).tolist() == [[2**63, 16, 0, 16, 1]]
