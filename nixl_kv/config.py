@@ -64,61 +64,68 @@ class Config:
                 f"kv_connector_extra_config has the unknown key {unknown[0]!r} "
                 f"(value {extra[unknown[0]]!r}); allowed keys are {', '.join(known)}"
             )
-        given = {**_from_environment(environ), **extra}
-        return cls(**{key: _PARSERS[key](key, value) for key, value in given.items()})
+        given = _from_environment(environ)
+        given.update({key: (_name(key), value) for key, value in extra.items()})
+        return cls(**{key: _PARSERS[key](name, value) for key, (name, value) in given.items()})
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _name(key: str) -> str:
+    return f"kv_connector_extra_config[{key!r}]"
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
+    """Defaults that vLLM's variables give, each with the name to blame for it."""
+    found: dict[str, tuple[str, Any]] = {}
     if environ.get(HOST_VARIABLE):
-        found["host"] = environ[HOST_VARIABLE]
-    if environ.get(PORT_VARIABLE):
-        text = environ[PORT_VARIABLE]
-        found["port"] = int(text) if text.isdecimal() and len(text) <= MAX_PORT_DIGITS else text
+        found["host"] = (HOST_VARIABLE, environ[HOST_VARIABLE])
+    text = environ.get(PORT_VARIABLE)
+    if text:
+        number = text.isdecimal() and len(text) <= MAX_PORT_DIGITS
+        found["port"] = (PORT_VARIABLE, int(text) if number else text)
     return found
 
 
-def _refuse(key: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"kv_connector_extra_config[{key!r}] is {value!r}; allowed: {allowed}")
+def _refuse(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} is {value!r}; allowed: {allowed}")
 
 
-def _host(key: str, value: object) -> str:
+def _host(name: str, value: object) -> str:
     """An address a peer can connect to, as an IP literal: tickets carry no names to resolve."""
     allowed = "an IP address of this machine, or a name that resolves to one; not a wildcard"
     if not isinstance(value, str) or not value:
-        raise _refuse(key, value, allowed)
+        raise _refuse(name, value, allowed)
     try:
         literal = socket.getaddrinfo(value, None, type=socket.SOCK_STREAM)[0][4][0]
         address = ipaddress.ip_address(literal)
     except (OSError, ValueError) as error:
-        raise _refuse(key, value, allowed) from error
+        raise _refuse(name, value, allowed) from error
     if address.is_unspecified or address.is_multicast:
-        raise _refuse(key, value, allowed)
+        raise _refuse(name, value, allowed)
     return str(address)
 
 
-def _port(key: str, value: object) -> int:
+def _port(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:  # noqa: PLR2004
-        raise _refuse(key, value, "a whole number from 0 to 65535 (0: any free port)")
+        raise _refuse(name, value, "a whole number from 0 to 65535 (0: any free port)")
     return value
 
 
-def _backends(key: str, value: object) -> tuple[str, ...]:
-    names = tuple(value) if isinstance(value, list | tuple) else ()
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise _refuse(key, value, "a list of names of NIXL backends, such as ['UCX']")
-    return names
+def _backends(name: str, value: object) -> tuple[str, ...]:
+    backends = tuple(value) if isinstance(value, list | tuple) else ()
+    if not backends or not all(isinstance(backend, str) and backend for backend in backends):
+        raise _refuse(name, value, "a list of names of NIXL backends, such as ['UCX']")
+    return backends
 
 
-def _seconds(key: str, value: object) -> float:
+def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value <= 3600:  # noqa: PLR2004
-        raise _refuse(key, value, "a number of seconds from 0.1 to 3600")
+        raise _refuse(name, value, "a number of seconds from 0.1 to 3600")
     return float(value)
 
 
-def _layout(key: str, value: object) -> str:
+def _layout(name: str, value: object) -> str:
     if value not in LAYOUTS:
-        raise _refuse(key, value, ", ".join(LAYOUTS))
+        raise _refuse(name, value, ", ".join(LAYOUTS))
     return str(value)
 
 

@@ -96,6 +96,8 @@ class Plan:
         """
         pairs = list(zip(self.groups, blocks, strict=True))
         for group, ids in pairs:
+            if len(ids[0]) != len(ids[1]):
+                raise ValueError(f"{len(ids[0])} local and {len(ids[1])} remote blocks")
             for side in range(2):
                 _check_range(ids[side], group.num_blocks[side])
         return Reads(

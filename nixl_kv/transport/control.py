@@ -28,6 +28,7 @@ NEVER_MS: Final = 3_600_000
 MAX_BATCH: Final = 256  # messages of one poll, so that a flood holds nothing else up
 HEARTBEAT_MS: Final = 500
 HEARTBEAT_TIMEOUT_MS: Final = 1500
+CONNECT_TIMEOUT_MS: Final = 2000
 
 _LOST_EVENTS: Final[dict[int, str]] = {
     zmq.EVENT_DISCONNECTED: "connection closed",
@@ -154,7 +155,9 @@ class Control:
 
     def poll(self, timeout_s: float | None) -> list[Received]:
         """Wait for messages, losses or a wake-up; None waits for ever."""
-        ready = dict(self._poller.poll(None if timeout_s is None else round(timeout_s * 1000)))
+        ready = dict(
+            self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000)))
+        )
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         received: list[Received] = list(self._requests())
@@ -191,6 +194,8 @@ class Control:
             zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
+            zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+            zmq.HANDSHAKE_IVL: CONNECT_TIMEOUT_MS,
             zmq.IPV6: 1,
             zmq.RECONNECT_IVL: NEVER_MS,
         }

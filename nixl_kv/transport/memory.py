@@ -86,6 +86,8 @@ class MemoryTransport:
         """Check that all pieces are registered memory."""
         del memory
         prepared = _List(rows, peer or self.name)
+        if prepared.owner not in self._fabric.transports:
+            raise PeerLost(f"peer {prepared.owner!r} has left the fabric")
         spans = self._fabric.transports[prepared.owner]._spans  # noqa: SLF001 - the other side
         for address, length, _, stride, count in rows.tolist():
             end = address + (count - 1) * stride + length
@@ -97,14 +99,16 @@ class MemoryTransport:
         """Begin a copy that lands after the fabric's number of polls."""
         here = [local.piece(int(index)) for index in indices[0]]
         there = [remote.piece(int(index)) for index in indices[1]]
-        pairs = list(zip(here, there, strict=True))
+        pairs = list(zip(here, there, strict=False))
+        if not pairs or len(here) != len(there):
+            raise TransportError(f"{len(here)} local and {len(there)} remote pieces")
         if any(mine[1] != theirs[1] for mine, theirs in pairs):
             raise TransportError("pieces of different lengths")
         return _Read(pairs, remote.owner, self._fabric.polls)
 
     def poll(self, read: _Read) -> bool:
         """Land the read when its time has come."""
-        if read.peer in self._fabric.broken:
+        if read.peer in self._fabric.broken or read.peer not in self._fabric.transports:
             raise PeerLost(f"peer {read.peer!r} is gone")
         if self._fabric.stuck or read.polls_left > 0:
             read.polls_left -= 1

@@ -32,6 +32,8 @@ class SlotPage:
 
     def write(self, slot: int, generation: Generation) -> None:
         """Make a grant valid."""
+        if len(generation) != GENERATION_BYTES:
+            raise ValueError(f"{len(generation)} bytes; allowed: {GENERATION_BYTES}")
         ctypes.memmove(self._at(slot), generation, GENERATION_BYTES)
 
     def clear(self, slot: int) -> None:
