@@ -171,6 +171,18 @@ def test_a_peer_that_is_being_connected_is_asked_for_all_that_wait(fetched: Rece
     ]
 
 
+def test_those_that_wait_for_another_peer_go_on_waiting(fetched: Receiver) -> None:
+    other = events.PeerKey(PEER.engine, OTHER_LIFE)
+    assert fetched.handle(fetch(D2, RIVAL, incarnation=OTHER_LIFE), 100.0) == [
+        Send(HOME, describe(OTHER_LIFE))
+    ]
+    assert fetched.handle(joined(), 100.1) == [Send(at(0), ask())]
+    fetched.handle(load(), 100.2)
+    assert fetched.handle(PeerRefused(other, "another dtype"), 100.3) == []
+    assert fetched.handle(load(D2), 100.4) == [Loaded(D2, 7, "another dtype")]
+    assert fetched.answered(grant(), at(0), 100.5) == [StartRead(PEER, Rank(0), grant(), load())]
+
+
 def test_a_rank_reads_the_one_that_stands_where_it_stands() -> None:
     reader = Reader(READER.engine, READER.incarnation, 1)
     requests = Requests(reader, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S)
