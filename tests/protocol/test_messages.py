@@ -308,9 +308,20 @@ def test_depth_behind_a_good_message_is_refused() -> None:
         decode(longer)
 
 
-def test_refusing_takes_little_memory() -> None:
+MANY = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(MANY, id="as the message"),
+        pytest.param(b"\x92" + MANY + b"\x01", id="as its kind"),
+        pytest.param(b"\x93\xa4Done\x02" + MANY, id="behind another version"),
+        pytest.param(DONE[:6] + MANY, id="as a field"),
+    ],
+)
+def test_refusing_takes_little_memory(payload: bytes) -> None:
     """An empty map is one byte on the wire and 72 here: 64 MiB of them would be the end."""
-    payload = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
     tracemalloc.start()
     try:
         with pytest.raises(RemoteProtocolError):
