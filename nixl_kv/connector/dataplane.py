@@ -14,7 +14,7 @@ from nixl_kv.geometry import blocks, compat, ranks
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Plan, plan
 from nixl_kv.geometry.ranks import Shape
-from nixl_kv.ids import Generation, Rank, RequestId
+from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import Description, Grant
@@ -133,13 +133,16 @@ class DataPlane:
 
     def check(self, action: events.CheckSlot) -> events.DataEvent | None:
         """Post the read of a generation slot, into scratch that says nothing good beforehand."""
+        if not self._free_checks:
+            return events.ReadFailed(action.request, action.source, "no scratch slot is free")
+        scratch = self._free_checks.pop()
+        self._scratch.clear(scratch)
+        indices = (blocks.block_ids([scratch]), blocks.block_ids([action.slot]))
         try:
             source = self._source(action.peer, action.source)
-            scratch = self._free_checks.pop()
-            self._scratch.clear(scratch)
-            indices = (blocks.block_ids([scratch]), blocks.block_ids([action.slot]))
             handle = self._transport.read(self._checks, source.slots, indices)
-        except (TransportError, IndexError) as error:
+        except TransportError as error:
+            self._free_checks.append(scratch)
             return events.ReadFailed(action.request, action.source, str(error))
         self._running.append(_Running(handle, action.request, action.source, scratch))
         return None
@@ -169,10 +172,12 @@ class DataPlane:
             if not self._transport.poll(read.handle):
                 return None
         except TransportError as error:
+            if read.check is not None:
+                self._free_checks.append(read.check)
             return events.ReadFailed(read.request, read.source, str(error))
         if read.check is None:
             return events.ReadDone(read.request, read.source)
-        generation = Generation(self._scratch.read(read.check))
+        generation = self._scratch.read(read.check)
         self._free_checks.append(read.check)
         return events.SlotRead(read.request, read.source, generation)
 

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 READING_NAP_S: Final = 0.0001
 SERVING_POLL_S: Final = 0.001
 TICK_S: Final = 0.025
+MAX_RESULTS: Final = 10_000
 STOP_TIMEOUT_S: Final = 5.0
 LINGER_S: Final = 1.0
 """How long after the last grant this side still serves reads that nobody told it of."""
@@ -118,7 +119,7 @@ class TransferThread:
             machinery.transport.close()
 
     def _main(self) -> None:
-        """The thread's top: whatever goes wrong in a turn ends that turn only."""
+        """The thread's top."""
         _leave_pinned_core()
         try:
             machinery = self._factory()
@@ -128,7 +129,7 @@ class TransferThread:
         loop = _Loop(machinery, self._commands, self._results)
         self._started.set_result(machinery)
         while not self._stopping:
-            _turn_safely(loop)
+            _safely(loop.turn)
 
 
 class _Loop:
@@ -153,13 +154,13 @@ class _Loop:
         received = self._m.control.poll(self._patience())
         # Commands first: who asks for an offer has its ticket, which left after the command.
         while self._commands:
-            self._command(self._commands.popleft())
+            _safely(self._command, self._commands.popleft())
         for item in received:
-            self._receive(item)
+            _safely(self._receive, item)
         for event in self._m.data.poll():
-            self._carry_out(self._m.receiver.handle(event, time.monotonic()))
-        self._tick()
-        self._serve()
+            _safely(self._ended, event)
+        _safely(self._tick)
+        _safely(self._serve)
 
     def _patience(self) -> float | None:
         """How long this turn may wait, in seconds; None for ever."""
@@ -171,6 +172,9 @@ class _Loop:
         if time.monotonic() < self._serve_until:
             return SERVING_POLL_S
         return TICK_S if self._m.receiver.busy or self._m.sender.offers.timed else None
+
+    def _ended(self, event: events.DataEvent) -> None:
+        self._carry_out(self._m.receiver.handle(event, time.monotonic()))
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -269,6 +273,8 @@ class _Loop:
             self._follow_up.append(events.EndpointLost(action.endpoint, str(error)))
 
     def _report(self, action: events.Loaded | events.Sent | events.Denied) -> None:
+        if isinstance(action, events.Denied) and len(self._results) >= MAX_RESULTS:
+            return  # strangers may ask as much as they like while vLLM makes no step
         if not isinstance(action, events.Loaded):
             self._results.append(action)
             return
@@ -276,11 +282,12 @@ class _Loop:
         self._results.append(LoadResult(action, transferred))
 
 
-def _turn_safely(loop: _Loop) -> None:
+def _safely(step: Callable[..., None], *args: object) -> None:
+    """What goes wrong in one step is a bug of ours; it ends that step and none of the others."""
     try:
-        loop.turn()
+        step(*args)
     except Exception:
-        logger.exception("transfer thread: a turn failed; going on")
+        logger.exception("transfer thread: a step failed; going on")
         time.sleep(TICK_S)
 
 

@@ -24,50 +24,52 @@ class Directory:
         """Whether a time-out or a pause is running, or a peer waits to be forgotten."""
         return any(peer.state is not State.READY for peer in self._peers.values())
 
-    def want(self, key: PeerKey, endpoint: str, now: float) -> tuple[Peer, list[events.Action]]:
+    def want(self, key: PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
         """Look a peer up; the first to want it makes it connect."""
-        peer = self._peers.setdefault(key, Peer(key, endpoint))
+        peer = self._peers.setdefault(key, Peer(key))
         if peer.state is not State.UNKNOWN:
             return peer, []
         peer.move(Cause.WANTED)
         peer.until = now + CONNECT_TIMEOUT_S
         describe = Describe(WIRE_VERSION, key.incarnation, key.engine)
-        return peer, [events.Send(endpoint, describe)]
+        return peer, [events.Send(key.endpoint, describe)]
 
     def described(self, message: Description, endpoint: str) -> list[events.Action]:
-        """An engine described itself; nobody that did not ask is listened to."""
-        key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation))
-        if not self.is_asked(key, endpoint):
+        """An engine described itself; nobody that was not asked is listened to."""
+        key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
+        if not self.is_asked(key):
             return []
-        return [events.AddPeer(key, message), events.Disconnect(endpoint)]
+        return [events.AddPeer(key, message), *self._disconnect(key)]
 
-    def is_asked(self, key: PeerKey, endpoint: str) -> bool:
-        """Whether this peer has been asked there who it is, and has not answered yet."""
+    def is_asked(self, key: PeerKey) -> bool:
+        """Whether this peer has been asked who it is, and has not joined yet."""
         peer = self._peers.get(key)
-        return peer is not None and peer.state is State.CONNECTING and peer.endpoint == endpoint
+        return peer is not None and peer.state is State.CONNECTING
 
     def joined(self, event: events.PeerJoined) -> None:
         """The peer can be read."""
-        peer = self._peers.get(event.peer)
-        if peer is not None and peer.state is State.CONNECTING:
+        if self.is_asked(event.peer):
+            peer = self._peers[event.peer]
             peer.description = event.description
             peer.move(Cause.JOINED)
 
-    def unusable(self, key: PeerKey, reason: str, now: float) -> None:
+    def unusable(self, key: PeerKey, reason: str, now: float) -> list[events.Action]:
         """The peer could not be reached or does not fit: not again for a while."""
-        peer = self._peers.get(key)
-        if peer is not None and peer.state is State.CONNECTING:
-            peer.reason = reason
-            peer.until = now + BACKOFF_S
-            peer.move(Cause.UNUSABLE)
+        if not self.is_asked(key):
+            return []
+        peer = self._peers[key]
+        peer.reason = reason
+        peer.until = now + BACKOFF_S
+        peer.move(Cause.UNUSABLE)
+        return self._disconnect(key)
 
     def lost(self, endpoint: str, reason: str) -> list[PeerKey]:
         """A connection broke. Returns the peers that could not be reached because of it."""
         unreachable = []
         for peer in self._peers.values():
-            if peer.state is State.CONNECTING and peer.endpoint == endpoint:
+            if peer.state is State.CONNECTING and peer.key.endpoint == endpoint:
                 unreachable.append(peer.key)
-            elif peer.state is State.READY and peer.serves(endpoint):
+            elif peer.state is State.READY and endpoint in peer.endpoints:
                 peer.reason = reason
                 peer.move(Cause.LOST)
         return unreachable
@@ -89,6 +91,14 @@ class Directory:
             elif peer.state is State.GONE and peer.key not in in_use:
                 peer.move(Cause.FORGOTTEN)
                 actions.append(events.DropPeer(peer.key))
+                actions += [events.Disconnect(endpoint) for endpoint in peer.endpoints]
             if peer.state is State.UNKNOWN:
                 del self._peers[peer.key]
         return actions
+
+    def _disconnect(self, answered: PeerKey) -> list[events.Action]:
+        """Close a description's connection, unless another life is being asked for there."""
+        others = (key for key in self._peers if key != answered)
+        if any(key.endpoint == answered.endpoint and self.is_asked(key) for key in others):
+            return []
+        return [events.Disconnect(answered.endpoint)]

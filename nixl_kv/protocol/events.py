@@ -83,10 +83,15 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class PeerKey:
-    """One life of a remote engine."""
+    """One life of a remote engine, where a ticket says that it is.
+
+    The endpoint is part of the key: a forged ticket that names a known engine at another address
+    must not redirect those who have a true one.
+    """
 
     engine: EngineId
     incarnation: Incarnation
+    endpoint: str
 
 
 @dataclass(frozen=True)

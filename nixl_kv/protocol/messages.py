@@ -20,6 +20,7 @@ from msgspec import Meta
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Shape
+from nixl_kv.protocol.ticket import Hex32, Name
 
 WIRE_VERSION = 1
 
@@ -27,8 +28,6 @@ MAX_CLAIMS = 65536
 MAX_RANKS = 1024
 
 Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
-Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Endpoint = Annotated[

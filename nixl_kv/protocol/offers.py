@@ -85,7 +85,7 @@ class Offers:
             return None
         offer.binding = Binding(
             Claim(ask.claim),
-            (ask.reader.engine, ask.reader.incarnation),
+            ask.reader.engine,
             self._free_slots.pop(),
             new_generation(),
             {Rank(rank): now + self.lease_s for rank in ask.readers},

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import PeerKey
-from nixl_kv.protocol.messages import Description, RankDescription
+from nixl_kv.protocol.messages import Description
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
@@ -58,7 +57,6 @@ class Peer:
     """One life of a remote engine. `until` ends CONNECTING and BACKOFF, in monotonic seconds."""
 
     key: PeerKey
-    endpoint: str  # of its description
     until: float = 0.0
     state: State = State.UNKNOWN
     reason: str = ""  # why it cannot be used, in BACKOFF and GONE
@@ -78,18 +76,7 @@ class Peer:
             )
         self.state = following
 
-    def rank(self, source: Rank) -> RankDescription:
-        """What the peer said of one of its ranks.
-
-        Raises:
-            LocalProtocolError: if the peer is not described yet.
-        """
-        if self.description is None:
-            raise LocalProtocolError(f"peer {self.key.engine!r} is {self.state.name}")
-        return self.description.ranks[source]
-
-    def serves(self, endpoint: str) -> bool:
-        """Whether one of its ranks answers at this endpoint."""
-        return self.description is not None and any(
-            rank.endpoint == endpoint for rank in self.description.ranks
-        )
+    @property
+    def endpoints(self) -> list[str]:
+        """Where its ranks answer."""
+        return [rank.endpoint for rank in self.description.ranks] if self.description else []

@@ -46,8 +46,7 @@ class Receiver:
             case events.Fetch() | events.Load() | events.Drop():
                 return self._command(event, now)
             case events.PeerJoined():
-                self.directory.joined(event)
-                return self._open(event.peer, event.description, now)
+                return self._joined(event, now)
             case events.PeerRefused():
                 return self._unusable(event.peer, event.reason, now)
             case events.EndpointLost():
@@ -65,9 +64,8 @@ class Receiver:
             case Description():
                 return self.directory.described(message, endpoint)
             case Refusal():
-                key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation))
-                asked = self.directory.is_asked(key, endpoint)
-                return self._unusable(key, message.reason, now) if asked else []
+                key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
+                return self._unusable(key, message.reason, now)
             case Renewed():
                 return self._claims_lost(message, endpoint)
             case Grant() | Deny():
@@ -79,12 +77,14 @@ class Receiver:
         request = self.requests.get(command.request)
         if isinstance(command, events.Load):
             return self._load(command, request, now)
-        return [] if request is None else self._drop(request)
+        return [] if request is None else request.drop() + self.requests.settle(request)
 
     def _fetch(self, command: events.Fetch, now: float) -> list[events.Action]:
         ticket = command.ticket
-        key = PeerKey(EngineId(ticket.remote_engine_id), Incarnation(ticket.incarnation))
-        peer, actions = self.directory.want(key, ticket.endpoint, now)
+        key = PeerKey(
+            EngineId(ticket.remote_engine_id), Incarnation(ticket.incarnation), ticket.endpoint
+        )
+        peer, actions = self.directory.want(key, now)
         request = self.requests.add(command, key, now)
         if peer.state is PeerState.READY and peer.description is not None:
             return self._open(key, peer.description, now)
@@ -102,18 +102,18 @@ class Receiver:
         request.deadline = now + self.requests.timeout_s
         return request.begin() + self.requests.settle(request)
 
-    def _drop(self, request: Request) -> list[events.Action]:
-        """Without a known peer the abort has to wait, until there is somebody to send it to."""
-        request.dropped = True
-        cancelled = request.cancel("dropped") if request.sources else []
-        return cancelled + self.requests.settle(request)
+    def _joined(self, event: events.PeerJoined, now: float) -> list[events.Action]:
+        if not self.directory.is_asked(event.peer):
+            return [events.DropPeer(event.peer)]
+        self.directory.joined(event)
+        return self._open(event.peer, event.description, now)
 
     def _open(self, peer: PeerKey, description: Description, now: float) -> list[events.Action]:
         """The peer is known: ask for all requests that wait for it."""
         actions: list[events.Action] = []
         for request in self.requests.waiting(peer):
             request.open(description, ranks.sources(Rank(self._reader.rank)))
-            if request.dropped:
+            if request.dropped or request.reason is not None:
                 actions += request.cancel("dropped")
             else:
                 actions += self.requests.ask(request, request.sources.values(), now)
@@ -121,8 +121,9 @@ class Receiver:
         return actions
 
     def _unusable(self, peer: PeerKey, reason: str, now: float) -> list[events.Action]:
-        self.directory.unusable(peer, reason, now)
-        actions: list[events.Action] = []
+        if not self.directory.is_asked(peer):
+            return []
+        actions = self.directory.unusable(peer, reason, now)
         for request in self.requests.waiting(peer):
             request.fail(reason)
             actions += self.requests.settle(request)
@@ -169,9 +170,9 @@ class Receiver:
         self, event: events.ReadDone | events.ReadFailed | events.SlotRead
     ) -> list[events.Action]:
         request = self.requests.get(event.request)
-        if request is None:
+        source = request.sources.get(event.source) if request is not None else None
+        if request is None or source is None:
             return []
-        source = request.sources[event.source]
         match event:
             case events.ReadDone():
                 actions = request.landed(source)

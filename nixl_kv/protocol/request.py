@@ -51,16 +51,10 @@ class Request:
         return all(source.ended for source in self.sources.values())
 
     @property
-    def posted(self) -> bool:
-        """Whether a read may be writing."""
-        return any(source.state in POSTED for source in self.sources.values())
-
-    @property
     def patient(self) -> bool:
         """Whether it waits for vLLM alone, which may take any time: granted, without blocks."""
-        return self.load is None and all(
-            source.state is State.GRANTED for source in self.sources.values()
-        )
+        states = {source.state for source in self.sources.values()}
+        return self.load is None and states == {State.GRANTED}
 
     def fail(self, reason: str) -> None:
         """Note why, if nothing failed before."""
@@ -143,6 +137,11 @@ class Request:
                 actions.append(self._hint(Abort, source))
             source.move(Cause.UNWANTED)
         return actions
+
+    def drop(self) -> list[events.Action]:
+        """The request is over for vLLM. While nobody is known to send it to, the abort waits."""
+        self.dropped = True
+        return self.cancel("dropped") if self.sources else []
 
     def validate(self) -> None:
         """Check what must hold between any two events.

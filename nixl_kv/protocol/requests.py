@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator
 
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry import ranks
 from nixl_kv.ids import Claim, Incarnation, RequestId
 from nixl_kv.protocol import events
@@ -20,7 +21,7 @@ class Requests:
         self.timeout_s = timeout_s
         self._reader = reader
         self._renew_interval_s = renew_interval_s
-        self._renew_at = 0.0
+        self._renewed_at = 0.0
         self._numbers: Iterator[int] = itertools.count(1)  # of asks and renews alike
         self._requests: dict[RequestId, Request] = {}
 
@@ -35,7 +36,13 @@ class Requests:
         return len(self._requests)
 
     def add(self, command: events.Fetch, peer: PeerKey, now: float) -> Request:
-        """Note a request that arrived."""
+        """Note a request that arrived.
+
+        Raises:
+            LocalProtocolError: if its id is known: another one's reads would be forgotten.
+        """
+        if command.request in self._requests:
+            raise LocalProtocolError(f"request {command.request!r} was fetched before")
         request = Request(
             self._reader,
             command.request,
@@ -67,8 +74,8 @@ class Requests:
         return None
 
     def in_use(self) -> set[PeerKey]:
-        """The peers whose memory a read may be reading."""
-        return {request.peer for request in self._requests.values() if request.posted}
+        """The peers whose memory a read is reading, or may still be begun on."""
+        return {request.peer for request, source in self._sources() if not source.ended}
 
     def ask(self, request: Request, sources: Iterable[Source], now: float) -> list[events.Action]:
         """Ask these ranks for the request's blocks."""
@@ -121,10 +128,14 @@ class Requests:
                 yield request, source
 
     def _renewals(self, now: float) -> list[events.Action]:
-        """One renew per rank that may hold something for us, with all that it may hold."""
-        if now < self._renew_at:
+        """One renew per rank that may hold something for us, with all that it may hold.
+
+        Five times in the shortest lease that was granted: its owner's configuration counts.
+        """
+        leases = [source.grant.lease_s for _, source in self._sources() if source.grant]
+        if now < self._renewed_at + min([self._renew_interval_s, *(s / 5 for s in leases)]):
             return []
-        self._renew_at = now + self._renew_interval_s
+        self._renewed_at = now
         held: dict[tuple[str, Incarnation], list[Claim]] = {}
         for request, source in self._sources():
             if source.state in HOLDING:

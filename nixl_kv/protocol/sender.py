@@ -84,6 +84,7 @@ class Sender:
             return self._deny(ask, "claimed by another, or ended for this reader")
         rank = Rank(ask.reader.rank)
         binding.leases[rank] = now + self.offers.lease_s
+        binding.lives[rank] = ask.reader.incarnation
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
         grant = Grant(
             WIRE_VERSION,

@@ -75,20 +75,26 @@ class Binding:
     """Whom an offer is granted to, and until when."""
 
     claim: Claim
-    engine: tuple[str, str]  # the readers' engine id and incarnation
+    engine: str  # the readers'
     slot: int
     generation: Generation
     leases: dict[Rank, float]  # of every expected reader, also of one that has not asked yet
+    lives: dict[Rank, str] = field(default_factory=dict)  # incarnation of each that asked
     numbers: dict[Rank, int] = field(default_factory=dict)  # of each reader's latest ask
     ended: set[Rank] = field(default_factory=set)
 
     def expects(self, claim: str, reader: Reader) -> bool:
-        """Whether this reader is one of the claim's and has not ended."""
+        """Whether this reader is one of the claim's and has not ended.
+
+        Each rank of an engine has an incarnation of its own; the first ask tells which.
+        """
+        rank = Rank(reader.rank)
         return (
             claim == self.claim
-            and (reader.engine, reader.incarnation) == self.engine
-            and reader.rank in self.leases
-            and reader.rank not in self.ended
+            and reader.engine == self.engine
+            and rank in self.leases
+            and rank not in self.ended
+            and self.lives.get(rank, reader.incarnation) == reader.incarnation
         )
 
     def expire(self, now: float) -> None:

@@ -11,11 +11,10 @@ from protocol_records import (
     describe,
     description,
     joined,
-    rank_description,
 )
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import EngineId, Rank
+from nixl_kv.ids import EngineId
 from nixl_kv.protocol.directory import Directory
 from nixl_kv.protocol.events import AddPeer, Disconnect, DropPeer, PeerKey, Send
 from nixl_kv.protocol.peers import (
@@ -27,7 +26,7 @@ from nixl_kv.protocol.peers import (
     State,
 )
 
-NEXT_LIFE = PeerKey(PREFILL, OTHER_LIFE)
+NEXT_LIFE = PeerKey(PREFILL, OTHER_LIFE, HOME)
 ELSEWHERE = "tcp://10.9.9.9:5600"
 
 
@@ -39,7 +38,7 @@ def directory() -> Directory:
 @pytest.fixture
 def connecting(directory: Directory) -> Directory:
     """Knows one peer, wanted at second 100."""
-    directory.want(PEER, HOME, 100.0)
+    directory.want(PEER, 100.0)
     return directory
 
 
@@ -57,15 +56,15 @@ def state(directory: Directory, key: PeerKey = PEER) -> State:
 
 
 def test_the_first_to_want_a_peer_makes_it_connect(directory: Directory) -> None:
-    peer, actions = directory.want(PEER, HOME, 100.0)
+    peer, actions = directory.want(PEER, 100.0)
     assert actions == [Send(HOME, describe())]
-    assert peer == Peer(PEER, HOME, 100.0 + CONNECT_TIMEOUT_S, State.CONNECTING)
-    assert directory.want(PEER, HOME, 101.0) == (peer, [])
+    assert peer == Peer(PEER, 100.0 + CONNECT_TIMEOUT_S, State.CONNECTING)
+    assert directory.want(PEER, 101.0) == (peer, [])
     assert peer.until == 100.0 + CONNECT_TIMEOUT_S
 
 
 def test_each_life_of_an_engine_is_a_peer_of_its_own(connecting: Directory) -> None:
-    peer, actions = connecting.want(NEXT_LIFE, HOME, 101.0)
+    peer, actions = connecting.want(NEXT_LIFE, 101.0)
     assert actions == [Send(HOME, describe(OTHER_LIFE))]
     assert peer.key == NEXT_LIFE
 
@@ -100,10 +99,9 @@ def test_a_description_that_comes_again_is_not_heard(ready: Directory) -> None:
 
 def test_a_peer_that_joined_is_ready(connecting: Directory) -> None:
     connecting.joined(joined())
-    peer, actions = connecting.want(PEER, HOME, 101.0)
+    peer, actions = connecting.want(PEER, 101.0)
     assert (peer.state, actions) == (State.READY, [])
     assert peer.description == description()
-    assert peer.rank(Rank(0)) == rank_description()
 
 
 def test_who_joins_unknown_is_no_peer(directory: Directory) -> None:
@@ -121,12 +119,12 @@ def test_joining_again_changes_nothing(ready: Directory) -> None:
 
 def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(connecting: Directory) -> None:
     connecting.unusable(PEER, "another dtype", 101.0)
-    peer, actions = connecting.want(PEER, HOME, 101.5)
+    peer, actions = connecting.want(PEER, 101.5)
     assert (peer.state, peer.reason, actions) == (State.BACKOFF, "another dtype", [])
     assert connecting.forget(set(), 101.0 + BACKOFF_S - 0.01) == []
     assert state(connecting) is State.BACKOFF
     assert connecting.forget(set(), 101.0 + BACKOFF_S) == []
-    assert connecting.want(PEER, HOME, 103.0)[1] == [Send(HOME, describe())]
+    assert connecting.want(PEER, 103.0)[1] == [Send(HOME, describe())]
 
 
 def test_a_pause_is_not_prolonged(connecting: Directory) -> None:
@@ -156,15 +154,15 @@ def test_an_unknown_peer_cannot_be_made_unusable(directory: Directory) -> None:
 
 def test_the_pause_of_one_life_is_not_that_of_the_next(connecting: Directory) -> None:
     connecting.unusable(PEER, "gone", 101.0)
-    assert connecting.want(NEXT_LIFE, HOME, 101.0)[1] == [Send(HOME, describe(OTHER_LIFE))]
+    assert connecting.want(NEXT_LIFE, 101.0)[1] == [Send(HOME, describe(OTHER_LIFE))]
 
 
 # Losses
 
 
 def test_a_connection_that_breaks_makes_the_peer_unreachable(connecting: Directory) -> None:
-    connecting.want(NEXT_LIFE, HOME, 100.0)
-    connecting.want(PeerKey(EngineId("third"), ENGINE_LIFE), ELSEWHERE, 100.0)
+    connecting.want(NEXT_LIFE, 100.0)
+    connecting.want(PeerKey(EngineId("third"), ENGINE_LIFE, ELSEWHERE), 100.0)
     assert connecting.lost(HOME, "connection closed") == [PEER, NEXT_LIFE]
     assert state(connecting) is State.CONNECTING
 
@@ -172,7 +170,7 @@ def test_a_connection_that_breaks_makes_the_peer_unreachable(connecting: Directo
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_peer_is_gone_with_any_of_its_ranks(ready: Directory, rank: int) -> None:
     assert ready.lost(at(rank), "connection closed") == []
-    peer, actions = ready.want(PEER, HOME, 101.0)
+    peer, actions = ready.want(PEER, 101.0)
     assert (peer.state, peer.reason, actions) == (State.GONE, "connection closed", [])
 
 
@@ -198,7 +196,8 @@ def test_a_gone_peer_is_forgotten_when_no_read_of_it_is_under_way(ready: Directo
     ready.lost(at(0), "connection closed")
     assert ready.forget({PEER}, 1000.0) == []
     assert state(ready) is State.GONE
-    assert ready.forget({NEXT_LIFE}, 1000.0) == [DropPeer(PEER)]
+    closed = [Disconnect(at(rank)) for rank in range(2)]
+    assert ready.forget({NEXT_LIFE}, 1000.0) == [DropPeer(PEER), *closed]
     assert repr(ready) == "<Directory empty>"
 
 
@@ -211,14 +210,14 @@ def test_a_ready_peer_stays(ready: Directory) -> None:
 
 
 def test_a_peer_that_does_not_describe_itself_is_late(connecting: Directory) -> None:
-    connecting.want(NEXT_LIFE, HOME, 100.5)
+    connecting.want(NEXT_LIFE, 100.5)
     assert connecting.late(100.0 + CONNECT_TIMEOUT_S - 0.01) == []
     assert connecting.late(100.0 + CONNECT_TIMEOUT_S) == [PEER]
     assert connecting.late(100.5 + CONNECT_TIMEOUT_S) == [PEER, NEXT_LIFE]
 
 
 def test_who_is_ready_or_pauses_is_not_late(ready: Directory) -> None:
-    ready.want(NEXT_LIFE, HOME, 100.0)
+    ready.want(NEXT_LIFE, 100.0)
     ready.unusable(NEXT_LIFE, "refused", 100.0)
     assert ready.late(1e9) == []
 
@@ -228,12 +227,12 @@ def test_who_is_ready_or_pauses_is_not_late(ready: Directory) -> None:
 
 def test_it_is_busy_while_something_is_to_be_waited_for(directory: Directory) -> None:
     seen = [(repr(directory), directory.busy)]
-    directory.want(PEER, HOME, 100.0)
+    directory.want(PEER, 100.0)
     seen.append((repr(directory), directory.busy))
     directory.joined(joined())
     seen.append((repr(directory), directory.busy))
     directory.lost(at(0), "connection closed")
-    directory.want(PeerKey(EngineId("second"), ENGINE_LIFE), ELSEWHERE, 100.0)
+    directory.want(PeerKey(EngineId("second"), ENGINE_LIFE, ELSEWHERE), 100.0)
     seen.append((repr(directory), directory.busy))
     assert seen == [
         ("<Directory empty>", False),
@@ -247,21 +246,11 @@ def test_it_is_busy_while_something_is_to_be_waited_for(directory: Directory) ->
 
 
 def test_a_peer_that_is_not_described_has_no_ranks() -> None:
-    peer = Peer(PEER, HOME, state=State.CONNECTING)
-    assert not peer.serves(at(0))
-    with pytest.raises(LocalProtocolError, match="peer 'prefill' is CONNECTING"):
-        peer.rank(Rank(0))
+    assert Peer(PEER, state=State.CONNECTING).endpoints == []
 
 
 def test_a_peer_serves_at_the_endpoints_of_its_ranks() -> None:
-    peer = Peer(PEER, HOME, description=description(2))
-    assert [peer.serves(endpoint) for endpoint in (at(0), at(1), at(2), HOME)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert peer.rank(Rank(1)) == rank_description(1)
+    assert Peer(PEER, description=description(2)).endpoints == [at(0), at(1)]
 
 
 def test_the_table_of_a_peers_life() -> None:

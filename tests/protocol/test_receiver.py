@@ -172,13 +172,13 @@ def test_a_peer_that_is_being_connected_is_asked_for_all_that_wait(fetched: Rece
 
 
 def test_those_that_wait_for_another_peer_go_on_waiting(fetched: Receiver) -> None:
-    other = events.PeerKey(PEER.engine, OTHER_LIFE)
+    other = events.PeerKey(PEER.engine, OTHER_LIFE, HOME)
     assert fetched.handle(fetch(D2, RIVAL, incarnation=OTHER_LIFE), 100.0) == [
         Send(HOME, describe(OTHER_LIFE))
     ]
     assert fetched.handle(joined(), 100.1) == [Send(at(0), ask())]
     fetched.handle(load(), 100.2)
-    assert fetched.handle(PeerRefused(other, "another dtype"), 100.3) == []
+    assert fetched.handle(PeerRefused(other, "another dtype"), 100.3) == [Disconnect(HOME)]
     assert fetched.handle(load(D2), 100.4) == [Loaded(D2, 7, "another dtype")]
     assert fetched.answered(grant(), at(0), 100.5) == [StartRead(PEER, Rank(0), grant(), load())]
 
@@ -349,7 +349,7 @@ def test_the_abort_waits_until_there_is_somebody_to_send_it_to(fetched: Receiver
 
 def test_what_waits_to_be_aborted_is_forgotten_with_its_peer(fetched: Receiver) -> None:
     fetched.handle(drop(), 100.1)
-    assert fetched.handle(PeerRefused(PEER, "another dtype"), 100.2) == []
+    assert fetched.handle(PeerRefused(PEER, "another dtype"), 100.2) == [Disconnect(HOME)]
     assert is_forgotten(fetched)
 
 
@@ -506,14 +506,17 @@ def test_without_a_peer_all_that_wait_for_it_fail(
 ) -> None:
     fetched.handle(load(), 100.0)
     fetched.handle(fetch(D2, RIVAL, nonce=NONCE2), 100.0)
-    assert fetched.handle(event, 100.1) == [failed(reason)]
+    assert fetched.handle(event, 100.1) == [Disconnect(HOME), failed(reason)]
     assert fetched.handle(load(D2), 100.2) == [Loaded(D2, 7, reason)]
     assert is_forgotten(fetched)
 
 
 def test_a_refusal_fails_all_that_wait(fetched: Receiver) -> None:
     fetched.handle(load(), 100.0)
-    assert fetched.answered(refusal(NEW_REASON), HOME, 100.1) == [failed(NEW_REASON)]
+    assert fetched.answered(refusal(NEW_REASON), HOME, 100.1) == [
+        Disconnect(HOME),
+        failed(NEW_REASON),
+    ]
 
 
 def test_a_refusal_of_another_life_fails_nothing(fetched: Receiver) -> None:
@@ -537,7 +540,10 @@ def test_a_refusal_after_the_description_is_not_heard(granted: Receiver) -> None
 def test_a_peer_that_is_silent_is_given_up(fetched: Receiver) -> None:
     fetched.handle(load(), 100.0)
     assert fetched.handle(Tick(), 100.0 + CONNECT_TIMEOUT_S - 0.01) == []
-    assert fetched.handle(Tick(), 100.0 + CONNECT_TIMEOUT_S) == [failed("no description in time")]
+    assert fetched.handle(Tick(), 100.0 + CONNECT_TIMEOUT_S) == [
+        Disconnect(HOME),
+        failed("no description in time"),
+    ]
     assert is_forgotten(fetched)
 
 
@@ -583,7 +589,7 @@ def test_without_the_connection_a_read_goes_on_and_its_peer_is_kept(reading: Rec
     assert reading.handle(Tick(), 110.4) == []
     assert reading.handle(slot_read(), 110.5) == [Send(at(0), done()), GOOD]
     assert reading.busy
-    assert reading.handle(Tick(), 110.6) == [DropPeer(PEER)]
+    assert reading.handle(Tick(), 110.6) == [DropPeer(PEER), Disconnect(at(0))]
     assert not reading.busy
 
 
@@ -616,7 +622,7 @@ LATE = "no KV within 30 s"
 
 
 def test_an_ask_without_an_answer_is_asked_again(asking: Receiver) -> None:
-    asking.requests._renew_at = 1000.0
+    asking.requests._renewed_at = 1000.0
     assert asking.handle(Tick(), 100.0 + ASK_AGAIN_S - 0.01) == []
     assert asking.handle(Tick(), 100.0 + ASK_AGAIN_S) == [Send(at(0), ask(number=2))]
     assert asking.handle(Tick(), 101.5) == []
@@ -625,14 +631,14 @@ def test_an_ask_without_an_answer_is_asked_again(asking: Receiver) -> None:
 
 @pytest.mark.usefixtures("two_sources")
 def test_only_the_rank_that_did_not_answer_is_asked_again(fetched: Receiver) -> None:
-    fetched.requests._renew_at = 1000.0
+    fetched.requests._renewed_at = 1000.0
     fetched.handle(joined(2), 100.0)
     fetched.answered(grant(), at(0), 100.1)
     assert fetched.handle(Tick(), 101.0) == [Send(at(1), ask(number=3, readers=(0, 1, 2)))]
 
 
 def test_who_gets_no_answer_is_given_up(asking: Receiver) -> None:
-    asking.requests._renew_at = 1000.0
+    asking.requests._renewed_at = 1000.0
     asking.handle(Tick(), 129.5)
     assert asking.handle(Tick(), 100.0 + TIMEOUT_S - 0.01) == []
     assert asking.handle(Tick(), 100.0 + TIMEOUT_S) == [Send(at(0), abort())]
@@ -646,7 +652,7 @@ def test_who_waits_for_blocks_alone_may_wait(granted: Receiver) -> None:
 
 @pytest.mark.usefixtures("two_sources")
 def test_who_waits_for_one_rank_as_well_may_not(fetched: Receiver) -> None:
-    fetched.requests._renew_at = 1000.0
+    fetched.requests._renewed_at = 1000.0
     fetched.handle(joined(2), 100.0)
     fetched.answered(grant(), at(0), 100.1)
     assert fetched.handle(Tick(), 100.0 + TIMEOUT_S) == [
@@ -656,7 +662,7 @@ def test_who_waits_for_one_rank_as_well_may_not(fetched: Receiver) -> None:
 
 
 def test_the_time_runs_anew_from_the_blocks_on(reading: Receiver) -> None:
-    reading.requests._renew_at = 1000.0
+    reading.requests._renewed_at = 1000.0
     assert reading.handle(Tick(), 110.0 + TIMEOUT_S - 0.01) == []
     assert reading.handle(read_done(), 139.995) == [CheckSlot(PEER, Rank(0), D1, 3)]
     assert reading.handle(Tick(), 110.0 + TIMEOUT_S) == []
@@ -715,7 +721,7 @@ def test_each_rank_gets_a_renewal_of_its_own_claims(fetched: Receiver) -> None:
 def test_lives_are_renewed_apart_though_they_have_one_endpoint(reading: Receiver) -> None:
     reading.handle(EndpointLost(at(0), "closed"), 110.1)
     reading.handle(fetch(D2, RIVAL, incarnation=OTHER_LIFE), 110.2)
-    key = events.PeerKey(PEER.engine, OTHER_LIFE)
+    key = events.PeerKey(PEER.engine, OTHER_LIFE, HOME)
     again = description(life=OTHER_LIFE, rank_life=hex32(0xB2))
     reading.handle(events.PeerJoined(key, again), 110.2)
     assert reading.handle(Tick(), 110.3) == [
@@ -766,12 +772,12 @@ def test_the_book_says_what_is_going_on(receiver: Receiver) -> None:
     ]
 
 
-def test_memory_is_in_use_while_a_read_may_be_reading(granted: Receiver) -> None:
+def test_memory_is_in_use_while_a_read_may_be_reading_or_begun(granted: Receiver) -> None:
     used = [granted.requests.in_use()]
     for step in (load(), read_done(), drop(), slot_read()):
         granted.handle(step, 101.0)
         used.append(granted.requests.in_use())
-    assert used == [set(), {PEER}, {PEER}, {PEER}, set()]
+    assert used == [{PEER}, {PEER}, {PEER}, {PEER}, set()]
 
 
 def a_request(*states: State) -> Request:
@@ -869,3 +875,34 @@ def test_no_move_but_those_of_the_table(state: State, cause: Cause) -> None:
         source.move(cause)
     assert source.state is following
     assert source.ended == (following in {State.DONE, State.FAILED})
+
+
+# What others could spoil
+
+
+def test_a_forged_ticket_does_not_redirect_the_true_ones(receiver: Receiver) -> None:
+    """It names a known engine and life, at an address of somebody else's."""
+    forged = fetch(D2, RIVAL, remote_port=1)
+    assert receiver.handle(forged, 100.0) == [Send("tcp://10.0.0.1:1", describe())]
+    assert receiver.handle(fetch(), 100.1) == [Send(HOME, describe())]
+    assert receiver.answered(description(), "tcp://10.0.0.1:1", 100.2)[0] != AddPeer(
+        PEER, description()
+    )
+    assert receiver.handle(joined(), 100.3) == [Send(at(0), ask())]
+
+
+def test_a_second_fetch_of_one_request_is_refused(fetched: Receiver) -> None:
+    with pytest.raises(LocalProtocolError, match="'d1' was fetched before"):
+        fetched.handle(fetch(), 100.1)
+
+
+def test_a_peer_that_joins_unasked_is_dropped(receiver: Receiver) -> None:
+    assert receiver.handle(joined(), 100.0) == [DropPeer(PEER)]
+
+
+def test_renewals_heed_the_shortest_lease(asking: Receiver) -> None:
+    """Prefill's configuration counts, not ours."""
+    asking.handle(Tick(), 100.0)
+    asking.answered(grant(lease_s=0.5), at(0), 100.05)
+    assert asking.handle(Tick(), 100.09) == []
+    assert asking.handle(Tick(), 100.11) == [Send(at(0), renew(3, CLAIM))]
