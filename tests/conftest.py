@@ -1,20 +1,13 @@
 """Two engines that exchange real bytes, over memory and over real NIXL."""
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from caches import Cache, Sizes
-from pairs import Side, Times, filled
+from pairs import Pair, Side, Times, filled
 
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
-
-Pair = Callable[..., tuple[Side, Side]]
 
 
 @pytest.fixture

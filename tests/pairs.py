@@ -188,3 +188,7 @@ def sent(results: list[Result]) -> dict[str, events.Sent]:
 def filled(cache: Cache, seed: int) -> Cache:
     cache.fill(np.random.default_rng(seed))
     return cache
+
+
+Pair = Callable[..., tuple[Side, Side]]
+"""The fixture that makes a prefill and a decode side."""

@@ -1,12 +1,9 @@
 """Real engines, started once for all end-to-end tests: prefill, decode, a single one, a router."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 

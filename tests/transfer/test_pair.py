@@ -6,8 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from caches import ORDERS, Sizes
-from conftest import Pair
-from pairs import MODEL, Side, Times
+from pairs import MODEL, Pair, Side, Times
 
 from nixl_kv.protocol.events import How
 from nixl_kv.transport.base import Transport
