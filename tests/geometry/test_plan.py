@@ -444,6 +444,7 @@ def test_a_block_table_for_each_group_is_required() -> None:
         pytest.param([0], [5], "block id 5; allowed: 0 to 4", id="beyond the remote cache"),
         pytest.param([-1], [0], "block id -1; allowed: 0 to 2", id="negative here"),
         pytest.param([0], [-1], "block id -1; allowed: 0 to 4", id="negative there"),
+        pytest.param([0, 1], [0], "2 local and 1 remote blocks", id="unequal numbers"),
         pytest.param([0, 1, 2], [4, 9, 0], "block id 9; allowed: 0 to 4", id="among good ones"),
         pytest.param([0, 1, 2], [4, -2, 9], "block id -2; allowed: 0 to 4", id="both at once"),
     ],

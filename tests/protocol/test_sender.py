@@ -633,3 +633,16 @@ def test_no_move_but_those_of_the_table(state: State, cause: Cause) -> None:
     else:
         offer.move(cause)
     assert offer.state is following
+
+
+def test_ranks_of_one_engine_have_lives_of_their_own(offered: Sender) -> None:
+    """Two readers of one claim, each with its own incarnation; a third life is nobody's."""
+    readers = [Reader(READER.engine, hex32(0xD0 + rank), rank) for rank in range(2)]
+    for reader in readers:
+        actions = offered.handle(ask(reader=reader, readers=(0, 1)), 100.1)
+        assert any(isinstance(action, Reply) for action in actions)
+        assert not any(isinstance(action, events.Denied) for action in actions)
+    impostor = Reader(READER.engine, hex32(0xD9), 1)
+    assert offered.handle(done(reader=impostor), 100.2) == []
+    assert offered.handle(done(reader=readers[0]), 100.3) == []
+    assert offered.handle(done(reader=readers[1]), 100.4) == RELEASED
