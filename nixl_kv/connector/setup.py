@@ -49,8 +49,9 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     transport.register(slots.span, "DRAM", 0)
     control = Control()
     offers = Offers(num_slots=NUM_SLOTS, offer_ttl_s=config.offer_ttl_s, lease_s=config.lease_s)
+    reader = messages.Reader(engine, incarnation, rank)
     requests = Requests(
-        messages.Reader(engine, incarnation, rank),
+        reader,
         timeout_s=config.request_timeout_s,
         renew_interval_s=config.renew_interval_s,
     )
@@ -67,7 +68,7 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
         data=data,
         slots=slots,
         sender=Sender(incarnation, offers),
-        receiver=Receiver(messages.Reader(engine, incarnation, rank), requests),
+        receiver=Receiver(reader, requests),
         description=messages.encode_rank(description),
     )
 

@@ -6,16 +6,14 @@ stride, count. A read names pieces of a local and of a remote list by number, in
 
 from typing import Any, NewType, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from nixl_kv.geometry.blocks import BlockIds as Indices
 from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.geometry.plan import Rows
+
+__all__ = ["Indices", "ListHandle", "PeerName", "ReadHandle", "Rows", "Transport"]
 
 PeerName = NewType("PeerName", str)
 """How a transport names a peer that was added."""
-
-Rows = npt.NDArray[np.uint64]
-Indices = npt.NDArray[np.int32]
 
 ListHandle = Any
 """A prepared list, opaque, of use only to the transport that made it."""
