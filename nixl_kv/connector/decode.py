@@ -87,13 +87,13 @@ class DecodeScheduler:
             self._release(request_id)
             return
         incoming.loading = True
-        spans = [blocks.entries(incoming.local, load, size) for size in self._entry_sizes]
+        begin, end = incoming.local, incoming.local + load
+        spans = [blocks.entries(begin, load, size) for size in self._entry_sizes]
         wanted = [
             blocks.to_bytes(blocks.block_ids(table[span.start : span.stop]))
             for table, span in zip(tables, spans, strict=True)
         ]
-        first = tuple(span.start for span in spans)
-        self._commands.append(events.Load(request_id, first, tuple(wanted), load))
+        self._commands.append(events.Load(request_id, begin, end, tuple(wanted)))
 
     def finished(self, request: Request) -> None:
         """A request is over, perhaps before it loaded, or while it does."""

@@ -194,7 +194,9 @@ class _Loop:
 
     def _command(self, command: events.Command) -> None:
         now = time.monotonic()
-        if isinstance(command, events.Fetch | events.Load | events.Drop):
+        if isinstance(command, events.Siblings):
+            self._m.data.sources.meet(command.layouts)
+        elif isinstance(command, events.Fetch | events.Load | events.Drop):
             self._carry_out(self._m.receiver.handle(command, now))
         else:
             self._carry_out(self._m.sender.handle(command, now))
@@ -256,9 +258,9 @@ class _Loop:
         event: events.DataEvent | None = None
         match action:
             case events.AddPeer():
-                event = self._m.data.add_peer(action)
+                event = self._m.data.sources.add(action)
             case events.DropPeer():
-                self._m.data.drop_peer(action.peer)
+                self._m.data.sources.drop(action.peer)
             case events.StartRead():
                 event = self._m.data.start(action)
             case events.CheckSlot():

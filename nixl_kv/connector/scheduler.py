@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from nixl_kv.config import Config
 from nixl_kv.connector import translate
 from nixl_kv.connector.commands import Handshake, StepCommands
 from nixl_kv.connector.decode import DecodeScheduler
@@ -21,7 +22,8 @@ from nixl_kv.connector.publisher import Publisher
 from nixl_kv.connector.stats import Stats
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Incarnation, engine_incarnation
-from nixl_kv.protocol.messages import WIRE_VERSION, Description, decode_rank
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import WIRE_VERSION, Description, RankDescription, decode_rank
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Scheduler:
         self._prefill = PrefillScheduler(sizes) if transfer.is_kv_producer else None
         self._decode = DecodeScheduler(sizes) if transfer.is_kv_consumer else None
         self._publisher: Publisher | None = None
+        self._siblings: list[events.Siblings] = []  # until the next step takes them to the workers
         self._stats = Stats()
         if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
             logger.warning(
@@ -74,7 +77,8 @@ class Scheduler:
 
     def step(self, output: SchedulerOutput) -> StepCommands:
         """The commands of this step, in the order in which things happened."""
-        commands = StepCommands()
+        commands = StepCommands(list(self._siblings))
+        self._siblings.clear()
         if self._prefill is not None:
             self._prefill.scheduled(output)
             commands.commands += self._prefill.take()
@@ -93,14 +97,20 @@ class Scheduler:
         return self._prefill.finished(request, self._select(tables))
 
     def publish(self, handshakes: Mapping[tuple[int, int], Handshake]) -> None:
-        """The workers' parts are here, by (pp, tp) rank: listen, if prefill is read from here."""
-        if self._prefill is None or not handshakes:
+        """The workers' parts are here, by (pp, tp) rank: for each other, and for peers."""
+        if not handshakes:
             return
         ranks = tuple(decode_rank(handshakes[key].rank_description) for key in sorted(handshakes))
+        self._siblings = [events.Siblings(tuple(rank.layout for rank in ranks))]
+        if self._prefill is not None:
+            self._describe(ranks, self._prefill)
+
+    def _describe(self, ranks: tuple[RankDescription, ...], prefill: PrefillScheduler) -> None:
+        """Listen, and tell all tickets where."""
         incarnation = engine_incarnation(Incarnation(rank.incarnation) for rank in ranks)
         engine = self._vllm_config.kv_transfer_config.engine_id
         if self._publisher is None:
-            self._publisher = Publisher(self._config.host, self._port())
+            self._publisher = Publisher(self._config.host, _port(self._vllm_config, self._config))
         self._publisher.publish(
             Description(
                 WIRE_VERSION,
@@ -111,10 +121,8 @@ class Scheduler:
                 ranks,
             )
         )
-        self._prefill.address = Address(
-            engine, incarnation, self._publisher.host, self._publisher.port
-        )
-        logger.info("engine %s is described at %s", engine, self._prefill.address)
+        prefill.address = Address(engine, incarnation, self._publisher.host, self._publisher.port)
+        logger.info("engine %s is described at %s", engine, prefill.address)
 
     def stats(self) -> Stats | None:
         """What was counted since the last step."""
@@ -164,7 +172,7 @@ class Scheduler:
         """The groups that are transferred."""
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
 
-    def _port(self) -> int:
-        """Data-parallel engines of one host have a port each."""
-        port = self._config.port
-        return port and port + self._vllm_config.parallel_config.data_parallel_index
+
+def _port(vllm_config: VllmConfig, config: Config) -> int:
+    """Data-parallel engines of one host have a port each."""
+    return config.port and config.port + vllm_config.parallel_config.data_parallel_index

@@ -7,8 +7,9 @@ from vllm.utils.network_utils import get_ip
 
 from nixl_kv.config import Config
 from nixl_kv.connector import translate
-from nixl_kv.connector.dataplane import DataPlane, Identity
+from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import Machinery
+from nixl_kv.connector.sources import Identity
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import new_incarnation
 from nixl_kv.protocol import messages, ticket
@@ -43,7 +44,7 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     rank = translate.rank(vllm_config)
     engine = vllm_config.kv_transfer_config.engine_id
     transport = NixlTransport(config.backends, engine_config=UCX_ENGINE_CONFIG)
-    identity = Identity(translate.model_facts(vllm_config), translate.shape(vllm_config), rank)
+    identity = Identity(translate.model_facts(vllm_config), rank)
     data = DataPlane(transport, layout, identity)
     slots = SlotPage(NUM_SLOTS)
     transport.register(slots.span, "DRAM", 0)

@@ -1,14 +1,22 @@
 """Why two engines cannot exchange KV, in words.
 
 Nothing is guessed and nothing is hashed together: each differing field is named with both values,
-so that the person who reads the log knows which flag to change.
+so that the person who reads the log knows which flag to change. How the engines are cut (tensor
+and pipeline parallel sizes, block sizes, physical orders, how layers are grouped) may differ.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
+from nixl_kv.geometry.blocks import num_stretches
 from nixl_kv.geometry.layout import CacheLayout, Group, Region
-from nixl_kv.geometry.ranks import Shape
+from nixl_kv.geometry.runs import Heads
+
+MAX_STRETCHES: Final = 512
+"""Into how many stretches two block sizes may cut tokens before the edges of both meet again."""
+
+_Ranges: TypeAlias = tuple[Heads, ...]
 
 
 @dataclass(frozen=True)
@@ -34,66 +42,90 @@ def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> lis
     ]
 
 
-def shape_mismatches(local: Shape, remote: Shape) -> list[Mismatch]:
-    """Compare how the engines are cut."""
-    found = []
-    if local.tp != remote.tp:
-        found.append(Mismatch("tensor_parallel_size", local.tp, remote.tp))
-    if local.pp != remote.pp:
-        found.append(Mismatch("pipeline_parallel_size", local.pp, remote.pp))
+def mismatches(local: Sequence[CacheLayout], remote: Sequence[CacheLayout]) -> list[Mismatch]:
+    """Every reason why an engine cannot read another, in the order of what explains most.
+
+    Args:
+        local: the caches of all ranks of this engine.
+        remote: the caches of all ranks of the other one.
+    """
+    mine, theirs = _layers(local), _layers(remote)
+    found = _differing("KV cache dtype", _elements(local), _elements(remote))
+    only = [sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())]
+    if any(only):
+        found.append(Mismatch("what only one side has of the layers", _few(only[0]), _few(only[1])))
+    by_words: dict[Mismatch, list[str]] = {}
+    for layer in mine.keys() & theirs.keys():
+        for mismatch in _layer_mismatches(mine[layer], theirs[layer]):
+            by_words.setdefault(mismatch, []).append(layer)
+    for mismatch, names in sorted(by_words.items(), key=lambda item: min(item[1])):
+        words = f"{mismatch.field} of {_few(sorted(names))}"
+        found.append(Mismatch(words, mismatch.local, mismatch.remote))
     return found
 
 
-def mismatches(local: CacheLayout, remote: CacheLayout) -> list[Mismatch]:
-    """Every reason why one rank cannot read another, in the order of what explains most."""
-    found = _scalars(
-        ("KV cache dtype", local.element, remote.element),
-        ("number of cache groups", len(local.groups), len(remote.groups)),
-        ("number of layers", _num_layers(local.groups), _num_layers(remote.groups)),
-    )
-    if found:
-        return found
-    for mine, theirs in zip(local.groups, remote.groups, strict=True):
-        found += _group_mismatches(mine, theirs)
+@dataclass
+class _Layer:
+    """A layer in one engine: what all its ranks hold of it."""
+
+    region: Region  # of any rank
+    group: Group
+    heads: _Ranges
+
+    def add(self, heads: Heads) -> None:
+        """Another rank holds these."""
+        merged: list[Heads] = []
+        for first, last in sorted({*self.heads, heads}):
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            else:
+                merged.append((first, last))
+        self.heads = tuple(merged)
+
+
+def _layers(layouts: Sequence[CacheLayout]) -> dict[str, _Layer]:
+    found: dict[str, _Layer] = {}
+    for layout in layouts:
+        for group in layout.groups:
+            for region in group.regions:
+                found.setdefault(region.layer, _Layer(region, group, ())).add(region.heads)
     return found
 
 
-def _num_layers(groups: Sequence[Group]) -> int:
-    return sum(len(group.regions) for group in groups)
+def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
+    return [
+        *_differing("bytes per head", _lengths(mine.region), _lengths(theirs.region)),
+        *_differing("KV heads", mine.heads, theirs.heads),
+        *_windows(mine.group, theirs.group),
+        *_block_sizes(mine.group.block_size, theirs.group.block_size),
+    ]
 
 
-def _scalars(*fields: tuple[str, object, object]) -> list[Mismatch]:
-    return [Mismatch(name, mine, theirs) for name, mine, theirs in fields if mine != theirs]
+def _differing(field: str, mine: object, theirs: object) -> list[Mismatch]:
+    return [] if mine == theirs else [Mismatch(field, mine, theirs)]
 
 
-def _group_mismatches(local: Group, remote: Group) -> list[Mismatch]:
-    found = _scalars(
-        ("block_size", local.block_size, remote.block_size),
-        ("tokens per block table entry", local.entry_size, remote.entry_size),
-        ("layers", _layers(local), _layers(remote)),
-    )
-    if found:
-        return found
-    there = {region.layer: region for region in remote.regions}
-    for region in local.regions:
-        found += _region_mismatches(region, there[region.layer])
-    return found
+def _windows(mine: Group, theirs: Group) -> list[Mismatch]:
+    """Prefill must keep at least what decode looks at."""
+    enough = not theirs.window or 0 < mine.window <= theirs.window
+    return [] if enough else [Mismatch("sliding window", mine.window or None, theirs.window)]
 
 
-def _layers(group: Group) -> list[str]:
-    return sorted(region.layer for region in group.regions)
+def _block_sizes(mine: int, theirs: int) -> list[Mismatch]:
+    if num_stretches(mine, theirs) <= MAX_STRETCHES:
+        return []
+    return [Mismatch("block size, whose edges hardly ever meet,", mine, theirs)]
 
 
-def _region_mismatches(local: Region, remote: Region) -> list[Mismatch]:
-    return _scalars(
-        (f"KV heads of {local.layer}", _heads(local), _heads(remote)),
-        (f"bytes per head of {local.layer}", _lengths(local), _lengths(remote)),
-    )
-
-
-def _heads(region: Region) -> tuple[int, int]:
-    return (region.first_head, region.first_head + region.num_heads)
+def _elements(layouts: Sequence[CacheLayout]) -> str:
+    return ", ".join(sorted({name for layout in layouts for name in layout.element.split(", ")}))
 
 
 def _lengths(region: Region) -> tuple[int, ...]:
     return tuple(part.length for part in region.parts)
+
+
+def _few(layers: Sequence[str]) -> str:
+    """The first of them by name, the others by number."""
+    more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+    return f"{layers[0]}{more}" if layers else "nothing"

@@ -68,6 +68,11 @@ class Region:
         _check("number of parts", len(self.parts), high=9)
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """The half-open range of the model's heads."""
+        return self.first_head, self.first_head + self.num_heads
+
+    @property
     def content(self) -> int:
         """Bytes of one head of one token, all parts together."""
         return sum(part.length for part in self.parts)
@@ -75,23 +80,31 @@ class Region:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share one block table.
+    """Layers that share one block table; a pipeline stage may have none of them.
 
     `block_size` (in tokens) and `num_blocks` are those of the regions. Where vLLM's block table
-    counts larger blocks, each of them is `blocks_per_entry` consecutive ones of ours.
+    counts larger blocks, each of them is `blocks_per_entry` consecutive ones of ours. Of tokens
+    that lie `window` or more before the last one nothing is kept; 0 means that all are.
     """
 
     block_size: int
     num_blocks: int
     blocks_per_entry: int
     regions: tuple[Region, ...]
+    window: int = 0
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         _check("block_size", self.block_size, high=1 << 20)
         _check("num_blocks", self.num_blocks, high=MAX_COUNT)
         _check("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
-        _check("number of regions", len(self.regions), high=1 << 14)
+        _check("number of regions", len(self.regions), low=0, high=1 << 14)
+        _check("window", self.window, low=0, high=MAX_COUNT)
+
+    @property
+    def num_entries(self) -> int:
+        """How many different ids a block table may hold."""
+        return self.num_blocks // self.blocks_per_entry
 
     @property
     def entry_size(self) -> int:

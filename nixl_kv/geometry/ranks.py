@@ -1,12 +1,22 @@
-"""Which ranks exchange KV with which.
+"""Which ranks exchange KV with which, from nothing but what each of them holds.
 
-Ranks are numbered `pp_rank * tp + tp_rank`. Today both engines have the same shape, so that each
-rank reads the one that stands where it stands; other shapes are refused by `compat.mismatches`.
+A rank holds, of each of its layers, a range of the model's KV heads. Tensor parallelism cuts the
+heads, and copies them where there are more ranks than heads; pipeline parallelism cuts the layers.
+Here neither has a name: a reader covers what it lacks from what the sources hold.
+
+Ranks are numbered `pp_rank * tp + tp_rank`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.runs import Heads
 from nixl_kv.ids import Rank
+
+Holding: TypeAlias = Mapping[str, Heads]
+"""What one rank holds: for each of its layers a half-open range of the model's KV heads."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,95 @@ class Shape:
         return self.tp * self.pp
 
 
-def sources(reader: Rank) -> tuple[Rank, ...]:
-    """The ranks of the prefill engine that this rank of an equal decode engine reads."""
-    return (reader,)
+def holding(layout: CacheLayout) -> Holding:
+    """What a rank with this cache holds."""
+    return {region.layer: region.heads for group in layout.groups for region in group.regions}
 
 
-def readers(source: Rank) -> tuple[Rank, ...]:
-    """The ranks of the decode engine that read this rank of an equal prefill engine."""
-    return (source,)
+@dataclass(frozen=True)
+class Route:
+    """A source that somebody reads, or that one reader must release because nobody does."""
+
+    source: Rank
+    readers: tuple[Rank, ...]  # none: to be released
+    share: Mapping[str, Heads] = field(default_factory=dict)  # what is read, by layer
+
+
+def routes(
+    reader: Rank, readers: Sequence[Holding], sources: Sequence[Holding]
+) -> tuple[Route, ...]:
+    """What one rank has to do with each rank of a prefill engine.
+
+    Every rank of the decode engine computes the same assignment from the same records, so that
+    each source can be told who its readers are. A source that nobody reads (a copy too many) is
+    released by the reader `source mod number of readers`.
+
+    Args:
+        reader: the rank that asks.
+        readers: what each rank of its engine holds.
+        sources: what each rank of the other engine holds.
+
+    Raises:
+        ValueError: if a reader holds heads that no source does.
+    """
+    shares = assign(readers, sources)
+    found = []
+    for number in range(len(sources)):
+        source = Rank(number)
+        reading = tuple(Rank(rank) for rank, share in enumerate(shares) if source in share)
+        if reader in reading:
+            found.append(Route(source, reading, shares[reader][source]))
+        elif not reading and number % len(readers) == reader:
+            found.append(Route(source, ()))
+    return tuple(found)
+
+
+def assign(
+    readers: Sequence[Holding], sources: Sequence[Holding]
+) -> list[dict[Rank, dict[str, Heads]]]:
+    """For each reader, which heads of which layers it reads from which source.
+
+    Each head is read once by each reader that holds it. Readers of the same heads are spread over
+    the sources that hold copies of them, and a reader goes to as few sources as it can.
+
+    Raises:
+        ValueError: if a reader holds heads that no source does.
+    """
+    layers: dict[tuple[tuple[Heads | None, ...], tuple[Heads | None, ...]], list[str]] = {}
+    for layer in sorted({layer for held in readers for layer in held}):
+        pattern = _column(readers, layer), _column(sources, layer)
+        layers.setdefault(pattern, []).append(layer)
+    shares: list[dict[Rank, dict[str, Heads]]] = [{} for _ in readers]
+    for (wanted, held), names in layers.items():
+        for reader, heads in enumerate(wanted):
+            if heads is None:
+                continue
+            for source, part in _cover(reader, heads, held, known=shares[reader]):
+                shares[reader].setdefault(source, {}).update(dict.fromkeys(names, part))
+    return shares
+
+
+def _column(holdings: Sequence[Holding], layer: str) -> tuple[Heads | None, ...]:
+    return tuple(held.get(layer) for held in holdings)
+
+
+def _cover(
+    reader: int, heads: Heads, held: Sequence[Heads | None], *, known: Iterable[Rank]
+) -> list[tuple[Rank, Heads]]:
+    """Cover a range from left to right, each time by the source that is best for what comes next.
+
+    Best is who is read anyway, then who reaches farthest, then the reader's turn among copies.
+    """
+    wanted, known = heads, set(known)
+    found: list[tuple[Rank, Heads]] = []
+    head = wanted[0]
+    while head < wanted[1]:
+        able = [(Rank(n), h[1]) for n, h in enumerate(held) if h and h[0] <= head < h[1]]
+        if not able:
+            raise ValueError(f"no source holds KV head {head}")
+        turns = able[reader % len(able) :] + able[: reader % len(able)]
+        rank, last = max(turns, key=lambda able: (able[0] in known, min(able[1], wanted[1])))
+        end = min(last, wanted[1])
+        found.append((rank, (head, end)))
+        head = end
+    return found

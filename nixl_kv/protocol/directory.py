@@ -51,6 +51,7 @@ class Directory:
         if self.is_asked(event.peer):
             peer = self._peers[event.peer]
             peer.description = event.description
+            peer.routes = event.routes
             peer.move(Cause.JOINED)
 
     def unusable(self, key: PeerKey, reason: str, now: float) -> list[events.Action]:

@@ -8,6 +8,8 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol.messages import Description, Grant, Message
 from nixl_kv.protocol.ticket import Ticket
@@ -26,16 +28,16 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Load:
-    """The request has blocks of its own now: read into them.
+    """The request has blocks of its own now: read the tokens [begin, end) into them.
 
-    For each cache group, `tables[g]` (little-endian int32) are the local block table's entries at
-    the positions `first[g]` and following; exactly these are to be filled.
+    For each cache group, `tables[g]` (little-endian int32) are the local block table's entries
+    from the one that holds `begin` to the one that holds `end - 1`.
     """
 
     request: RequestId
-    first: tuple[int, ...]
+    begin: int
+    end: int
     tables: tuple[bytes, ...]
-    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Drop:
     """The request needs nothing (any more): release it on prefill. A load is still reported."""
 
     request: RequestId
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """The caches of all ranks of this engine, in rank order; comes before any request."""
+
+    layouts: tuple[CacheLayout, ...]
 
 
 # --- commands of vLLM's step on prefill
@@ -96,10 +105,11 @@ class PeerKey:
 
 @dataclass(frozen=True)
 class PeerJoined:
-    """The peer's description fits, and its memory can be read."""
+    """The peer's description fits, and its memory can be read, by these routes."""
 
     peer: PeerKey
     description: Description
+    routes: tuple[Route, ...]
 
 
 @dataclass(frozen=True)
@@ -264,7 +274,7 @@ class Denied:
 
 DecodeCommand: TypeAlias = Fetch | Load | Drop
 PrefillCommand: TypeAlias = Prepare | Offer | Withdraw
-Command: TypeAlias = DecodeCommand | PrefillCommand
+Command: TypeAlias = DecodeCommand | PrefillCommand | Siblings
 DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadDone | ReadFailed | SlotRead
 Action: TypeAlias = (
     Send

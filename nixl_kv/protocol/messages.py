@@ -10,6 +10,7 @@ is meant for, the offer, the claim and the reader.
 
 WIRE_VERSION history
 1  first
+2  groups have a window, and may have no layers on a rank; ranks need not pair one to one
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -22,7 +23,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Shape
 from nixl_kv.protocol.ticket import Hex32, Name
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 MAX_CLAIMS = 65536
 MAX_RANKS = 1024

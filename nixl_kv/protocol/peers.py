@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.ranks import Route
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import Description
 
@@ -61,6 +62,7 @@ class Peer:
     state: State = State.UNKNOWN
     reason: str = ""  # why it cannot be used, in BACKOFF and GONE
     description: Description | None = None
+    routes: tuple[Route, ...] = ()
 
     def move(self, cause: Cause) -> None:
         """The one place where the state changes.

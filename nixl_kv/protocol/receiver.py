@@ -1,7 +1,6 @@
 """The decode side of the protocol: vLLM's commands and prefill's answers in, actions out."""
 
-from nixl_kv.geometry import ranks
-from nixl_kv.ids import Claim, EngineId, Incarnation, Rank
+from nixl_kv.ids import Claim, EngineId, Incarnation
 from nixl_kv.protocol import events
 from nixl_kv.protocol.directory import Directory
 from nixl_kv.protocol.events import PeerKey
@@ -87,7 +86,7 @@ class Receiver:
         peer, actions = self.directory.want(key, now)
         request = self.requests.add(command, key, now)
         if peer.state is PeerState.READY and peer.description is not None:
-            return self._open(key, peer.description, now)
+            return self._open(events.PeerJoined(key, peer.description, peer.routes), now)
         if peer.state is not PeerState.CONNECTING:
             request.fail(peer.reason)
         return actions
@@ -97,7 +96,8 @@ class Receiver:
     ) -> list[events.Action]:
         """The request has blocks: read what is granted. Its time runs anew from here."""
         if request is None:
-            return [events.Loaded(command.request, command.num_tokens, "never fetched")]
+            tokens = command.end - command.begin
+            return [events.Loaded(command.request, tokens, "never fetched")]
         request.load = command
         request.deadline = now + self.requests.timeout_s
         return request.begin() + self.requests.settle(request)
@@ -106,13 +106,13 @@ class Receiver:
         if not self.directory.is_asked(event.peer):
             return [events.DropPeer(event.peer)]
         self.directory.joined(event)
-        return self._open(event.peer, event.description, now)
+        return self._open(event, now)
 
-    def _open(self, peer: PeerKey, description: Description, now: float) -> list[events.Action]:
+    def _open(self, joined: events.PeerJoined, now: float) -> list[events.Action]:
         """The peer is known: ask for all requests that wait for it."""
         actions: list[events.Action] = []
-        for request in self.requests.waiting(peer):
-            request.open(description, ranks.sources(Rank(self._reader.rank)))
+        for request in self.requests.waiting(joined.peer):
+            actions += request.open(joined.description, joined.routes)
             if request.dropped or request.reason is not None:
                 actions += request.cancel("dropped")
             else:

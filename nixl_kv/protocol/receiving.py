@@ -86,11 +86,15 @@ HOLDING: Final = frozenset({State.ASKING, State.GRANTED}) | POSTED
 
 @dataclass
 class Source:
-    """One prefill rank that a request reads from, as its engine described it."""
+    """One prefill rank that a request reads from, as its engine described it.
+
+    `readers` are all ranks of this engine that read it, this one among them.
+    """
 
     rank: Rank
     incarnation: Incarnation
     endpoint: str
+    readers: tuple[Rank, ...]
     state: State = State.ASKING
     ask_again_at: float = 0.0
     grant: Grant | None = None

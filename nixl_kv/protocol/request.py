@@ -6,10 +6,11 @@ blocks are. It is over when no read can write any more and none will be begun; t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import Load, PeerKey
@@ -30,7 +31,7 @@ ASK_AGAIN_S: Final = 1.0
 
 @dataclass
 class Request:
-    """`deadline` is in monotonic seconds; `sources` is empty until the peer is known."""
+    """`deadline` is in monotonic seconds; `opened` is None until the peer is known."""
 
     reader: Reader
     request: RequestId
@@ -38,38 +39,50 @@ class Request:
     claim: Claim
     peer: PeerKey
     deadline: float
-    sources: dict[Rank, Source] = field(default_factory=dict)
+    opened: dict[Rank, Source] | None = None
     load: Load | None = None
     dropped: bool = False
     reason: str | None = None  # why it failed: the first reason, the others follow from it
 
     @property
+    def sources(self) -> dict[Rank, Source]:
+        """The ranks that it reads from; none before the peer is known."""
+        return self.opened or {}
+
+    @property
     def over(self) -> bool:
         """Whether no read can write any more, and none will be begun."""
-        if not self.sources:
+        if self.opened is None:
             return self.reason is not None
-        return all(source.ended for source in self.sources.values())
+        return all(source.ended for source in self.opened.values())
 
     @property
     def patient(self) -> bool:
         """Whether it waits for vLLM alone, which may take any time: granted, without blocks."""
         states = {source.state for source in self.sources.values()}
-        return self.load is None and states == {State.GRANTED}
+        return self.load is None and self.opened is not None and states <= {State.GRANTED}
 
     def fail(self, reason: str) -> None:
         """Note why, if nothing failed before."""
         if self.reason is None:
             self.reason = reason
 
-    def open(self, description: Description, ranks: Iterable[Rank]) -> None:
-        """The peer is known: these of its ranks are to be read."""
-        for rank in ranks:
-            there = description.ranks[rank]
-            self.sources[rank] = Source(rank, Incarnation(there.incarnation), there.endpoint)
+    def open(self, description: Description, routes: Iterable[Route]) -> list[events.Action]:
+        """The peer is known: some of its ranks are to be read, others nobody needs."""
+        self.opened = {}
+        unread: list[events.Action] = []
+        for route in routes:
+            there = description.ranks[route.source]
+            source = Source(
+                route.source, Incarnation(there.incarnation), there.endpoint, route.readers
+            )
+            if route.readers:
+                self.opened[route.source] = source
+            else:
+                unread.append(_hint(Done, self, source))
+        return unread
 
-    def ask(
-        self, source: Source, number: int, readers: Iterable[Rank], *, now: float
-    ) -> events.Send:
+    def ask(self, source: Source, number: int, *, now: float) -> events.Send:
         """Ask one rank, or ask it again."""
         source.ask_again_at = now + ASK_AGAIN_S
         message = Ask(
@@ -80,7 +93,7 @@ class Request:
             self.ticket.context,
             self.reader,
             number,
-            tuple(readers),
+            source.readers,
         )
         return events.Send(source.endpoint, message)
 
@@ -99,7 +112,7 @@ class Request:
             source.grant = grant
             source.move(Cause.GRANT)
             return self.begin()
-        return [self._hint(Abort, source)] if source.state is State.FAILED else []
+        return [_hint(Abort, self, source)] if source.state is State.FAILED else []
 
     def refused(self, source: Source, reason: str) -> None:
         """The rank has not granted, or no longer. Reads under way go on: the slot decides."""
@@ -112,7 +125,7 @@ class Request:
         source.move(Cause.LANDED)
         if source.state is State.CHECKING and source.grant is not None:
             return [events.CheckSlot(self.peer, source.rank, self.request, source.grant.slot)]
-        return [self._hint(Abort, source)]
+        return [_hint(Abort, self, source)]
 
     def checked(self, source: Source, generation: bytes) -> list[events.Action]:
         """The slot was read."""
@@ -120,13 +133,13 @@ class Request:
         if not stands:
             self.fail(f"prefill rank {source.rank} took its blocks back while they were read")
         source.move(Cause.STANDS if stands else Cause.FELL)
-        return [self._hint(Done if source.state is State.DONE else Abort, source)]
+        return [_hint(Done if source.state is State.DONE else Abort, self, source)]
 
     def broken(self, source: Source, reason: str) -> list[events.Action]:
         """The read ended in an error."""
         self.fail(f"reading prefill rank {source.rank} failed: {reason}")
         source.move(Cause.BROKEN)
-        return [self._hint(Abort, source)]
+        return [_hint(Abort, self, source)]
 
     def cancel(self, reason: str) -> list[events.Action]:
         """Nobody wants it any more. What was asked is aborted now, what is read when drained."""
@@ -134,14 +147,14 @@ class Request:
         actions: list[events.Action] = []
         for source in self.sources.values():
             if source.state in HOLDING - POSTED:
-                actions.append(self._hint(Abort, source))
+                actions.append(_hint(Abort, self, source))
             source.move(Cause.UNWANTED)
         return actions
 
     def drop(self) -> list[events.Action]:
         """The request is over for vLLM. While nobody is known to send it to, the abort waits."""
         self.dropped = True
-        return self.cancel("dropped") if self.sources else []
+        return [] if self.opened is None else self.cancel("dropped")
 
     def validate(self) -> None:
         """Check what must hold between any two events.
@@ -155,7 +168,9 @@ class Request:
             if source.state is State.FAILED and self.reason is None:
                 raise LocalProtocolError("FAILED without a reason")
 
-    def _hint(self, kind: type[Done | Abort], source: Source) -> events.Send:
-        """Done and abort are hints: a lost one costs prefill a lease."""
-        message = kind(WIRE_VERSION, source.incarnation, self.ticket.nonce, self.claim, self.reader)
-        return events.Send(source.endpoint, message)
+
+def _hint(kind: type[Done | Abort], request: Request, source: Source) -> events.Send:
+    """Done and abort are hints: a lost one costs prefill a lease."""
+    nonce, claim = request.ticket.nonce, request.claim
+    message = kind(WIRE_VERSION, source.incarnation, nonce, claim, request.reader)
+    return events.Send(source.endpoint, message)

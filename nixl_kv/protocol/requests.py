@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry import ranks
 from nixl_kv.ids import Claim, Incarnation, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import PeerKey
@@ -60,7 +59,7 @@ class Requests:
 
     def waiting(self, peer: PeerKey) -> list[Request]:
         """The requests that wait for this peer to be known."""
-        return [r for r in self._requests.values() if r.peer == peer and not r.sources]
+        return [r for r in self._requests.values() if r.peer == peer and r.opened is None]
 
     def at(self, endpoint: str) -> list[tuple[Request, Source]]:
         """All sources that one endpoint serves, with their requests."""
@@ -79,10 +78,7 @@ class Requests:
 
     def ask(self, request: Request, sources: Iterable[Source], now: float) -> list[events.Action]:
         """Ask these ranks for the request's blocks."""
-        return [
-            request.ask(source, next(self._numbers), ranks.readers(source.rank), now=now)
-            for source in sources
-        ]
+        return [request.ask(source, next(self._numbers), now=now) for source in sources]
 
     def settle(self, request: Request) -> list[events.Action]:
         """After any change: one failure cancels the rest, and what is over is reported once."""
@@ -92,7 +88,7 @@ class Requests:
         if not request.over:
             return actions
         if request.load is not None:
-            tokens = request.load.num_tokens
+            tokens = request.load.end - request.load.begin
             actions.append(events.Loaded(request.request, tokens, request.reason))
         if request.load is not None or request.dropped:
             del self._requests[request.request]

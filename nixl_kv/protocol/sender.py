@@ -133,12 +133,15 @@ class Sender:
         return events.Reply(answer)
 
     def _ended(self, message: Done | Abort, how: events.How) -> list[events.Action]:
-        """A reader has ended. An abort before any grant gives the offer up as a whole."""
+        """A reader has ended, also one who did not ask: then nobody of its engine reads this rank.
+
+        With an abort all of them give the prefill up; with a done, it is read from other ranks.
+        """
         offer = self.offers.get(message.nonce)
         if offer is None or message.incarnation != self._incarnation:
             return []
         if offer.binding is None:
-            return self.offers.give_up(offer) if isinstance(message, Abort) else []
+            return self.offers.give_up(offer)
         if offer.binding.expects(message.claim, message.reader):
             offer.binding.ended.add(Rank(message.reader.rank))
         return self.offers.settle(offer, how)
