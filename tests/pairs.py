@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from caches import Cache
 
-from nixl_kv.connector.dataplane import DataPlane, Identity
+from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import LoadResult, Machinery, Result, TransferThread
 from nixl_kv.connector.publisher import Publisher
+from nixl_kv.connector.sources import Identity
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.ranks import Shape
 from nixl_kv.ids import (
@@ -68,7 +69,7 @@ class Side:
     def _build(self, make_transport: Callable[[], Transport]) -> Machinery:
         transport, control, slots = make_transport(), Control(), SlotPage(64)
         layout = self.cache.layout()
-        data = DataPlane(transport, layout, Identity(self.model, Shape(1, 1), Rank(0)))
+        data = DataPlane(transport, layout, Identity(self.model, Rank(0)))
         transport.register(slots.span, "DRAM", 0)
         port = control.listen(f"tcp://{HOST}", 0)
         reader = messages.Reader(self.engine, self.incarnation, 0)
@@ -139,8 +140,11 @@ class Side:
         self.thread.submit([events.Fetch(RequestId(request), offered, new_claim())])
 
     def load(self, request: str, table: Sequence[int], *, first: int = 0) -> None:
+        """Fill the blocks of this table, which begins with the entry number `first`."""
         ids = (blocks.to_bytes(blocks.block_ids(table)),)
-        self.thread.submit([events.Load(RequestId(request), (first,), ids, 1)])
+        size = self.cache.sizes.tokens
+        end = (first + len(table)) * size
+        self.thread.submit([events.Load(RequestId(request), first * size, end, ids)])
 
     def drop(self, request: str) -> None:
         self.thread.submit([events.Drop(RequestId(request))])

@@ -3,14 +3,16 @@
 The prefill engine is at HOME; its ranks answer at `at(rank)`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.ranks import Shape
+from nixl_kv.geometry.ranks import Route, Shape
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import (
+    WIRE_VERSION,
     Abort,
     Ask,
     Deny,
@@ -57,7 +59,7 @@ def at(rank: int) -> str:
 
 def ask(**changed: Any) -> Ask:
     values = {
-        "version": 1,
+        "version": WIRE_VERSION,
         "incarnation": RANK_LIFE,
         "nonce": NONCE,
         "claim": CLAIM,
@@ -70,19 +72,19 @@ def ask(**changed: Any) -> Ask:
 
 
 def renew(number: int, *claims: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renew:
-    return Renew(1, life, reader, number, claims)
+    return Renew(WIRE_VERSION, life, reader, number, claims)
 
 
 def done(
     claim: str = CLAIM, *, nonce: str = NONCE, reader: Reader = READER, life: str = RANK_LIFE
 ) -> Done:
-    return Done(1, life, nonce, claim, reader)
+    return Done(WIRE_VERSION, life, nonce, claim, reader)
 
 
 def abort(
     claim: str = CLAIM, *, nonce: str = NONCE, reader: Reader = READER, life: str = RANK_LIFE
 ) -> Abort:
-    return Abort(1, life, nonce, claim, reader)
+    return Abort(WIRE_VERSION, life, nonce, claim, reader)
 
 
 # --- messages of prefill
@@ -90,7 +92,7 @@ def abort(
 
 def grant(**changed: Any) -> Grant:
     values = {
-        "version": 1,
+        "version": WIRE_VERSION,
         "incarnation": RANK_LIFE,
         "nonce": NONCE,
         "claim": CLAIM,
@@ -106,7 +108,7 @@ def grant(**changed: Any) -> Grant:
 
 def deny(reason: Any = "gone", **changed: Any) -> Deny:
     values = {
-        "version": 1,
+        "version": WIRE_VERSION,
         "incarnation": RANK_LIFE,
         "nonce": NONCE,
         "claim": CLAIM,
@@ -117,7 +119,7 @@ def deny(reason: Any = "gone", **changed: Any) -> Deny:
 
 
 def renewed(number: int, *lost: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renewed:
-    return Renewed(1, life, reader, number, lost)
+    return Renewed(WIRE_VERSION, life, reader, number, lost)
 
 
 def layout() -> CacheLayout:
@@ -131,15 +133,17 @@ def rank_description(rank: int = 0, life: str = RANK_LIFE) -> RankDescription:
 
 def description(ranks: int = 1, life: str = ENGINE_LIFE, rank_life: str = RANK_LIFE) -> Description:
     described = tuple(rank_description(rank, rank_life) for rank in range(ranks))
-    return Description(1, life, PREFILL, {"dtype": "bfloat16"}, Shape(ranks, 1), described)
+    return Description(
+        WIRE_VERSION, life, PREFILL, {"dtype": "bfloat16"}, Shape(ranks, 1), described
+    )
 
 
 def describe(life: str = ENGINE_LIFE) -> messages.Describe:
-    return messages.Describe(1, life, PREFILL)
+    return messages.Describe(WIRE_VERSION, life, PREFILL)
 
 
 def refusal(reason: str, life: str = ENGINE_LIFE) -> messages.Refusal:
-    return messages.Refusal(1, life, PREFILL, reason)
+    return messages.Refusal(WIRE_VERSION, life, PREFILL, reason)
 
 
 # --- commands
@@ -174,7 +178,7 @@ def fetch(request: str = D1, claim: str = CLAIM, **changed: Any) -> events.Fetch
 
 
 def load(request: str = D1, num_tokens: int = 7) -> events.Load:
-    return events.Load(RequestId(request), (0,), (b"\2\0\0\0\5\0\0\0",), num_tokens)
+    return events.Load(RequestId(request), 0, num_tokens, (b"\2\0\0\0\5\0\0\0",))
 
 
 def drop(request: str = D1) -> events.Drop:
@@ -184,8 +188,13 @@ def drop(request: str = D1) -> events.Drop:
 # --- events
 
 
-def joined(ranks: int = 1) -> events.PeerJoined:
-    return events.PeerJoined(PEER, description(ranks))
+def routes(*sources: int, readers: Sequence[int] = (0,)) -> tuple[Route, ...]:
+    return tuple(Route(Rank(source), tuple(map(Rank, readers))) for source in sources)
+
+
+def joined(ranks: int = 1, readers: Sequence[int] = (0,)) -> events.PeerJoined:
+    """All ranks are read, by these readers."""
+    return events.PeerJoined(PEER, description(ranks), routes(*range(ranks), readers=readers))
 
 
 def read_done(source: int = 0, request: str = D1) -> events.ReadDone:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from protocol_records import CONTEXT, HOME, PREFILL, at, description, refusal, ticket
+from protocol_records import CONTEXT, HOME, PREFILL, at, description, refusal, routes, ticket
 
 from nixl_kv.ids import (
     Claim,
@@ -275,7 +275,7 @@ class World:
 
     def load(self, engine: int, wanted: Wanted) -> None:
         wanted.loading = True
-        self._command(engine, events.Load(wanted.request, (0,), (bytes(8),), TOKENS))
+        self._command(engine, events.Load(wanted.request, 0, TOKENS, (bytes(8),)))
 
     def abort(self, pick: int) -> None:
         """A request is over, whatever it was about to do."""
@@ -392,7 +392,9 @@ class World:
             messages.RankDescription(mine.life, rank.endpoint, rank.agent, rank.slots, rank.layout)
             for mine, rank in zip(self.prefill, told.ranks, strict=True)
         )
-        return messages.Description(1, told.incarnation, PREFILL, {}, told.shape, ranks)
+        return messages.Description(
+            messages.WIRE_VERSION, told.incarnation, PREFILL, {}, told.shape, ranks
+        )
 
     # --- what prefill's machine decides
 
@@ -474,7 +476,10 @@ class World:
             self.refuses = False
             return events.PeerRefused(action.peer, "does not fit")
         rank.joined[action.peer] = {source.rank: source for source in self.prefill}
-        return events.PeerJoined(action.peer, action.description)
+        readers = range(len(self.engines[0]))
+        return events.PeerJoined(
+            action.peer, action.description, routes(*range(self.num_sources), readers=readers)
+        )
 
     def _begin(self, rank: DecodeRank, action: events.StartRead) -> list[events.DataEvent]:
         """A rank may grant when another one of its engine has gone, and the engine with it."""

@@ -95,7 +95,7 @@ def _layers(layouts: Sequence[CacheLayout]) -> dict[str, _Layer]:
 def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
     return [
         *_differing("bytes per head", _lengths(mine.region), _lengths(theirs.region)),
-        *_differing("KV heads", mine.heads, theirs.heads),
+        *_differing("number of KV heads", _number(mine.heads), _number(theirs.heads)),
         *_windows(mine.group, theirs.group),
         *_block_sizes(mine.group.block_size, theirs.group.block_size),
     ]
@@ -123,6 +123,11 @@ def _elements(layouts: Sequence[CacheLayout]) -> str:
 
 def _lengths(region: Region) -> tuple[int, ...]:
     return tuple(part.length for part in region.parts)
+
+
+def _number(heads: _Ranges) -> object:
+    """Where some are missing, which there are: half-open ranges."""
+    return heads[0][1] if len(heads) == 1 and heads[0][0] == 0 else heads
 
 
 def _few(layers: Sequence[str]) -> str:

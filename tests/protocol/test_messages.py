@@ -54,6 +54,7 @@ LAYOUT_WIRE = {
                     "parts": [{"offset": 0, "length": 4}, {"offset": 4, "length": 4}],
                 }
             ],
+            "window": 0,
         }
     ],
     "element": "uint8",
@@ -65,12 +66,12 @@ RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIR
 OFFER_WIRE = [NONCE, CLAIM, READER_WIRE]
 
 WIRE = [
-    pytest.param(describe(), ["Describe", 1, ENGINE_LIFE, "prefill"], id="describe"),
+    pytest.param(describe(), ["Describe", 2, ENGINE_LIFE, "prefill"], id="describe"),
     pytest.param(
         description(),
         [
             "Description",
-            1,
+            2,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -79,25 +80,27 @@ WIRE = [
         ],
         id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 1, ENGINE_LIFE, "prefill", "no"], id="refusal"),
+    pytest.param(refusal("no"), ["Refusal", 2, ENGINE_LIFE, "prefill", "no"], id="refusal"),
     pytest.param(
         ask(number=5, readers=(0, 1)),
-        ["Ask", 1, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 2, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
         id="ask",
     ),
     pytest.param(
         grant(),
-        ["Grant", 1, RANK_LIFE, *OFFER_WIRE, 8, 2.0, list(TABLES), 3, GENERATION],
+        ["Grant", 2, RANK_LIFE, *OFFER_WIRE, 8, 2.0, list(TABLES), 3, GENERATION],
         id="grant",
     ),
-    pytest.param(deny(), ["Deny", 1, RANK_LIFE, *OFFER_WIRE, "gone"], id="deny"),
-    pytest.param(renew(6, CLAIM), ["Renew", 1, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
-    pytest.param(renew(6), ["Renew", 1, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
+    pytest.param(deny(), ["Deny", 2, RANK_LIFE, *OFFER_WIRE, "gone"], id="deny"),
+    pytest.param(renew(6, CLAIM), ["Renew", 2, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
+    pytest.param(renew(6), ["Renew", 2, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
     pytest.param(
-        renewed(6, CLAIM), ["Renewed", 1, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renewed"
+        renewed(6, CLAIM),
+        ["Renewed", 2, RANK_LIFE, READER_WIRE, 6, [CLAIM]],
+        id="renewed",
     ),
-    pytest.param(done(), ["Done", 1, RANK_LIFE, *OFFER_WIRE], id="done"),
-    pytest.param(abort(), ["Abort", 1, RANK_LIFE, *OFFER_WIRE], id="abort"),
+    pytest.param(done(), ["Done", 2, RANK_LIFE, *OFFER_WIRE], id="done"),
+    pytest.param(abort(), ["Abort", 2, RANK_LIFE, *OFFER_WIRE], id="abort"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -257,8 +260,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
         pytest.param(msgspec.msgpack.encode(["Done"]), "at least length", id="tag alone"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 1]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 1]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 2]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 2]), "Expected `str`", id="tag is no string"),
         pytest.param(msgspec.msgpack.encode(["Done", "1"]), "Expected", id="version in words"),
     ],
 )
@@ -270,20 +273,20 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        pytest.param(["Done", 2], id="shorter"),
-        pytest.param(["Shout", 2, {"loud": True}], id="unknown kind"),
-        pytest.param(["Done", 2, RANK_LIFE, *OFFER_WIRE, "more"], id="longer"),
-        pytest.param([7, 2], id="other tags"),
+        pytest.param(["Done", 3], id="shorter"),
+        pytest.param(["Shout", 3, {"loud": True}], id="unknown kind"),
+        pytest.param(["Done", 3, RANK_LIFE, *OFFER_WIRE, "more"], id="longer"),
+        pytest.param([7, 3], id="other tags"),
     ],
 )
 def test_a_foreign_version_is_what_is_said_first(wire: list[Any]) -> None:
     with pytest.raises(RemoteProtocolError) as raised:
         decode(msgspec.msgpack.encode(wire))
-    assert str(raised.value) == "wire version 2; this side speaks 1"
+    assert str(raised.value) == "wire version 3; this side speaks 2"
 
 
 def test_the_version_zero_is_foreign_too() -> None:
-    with pytest.raises(RemoteProtocolError, match="wire version 0; this side speaks 1"):
+    with pytest.raises(RemoteProtocolError, match="wire version 0; this side speaks 2"):
         decode(msgspec.msgpack.encode(["Done", 0, RANK_LIFE, *OFFER_WIRE]))
 
 
@@ -294,7 +297,7 @@ def test_a_message_with_more_fields_is_read() -> None:
 
 def test_an_error_has_its_cause() -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 1]))
+        decode(msgspec.msgpack.encode(["Gone", 2]))
     assert isinstance(raised.value.__cause__, msgspec.ValidationError)
 
 
@@ -316,7 +319,7 @@ MANY = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
     [
         pytest.param(MANY, id="as the message"),
         pytest.param(b"\x92" + MANY + b"\x01", id="as its kind"),
-        pytest.param(b"\x93\xa4Done\x02" + MANY, id="behind another version"),
+        pytest.param(b"\x93\xa4Done\x03" + MANY, id="behind another version"),
         pytest.param(DONE[:6] + MANY, id="as a field"),
     ],
 )

@@ -19,8 +19,6 @@ from protocol_world import (
     World,
 )
 
-from nixl_kv.geometry import ranks
-from nixl_kv.ids import Rank
 from nixl_kv.protocol.messages import Ask, Grant, Message, decode
 
 
@@ -383,11 +381,9 @@ one_patch_for_all = [HealthCheck.function_scoped_fixture]
 
 
 @pytest.fixture
-def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
     """The numbers of prefill ranks and of decode ranks; each of these reads all of those."""
     sources, readers = request.param
-    monkeypatch.setattr(ranks, "sources", lambda _: tuple(map(Rank, range(sources))))
-    monkeypatch.setattr(ranks, "readers", lambda _: tuple(map(Rank, range(readers))))
     return sources, readers
 
 

@@ -33,12 +33,12 @@ from protocol_records import (
     refusal,
     renew,
     renewed,
+    routes,
     slot_read,
     ticket,
 )
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry import ranks
 from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import (
@@ -75,11 +75,7 @@ def receiver() -> Iterator[Receiver]:
     made.requests.validate()
 
 
-@pytest.fixture
-def two_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reader reads two prefill ranks, and each of these has three readers."""
-    monkeypatch.setattr(ranks, "sources", lambda _: (Rank(0), Rank(1)))
-    monkeypatch.setattr(ranks, "readers", lambda _: (Rank(0), Rank(1), Rank(2)))
+EVERYBODY = (0, 1, 2)
 
 
 @pytest.fixture
@@ -183,21 +179,47 @@ def test_those_that_wait_for_another_peer_go_on_waiting(fetched: Receiver) -> No
     assert fetched.answered(grant(), at(0), 100.5) == [StartRead(PEER, Rank(0), grant(), load())]
 
 
-def test_a_rank_reads_the_one_that_stands_where_it_stands() -> None:
+def test_a_rank_asks_those_that_its_routes_name() -> None:
     reader = Reader(READER.engine, READER.incarnation, 1)
     requests = Requests(reader, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S)
     receiver = Receiver(reader, requests)
     receiver.handle(fetch(), 100.0)
-    assert receiver.handle(joined(2), 100.0) == [Send(at(1), ask(reader=reader, readers=(1,)))]
+    event = events.PeerJoined(PEER, description(2), routes(1, readers=[1]))
+    assert receiver.handle(event, 100.0) == [Send(at(1), ask(reader=reader, readers=(1,)))]
 
 
-@pytest.mark.usefixtures("two_sources")
+def test_a_rank_that_nobody_reads_is_released_with_the_asks(fetched: Receiver) -> None:
+    event = events.PeerJoined(PEER, description(3), (*routes(0), *routes(2, readers=())))
+    assert fetched.handle(event, 100.0) == [Send(at(2), done()), Send(at(0), ask())]
+    fetched.answered(grant(), at(0), 100.1)
+    fetched.handle(load(), 100.2)
+    fetched.handle(read_done(), 100.3)
+    assert fetched.handle(slot_read(), 100.4) == [Send(at(0), done()), GOOD]
+
+
+def test_a_rank_that_nobody_reads_is_released_for_a_request_that_is_over(
+    fetched: Receiver,
+) -> None:
+    fetched.handle(drop(), 100.0)
+    event = events.PeerJoined(PEER, description(2), (*routes(0), *routes(1, readers=())))
+    assert fetched.handle(event, 100.1) == [Send(at(1), done()), Send(at(0), abort())]
+    assert is_forgotten(fetched)
+
+
+def test_a_rank_that_reads_nothing_is_done_with_its_blocks(fetched: Receiver) -> None:
+    """As one stage of a pipeline might be, which has no layer with a cache."""
+    event = events.PeerJoined(PEER, description(1), routes(0, readers=()))
+    assert fetched.handle(event, 100.0) == [Send(at(0), done())]
+    assert fetched.handle(Tick(), 100.0 + 2 * TIMEOUT_S) == []
+    assert fetched.handle(load(), 190.0) == [GOOD]
+    assert is_forgotten(fetched)
+
+
 def test_data_is_read_from_each_rank_as_it_grants(fetched: Receiver) -> None:
-    everybody = (0, 1, 2)
     first, second = grant(), grant(slot=5, generation=b"\2" * 16)
-    assert fetched.handle(joined(2), 100.0) == [
-        Send(at(0), ask(readers=everybody)),
-        Send(at(1), ask(readers=everybody, number=2)),
+    assert fetched.handle(joined(2, EVERYBODY), 100.0) == [
+        Send(at(0), ask(readers=EVERYBODY)),
+        Send(at(1), ask(readers=EVERYBODY, number=2)),
     ]
     assert fetched.answered(second, at(1), 100.1) == []
     assert fetched.handle(load(), 100.2) == [StartRead(PEER, Rank(1), second, load())]
@@ -282,9 +304,8 @@ def test_nothing_but_its_end_ends_a_drain(
     assert draining.handle(read_done(), 1000.1) == [Send(at(0), abort()), failed(REASON)]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_one_failure_cancels_the_rest_and_the_report_waits_for_it(fetched: Receiver) -> None:
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.handle(load(), 100.0)
     fetched.answered(grant(), at(0), 100.1)
     assert fetched.answered(deny(), at(1), 100.2) == []
@@ -294,9 +315,8 @@ def test_one_failure_cancels_the_rest_and_the_report_waits_for_it(fetched: Recei
     ]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_one_failure_aborts_what_is_not_read_at_once(fetched: Receiver) -> None:
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.handle(load(), 100.0)
     assert fetched.answered(deny(), at(0), 100.1) == [
         Send(at(1), abort()),
@@ -304,9 +324,8 @@ def test_one_failure_aborts_what_is_not_read_at_once(fetched: Receiver) -> None:
     ]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_a_source_that_was_good_does_not_save_a_load(fetched: Receiver) -> None:
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.handle(load(), 100.0)
     fetched.answered(grant(), at(0), 100.1)
     fetched.handle(read_done(), 100.2)
@@ -314,9 +333,8 @@ def test_a_source_that_was_good_does_not_save_a_load(fetched: Receiver) -> None:
     assert fetched.answered(deny(), at(1), 100.4) == [failed("prefill rank 1 denied: gone")]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_the_first_reason_is_the_one_that_is_told(fetched: Receiver) -> None:
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.handle(load(), 100.0)
     fetched.answered(grant(), at(0), 100.1)
     fetched.answered(grant(), at(1), 100.1)
@@ -605,9 +623,8 @@ def test_a_connection_that_nobody_uses_may_break(asking: Receiver) -> None:
     assert asking.handle(load(), 100.3) == [StartRead(PEER, Rank(0), grant(), load())]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_one_broken_connection_aborts_at_the_other_rank(fetched: Receiver) -> None:
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.handle(load(), 100.0)
     assert fetched.handle(EndpointLost(at(1), "closed"), 100.5) == [
         Send(at(0), abort()),
@@ -629,12 +646,11 @@ def test_an_ask_without_an_answer_is_asked_again(asking: Receiver) -> None:
     assert asking.handle(Tick(), 102.0) == [Send(at(0), ask(number=3))]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_only_the_rank_that_did_not_answer_is_asked_again(fetched: Receiver) -> None:
     fetched.requests._renewed_at = 1000.0
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.answered(grant(), at(0), 100.1)
-    assert fetched.handle(Tick(), 101.0) == [Send(at(1), ask(number=3, readers=(0, 1, 2)))]
+    assert fetched.handle(Tick(), 101.0) == [Send(at(1), ask(number=3, readers=EVERYBODY))]
 
 
 def test_who_gets_no_answer_is_given_up(asking: Receiver) -> None:
@@ -650,10 +666,9 @@ def test_who_waits_for_blocks_alone_may_wait(granted: Receiver) -> None:
     assert granted.handle(load(), 500.0) == [StartRead(PEER, Rank(0), grant(), load())]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_who_waits_for_one_rank_as_well_may_not(fetched: Receiver) -> None:
     fetched.requests._renewed_at = 1000.0
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.answered(grant(), at(0), 100.1)
     assert fetched.handle(Tick(), 100.0 + TIMEOUT_S) == [
         Send(at(0), abort()),
@@ -707,9 +722,8 @@ def test_renewals_have_their_interval_and_the_numbers_of_the_asks(granted: Recei
     assert granted.handle(Tick(), 100.0 + RENEW_S) == [Send(at(0), renew(4, CLAIM, RIVAL))]
 
 
-@pytest.mark.usefixtures("two_sources")
 def test_each_rank_gets_a_renewal_of_its_own_claims(fetched: Receiver) -> None:
-    fetched.handle(joined(2), 100.0)
+    fetched.handle(joined(2, EVERYBODY), 100.0)
     fetched.answered(deny(), at(0), 100.0)
     fetched.handle(fetch(D2, RIVAL, nonce=NONCE2), 100.0)
     assert fetched.handle(Tick(), 100.1) == [
@@ -723,7 +737,7 @@ def test_lives_are_renewed_apart_though_they_have_one_endpoint(reading: Receiver
     reading.handle(fetch(D2, RIVAL, incarnation=OTHER_LIFE), 110.2)
     key = events.PeerKey(PEER.engine, OTHER_LIFE, HOME)
     again = description(life=OTHER_LIFE, rank_life=hex32(0xB2))
-    reading.handle(events.PeerJoined(key, again), 110.2)
+    reading.handle(events.PeerJoined(key, again, routes(0)), 110.2)
     assert reading.handle(Tick(), 110.3) == [
         Send(at(0), renew(3, CLAIM)),
         Send(at(0), renew(4, RIVAL, life=hex32(0xB2))),
@@ -782,7 +796,7 @@ def test_memory_is_in_use_while_a_read_may_be_reading_or_begun(granted: Receiver
 
 def a_request(*states: State) -> Request:
     sources = {
-        Rank(rank): Source(Rank(rank), Incarnation(RANK_LIFE), at(rank), state)
+        Rank(rank): Source(Rank(rank), Incarnation(RANK_LIFE), at(rank), (), state)
         for rank, state in enumerate(states)
     }
     return Request(READER, D1, ticket(), CLAIM, PEER, 0.0, sources)
@@ -865,7 +879,7 @@ def test_the_only_way_out_of_a_posted_read_is_its_end() -> None:
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
 @pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name)
 def test_no_move_but_those_of_the_table(state: State, cause: Cause) -> None:
-    source = Source(Rank(0), Incarnation(RANK_LIFE), at(0), state)
+    source = Source(Rank(0), Incarnation(RANK_LIFE), at(0), (), state)
     following = TRANSITIONS[state].get(cause)
     if following is None:
         with pytest.raises(LocalProtocolError, match=f"{cause.name} in state {state.name}"):

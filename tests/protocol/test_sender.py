@@ -318,7 +318,7 @@ def test_an_abort_may_be_quicker_than_the_offer(sender: Sender) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(done(), id="done without a grant"),
+        pytest.param(done(life=OTHER_LIFE), id="done for another life"),
         pytest.param(abort(life=OTHER_LIFE), id="abort for another life"),
         pytest.param(abort(nonce=NONCE2), id="abort of another offer"),
     ],
@@ -326,6 +326,11 @@ def test_an_abort_may_be_quicker_than_the_offer(sender: Sender) -> None:
 def test_an_offer_that_is_not_granted_stays(offered: Sender, message: events.Action) -> None:
     assert offered.handle(message, 100.5) == []
     assert offered.handle(ask(), 100.6) == [WriteSlot(TOP, generation(1)), GRANT]
+
+
+def test_a_done_without_an_ask_releases_a_rank_that_nobody_reads(offered: Sender) -> None:
+    assert offered.handle(done(), 100.5) == [Sent(P1, How.NOT_NEEDED)]
+    assert offered.handle(ask(), 100.6)[1:] == [Reply(deny())]
 
 
 # Time

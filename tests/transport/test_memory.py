@@ -271,7 +271,7 @@ def test_a_plan_is_carried_out(fabric: Fabric, orders: tuple[str, str], runs: in
         transport.register(cache.layout().spans[0], "DRAM", 0)
     reader, peer = transports[0], PeerName(transports[1].name)
     planned = plan(mine.layout(), theirs.layout())
-    reads = planned.reads([(ids(1, 2, 5), ids(7, 8, 0))])
+    reads = planned.reads([ids(1, 2, 5)], [ids(7, 8, 0)], range(12))
     assert reads.num_runs == runs
     local = reader.prepare(planned.local, "DRAM", None)
     remote = reader.prepare(planned.remote, "DRAM", peer)
