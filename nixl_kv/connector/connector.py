@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from nixl_kv.connector import translate
@@ -65,6 +66,10 @@ class _SchedulerHooks:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Once a step, also an empty one."""
         return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """After each step, with what all workers have reported."""
+        self._scheduler.sent(connector_output.finished_sending or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]

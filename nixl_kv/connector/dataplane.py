@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from nixl_kv.connector.holds import NULL_BLOCK
 from nixl_kv.connector.sources import Identity, Sources
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry import blocks
@@ -19,9 +20,6 @@ from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.transport.base import ReadHandle, Transport
 from nixl_kv.transport.slots import SlotPage
-
-NULL_BLOCK: Final = 0
-"""vLLM's placeholder in a block table, where a sliding window has passed."""
 
 CHECKS: Final = 4096
 """Slots that can be read at the same time."""

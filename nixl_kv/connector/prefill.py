@@ -1,23 +1,20 @@
 """The scheduler's side of prefill: which requests are offered, and with which ticket."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from nixl_kv.connector.holds import PromptBlocks
 from nixl_kv.connector.translate import context_extras
-from nixl_kv.geometry import blocks
 from nixl_kv.ids import Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket, context_hash
 
 logger = logging.getLogger(__name__)
-
-Tables: TypeAlias = tuple[list[int], ...]
-"""A request's block table, for each group that is transferred."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,14 @@ class _Offered:
 
 
 class PrefillScheduler:
-    """Makes offers. `entry_sizes` are the tokens per block table entry, for each group."""
+    """Makes offers, from the blocks of vLLM's cache manager."""
 
-    def __init__(self, entry_sizes: Sequence[int]) -> None:
-        """Begin with nothing on offer; `address` and `block_tables` are set before any request."""
-        self._entry_sizes = entry_sizes
+    def __init__(self) -> None:
+        """Begin with nothing on offer; `address` and `blocks` are set before any request."""
         self._offered: dict[RequestId, _Offered] = {}
         self._commands: list[events.Command] = []
         self.address: Address | None = None
-        self.block_tables: Callable[[RequestId], Tables] | None = None
+        self.blocks: PromptBlocks | None = None
 
     def arrived(self, request: Request) -> None:
         """A request asks to be decoded elsewhere. Its nonce is made now; nobody knows it yet."""
@@ -57,6 +53,7 @@ class PrefillScheduler:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Tell the workers of the requests whose prompt this step completes, with their blocks."""
+        self.sent(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
             self._prepare(output, new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -79,6 +76,7 @@ class PrefillScheduler:
         if address is None or obstacle is not None:
             logger.info("request %s is not offered: %s", request.request_id, obstacle)
             self._commands.append(events.Withdraw(offered.nonce))
+            self.sent([request.request_id])
             return False, None
         self._commands.append(events.Offer(offered.nonce, RequestId(request.request_id)))
         ticket = Ticket(
@@ -92,6 +90,11 @@ class PrefillScheduler:
         )
         return True, ticket.params()
 
+    def sent(self, requests: Iterable[str]) -> None:
+        """Offers have ended, or their blocks were taken away: nothing is held for them."""
+        if self.blocks is not None:
+            self.blocks.release_all(requests)
+
     def take(self) -> list[events.Command]:
         """The commands for the next step."""
         commands, self._commands = self._commands, []
@@ -99,25 +102,18 @@ class PrefillScheduler:
 
     def _prepare(self, output: SchedulerOutput, request_id: str, computed: int) -> None:
         offered = self._offered.get(RequestId(request_id))
-        if offered is None:
+        if offered is None or self.blocks is None:
             return
         prompt = offered.request.num_prompt_tokens
         completes = computed < prompt <= computed + output.num_scheduled_tokens[request_id]
-        if not completes or self.block_tables is None:
+        self.blocks.hold(RequestId(request_id), prompt)
+        if not completes:
             return
-        tables = self.block_tables(RequestId(request_id))
-        offered.tables = self._prompt_tables(tables, prompt)
+        offered.tables = self.blocks.tables(RequestId(request_id), prompt)
         self._commands.append(
             events.Prepare(
                 offered.nonce, RequestId(request_id), offered.context, prompt, offered.tables
             )
-        )
-
-    def _prompt_tables(self, tables: Sequence[Sequence[int]], prompt: int) -> tuple[bytes, ...]:
-        """The entries that hold the prompt, in the wire's form."""
-        return tuple(
-            blocks.to_bytes(blocks.block_ids(table[: len(blocks.entries(0, prompt, size))]))
-            for table, size in zip(tables, self._entry_sizes, strict=True)
         )
 
     def _obstacle(self, offered: _Offered, tables: Sequence[Sequence[int]]) -> str | None:
@@ -132,6 +128,6 @@ class PrefillScheduler:
             return f"it ended as {request.status}"
         if request.num_computed_tokens < request.num_prompt_tokens or not offered.tables:
             return f"{request.num_computed_tokens} of {request.num_prompt_tokens} tokens computed"
-        if self._prompt_tables(tables, request.num_prompt_tokens) != offered.tables:
+        if self.blocks is None or self.blocks.changed(offered.tables, tables):
             return "its blocks changed since its prompt was computed"
         return None

@@ -5,7 +5,7 @@ beyond `arrived`.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -17,8 +17,10 @@ from nixl_kv.config import Config
 from nixl_kv.connector import translate
 from nixl_kv.connector.commands import Handshake, StepCommands
 from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.holds import PromptBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.publisher import Publisher
+from nixl_kv.connector.shards import shape
 from nixl_kv.connector.stats import Stats
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Incarnation, engine_incarnation
@@ -37,8 +39,9 @@ class Scheduler:
         self._kv_cache_config = kv_cache_config
         self._config = translate.config(vllm_config)
         transfer = vllm_config.kv_transfer_config
-        sizes = translate.entry_sizes(kv_cache_config)
-        self._prefill = PrefillScheduler(sizes) if transfer.is_kv_producer else None
+        self._pagings = translate.pagings(kv_cache_config)
+        sizes = [paging.block_size for paging in self._pagings]
+        self._prefill = PrefillScheduler() if transfer.is_kv_producer else None
         self._decode = DecodeScheduler(sizes) if transfer.is_kv_consumer else None
         self._publisher: Publisher | None = None
         self._siblings: list[events.Siblings] = []  # until the next step takes them to the workers
@@ -53,9 +56,12 @@ class Scheduler:
     def bind(self, kv_cache_manager: Any) -> None:
         """Take the cache manager: offers are made from its block tables."""
         if self._prefill is not None:
-            self._prefill.block_tables = lambda request: self._select(
-                kv_cache_manager.get_block_ids(request)
-            )
+            self._prefill.blocks = PromptBlocks(kv_cache_manager, self._pagings)
+
+    def sent(self, requests: Iterable[str]) -> None:
+        """The workers have reported these offers as ended."""
+        if self._prefill is not None:
+            self._prefill.sent(requests)
 
     def arrived(self, request: Request) -> None:
         """A request is new. A ticket that does not hold costs a log line and a counter."""
@@ -117,7 +123,7 @@ class Scheduler:
                 incarnation,
                 engine,
                 translate.model_facts(self._vllm_config),
-                translate.shape(self._vllm_config),
+                shape(self._vllm_config),
                 ranks,
             )
         )
@@ -145,7 +151,11 @@ class Scheduler:
         if params is None:
             self._note_plain(request)
         elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:
-            self._prefill_arrived(request)
+            if self._prefill is None:
+                raise RemoteProtocolError(
+                    "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
+                )
+            self._prefill.arrived(request)
         elif self._decode is not None:
             self._decode.arrived(request, params)
         else:
@@ -160,13 +170,6 @@ class Scheduler:
             logger.info(
                 "request %s is computed here: it has no kv_transfer_params", request.request_id
             )
-
-    def _prefill_arrived(self, request: Request) -> None:
-        if self._prefill is None:
-            raise RemoteProtocolError(
-                "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
-            )
-        self._prefill.arrived(request)
 
     def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The groups that are transferred."""

@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.utils.network_utils import get_ip
 
 from nixl_kv.config import Config
-from nixl_kv.connector import translate
+from nixl_kv.connector import shards, translate
 from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import Machinery
 from nixl_kv.connector.sources import Identity
@@ -41,7 +41,7 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
 
     config = translate.config(vllm_config)
     incarnation = new_incarnation()
-    rank = translate.rank(vllm_config)
+    rank = shards.rank(vllm_config)
     engine = vllm_config.kv_transfer_config.engine_id
     transport = NixlTransport(config.backends, engine_config=UCX_ENGINE_CONFIG)
     identity = Identity(translate.model_facts(vllm_config), rank)

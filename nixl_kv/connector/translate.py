@@ -12,15 +12,19 @@ from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+)
 
 from nixl_kv.config import Config
+from nixl_kv.connector.holds import Paging
+from nixl_kv.connector.shards import Shards
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Part, Region, Span
-from nixl_kv.geometry.ranks import Shape
-from nixl_kv.ids import Rank
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
+from nixl_kv.geometry.views import region
 
 MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
 """Backends that BHLNC is known good for, and up to which --block-size.
@@ -31,6 +35,9 @@ wants kernel blocks of at most 64 tokens.
 
 DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
 """What vLLM picks by itself, by the device's major compute capability, where that is known."""
+
+AXES: Final = "BHNC"
+"""Of the views that vLLM registers: K and V follow each other in the content."""
 
 _VOLATILE: Final = frozenset(
     ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
@@ -45,6 +52,25 @@ _FACTS: Final = (
     "num_key_value_heads",
     "head_dim",
 )
+
+SUPPORTED_SPECS: Final = frozenset(
+    (
+        "FullAttentionSpec",
+        "MLAAttentionSpec",
+        "SlidingWindowSpec",
+        "SlidingWindowMLASpec",
+        "ChunkedLocalAttentionSpec",
+    )
+)
+"""What a layer's cache may be, by the names of vLLM's records."""
+
+
+def _specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
+    """Of all layers that are transferred."""
+    for group in kv_cache_config.transfer_groups:
+        for layer in group.layer_names:
+            yield _layer_spec(group.kv_cache_spec, layer)
+
 
 REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     "decode context parallelism (decode_context_parallel_size > 1)": lambda vllm, _: (
@@ -61,6 +87,12 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     ),
     "recurrent state beside KV (Mamba and its kin)": lambda _, kv: kv.has_mamba_layers,
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
+    f"other caches than of {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
+        type(spec).__name__ not in SUPPORTED_SPECS for spec in _specs(kv)
+    ),
+    "several tokens in one stored state": lambda _, kv: any(
+        spec.tokens_per_state != 1 for spec in _specs(kv)
+    ),
 }
 """What this connector cannot serve, by the words of the error."""
 
@@ -79,18 +111,6 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def config(vllm_config: VllmConfig) -> Config:
     """The operator's choices. See `Config.parse`."""
     return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
-
-
-def shape(vllm_config: VllmConfig) -> Shape:
-    """How this engine is cut."""
-    parallel = vllm_config.parallel_config
-    return Shape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-
-
-def rank(vllm_config: VllmConfig) -> Rank:
-    """Which rank this worker is, pipeline stage major; to be asked in a worker only."""
-    stage, place = get_pp_group().rank_in_group, get_tp_group().rank_in_group
-    return Rank(stage * shape(vllm_config).tp + place)
 
 
 def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
@@ -134,9 +154,14 @@ def _backend(vllm_config: VllmConfig) -> str:
     return DEFAULT_BACKEND.get(capability.major, "") if capability else ""
 
 
-def entry_sizes(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """Tokens per entry of the block table, for each group that is transferred."""
-    return tuple(g.kv_cache_spec.block_size for g in kv_cache_config.transfer_groups)
+def pagings(kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
+    """How vLLM pages each group that is transferred."""
+    numbers = kv_cache_config.transfer_group_ids
+    groups = kv_cache_config.transfer_groups
+    return tuple(
+        Paging(number, group.kv_cache_spec.block_size, _window(group.kv_cache_spec))
+        for number, group in zip(numbers, groups, strict=True)
+    )
 
 
 def cache_layout(
@@ -157,17 +182,23 @@ def cache_layout(
     Raises:
         ConfigError: for a cache of another shape.
     """
-    groups = []
-    for group in kv_cache_config.transfer_groups:
-        layers = {name: kv_caches[name] for name in group.layer_names}
-        groups.append(
-            _group(vllm_config, group.kv_cache_spec, layers, num_entries=kv_cache_config.num_blocks)
-        )
     tensors = [kv_caches[n] for g in kv_cache_config.transfer_groups for n in g.layer_names]
+    if not tensors:
+        raise ConfigError("this rank has no layer with a KV cache; allowed: one or more")
+    shards = Shards(vllm_config)
+    groups = tuple(
+        _group(
+            group.kv_cache_spec,
+            {name: kv_caches[name] for name in group.layer_names},
+            shards,
+            num_entries=kv_cache_config.num_blocks,
+        )
+        for group in kv_cache_config.transfer_groups
+    )
     first = tensors[0]
     memory: Memory = "DRAM" if first.device.type == "cpu" else "VRAM"
     return CacheLayout(
-        groups=tuple(groups),
+        groups=groups,
         element=_elements(kv_cache_config),
         memory=memory,
         device=first.device.index or 0,
@@ -176,28 +207,29 @@ def cache_layout(
 
 
 def _group(
-    vllm_config: VllmConfig, spec: Any, layers: Mapping[str, torch.Tensor], *, num_entries: int
+    spec: Any, layers: Mapping[str, torch.Tensor], shards: Shards, *, num_entries: int
 ) -> Group:
-    regions = []
-    sizes = set()
+    regions, sizes = [], set()
     for name, tensor in layers.items():
-        if tensor.dim() != 4:  # noqa: PLR2004 - blocks, heads, tokens, content
+        layer = _layer_spec(spec, name)
+        if tensor.dim() != len(AXES):
             raise ConfigError(
                 f"the KV cache of layer {name!r} has the shape {tuple(tensor.shape)}; "
                 "allowed: [blocks, heads, tokens, content]"
             )
         sizes.add((tensor.shape[0], tensor.shape[2]))
-        parts = _parts(_layer_spec(spec, name), tensor.shape[3] * tensor.element_size())
-        first_head = _first_head(vllm_config, tensor.shape[1])
-        regions.append(_region(name, tensor, parts=parts, first_head=first_head))
-    if len(sizes) != 1:
+        content = _content(layer, tensor.shape[3] * tensor.element_size())
+        first_head = shards.first_head(name, layer, num_heads=tensor.shape[1])
+        regions.append(region(name, tensor, AXES, first_head=first_head, content=content))
+    if len(sizes) > 1:
         raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
-    blocks, tokens = sizes.pop()
+    blocks, tokens = sizes.pop() if sizes else (num_entries, spec.block_size)
     return Group(
         block_size=tokens,
         num_blocks=blocks,
         blocks_per_entry=blocks // num_entries,
         regions=tuple(regions),
+        window=_window(spec),
     )
 
 
@@ -206,51 +238,32 @@ def _layer_spec(spec: Any, layer: str) -> Any:
     return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
 
 
-def _region(
-    layer: str, tensor: torch.Tensor, *, parts: tuple[Part, ...], first_head: int
-) -> Region:
-    size = tensor.element_size()
-    block, head, token, content = (stride * size for stride in tensor.stride())
-    if content != size:
-        raise ConfigError(f"the content of layer {layer!r} has stride {content}; allowed: {size}")
-    return Region(
-        layer=layer,
-        base=tensor.data_ptr(),
-        block_stride=block,
-        head_stride=head,
-        token_stride=token,
-        first_head=first_head,
-        num_heads=tensor.shape[1],
-        parts=parts,
-    )
+def _window(spec: Any) -> int:
+    """How many tokens before the next one a group's layers look at; 0 for all of them.
+
+    Of a full-attention group vLLM keeps all tokens, whatever its layers look at.
+    """
+    inner = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    if isinstance(inner, SlidingWindowSpec):
+        return int(inner.sliding_window + inner.extra_retained_tokens)
+    if isinstance(inner, ChunkedLocalAttentionSpec):
+        return int(inner.attention_chunk_size)
+    return 0
 
 
-def _first_head(vllm_config: VllmConfig, heads: int) -> int:
-    """Which of the model's heads this rank's first one is; ranks above their number share one."""
-    model, tp = vllm_config.model_config, shape(vllm_config).tp
-    if model.use_mla:
-        return 0
-    replicas = max(1, tp // model.get_total_num_kv_heads())
-    return int(rank(vllm_config) % tp // replicas * heads)
-
-
-def _parts(spec: Any, content: int) -> tuple[Part, ...]:
-    """K and V, where they fill the content; else one piece (a latent, or scales among them)."""
+def _content(spec: Any, content: int) -> tuple[int, ...]:
+    """Bytes of K and of V, where they fill the content; else one piece, as of a latent."""
     size = spec.dtype.itemsize
     key, value = spec.head_size * size, (spec.head_size_v or 0) * size
-    if value and key + value == content:
-        return (Part(0, key), Part(key, value))
-    return (Part(0, content),)
+    return (key, value) if value and key + value == content else (content,)
 
 
 def _elements(kv_cache_config: KVCacheConfig) -> str:
     """The stored types of all groups, such as 'bfloat16' or 'uint8 FP8_PER_TENSOR'."""
     found = set()
-    for group in kv_cache_config.transfer_groups:
-        for layer in group.layer_names:
-            spec = _layer_spec(group.kv_cache_spec, layer)
-            quantised = spec.kv_quant_mode.name if spec.kv_quant_mode else ""
-            found.add(f"{_dtype(spec.dtype)} {quantised}".strip())
+    for spec in _specs(kv_cache_config):
+        quantised = spec.kv_quant_mode.name if spec.kv_quant_mode else ""
+        found.add(f"{_dtype(spec.dtype)} {quantised}".strip())
     return ", ".join(sorted(found))
 
 
