@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.models.utils import extract_layer_index
 
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.ranks import Shape
@@ -46,15 +47,16 @@ class Shards:
         Raises:
             ConfigError: if the model's configuration leaves open how many heads there are.
         """
-        return self._place * self._shards(layer, spec) // self._tp * num_heads
+        return self._place * self.number(layer, spec) // self._tp * num_heads
 
-    def _shards(self, layer: str, spec: Any) -> int:
+    def number(self, layer: str, spec: Any) -> int:
+        """How many different sets of heads the tensor-parallel ranks hold of a layer."""
         if spec.max_tp_shards is not None:
             return int(min(self._tp, spec.max_tp_shards))
         if self._tp == 1 or spec.num_kv_heads > 1:
             return self._tp
         # One head per rank: as many heads as ranks, or copies of fewer.
-        fitting = {count for count in self._head_counts() if self._tp % count == 0}
+        fitting = {count for count in self._head_counts(layer) if self._tp % count == 0}
         if len(fitting) != 1:
             raise ConfigError(
                 f"layer {layer!r} has one KV head on each of {self._tp} ranks, and the model's "
@@ -62,9 +64,13 @@ class Shards:
             )
         return fitting.pop()
 
-    def _head_counts(self) -> Iterator[int]:
-        """All numbers of KV heads that the model's configuration speaks of."""
-        yield self._model.get_total_num_kv_heads()
+    def _head_counts(self, layer: str) -> Iterator[int]:
+        """What the model's configuration says of this layer, or of any layer at all."""
+        architecture = self._model.model_arch_config
+        if architecture.per_layer_overrides is not None:
+            yield architecture[extract_layer_index(layer)].total_num_kv_heads
+            return
+        yield architecture.total_num_kv_heads
         found = [self._model.hf_text_config.to_dict()]
         while found:
             for key, value in found.pop().items():

@@ -21,10 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from nixl_kv.config import Config
 from nixl_kv.connector.holds import Paging
-from nixl_kv.connector.shards import Shards
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
-from nixl_kv.geometry.views import region
 
 MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
 """Backends that BHLNC is known good for, and up to which --block-size.
@@ -35,9 +32,6 @@ wants kernel blocks of at most 64 tokens.
 
 DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
 """What vLLM picks by itself, by the device's major compute capability, where that is known."""
-
-AXES: Final = "BHNC"
-"""Of the views that vLLM registers: K and V follow each other in the content."""
 
 _VOLATILE: Final = frozenset(
     ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
@@ -65,11 +59,11 @@ SUPPORTED_SPECS: Final = frozenset(
 """What a layer's cache may be, by the names of vLLM's records."""
 
 
-def _specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
+def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
     """Of all layers that are transferred."""
     for group in kv_cache_config.transfer_groups:
         for layer in group.layer_names:
-            yield _layer_spec(group.kv_cache_spec, layer)
+            yield layer_spec(group.kv_cache_spec, layer)
 
 
 REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
@@ -88,10 +82,10 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     "recurrent state beside KV (Mamba and its kin)": lambda _, kv: kv.has_mamba_layers,
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
     f"other caches than of {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
-        type(spec).__name__ not in SUPPORTED_SPECS for spec in _specs(kv)
+        type(spec).__name__ not in SUPPORTED_SPECS for spec in specs(kv)
     ),
     "several tokens in one stored state": lambda _, kv: any(
-        spec.tokens_per_state != 1 for spec in _specs(kv)
+        spec.tokens_per_state != 1 for spec in specs(kv)
     ),
 }
 """What this connector cannot serve, by the words of the error."""
@@ -124,7 +118,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     names = model.served_model_name
     facts = {name: str(getattr(text, name)) for name in _FACTS if hasattr(text, name)}
     facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
-    facts["dtype"] = _dtype(model.dtype)
+    facts["dtype"] = dtype_name(model.dtype)
     rest = {key: value for key, value in text.to_dict().items() if key not in _VOLATILE}
     canonical = json.dumps(rest, sort_keys=True, default=str).encode()
     facts["config digest"] = hashlib.blake2b(canonical, digest_size=8).hexdigest()
@@ -159,86 +153,17 @@ def pagings(kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
     numbers = kv_cache_config.transfer_group_ids
     groups = kv_cache_config.transfer_groups
     return tuple(
-        Paging(number, group.kv_cache_spec.block_size, _window(group.kv_cache_spec))
+        Paging(number, group.kv_cache_spec.block_size, window(group.kv_cache_spec))
         for number, group in zip(numbers, groups, strict=True)
     )
 
 
-def cache_layout(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-) -> CacheLayout:
-    """Where this rank's KV lives, from its tensors' shapes and strides.
-
-    Layers are taken from the groups, never from `kv_caches`, which names a layer that shares
-    another one's cache a second time.
-
-    Args:
-        vllm_config: of this engine.
-        kv_cache_config: its cache groups.
-        kv_caches: by layer, a strided view of shape [blocks, heads, tokens, content].
-
-    Raises:
-        ConfigError: for a cache of another shape.
-    """
-    tensors = [kv_caches[n] for g in kv_cache_config.transfer_groups for n in g.layer_names]
-    if not tensors:
-        raise ConfigError("this rank has no layer with a KV cache; allowed: one or more")
-    shards = Shards(vllm_config)
-    groups = tuple(
-        _group(
-            group.kv_cache_spec,
-            {name: kv_caches[name] for name in group.layer_names},
-            shards,
-            num_entries=kv_cache_config.num_blocks,
-        )
-        for group in kv_cache_config.transfer_groups
-    )
-    first = tensors[0]
-    memory: Memory = "DRAM" if first.device.type == "cpu" else "VRAM"
-    return CacheLayout(
-        groups=groups,
-        element=_elements(kv_cache_config),
-        memory=memory,
-        device=first.device.index or 0,
-        spans=_spans(tensors),
-    )
-
-
-def _group(
-    spec: Any, layers: Mapping[str, torch.Tensor], shards: Shards, *, num_entries: int
-) -> Group:
-    regions, sizes = [], set()
-    for name, tensor in layers.items():
-        layer = _layer_spec(spec, name)
-        if tensor.dim() != len(AXES):
-            raise ConfigError(
-                f"the KV cache of layer {name!r} has the shape {tuple(tensor.shape)}; "
-                "allowed: [blocks, heads, tokens, content]"
-            )
-        sizes.add((tensor.shape[0], tensor.shape[2]))
-        content = _content(layer, tensor.shape[3] * tensor.element_size())
-        first_head = shards.first_head(name, layer, num_heads=tensor.shape[1])
-        regions.append(region(name, tensor, AXES, first_head=first_head, content=content))
-    if len(sizes) > 1:
-        raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
-    blocks, tokens = sizes.pop() if sizes else (num_entries, spec.block_size)
-    return Group(
-        block_size=tokens,
-        num_blocks=blocks,
-        blocks_per_entry=blocks // num_entries,
-        regions=tuple(regions),
-        window=_window(spec),
-    )
-
-
-def _layer_spec(spec: Any, layer: str) -> Any:
+def layer_spec(spec: Any, layer: str) -> Any:
     """Layers with specs of their own may share a block table."""
     return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
 
 
-def _window(spec: Any) -> int:
+def window(spec: Any) -> int:
     """How many tokens before the next one a group's layers look at; 0 for all of them.
 
     Of a full-attention group vLLM keeps all tokens, whatever its layers look at.
@@ -251,30 +176,9 @@ def _window(spec: Any) -> int:
     return 0
 
 
-def _content(spec: Any, content: int) -> tuple[int, ...]:
-    """Bytes of K and of V, where they fill the content; else one piece, as of a latent."""
-    size = spec.dtype.itemsize
-    key, value = spec.head_size * size, (spec.head_size_v or 0) * size
-    return (key, value) if value and key + value == content else (content,)
-
-
-def _elements(kv_cache_config: KVCacheConfig) -> str:
-    """The stored types of all groups, such as 'bfloat16' or 'uint8 FP8_PER_TENSOR'."""
-    found = set()
-    for spec in _specs(kv_cache_config):
-        quantised = spec.kv_quant_mode.name if spec.kv_quant_mode else ""
-        found.add(f"{_dtype(spec.dtype)} {quantised}".strip())
-    return ", ".join(sorted(found))
-
-
-def _dtype(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """Such as 'bfloat16'."""
     return str(dtype).removeprefix("torch.")
-
-
-def _spans(tensors: list[torch.Tensor]) -> tuple[Span, ...]:
-    """The storages behind the views: all layers are usually views of one."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return tuple(Span(address, length) for address, length in storages.items())
 
 
 def context_extras(request: Any) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv.connector import translate
+from nixl_kv.connector.caches import cache_layout
 from nixl_kv.connector.commands import Handshake, StepCommands
 from nixl_kv.connector.engine import LoadResult, Result, TransferThread
 from nixl_kv.connector.setup import build
@@ -47,7 +48,7 @@ class Worker:
             NixlKVError: if the cache cannot be served, or NIXL or a socket fails.
         """
         self.stop()
-        layout = translate.cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
+        layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._thread = TransferThread(partial(build, self._vllm_config, layout))
         self._handshake = Handshake(self._thread.start().description)
         logger.info(

@@ -122,7 +122,7 @@ def _elements(layouts: Sequence[CacheLayout]) -> str:
 
 
 def _lengths(region: Region) -> tuple[int, ...]:
-    return tuple(part.length for part in region.parts)
+    return tuple(part.content for part in region.parts)
 
 
 def _number(heads: _Ranges) -> object:

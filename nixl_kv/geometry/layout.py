@@ -6,7 +6,8 @@ where they are never apart (as in a latent cache). A rank keeps the element at
     region.base + part.offset + block * block_stride + head * head_stride + slot * token_stride
 
 with `block` from the request's block table at `token // block_size`, `slot = token % block_size`
-and `head` counted from the region's first. `part.length` bytes stand there in one piece.
+and `head` counted from the region's first. `part.length` bytes stand there in one piece; the rest
+of the part, if it has more of them, in pieces `part.stride` bytes apart.
 
 That one formula covers all of these, told apart by numbers alone, never by a backend's name:
 
@@ -14,6 +15,8 @@ That one formula covers all of these, told apart by numbers alone, never by a ba
     separate K and V, [2, B, H, N, D]                         V's offset is half of the tensor
     K and V of a block side by side, [B, 2, H, N, D]          V's offset is half of the block stride
     one latent head [B, 1, N, C]                              one part, one head on every rank
+    K transposed within the block, [B, H, D, N]               K has D pieces of one element, and a
+                                                              token_stride of its own
 
 These records come from peers too, so each checks its own numbers and raises ValueError.
 """
@@ -34,15 +37,30 @@ def _check(name: str, value: int, *, low: int = 1, high: int) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of one head's content of one token: `length` bytes at `offset`."""
+    """A part of one head's content of one token: `count` pieces of `length` bytes.
+
+    The first is at `offset`, the others follow `stride` bytes apart. A `token_stride` of 0 means
+    the region's.
+    """
 
     offset: int
     length: int
+    count: int = 1
+    stride: int = 0
+    token_stride: int = 0
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         _check("part offset", self.offset, low=0, high=MAX_ADDRESS)
         _check("part length", self.length, high=MAX_COUNT)
+        _check("part count", self.count, high=1 << 16)
+        _check("part stride", self.stride, low=0, high=MAX_ADDRESS)
+        _check("part token_stride", self.token_stride, low=0, high=MAX_ADDRESS)
+
+    @property
+    def content(self) -> int:
+        """Bytes of all its pieces."""
+        return self.count * self.length
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,7 @@ class Region:
     @property
     def content(self) -> int:
         """Bytes of one head of one token, all parts together."""
-        return sum(part.length for part in self.parts)
+        return sum(part.content for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -161,6 +179,11 @@ def extent(region: Region, group: Group) -> int:
     return (
         (group.num_blocks - 1) * region.block_stride
         + (region.num_heads - 1) * region.head_stride
-        + (group.block_size - 1) * region.token_stride
-        + max(part.offset + part.length for part in region.parts)
+        + max(
+            part.offset
+            + part.length
+            + (part.count - 1) * part.stride
+            + (group.block_size - 1) * (part.token_stride or region.token_stride)
+            for part in region.parts
+        )
     )

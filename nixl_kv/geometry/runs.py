@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.layout import Group, Region
+from nixl_kv.geometry.layout import Group, Part, Region
 
 Ints = npt.NDArray[np.int64]
 
@@ -60,48 +60,93 @@ def joined(parts: Iterable[Runs]) -> Runs:
 
 
 @dataclass(frozen=True)
+class Side:
+    """One rank's region of a layer without its base: most layers of a model agree in it."""
+
+    parts: tuple[Part, ...]
+    token_stride: int
+    head_stride: int
+    first_head: int  # the distance of the first head to be read from the base, in bytes
+
+    @classmethod
+    def of(cls, region: Region, first_head: int) -> "Side":
+        """Of a region, from this head of the model on."""
+        distance = (first_head - region.first_head) * region.head_stride
+        return cls(region.parts, region.token_stride, region.head_stride, distance)
+
+    @property
+    def token_strides(self) -> set[int]:
+        """Of all its parts."""
+        return {part.token_stride or self.token_stride for part in self.parts}
+
+    def pieces(self) -> tuple[Ints, Ints, Ints]:
+        """Of one head of one token: where each begins in the content, its offset, token stride."""
+        count = np.array([part.count for part in self.parts])
+        length = np.repeat([part.length for part in self.parts], count)
+        step = np.concatenate([np.arange(part.count) * part.stride for part in self.parts])
+        offset = np.repeat([part.offset for part in self.parts], count) + step
+        stride = np.repeat([part.token_stride or self.token_stride for part in self.parts], count)
+        return np.cumsum(length) - length, offset, stride
+
+
+@dataclass(frozen=True)
 class Meeting:
-    """How two ranks' regions of a layer meet, but for their bases: most layers of a model agree.
+    """How two ranks' regions of a layer meet, but for their bases. Pairs are (local, remote)."""
 
-    Pairs are (local, remote), all in bytes. `parts` are (local offset, remote offset, length).
-    """
-
-    parts: tuple[tuple[int, int, int], ...]
+    sides: tuple[Side, Side]
+    content: int  # bytes of one head of one token
     num_heads: int
-    first_head: tuple[int, int]  # the distance of the first common head from the base
-    head_strides: tuple[int, int]
-    token_strides: tuple[int, int]
 
     @classmethod
     def of(cls, mine: Region, theirs: Region, heads: Heads) -> "Meeting":
         """Of a layer's regions on both sides, for a range of heads that both of them hold."""
-        return cls(
-            tuple(
-                (here.offset, there.offset, here.length)
-                for here, there in zip(mine.parts, theirs.parts, strict=True)
-            ),
-            heads[1] - heads[0],
-            (
-                (heads[0] - mine.first_head) * mine.head_stride,
-                (heads[0] - theirs.first_head) * theirs.head_stride,
-            ),
-            (mine.head_stride, theirs.head_stride),
-            (mine.token_stride, theirs.token_stride),
-        )
+        sides = Side.of(mine, heads[0]), Side.of(theirs, heads[0])
+        return cls(sides, mine.content, heads[1] - heads[0])
 
     def runs(self, num_tokens: int, slots: tuple[int, int]) -> Runs:
-        """The runs of `num_tokens` tokens from these slots of a block on, relative to the bases.
+        """The runs of `num_tokens` tokens from these slots of a block on, relative to the bases."""
+        return joined(
+            self._spread(pieces, strides, num_tokens, slots=slots)
+            for strides, pieces in self._pieces().items()
+        ).merged()
 
-        Parts, then the finer of token and head, then the other: merging after each step keeps the
+    def _pieces(self) -> dict[tuple[int, int], Runs]:
+        """One head of one token, cut where either side is, by the token strides of both."""
+        both = [side.pieces() for side in self.sides]
+        edges = np.union1d(both[0][0], both[1][0])
+        length = np.diff(edges, append=self.content)
+        number = [np.searchsorted(starts, edges, side="right") - 1 for starts, _, _ in both]
+        offset = [
+            offsets[n] + edges - starts[n]
+            for n, (starts, offsets, _) in zip(number, both, strict=True)
+        ]
+        strides = np.stack([both[0][2][number[0]], both[1][2][number[1]]], axis=1)
+        found = {}
+        for pair in np.unique(strides, axis=0):
+            same = (strides == pair).all(axis=1)
+            runs = Runs(offset[0][same], offset[1][same], length[same])
+            found[int(pair[0]), int(pair[1])] = runs.merged()
+        return found
+
+    def _spread(
+        self, pieces: Runs, strides: tuple[int, int], num_tokens: int, *, slots: tuple[int, int]
+    ) -> Runs:
+        """The same pieces of all tokens and heads.
+
+        The finer of token and head first, then the other: merging after each step keeps the
         arrays as small as the layout allows.
         """
-        parts = np.array(self.parts, dtype=np.int64)
-        runs = Runs(parts[:, 0], parts[:, 1], parts[:, 2]).merged()
-        steps = [(num_tokens, *self.token_strides), (self.num_heads, *self.head_strides)]
-        for count, local_stride, remote_stride in sorted(steps, key=lambda step: step[1]):
+        mine, theirs = self.sides
+        tokens = (num_tokens, *strides)
+        heads = (self.num_heads, mine.head_stride, theirs.head_stride)
+        runs = pieces
+        for count, local_stride, remote_stride in sorted([tokens, heads], key=lambda s: s[1]):
             runs = runs.repeated(count, local_stride, remote_stride).merged()
-        shifts = [self.first_head[side] + slots[side] * self.token_strides[side] for side in (0, 1)]
-        return Runs(runs.local + shifts[0], runs.remote + shifts[1], runs.length)
+        return Runs(
+            runs.local + mine.first_head + slots[0] * strides[0],
+            runs.remote + theirs.first_head + slots[1] * strides[1],
+            runs.length,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +164,10 @@ class Bundle:
             IncompatiblePeer: if they are too many to be worth looking for.
         """
         pieces = sum(
-            len(meeting.parts) * meeting.num_heads * num_tokens * len(bases[0])
+            sum(part.count for side in meeting.sides for part in side.parts)
+            * meeting.num_heads
+            * num_tokens
+            * len(bases[0])
             for meeting, bases in self.bases.items()
         )
         if pieces > MAX_PIECES:
@@ -133,12 +181,14 @@ class Bundle:
 
         Then neighbouring stretches merge, in whatever blocks they are.
         """
-        runs = self.runs(num_tokens, (0, 0))
+        lengths = set(self.runs(num_tokens, (0, 0)).length.tolist())
         return all(
-            meeting.token_strides[side] * self.groups[side].block_size == self.block_strides[side]
-            and bool((runs.length == num_tokens * meeting.token_strides[side]).all())
+            stride * group.block_size == block_stride and lengths == {num_tokens * stride}
             for meeting in self.bases
-            for side in (0, 1)
+            for side, group, block_stride in zip(
+                meeting.sides, self.groups, self.block_strides, strict=True
+            )
+            for stride in side.token_strides
         )
 
 

@@ -4,12 +4,15 @@
     "2BHNC"    K and V in two halves
     "B2HNC"    K and V of a block side by side; "B2NHC" the same with tokens outside of heads
     "BNC"      a latent cache: one head, no axis for it
+    "BHCN"     tokens inside of the content, as kernels like K to be
 
 B is the block, 2 tells K from V, H is the head, N the token within the block, C the content. A
 shape alone does not tell these apart: a cache may have two blocks.
 """
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from nixl_kv.geometry.layout import Part, Region
@@ -53,7 +56,7 @@ def region(
         content: where K and V follow each other along C, the bytes of each; by default one piece.
 
     Raises:
-        ValueError: if the axes do not fit the tensor, or the content is not contiguous.
+        ValueError: if the axes or the content do not fit the tensor.
     """
     if not REQUIRED <= set(axes) <= AXES or len(set(axes)) != len(axes):
         raise ValueError(f"axes are {axes!r}; allowed: B, N, C and perhaps 2 and H, each once")
@@ -62,9 +65,9 @@ def region(
     size = tensor.element_size()
     shape = dict(zip(axes, tensor.shape, strict=True))
     strides = dict(zip(axes, (step * size for step in tensor.stride()), strict=True))
-    _check(layer, shape, strides, size=size)
-    if content and sum(content) > shape["C"] * size:
-        raise ValueError(f"content is {content}; allowed: up to {shape['C'] * size} bytes")
+    if shape.get("2", 2) != 2:  # noqa: PLR2004 - K and V
+        raise ValueError(f"axis 2 of layer {layer!r} has length {shape['2']}; allowed: 2")
+    parts = _parts(shape["C"], strides["C"], size=size, content=content)
     return Region(
         layer=layer,
         base=tensor.data_ptr(),
@@ -73,23 +76,41 @@ def region(
         token_stride=strides["N"],
         first_head=first_head,
         num_heads=shape.get("H", 1),
-        parts=_parts(content or (shape["C"] * size,), strides.get("2")),
+        parts=parts + _moved(parts, strides["2"]) if "2" in shape else parts,
     )
 
 
-def _parts(content: Sequence[int], apart: int | None) -> tuple[Part, ...]:
-    """K and V that are `apart` have the same content; else its pieces are K and V themselves."""
-    starts = [0] if apart is None else [0, apart]
-    ends = [sum(content[: index + 1]) for index in range(len(content))]
-    return tuple(
-        Part(start + end - length, length)
-        for start in starts
-        for end, length in zip(ends, content, strict=True)
-    )
+def together(key: Region, value: Region) -> Region:
+    """One region for K and V of a layer that were described apart.
+
+    Raises:
+        ValueError: if their blocks or heads are not equally far apart, or not the same ones.
+    """
+    for name in ("layer", "block_stride", "head_stride", "first_head", "num_heads"):
+        mine, theirs = getattr(key, name), getattr(value, name)
+        if mine != theirs:
+            raise ValueError(f"{name} of K is {mine!r} and of V {theirs!r}; allowed: the same")
+    base = min(key.base, value.base)
+    parts = [
+        replace(part, token_stride=part.token_stride or region.token_stride)
+        for region in (key, value)
+        for part in _moved(region.parts, region.base - base)
+    ]
+    return replace(key, base=base, parts=tuple(parts))
 
 
-def _check(layer: str, shape: dict[str, int], strides: dict[str, int], *, size: int) -> None:
-    if shape.get("2", 2) != 2:  # noqa: PLR2004 - K and V
-        raise ValueError(f"axis 2 of layer {layer!r} has length {shape['2']}; allowed: 2")
-    if shape["C"] > 1 and strides["C"] != size:
-        raise ValueError(f"content of layer {layer!r} has stride {strides['C']}; allowed: {size}")
+def _parts(
+    count: int, stride: int, *, size: int, content: Sequence[int] | None
+) -> tuple[Part, ...]:
+    """Of `count` elements, `stride` bytes apart: the content's lengths, or a single part."""
+    if stride != size and count > 1:
+        return (Part(0, size, count, stride),)
+    content = content or (count * size,)
+    if sum(content) > count * size:
+        raise ValueError(f"content is {tuple(content)}; allowed: up to {count * size} bytes")
+    ends = itertools.accumulate(content)
+    return tuple(Part(end - length, length) for end, length in zip(ends, content, strict=True))
+
+
+def _moved(parts: Sequence[Part], distance: int) -> tuple[Part, ...]:
+    return tuple(replace(part, offset=part.offset + distance) for part in parts)
