@@ -13,7 +13,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from nixl_kv.config import Config
 from nixl_kv.connector import translate
 from nixl_kv.connector.commands import Handshake, StepCommands
 from nixl_kv.connector.decode import DecodeScheduler
@@ -22,10 +21,10 @@ from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.publisher import Publisher
 from nixl_kv.connector.shards import shape
 from nixl_kv.connector.stats import Stats
-from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import Incarnation, engine_incarnation
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import WIRE_VERSION, Description, RankDescription, decode_rank
+from nixl_kv.protocol.messages import WIRE_VERSION, Description, decode_rank
 
 logger = logging.getLogger(__name__)
 
@@ -108,16 +107,10 @@ class Scheduler:
             return
         ranks = tuple(decode_rank(handshakes[key].rank_description) for key in sorted(handshakes))
         self._siblings = [events.Siblings(tuple(rank.layout for rank in ranks))]
-        if self._prefill is not None:
-            self._describe(ranks, self._prefill)
-
-    def _describe(self, ranks: tuple[RankDescription, ...], prefill: PrefillScheduler) -> None:
-        """Listen, and tell all tickets where."""
-        incarnation = engine_incarnation(Incarnation(rank.incarnation) for rank in ranks)
         engine = self._vllm_config.kv_transfer_config.engine_id
-        if self._publisher is None:
-            self._publisher = Publisher(self._config.host, _port(self._vllm_config, self._config))
-        self._publisher.publish(
+        incarnation = engine_incarnation(Incarnation(rank.incarnation) for rank in ranks)
+        publisher = self._publisher = self._publisher or self._listen()
+        publisher.publish(
             Description(
                 WIRE_VERSION,
                 incarnation,
@@ -127,8 +120,10 @@ class Scheduler:
                 ranks,
             )
         )
-        prefill.address = Address(engine, incarnation, self._publisher.host, self._publisher.port)
-        logger.info("engine %s is described at %s", engine, prefill.address)
+        address = Address(engine, incarnation, publisher.host, publisher.port)
+        if self._prefill is not None:
+            self._prefill.address = address
+        logger.info("engine %s is described at %s:%d", engine, address.host, address.port)
 
     def stats(self) -> Stats | None:
         """What was counted since the last step."""
@@ -171,11 +166,18 @@ class Scheduler:
                 "request %s is computed here: it has no kv_transfer_params", request.request_id
             )
 
+    def _listen(self) -> Publisher:
+        """Tickets name this port. An engine that only decodes is asked by tools alone."""
+        port = self._config.port
+        # Data-parallel engines of one host have a port each.
+        port = port and port + self._vllm_config.parallel_config.data_parallel_index
+        try:
+            return Publisher(self._config.host, port)
+        except TransportError:
+            if self._prefill is not None:
+                raise
+            return Publisher(self._config.host, 0)
+
     def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The groups that are transferred."""
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
-
-
-def _port(vllm_config: VllmConfig, config: Config) -> int:
-    """Data-parallel engines of one host have a port each."""
-    return config.port and config.port + vllm_config.parallel_config.data_parallel_index

@@ -25,6 +25,9 @@ from nixl_kv.protocol.ticket import Hex32, Name
 
 WIRE_VERSION = 2
 
+ANY = "0" * 32
+"""No engine's incarnation: those are random."""
+
 MAX_CLAIMS = 65536
 MAX_RANKS = 1024
 
@@ -53,7 +56,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Describe(_Message, frozen=True, array_like=True, tag=True):
-    """Decode asks an engine who it is."""
+    """Decode asks an engine who it is. Tools ask for the incarnation ANY, of whatever engine."""
 
     engine: Name
 
