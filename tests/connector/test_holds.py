@@ -1,0 +1,225 @@
+"""What prefill offers of a sliding window is what decode wants, by vLLM's own cache managers."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of others, on import
+    pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
+
+    import torch
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.request import Request
+
+    from nixl_kv.connector import translate
+    from nixl_kv.connector.holds import PromptBlocks
+    from nixl_kv.geometry.blocks import block_ids
+    from nixl_kv.ids import RequestId
+
+P = RequestId("p")
+MEMORY = 2 << 20
+WINDOW, FULL = 0, 1  # group numbers
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> VllmConfig:
+    config = VllmConfig()
+    register_all_kvcache_specs(config)
+    config.cache_config.kv_cache_layout = "LBHNC"
+    config.model_config = SimpleNamespace(max_model_len=2048, original_max_model_len=2048)
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    kv_cache_utils.init_none_hash(sha256)
+    return config
+
+
+def sliding(block_size: int, window: int) -> AttentionSpec:
+    return SlidingWindowSpec(**_common(block_size), sliding_window=window)
+
+
+def chunked(block_size: int, chunk: int) -> AttentionSpec:
+    return ChunkedLocalAttentionSpec(**_common(block_size), attention_chunk_size=chunk)
+
+
+def _common(block_size: int) -> dict[str, Any]:
+    return {
+        "block_size": block_size,
+        "num_kv_heads": 1,
+        "head_size": 32,
+        "dtype": torch.float16,
+    }
+
+
+class Engine:
+    """vLLM's cache manager for a layer with a window and one without."""
+
+    def __init__(self, config: VllmConfig, spec: AttentionSpec) -> None:
+        size = config.cache_config.block_size = spec.block_size
+        layers = {"layers.0": spec, "layers.1": FullAttentionSpec(**_common(size))}
+        self.cache = kv_cache_utils.generate_scheduler_kv_cache_config(
+            kv_cache_utils.get_kv_cache_configs(config, [layers], [MEMORY])
+        )
+        self.manager = KVCacheManager(
+            self.cache,
+            max_model_len=2048,
+            scheduler_block_size=size,
+            hash_block_size=size,
+            enable_caching=True,
+            max_in_flight_tokens=512,
+        )
+        self.hasher = kv_cache_utils.get_request_block_hasher(size, sha256)
+        self.idle = self.free()
+
+    def free(self) -> int:
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    def request(self, prompt: int) -> Request:
+        return Request(
+            request_id=P,
+            prompt_token_ids=list(range(prompt)),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+
+    def prefill(self, blocks: PromptBlocks, prompt: int, chunk: int) -> tuple[bytes, ...]:
+        """Compute a prompt in chunks as the scheduler does; the tables that are offered."""
+        request = self.request(prompt)
+        hit, local, _ = self.manager.get_computed_blocks(request)
+        computed, first, offered = local, (local, hit), ()
+        while computed < prompt:
+            count = min(chunk, prompt - computed)
+            self.manager.new_step_starts()
+            assert self.manager.allocate_slots(request, count, *first) is not None
+            blocks.hold(P, prompt)
+            offered = blocks.tables(P, prompt)
+            computed += count
+            request.num_computed_tokens, first = computed, ()
+        request.append_output_token_ids(7)
+        self.manager.remove_skipped_blocks(P, prompt, prompt)
+        tables = self.manager.get_block_ids_for_computed_tokens(P, prompt)
+        assert not blocks.changed(offered, tables)
+        self.manager.free(request)  # what the offer keeps of the other group is vLLM's to keep
+        return offered
+
+    def wanted(self, prompt: int) -> list[int]:
+        """The window's table on decode, which loads all tokens but the last."""
+        request = self.request(prompt)
+        hit, local, _ = self.manager.get_computed_blocks(request)
+        self.manager.allocate_slots(
+            request,
+            0,
+            num_new_computed_tokens=local,
+            new_computed_blocks=hit,
+            num_external_computed_tokens=prompt - 1 - local,
+            delay_cache_blocks=True,
+        )
+        table = list(self.manager.get_block_ids(P)[WINDOW])
+        self.manager.free(request)
+        return table
+
+
+def missing(wanted: list[int], offered: list[int], sizes: tuple[int, int], end: int) -> list[int]:
+    """The entries of decode's table that prefill does not offer in full, up to token `end`."""
+    theirs, size = sizes
+    return [
+        entry
+        for entry, block in enumerate(wanted)
+        if block
+        and not all(
+            offered[token // theirs] for token in range(entry * size, min((entry + 1) * size, end))
+        )
+    ]
+
+
+PROMPTS = [1, 2, 16, 63, 64, 65, 79, 80, 95, 111, 127, 128, 129, 255, 256, 300, 511, 512, 1000]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("chunk", [32, 512], ids="chunks of {}".format)
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 16), (16, 64), (32, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("make", "window"),
+    [(sliding, 64), (sliding, 100), (chunked, 64)],
+    ids=["window 64", "window 100", "chunks of attention of 64"],
+)
+def test_decode_finds_all_that_it_wants(
+    vllm_config: VllmConfig,
+    make: Any,
+    window: int,
+    sizes: tuple[int, int],
+    *,
+    chunk: int,
+    prompt: int,
+) -> None:
+    prefill = Engine(vllm_config, make(sizes[0], window))
+    blocks = PromptBlocks(prefill.manager, translate.pagings(prefill.cache))
+    offered = prefill.prefill(blocks, prompt, chunk)
+    pool = prefill.manager.block_pool
+    table = block_ids(offered[WINDOW]).tolist()
+    assert all(pool.blocks[block].ref_cnt == 1 for block in table if block)
+    decode = Engine(vllm_config, make(sizes[1], window))
+    wanted = decode.wanted(prompt) if prompt > 1 else []
+    assert missing(wanted, table, sizes, prompt - 1) == []
+    blocks.release(P)
+    assert prefill.free() == prefill.idle
+
+
+def test_without_holds_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
+    """Why there are holds: of 79 tokens vLLM itself keeps 1 to 4 of 5 blocks, decode wants all."""
+    engine = Engine(vllm_config, sliding(16, 64))
+    engine.manager.allocate_slots(engine.request(79), 79)
+    engine.manager.remove_skipped_blocks(P, 79, 79)
+    kept = engine.manager.get_block_ids_for_computed_tokens(P, 79)[WINDOW]
+    wanted = Engine(vllm_config, sliding(16, 64)).wanted(79)
+    assert [bool(block) for block in kept] == [False, True, True, True, True]
+    assert all(wanted)
+
+
+def test_a_preempted_request_lets_go(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config, sliding(16, 64))
+    blocks = PromptBlocks(engine.manager, translate.pagings(engine.cache))
+    request = engine.request(100)
+    engine.manager.allocate_slots(request, 100)
+    blocks.hold(P, 100)
+    engine.manager.free(request)
+    assert engine.free() < engine.idle
+    blocks.release_all([P, "another"])
+    assert engine.free() == engine.idle
+    assert repr(blocks) == "<PromptBlocks: 0 held for 0 requests>"
+
+
+def test_without_windows_nothing_is_held(vllm_config: VllmConfig) -> None:
+    engine = Engine(vllm_config, sliding(16, 64))
+    blocks = PromptBlocks(engine.manager, translate.pagings(engine.cache)[FULL:])
+    engine.manager.allocate_slots(engine.request(100), 100)
+    blocks.hold(P, 100)
+    assert repr(blocks) == "<PromptBlocks: 0 held for 0 requests>"
+    assert len(block_ids(blocks.tables(P, 100)[0])) == 7
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_also_of_a_prompt_that_prefill_has_in_its_cache(
+    vllm_config: VllmConfig, prompt: int
+) -> None:
+    """A hit shows only the window before its own end. Decode's blocks are of the same size."""
+    prefill = Engine(vllm_config, sliding(16, 64))
+    blocks = PromptBlocks(prefill.manager, translate.pagings(prefill.cache))
+    for _ in range(2):
+        offered = prefill.prefill(blocks, prompt, 512)
+        wanted = Engine(vllm_config, sliding(16, 64)).wanted(prompt) if prompt > 1 else []
+        assert missing(wanted, block_ids(offered[WINDOW]).tolist(), (16, 16), prompt - 1) == []
+        blocks.release(P)
