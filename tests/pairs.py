@@ -55,9 +55,11 @@ class Side:
         *,
         times: Times | None = None,
         model: dict[str, str] | None = None,
+        rank: int = 0,
     ) -> None:
         self.engine = EngineId(engine)
         self.cache = cache
+        self.rank = Rank(rank)
         self.times = times or Times()
         self.model = model or MODEL
         self.incarnation = new_incarnation()
@@ -69,10 +71,10 @@ class Side:
     def _build(self, make_transport: Callable[[], Transport]) -> Machinery:
         transport, control, slots = make_transport(), Control(), SlotPage(64)
         layout = self.cache.layout()
-        data = DataPlane(transport, layout, Identity(self.model, Rank(0)))
+        data = DataPlane(transport, layout, Identity(self.model, self.rank))
         transport.register(slots.span, "DRAM", 0)
         port = control.listen(f"tcp://{HOST}", 0)
-        reader = messages.Reader(self.engine, self.incarnation, 0)
+        reader = messages.Reader(self.engine, self.incarnation, self.rank)
         described = messages.RankDescription(
             self.incarnation,
             ticket.endpoint(HOST, port),
@@ -93,44 +95,54 @@ class Side:
             messages.encode_rank(described),
         )
 
-    def publish(self) -> None:
+    @property
+    def described(self) -> messages.RankDescription:
+        return messages.decode_rank(self.machinery.description)
+
+    def publish(self, siblings: Sequence["Side"] = ()) -> None:
+        """Describe this engine, of which this rank is the first, if not the only one."""
+        ranks = tuple(side.described for side in (siblings or (self,)))
+        self.life = engine_incarnation([Incarnation(rank.incarnation) for rank in ranks])
         self.publisher = Publisher(HOST, 0)
-        rank = messages.decode_rank(self.machinery.description)
         self.publisher.publish(
             messages.Description(
                 messages.WIRE_VERSION,
-                self.engine_incarnation,
+                self.life,
                 self.engine,
                 self.model,
-                Shape(1, 1),
-                (rank,),
+                Shape(len(ranks), 1),
+                ranks,
             )
         )
 
     @property
-    def engine_incarnation(self) -> Incarnation:
-        return engine_incarnation([self.incarnation])
-
-    @property
     def endpoint(self) -> str:
-        return messages.decode_rank(self.machinery.description).endpoint
+        return self.described.endpoint
 
-    def offer(self, request: str, table: Sequence[int], num_tokens: int) -> ticket.Ticket:
-        """What prefill's scheduler and worker do for a finished request."""
+    def offer(
+        self,
+        request: str,
+        table: Sequence[int],
+        num_tokens: int,
+        *,
+        siblings: Sequence["Side"] = (),
+    ) -> ticket.Ticket:
+        """What prefill's scheduler and workers do for a finished request."""
         assert self.publisher is not None
         nonce, context = new_nonce(), "0" * 32
         tables = (blocks.to_bytes(blocks.block_ids(table)),)
-        self.thread.submit(
-            [
-                events.Prepare(nonce, RequestId(request), context, num_tokens, tables),
-                events.Offer(nonce, RequestId(request)),
-            ]
-        )
+        for side in siblings or (self,):
+            side.thread.submit(
+                [
+                    events.Prepare(nonce, RequestId(request), context, num_tokens, tables),
+                    events.Offer(nonce, RequestId(request)),
+                ]
+            )
         return ticket.Ticket(
             remote_engine_id=self.engine,
             remote_host=HOST,
             remote_port=self.publisher.port,
-            incarnation=self.engine_incarnation,
+            incarnation=self.life,
             nonce=Nonce(nonce),
             num_tokens=num_tokens,
             context=context,
@@ -139,11 +151,18 @@ class Side:
     def fetch(self, request: str, offered: ticket.Ticket) -> None:
         self.thread.submit([events.Fetch(RequestId(request), offered, new_claim())])
 
-    def load(self, request: str, table: Sequence[int], *, first: int = 0) -> None:
+    def meet(self, siblings: Sequence["Side"]) -> None:
+        """What the first step of decode's scheduler tells each worker."""
+        layouts = tuple(side.described.layout for side in siblings)
+        self.thread.submit([events.Siblings(layouts)])
+
+    def load(
+        self, request: str, table: Sequence[int], *, first: int = 0, end: int | None = None
+    ) -> None:
         """Fill the blocks of this table, which begins with the entry number `first`."""
         ids = (blocks.to_bytes(blocks.block_ids(table)),)
         size = self.cache.sizes.tokens
-        end = (first + len(table)) * size
+        end = end or (first + len(table)) * size
         self.thread.submit([events.Load(RequestId(request), first * size, end, ids)])
 
     def drop(self, request: str) -> None:
