@@ -15,7 +15,7 @@ from nixl_kv.connector.sources import Identity, Sources
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.plan import Plan, Reads
+from nixl_kv.geometry.plan import Plan, Reads, Scratch
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.transport.base import ReadHandle, Transport
@@ -62,6 +62,7 @@ class DataPlane:
         self._timings: dict[tuple[RequestId, Rank], _Timing] = {}
         self._scratch = SlotPage(CHECKS)
         self._free_checks = list(range(CHECKS))
+        self._indices = Scratch()
         for span in layout.spans:
             transport.register(span, layout.memory, layout.device)
         transport.register(self._scratch.span, "DRAM", 0)
@@ -81,7 +82,7 @@ class DataPlane:
         request, rank = action.load.request, action.source
         try:
             source = self.sources.get(action.peer, rank)
-            reads = _reads(source.plan, action)
+            reads = _reads(source.plan, action, self._indices)
             if not len(reads.local):
                 return events.ReadDone(request, rank)
             self._timings[request, rank] = _Timing(reads.num_bytes, reads.num_runs)
@@ -143,14 +144,14 @@ class DataPlane:
         return events.SlotRead(read.request, read.source, generation)
 
 
-def _reads(planned: Plan, action: events.StartRead) -> Reads:
+def _reads(planned: Plan, action: events.StartRead, scratch: Scratch) -> Reads:
     """Which pieces to read, from the block tables of both sides."""
     load, grant = action.load, action.grant
     local, remote = (
         [_mark_absent(blocks.block_ids(table)) for table in tables]
         for tables in (load.tables, grant.tables)
     )
-    return planned.reads(local, remote, range(load.begin, load.end))
+    return planned.reads(local, remote, range(load.begin, load.end), scratch=scratch)
 
 
 def _mark_absent(ids: blocks.BlockIds) -> blocks.BlockIds:

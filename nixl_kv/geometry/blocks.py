@@ -26,9 +26,6 @@ from nixl_kv.geometry.layout import Group
 BlockIds = npt.NDArray[np.int32]
 """Shape (n,), int32: the element type that NIXL takes without a conversion."""
 
-Tokens = npt.NDArray[np.int64]
-"""Shape (n,): positions in the prompt."""
-
 
 def entries(local: int, load: int, entry_size: int) -> range:
     """The positions in a block table whose blocks hold tokens [local, local + load)."""
@@ -55,10 +52,10 @@ class Stretch:
     length: int
     period: int
 
-    def starts(self, tokens: range) -> Tokens:
+    def starts(self, tokens: range) -> range:
         """Where the stretches within these tokens begin; `tokens` begins at a block's edge."""
         first = tokens.start + (self.start - tokens.start) % self.period
-        return np.arange(first, tokens.stop, self.period, dtype=np.int64)
+        return range(first, tokens.stop, self.period)
 
 
 def stretches(local_size: int, remote_size: int) -> list[Stretch]:
@@ -82,40 +79,43 @@ class Table:
     group: Group
     first: int = 0
 
-    def blocks(self, tokens: Tokens) -> BlockIds:
-        """For each token the block that holds it, -1 where the table's entry is absent.
+    def pieces(self, tokens: range, per_block: int) -> BlockIds:
+        """For each token the number of its piece, in a row that has `per_block` for each block.
+
+        Where the table's entry is absent, the number is negative.
 
         Raises:
             ValueError: for a token beyond the table, or an id that the cache does not have.
         """
         group = self.group
-        positions = tokens // group.entry_size - self.first
-        if len(positions) and not (positions.min() >= 0 and positions.max() < len(self.ids)):
+        ids = self._entries(tokens)
+        if ids.size and not (ids.min() >= ABSENT and ids.max() < group.num_entries):
+            wrong = ids[(ids < ABSENT) | (ids >= group.num_entries)][0]
+            raise ValueError(f"block id {wrong}; allowed: 0 to {group.num_entries - 1}")
+        per_entry = group.blocks_per_entry * per_block
+        if per_entry == 1:
+            return ids
+        piece = group.entry_size // per_entry
+        within = np.arange(tokens.start, tokens.stop, tokens.step) % group.entry_size // piece
+        return ids * np.int32(per_entry) + within.astype(np.int32)
+
+    def _entries(self, tokens: range) -> BlockIds:
+        """The table's entry of each token."""
+        size = self.group.entry_size
+        if not tokens:
+            return self.ids[:0]
+        first, last = tokens[0] // size - self.first, tokens[-1] // size - self.first
+        if first < 0 or last >= len(self.ids):
             raise ValueError(
                 f"block table has the entries {self.first} to {self.first + len(self.ids) - 1}; "
-                f"needed: {positions.min() + self.first} to {positions.max() + self.first}"
+                f"needed: {first + self.first} to {last + self.first}"
             )
-        ids = self.ids[positions]
-        _check_range(ids, group.num_entries)
-        if group.blocks_per_entry == 1:
-            return ids
-        within = (tokens % group.entry_size // group.block_size).astype(np.int32)
-        return np.where(ids < 0, ids, ids * np.int32(group.blocks_per_entry) + within)
+        if tokens.step % size == 0:
+            return self.ids[first : last + 1 : tokens.step // size]
+        positions = np.arange(tokens.start, tokens.stop, tokens.step) // size - self.first
+        entries: BlockIds = self.ids[positions]
+        return entries
 
 
 ABSENT = -1
 """In a `Table`: no block, as where a sliding window has passed."""
-
-
-def _check_range(ids: BlockIds, num_entries: int) -> None:
-    if len(ids) and not (ids.min() >= ABSENT and ids.max() < num_entries):
-        wrong = int(ids.min() if ids.min() < ABSENT else ids.max())
-        raise ValueError(f"block id {wrong}; allowed: 0 to {num_entries - 1}")
-
-
-def pieces(blocks: BlockIds, tokens: Tokens, group: Group, *, per_block: int) -> BlockIds:
-    """Where a row has `per_block` pieces for each block: the number of each token's piece."""
-    if per_block == 1:
-        return blocks
-    within = tokens % group.block_size // (group.block_size // per_block)
-    return blocks * np.int32(per_block) + within.astype(np.int32)
