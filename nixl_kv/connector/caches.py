@@ -115,8 +115,10 @@ class Insides:
 
 def _isa(spec: Any) -> str:
     """Which code path CPU_ATTN takes, by which it lays out its blocks."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU only
-
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU only
+    except ImportError:
+        return "of an unknown version of vLLM"
     return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
 
 

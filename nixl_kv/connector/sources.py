@@ -64,15 +64,15 @@ class Sources:
     def add(self, action: events.AddPeer) -> events.DataEvent:
         """Check a description, load the peer's metadata, plan, and prepare the lists."""
         description = action.description
+        joined = self._peers.setdefault(action.peer, {})
         try:
             self._check_fit(description)
             routes = self._routes(description)
-            self._peers[action.peer] = {
-                route.source: self._join(description.ranks[route.source], route)
-                for route in routes
-                if route.readers
-            }
+            for route in routes:
+                if route.readers:
+                    joined[route.source] = self._join(description.ranks[route.source], route)
         except (NixlKVError, ValueError) as error:
+            self.drop(action.peer)
             return events.PeerRefused(action.peer, str(error))
         return events.PeerJoined(action.peer, description, routes)
 
@@ -113,12 +113,17 @@ class Sources:
     def _join(self, there: RankDescription, route: Route) -> Source:
         """Load one rank's metadata, plan, and prepare the lists."""
         planned = plan(self._layout, there.layout, route.share)
+        local = self._transport.prepare(planned.local, self._layout.memory, None)
         peer = self._transport.add_peer(there.agent)
         slots = slot_rows(there.slots.address, there.slots.count)
-        return Source(
-            peer,
-            planned,
-            self._transport.prepare(planned.local, self._layout.memory, None),
-            self._transport.prepare(planned.remote, there.layout.memory, peer),
-            self._transport.prepare(slots, "DRAM", peer),
-        )
+        try:
+            return Source(
+                peer,
+                planned,
+                local,
+                self._transport.prepare(planned.remote, there.layout.memory, peer),
+                self._transport.prepare(slots, "DRAM", peer),
+            )
+        except TransportError:
+            self._transport.drop_peer(peer)
+            raise
