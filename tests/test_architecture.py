@@ -51,7 +51,7 @@ LAYERS: Final = {
         "ids errors config geometry protocol transport",
         "numpy msgspec vllm torch triton prometheus_client",
     ),
-    "cli": layer("ids errors config geometry protocol transport connector", "numpy"),
+    "cli": layer("ids errors config geometry protocol transport connector", "numpy rich typer"),
 }
 
 # The one file through which each of these enters.

@@ -34,6 +34,9 @@ PLAIN: Final = frozenset(
 )
 """Backends whose caches are what the axes say."""
 
+WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
+"""Types of latent caches that keep a token in one piece; quantised ones may put scales apart."""
+
 TRANSPOSED_K: Final = frozenset(("vec", "vec16"))
 """Of CPU_ATTN's instruction sets those that keep a head's block as K [D, N], then V [N, D]."""
 
@@ -94,32 +97,35 @@ class Insides:
     def is_transposed(self, layer: str, spec: Any) -> bool:
         """Whether K is transposed within each head's block."""
         plain = self._backend(layer) == "CPU_ATTN" and not spec.kv_quant_mode
-        return plain and _isa(spec) in TRANSPOSED_K
+        return plain and self._isa(spec) in TRANSPOSED_K
 
     def unknown(self, layer: str, spec: Any) -> str:
         """What makes a layer's blocks meaningful to its like only; empty if nothing does."""
         backend = self._backend(layer)
         latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        plain = latent or backend in PLAIN or self.is_transposed(layer, spec)
-        if plain and spec.num_head_slots is None:
+        known = spec.dtype in WIDE if latent else backend in PLAIN
+        packed = spec.num_head_slots is not None or spec.state_content_bytes is not None
+        if self.is_transposed(layer, spec) or (known and not packed):
             return ""
-        kind = f"{backend} {_isa(spec)}" if backend == "CPU_ATTN" else backend
+        kind = f"{backend} {self._isa(spec)}" if backend == "CPU_ATTN" else backend
         shards = self.shards.number(layer, spec)
-        return f"in blocks of {kind} of {spec.block_size} tokens, {shards} shards"
+        return f"in {kind} blocks of {spec.block_size} tokens and {shards} shards"
+
+    def _isa(self, spec: Any) -> str:
+        """Which code path CPU_ATTN takes, by which it lays out its blocks."""
+        try:
+            from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - CPU only
+                _get_attn_isa,
+            )
+        except ImportError:
+            return "of an unknown version"
+        dtype = self.vllm_config.model_config.dtype
+        return str(_get_attn_isa(dtype, spec.block_size, spec.head_size))
 
     def _backend(self, layer: str) -> str:
         module = self.vllm_config.compilation_config.static_forward_context.get(layer)
         backend = getattr(module, "attn_backend", None)
         return str(backend.get_name()) if backend is not None else "an unknown backend"
-
-
-def _isa(spec: Any) -> str:
-    """Which code path CPU_ATTN takes, by which it lays out its blocks."""
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU only
-    except ImportError:
-        return "of an unknown version of vLLM"
-    return str(_get_attn_isa(spec.dtype, spec.block_size, spec.head_size))
 
 
 def _group(

@@ -5,7 +5,7 @@ request is handed over: with p tokens computed, what lies before p - window + 1 
 computes the prompt's last token itself, so it looks back one token further, and its own blocks may
 be larger than prefill's. So each block of the last `window` tokens is held by one reference more
 from the step that fills it, until the offer has ended. The range begins at a whole edge of
-`EDGE` tokens: decode fills its blocks from their first token on, whatever their size up to that.
+`WINDOW_EDGE` tokens: decode fills its blocks from their first token on, and those may be larger.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nixl_kv.geometry import blocks
+from nixl_kv.geometry.layout import WINDOW_EDGE
 from nixl_kv.ids import RequestId
-
-EDGE: Final = 256
-"""In tokens. Decode's block size may be any divisor of it, where there are sliding windows."""
 
 NULL_BLOCK: Final = 0
 """vLLM's placeholder in a block table, where a sliding window has passed."""
@@ -32,7 +30,7 @@ class Paging:
 
     def wanted(self, prompt: int) -> range:
         """The entries of a block table that decode may ask for."""
-        begin = max(0, prompt - self.window) // EDGE * EDGE if self.window else 0
+        begin = max(0, prompt - self.window) // WINDOW_EDGE * WINDOW_EDGE if self.window else 0
         return blocks.entries(begin, prompt - begin, self.block_size)
 
 

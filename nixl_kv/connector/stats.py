@@ -22,7 +22,9 @@ COUNTERS: Final = {
     "offers": "Finished prefills put on offer.",
     "offers_read": "Offers that were read to the end, per rank.",
     "offers_unclaimed": "Offers that nobody claimed in time, per rank.",
-    "offers_not_needed": "Offers that were not read: decode had all of it, or reads another rank's copy, per rank.",
+    "offers_not_needed": (
+        "Offers that were not read: decode had all of it, or reads another rank's copy, per rank."
+    ),
     "offers_aborted": "Offers whose reader gave up, per rank.",
     "offers_expired": "Offers whose last lease ran out, per rank.",
     "asks_denied": "Asks that were denied, per rank.",

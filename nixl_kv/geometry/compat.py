@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from nixl_kv.geometry.blocks import num_stretches
-from nixl_kv.geometry.layout import CacheLayout, Group, Region
+from nixl_kv.geometry.layout import WINDOW_EDGE, CacheLayout, Group, Region
 from nixl_kv.geometry.runs import Heads
 
 MAX_STRETCHES: Final = 512
@@ -64,18 +64,29 @@ def mismatches(local: Sequence[CacheLayout], remote: Sequence[CacheLayout]) -> l
     return found
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What a layer is on one rank; the ranks of an engine should agree, but need not."""
+
+    lengths: tuple[int, ...]
+    block_size: int
+    entry_size: int
+    window: int
+
+
 @dataclass
 class _Layer:
     """A layer in one engine: what all its ranks hold of it."""
 
-    region: Region  # of any rank
-    group: Group
+    kinds: set[_Kind]
     heads: _Ranges
 
-    def add(self, heads: Heads) -> None:
-        """Another rank holds these."""
+    def add(self, region: Region, group: Group) -> None:
+        """Another rank holds this."""
+        lengths = tuple(part.content for part in region.parts)
+        self.kinds.add(_Kind(lengths, group.block_size, group.entry_size, group.window))
         merged: list[Heads] = []
-        for first, last in sorted({*self.heads, heads}):
+        for first, last in sorted({*self.heads, region.heads}):
             if merged and first <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
             else:
@@ -88,16 +99,20 @@ def _layers(layouts: Sequence[CacheLayout]) -> dict[str, _Layer]:
     for layout in layouts:
         for group in layout.groups:
             for region in group.regions:
-                found.setdefault(region.layer, _Layer(region, group, ())).add(region.heads)
+                found.setdefault(region.layer, _Layer(set(), ())).add(region, group)
     return found
 
 
 def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
+    pairs = [(here, there) for here in mine.kinds for there in theirs.kinds]
     return [
-        *_differing("bytes per head", _lengths(mine.region), _lengths(theirs.region)),
+        *(
+            m
+            for here, there in pairs
+            for m in _differing("bytes per head", here.lengths, there.lengths)
+        ),
         *_differing("number of KV heads", _number(mine.heads), _number(theirs.heads)),
-        *_windows(mine.group, theirs.group),
-        *_block_sizes(mine.group.block_size, theirs.group.block_size),
+        *(m for pair in pairs for m in (*_windows(*pair), *_block_sizes(*pair))),
     ]
 
 
@@ -105,24 +120,26 @@ def _differing(field: str, mine: object, theirs: object) -> list[Mismatch]:
     return [] if mine == theirs else [Mismatch(field, mine, theirs)]
 
 
-def _windows(mine: Group, theirs: Group) -> list[Mismatch]:
+def _windows(mine: _Kind, theirs: _Kind) -> list[Mismatch]:
     """Prefill must keep at least what decode looks at."""
     enough = not theirs.window or 0 < mine.window <= theirs.window
     return [] if enough else [Mismatch("sliding window", mine.window or None, theirs.window)]
 
 
-def _block_sizes(mine: int, theirs: int) -> list[Mismatch]:
-    if num_stretches(mine, theirs) <= MAX_STRETCHES:
-        return []
-    return [Mismatch("block size, whose edges hardly ever meet,", mine, theirs)]
+def _block_sizes(mine: _Kind, theirs: _Kind) -> list[Mismatch]:
+    found = []
+    if num_stretches(mine.block_size, theirs.block_size) > MAX_STRETCHES:
+        words = "block size, whose edges hardly ever meet,"
+        found.append(Mismatch(words, mine.block_size, theirs.block_size))
+    # Decode fills its blocks from their first token on: prefill must have kept that.
+    if theirs.window and WINDOW_EDGE % mine.entry_size and theirs.entry_size % mine.entry_size:
+        words = f"block size, which must divide {WINDOW_EDGE} or prefill's for a sliding window,"
+        found.append(Mismatch(words, mine.entry_size, theirs.entry_size))
+    return found
 
 
 def _elements(layouts: Sequence[CacheLayout]) -> str:
     return ", ".join(sorted({name for layout in layouts for name in layout.element.split(", ")}))
-
-
-def _lengths(region: Region) -> tuple[int, ...]:
-    return tuple(part.content for part in region.parts)
 
 
 def _number(heads: _Ranges) -> object:

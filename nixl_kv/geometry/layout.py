@@ -27,6 +27,9 @@ from typing import Literal
 MAX_ADDRESS = 2**63
 MAX_COUNT = 2**31
 
+WINDOW_EDGE = 256
+"""Prefill keeps what a sliding window needs from a multiple of this many tokens on."""
+
 Memory = Literal["VRAM", "DRAM"]
 
 

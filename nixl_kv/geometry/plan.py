@@ -106,6 +106,11 @@ class Plan:
                 (it would name a piece of another row), or a remote block that is absent while the
                 local one is there.
         """
+        for side, tables in enumerate((local, remote)):
+            if len(tables) != len(self.groups[side]):
+                raise ValueError(
+                    f"{len(tables)} block tables; allowed: {len(self.groups[side])}, one per group"
+                )
         picked = [(lane, *self._pick(lane, (local, remote), tokens)) for lane in self.lanes]
         count = sum(len(lane.first[0]) * len(here) for lane, here, _ in picked)
         indices = (scratch or Scratch()).take(2 * count).reshape(2, count)

@@ -7,7 +7,8 @@ Here neither has a name: a reader covers what it lacks from what the sources hol
 Ranks are numbered `pp_rank * tp + tp_rank`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -97,36 +98,54 @@ def assign(
         pattern = _column(readers, layer), _column(sources, layer)
         layers.setdefault(pattern, []).append(layer)
     shares: list[dict[Rank, dict[str, Heads]]] = [{} for _ in readers]
-    for (wanted, held), names in layers.items():
+    busy: Counter[Rank] = Counter()  # how many readers each source has
+    # Layers that leave the least choice come first: the others follow to the same sources.
+    for (wanted, held), names in sorted(layers.items(), key=lambda item: _copies(item[0][1])):
         for reader, heads in enumerate(wanted):
-            if heads is None:
-                continue
-            for source, part in _cover(reader, heads, held, known=shares[reader]):
-                shares[reader].setdefault(source, {}).update(dict.fromkeys(names, part))
+            share = shares[reader]
+            turn = Turn(reader, share, busy)
+            for source, part in _cover(heads or (0, 0), held, turn):
+                busy[source] += source not in share
+                share.setdefault(source, {}).update(dict.fromkeys(names, part))
     return shares
+
+
+def _copies(held: Sequence[Heads | None]) -> float:
+    """On how many sources each of a layer's ranges stands, on average."""
+    ranges = [heads for heads in held if heads]
+    return len(ranges) / len(set(ranges)) if ranges else 0
 
 
 def _column(holdings: Sequence[Holding], layer: str) -> tuple[Heads | None, ...]:
     return tuple(held.get(layer) for held in holdings)
 
 
-def _cover(
-    reader: int, heads: Heads, held: Sequence[Heads | None], *, known: Iterable[Rank]
-) -> list[tuple[Rank, Heads]]:
+@dataclass(frozen=True)
+class Turn:
+    """Whose turn it is to choose among sources, and what counts for the choice."""
+
+    reader: int
+    known: Container[Rank]  # whom it reads anyway
+    busy: Mapping[Rank, int]  # how many readers each source has
+
+
+def _cover(wanted: Heads, held: Sequence[Heads | None], turn: Turn) -> list[tuple[Rank, Heads]]:
     """Cover a range from left to right, each time by the source that is best for what comes next.
 
-    Best is who is read anyway, then who reaches farthest, then the reader's turn among copies.
+    Best is who is read anyway, then who reaches farthest, then who has the fewest readers; of
+    equal copies the first reader takes the first one, the second the second.
     """
-    wanted, known = heads, set(known)
     found: list[tuple[Rank, Heads]] = []
     head = wanted[0]
     while head < wanted[1]:
         able = [(Rank(n), h[1]) for n, h in enumerate(held) if h and h[0] <= head < h[1]]
         if not able:
             raise ValueError(f"no source holds KV head {head}")
-        turns = able[reader % len(able) :] + able[: reader % len(able)]
-        rank, last = max(turns, key=lambda able: (able[0] in known, min(able[1], wanted[1])))
-        end = min(last, wanted[1])
-        found.append((rank, (head, end)))
+        able = able[turn.reader % len(able) :] + able[: turn.reader % len(able)]
+        source, reach = max(
+            able, key=lambda a: (a[0] in turn.known, min(a[1], wanted[1]), -turn.busy[a[0]])
+        )
+        end = min(reach, wanted[1])
+        found.append((source, (head, end)))
         head = end
     return found

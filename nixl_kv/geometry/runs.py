@@ -16,7 +16,7 @@ Heads = tuple[int, int]
 """A half-open range of the model's KV heads."""
 
 MAX_PIECES: Final = 1 << 24
-"""K and V of a head of a token in a layer, over one block of all layers."""
+"""In one block: of a layer before they merge, of all layers after."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,13 @@ class Meeting:
         return cls(sides, mine.content, heads[1] - heads[0])
 
     def runs(self, num_tokens: int, slots: tuple[int, int]) -> Runs:
-        """The runs of `num_tokens` tokens from these slots of a block on, relative to the bases."""
+        """The runs of `num_tokens` tokens from these slots of a block on, relative to the bases.
+
+        Raises:
+            IncompatiblePeer: if they are too many to be worth looking for.
+        """
+        parts = sum(part.count for side in self.sides for part in side.parts)
+        _check_number(parts * num_tokens * self.num_heads)
         return joined(
             self._spread(pieces, strides, num_tokens, slots=slots)
             for strides, pieces in self._pieces().items()
@@ -163,18 +169,14 @@ class Bundle:
         Raises:
             IncompatiblePeer: if they are too many to be worth looking for.
         """
-        pieces = sum(
-            sum(part.count for side in meeting.sides for part in side.parts)
-            * meeting.num_heads
-            * num_tokens
-            * len(bases[0])
-            for meeting, bases in self.bases.items()
-        )
-        if pieces > MAX_PIECES:
-            raise IncompatiblePeer(f"a block has {pieces} pieces; allowed: {MAX_PIECES}")
-        return joined(
-            meeting.runs(num_tokens, slots).moved(*bases) for meeting, bases in self.bases.items()
-        ).merged()
+        found: list[Runs] = []
+        total = 0
+        for meeting, bases in self.bases.items():
+            relative = meeting.runs(num_tokens, slots)
+            total += len(relative.length) * len(bases[0])
+            _check_number(total)
+            found.append(relative.moved(*bases))
+        return joined(found).merged()
 
     def is_linear(self, num_tokens: int) -> bool:
         """Whether all tokens of the cache stand in one line on both sides, across blocks.
@@ -210,3 +212,8 @@ def bundles(
 def _columns(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
     table = np.array(pairs, dtype=np.int64)
     return table[:, 0], table[:, 1]
+
+
+def _check_number(pieces: int) -> None:
+    if pieces > MAX_PIECES:
+        raise IncompatiblePeer(f"a block has {pieces} pieces or more; allowed: {MAX_PIECES}")

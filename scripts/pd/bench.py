@@ -4,6 +4,7 @@ ttft: time to the first token of prompts that no engine has seen, through the ro
 single engine. idle: CPU time of the pair's processes when nothing runs and nothing is held.
 transfer: how fast KV moves, and how much longer a first token takes (bench transfer --help).
 link: how fast NIXL reads between two processes, by UCX options (bench link --help).
+plan: how planning and a request's indices grow (bench plan --help).
 """
 
 import argparse
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pd import link, transfer
+from pd import link, plan_bench, transfer
 from pd.client import Client
 from pd.cluster import Cluster, ClusterSpec, one_pair, say_on_stderr
 from pd.demo import CONNECTORS
@@ -71,7 +72,7 @@ def bench_idle(connectors: Sequence[Connector], log_dir: Path) -> None:
 
 def main() -> int:
     """Run what the first argument names; the exit status."""
-    others = {"transfer": transfer.main, "link": link.main}
+    others = {"transfer": transfer.main, "link": link.main, "plan": plan_bench.main}
     if len(sys.argv) > 1 and sys.argv[1] in others:
         return others[sys.argv[1]](sys.argv[2:])
     return main_pair()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from pd.client import Client
-from pd.cluster import Cluster, ClusterSpec
+from pd.cluster import PAIR_ROLES, Cluster, ClusterSpec
 from pd.engines import Connector, EngineSpec
 from pd.measure import METRICS, Moved
 from pd.prompts import random_prompt
@@ -122,7 +122,7 @@ def print_rows(name: str, rows: Sequence[Row]) -> None:
 
 
 def specs(options: argparse.Namespace, connector: Connector) -> ClusterSpec:
-    """A prefill and a decode engine that share one device."""
+    """A prefill and a decode engine, which may share one device."""
     extra = ["--no-enable-prefix-caching", "--enforce-eager"]
     if options.shape == "tiny":
         model = ensure_tiny_model(model=replace(TinyModel(), dtype=options.dtype))
@@ -133,14 +133,18 @@ def specs(options: argparse.Namespace, connector: Connector) -> ClusterSpec:
         extra += ["--attention-backend", options.attention_backend]
     if options.block_size:
         extra += ["--block-size", str(options.block_size)]
+    ours = connector == "nixl-kv" and options.layout
     shared = {
         "device": options.device,
         "dtype": options.dtype,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "extra_args": (*extra, *options.engine_args),
+        "connector_config": {"layout": options.layout} if ours else {},
     }
-    prefill = EngineSpec("prefill", model, "prefill", connector, **shared)
-    decode = EngineSpec("decode", model, "decode", connector, **shared)
+    prefill, decode = (
+        EngineSpec(role, model, role, connector, tensor_parallel=tp, **shared)
+        for role, tp in zip(PAIR_ROLES, options.tp, strict=True)
+    )
     return ClusterSpec([prefill], [decode])
 
 
@@ -157,6 +161,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention-backend")
     parser.add_argument("--block-size", type=int)
+    parser.add_argument(
+        "--tp", type=int, nargs=2, default=[1, 1], metavar=("PREFILL", "DECODE"), help="default 1 1"
+    )
+    parser.add_argument("--layout", help="of nixl_kv's caches; default: its own choice")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 2000])
     parser.add_argument("--repeat", type=int, default=7)
@@ -175,7 +183,9 @@ def main(arguments: Sequence[str]) -> int:
         with Cluster(spec, log_dir=log_dir / connector, route=False) as cluster:
             pair = Pair(cluster, connector)
             rows = measure(pair, options.lengths, options.repeat)
-            print_rows(f"{connector}, {options.shape}, {options.attention_backend or 'auto'}", rows)
+            tp = "TP{} to TP{}".format(*options.tp)
+            layout, backend = options.layout or "auto", options.attention_backend or "auto"
+            print_rows(f"{connector}, {options.shape}, {tp}, {backend}, layout {layout}", rows)
             if options.shape == "tiny":
                 checked = options.lengths * 4
                 same = count_matches(pair, checked)
