@@ -36,6 +36,12 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import Message, Reader, decode, encode
 
 READER_WIRE = ["decode", hex32(0xD), 0]
+
+
+def part(offset: int) -> dict[str, int]:
+    return {"offset": offset, "length": 4, "count": 1, "stride": 0, "token_stride": 0}
+
+
 LAYOUT_WIRE = {
     "groups": [
         {
@@ -51,7 +57,7 @@ LAYOUT_WIRE = {
                     "token_stride": 8,
                     "first_head": 0,
                     "num_heads": 2,
-                    "parts": [{"offset": 0, "length": 4}, {"offset": 4, "length": 4}],
+                    "parts": [part(0), part(4)],
                 }
             ],
             "window": 0,
