@@ -10,6 +10,26 @@ from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
+class Array:
+    """A numpy array as `views.region` asks for one: with a tensor's methods."""
+
+    def __init__(self, view: np.ndarray) -> None:
+        self.view = view
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    def stride(self) -> list[int]:
+        return [step // self.view.itemsize for step in self.view.strides]
+
+    def element_size(self) -> int:
+        return self.view.itemsize
+
+    def data_ptr(self) -> int:
+        return self.view.ctypes.data
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of one rank's cache: layers, blocks, heads, tokens per block, bytes of K and of V."""

@@ -26,6 +26,8 @@ class Answer:
     tokens: tuple[str, ...]
     prompt_tokens: int
     seconds: float
+    likely: tuple[Mapping[str, float], ...] = ()
+    """Of each token, what else the engine thought of, with its log probability."""
 
 
 class Client:
@@ -54,11 +56,13 @@ class Client:
         _check(reply)
         answer = reply.json()
         choice = answer["choices"][0]
+        logprobs = choice["logprobs"]
         return Answer(
             text=choice["text"],
-            tokens=tuple(choice["logprobs"]["tokens"]),
+            tokens=tuple(logprobs["tokens"]),
             prompt_tokens=answer["usage"]["prompt_tokens"],
             seconds=seconds,
+            likely=tuple(logprobs["top_logprobs"]),
         )
 
     def ticket(self, prompt: str, params: Mapping[str, object]) -> dict[str, object] | None:

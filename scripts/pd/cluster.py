@@ -77,7 +77,7 @@ class Cluster:
     def __enter__(self) -> Self:
         """Start everything and wait until it answers."""
         for number in ENDING_SIGNALS:
-            signal.signal(number, _exit_on_signal)
+            signal.signal(number, exit_on_signal)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.stop)
             for engine in self.engines:
@@ -154,6 +154,6 @@ class Cluster:
         self._say(f"router up at {self.router.url}")
 
 
-def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
+def exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
     """Turn a signal into an exception, so that `with` blocks end what they started."""
     raise SystemExit(128 + number)

@@ -59,6 +59,7 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.4
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    cores: frozenset[int] = frozenset()  # where it may run; empty: everywhere
 
     def __post_init__(self) -> None:
         """Refuse what cannot mean anything."""
@@ -80,6 +81,8 @@ class Engine(ManagedProcess):
     def start(self) -> None:
         """Launch it."""
         self.launch(self.command(), self.environment())
+        if self.spec.cores:  # before it has children and threads, which inherit this
+            os.sched_setaffinity(self.pid, self.spec.cores)
 
     def is_ready(self) -> bool:
         """Whether it answers; raises if it has died."""

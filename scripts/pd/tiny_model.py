@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,52 @@ CHAT_TEMPLATE = (
 )
 
 
+class Recipe(Protocol):
+    """What the files of a model are made from: the same values give the same files."""
+
+    family: ClassVar[str]
+
+    @property
+    def max_positions(self) -> int:
+        """How long a prompt and its answer may be."""
+
+    @property
+    def dtype(self) -> str:
+        """What the weights are stored in: a key of DTYPES."""
+
+    def digest(self) -> str:
+        """A short name for all values."""
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        """What config.json says."""
+
+    def weights(self, vocab_size: int) -> dict[str, FloatArray]:
+        """All tensors, by the names that vLLM's loader knows."""
+
+
+class Dice:
+    """Random matrices, the same for the same seed and order of calls."""
+
+    def __init__(self, seed: int) -> None:
+        """Nothing is drawn yet."""
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+
+    def matrix(self, rows: int, columns: int, gain: float = 1.0) -> FloatArray:
+        """A matrix that makes vectors of size 1 per element into vectors of size `gain`."""
+        values = self._generator.standard_normal((rows, columns), dtype=np.float32)
+        return values * np.float32(gain / columns**0.5)
+
+
+def vector(size: int, value: float = 1.0) -> FloatArray:
+    """The same value everywhere, such as the weight of a norm."""
+    return np.full(size, value, dtype=np.float32)
+
+
 @dataclass(frozen=True)
 class TinyModel:
-    """What the files are made from: the same values give the same files."""
+    """A Qwen3: full attention in all layers."""
+
+    family: ClassVar[str] = "qwen3"
 
     layers: int = 4
     heads: int = 8
@@ -66,6 +109,57 @@ class TinyModel:
         text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def config(self, vocab_size: int) -> dict[str, object]:
+        """What config.json says."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": vocab_size,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+            "torch_dtype": self.dtype,
+        }
+
+    def weights(self, vocab_size: int) -> dict[str, FloatArray]:
+        """All tensors, by the names that vLLM's loader knows."""
+        dice = Dice(self.seed)
+        hidden, inner, head = self.hidden, self.intermediate, self.head_dim
+        queries, keys = self.heads * head, self.kv_heads * head
+        weights = {
+            "model.embed_tokens.weight": dice.matrix(vocab_size, hidden, EMBEDDING_GAIN),
+            "model.norm.weight": vector(hidden),
+            "lm_head.weight": dice.matrix(vocab_size, hidden),
+        }
+        for layer in range(self.layers):
+            parts = {
+                "input_layernorm.weight": vector(hidden),
+                "post_attention_layernorm.weight": vector(hidden),
+                "self_attn.q_proj.weight": dice.matrix(queries, hidden),
+                "self_attn.k_proj.weight": dice.matrix(keys, hidden),
+                "self_attn.v_proj.weight": dice.matrix(keys, hidden),
+                "self_attn.o_proj.weight": dice.matrix(hidden, queries, ATTENTION_GAIN),
+                "self_attn.q_norm.weight": vector(head, SHARPNESS),
+                "self_attn.k_norm.weight": vector(head, SHARPNESS),
+                "mlp.gate_proj.weight": dice.matrix(inner, hidden),
+                "mlp.up_proj.weight": dice.matrix(inner, hidden),
+                "mlp.down_proj.weight": dice.matrix(hidden, inner),
+            }
+            weights |= {f"model.layers.{layer}.{name}": part for name, part in parts.items()}
+        return weights
+
 
 def words() -> list[str]:
     """The 4,096 words of the vocabulary that are not special, in the order of their ids."""
@@ -74,14 +168,14 @@ def words() -> list[str]:
 
 
 def ensure_tiny_model(
-    root: Path = MODELS, model: TinyModel | None = None, *, weights: bool = True
+    root: Path = MODELS, model: Recipe | None = None, *, weights: bool = True
 ) -> Path:
     """The model's folder under root; made now if no earlier call made it.
 
     Without weights it is for vLLM's --load-format dummy.
     """
     model = model or TinyModel()
-    target = root / f"{'tiny' if weights else 'shape'}-qwen3-{model.digest()}"
+    target = root / f"{'tiny' if weights else 'shape'}-{model.family}-{model.digest()}"
     if not target.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
@@ -96,45 +190,21 @@ def ensure_tiny_model(
     return target
 
 
-def write_model(folder: Path, model: TinyModel, *, weights: bool = True) -> None:
+def write_model(folder: Path, model: Recipe, *, weights: bool = True) -> None:
     """Write all files of the model into a folder, perhaps but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     vocabulary = [*SPECIALS, *words()]
-    _write_json(folder / "config.json", _config(model, len(vocabulary)))
+    _write_json(folder / "config.json", model.config(len(vocabulary)))
     _write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 2})
     _write_tokenizer(folder, vocabulary, model.max_positions)
     if weights:
-        tensors = _weights(model, len(vocabulary))
+        tensors = model.weights(len(vocabulary))
         _write_safetensors(folder / "model.safetensors", tensors, model.dtype)
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _config(model: TinyModel, vocab_size: int) -> dict[str, object]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": model.max_positions,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-        "torch_dtype": model.dtype,
-    }
 
 
 def _write_tokenizer(folder: Path, vocabulary: list[str], max_length: int) -> None:
@@ -153,41 +223,6 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], max_length: int) -> No
         "chat_template": CHAT_TEMPLATE,
     }
     _write_json(folder / "tokenizer_config.json", settings)
-
-
-def _weights(model: TinyModel, vocab_size: int) -> dict[str, FloatArray]:
-    generator = np.random.Generator(np.random.PCG64(model.seed))
-
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> FloatArray:
-        values = generator.standard_normal((rows, columns), dtype=np.float32)
-        return values * np.float32(gain / columns**0.5)
-
-    def vector(size: int, value: float = 1.0) -> FloatArray:
-        return np.full(size, value, dtype=np.float32)
-
-    hidden, inner, head = model.hidden, model.intermediate, model.head_dim
-    queries, keys = model.heads * head, model.kv_heads * head
-    weights = {
-        "model.embed_tokens.weight": matrix(vocab_size, hidden, EMBEDDING_GAIN),
-        "model.norm.weight": vector(hidden),
-        "lm_head.weight": matrix(vocab_size, hidden),
-    }
-    for layer in range(model.layers):
-        parts = {
-            "input_layernorm.weight": vector(hidden),
-            "post_attention_layernorm.weight": vector(hidden),
-            "self_attn.q_proj.weight": matrix(queries, hidden),
-            "self_attn.k_proj.weight": matrix(keys, hidden),
-            "self_attn.v_proj.weight": matrix(keys, hidden),
-            "self_attn.o_proj.weight": matrix(hidden, queries, ATTENTION_GAIN),
-            "self_attn.q_norm.weight": vector(head, SHARPNESS),
-            "self_attn.k_norm.weight": vector(head, SHARPNESS),
-            "mlp.gate_proj.weight": matrix(inner, hidden),
-            "mlp.up_proj.weight": matrix(inner, hidden),
-            "mlp.down_proj.weight": matrix(hidden, inner),
-        }
-        weights |= {f"model.layers.{layer}.{name}": part for name, part in parts.items()}
-    return weights
 
 
 def _write_safetensors(path: Path, weights: Mapping[str, FloatArray], dtype: str) -> None:

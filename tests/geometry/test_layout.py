@@ -31,6 +31,9 @@ RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1
         for row in [
             ("part", "offset", (0, 2**63 - 1), (-1, 2**63), "part offset"),
             ("part", "length", (1, 2**31 - 1), (-1, 0, 2**31), "part length"),
+            ("part", "count", (1, 65535), (-1, 0, 65536), "part count"),
+            ("part", "stride", (0, 2**63 - 1), (-1, 2**63), "part stride"),
+            ("part", "token_stride", (0, 2**63 - 1), (-1, 2**63), "part token_stride"),
             ("region", "base", (1, 2**63 - 1), (-1, 0, 2**63), "base"),
             ("region", "block_stride", (1, 2**63 - 1), (-1, 0, 2**63), "block_stride"),
             ("region", "head_stride", (1, 2**63 - 1), (-1, 0, 2**63), "head_stride"),
@@ -40,6 +43,7 @@ RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1
             ("group", "block_size", (1, 2**20 - 1), (-1, 0, 2**20), "block_size"),
             ("group", "num_blocks", (1, 2**31 - 1), (-1, 0, 2**31), "num_blocks"),
             ("group", "blocks_per_entry", (1, 65535), (-1, 0, 65536), "blocks_per_entry"),
+            ("group", "window", (0, 2**31 - 1), (-1, 2**31), "window"),
             ("span", "address", (1, 2**63 - 1), (-1, 0, 2**63), "span address"),
             ("span", "length", (1, 2**63 - 1), (-1, 0, 2**63), "span length"),
             ("cache", "device", (0, 1023), (-1, 1024), "device"),
@@ -59,19 +63,20 @@ def test_bounds(
 
 
 @pytest.mark.parametrize(
-    ("record", "field", "item", "most", "name"),
+    ("record", "field", "item", "allowed", "name"),
     [
-        pytest.param("region", "parts", PARTS[0], 8, "number of parts", id="parts"),
-        pytest.param("group", "regions", REGION, 2**14 - 1, "number of regions", id="regions"),
-        pytest.param("cache", "groups", GROUP, 64, "number of groups", id="groups"),
+        pytest.param("region", "parts", PARTS[0], (1, 8), "number of parts", id="parts"),
+        pytest.param("group", "regions", REGION, (0, 2**14 - 1), "number of regions", id="regions"),
+        pytest.param("cache", "groups", GROUP, (1, 64), "number of groups", id="groups"),
     ],
 )
-def test_counts(record: str, field: str, item: object, most: int, name: str) -> None:
+def test_counts(record: str, field: str, item: object, allowed: tuple[int, int], name: str) -> None:
     valid: Any = RECORDS[record]
-    for count in (1, most):
+    for count in allowed:
         assert len(getattr(replace(valid, **{field: (item,) * count}), field)) == count
-    for count in (0, most + 1):
-        with pytest.raises(ValueError, match=f"^{name} is {count}; allowed: 1 to {most}$"):
+    low, high = allowed
+    for count in {max(0, low - 1), high + 1} - {low}:
+        with pytest.raises(ValueError, match=f"^{name} is {count}; allowed: {low} to {high}$"):
             replace(valid, **{field: (item,) * count})
 
 
@@ -85,13 +90,32 @@ def test_records_do_not_change(record: Any) -> None:
 def test_content_is_all_parts_together() -> None:
     assert REGION.content == 384
     assert replace(REGION, parts=(Part(0, 576),)).content == 576
+    assert replace(REGION, parts=(Part(0, 2, count=64, stride=32), Part(9, 128))).content == 256
+
+
+def test_heads_are_half_open() -> None:
+    assert REGION.heads == (2, 10)
 
 
 @pytest.mark.parametrize(
-    ("per_entry", "tokens"), [pytest.param(1, 16, id="one"), pytest.param(4, 64, id="four")]
+    ("per_entry", "tokens", "num_entries"),
+    [
+        pytest.param(1, 16, 10, id="one block per entry"),
+        pytest.param(5, 80, 2, id="five"),
+        pytest.param(4, 64, 2, id="four, and two blocks too many"),
+        pytest.param(11, 176, 0, id="more than there are blocks"),
+    ],
 )
-def test_entry_size(per_entry: int, tokens: int) -> None:
-    assert replace(GROUP, blocks_per_entry=per_entry).entry_size == tokens
+def test_entries(per_entry: int, tokens: int, num_entries: int) -> None:
+    group = replace(GROUP, blocks_per_entry=per_entry)
+    assert (group.entry_size, group.num_entries) == (tokens, num_entries)
+
+
+def test_a_stage_may_have_no_layer_of_a_group() -> None:
+    """The group stays: the block tables of an engine are numbered alike on all of its ranks."""
+    empty = replace(GROUP, regions=())
+    assert replace(LAYOUT, groups=(empty, GROUP)).groups[0].entry_size == 16
+    assert replace(LAYOUT, groups=(empty,), spans=()).spans == ()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +130,18 @@ def test_entry_size(per_entry: int, tokens: int) -> None:
             GROUP,
             EXTENT - 384 + 1008,
             id="the longest part is not the last",
+        ),
+        pytest.param(
+            replace(REGION, parts=(Part(0, 2, count=64, stride=32, token_stride=2), Part(9, 7))),
+            GROUP,
+            EXTENT - 384 + 16,
+            id="each part with its own token stride: the second one reaches farther",
+        ),
+        pytest.param(
+            replace(REGION, parts=(Part(8000, 2, count=64, stride=32, token_stride=2),)),
+            GROUP,
+            9 * 50_000 + 7 * 6144 + 8000 + 63 * 32 + 15 * 2 + 2,
+            id="content in pieces",
         ),
         pytest.param(
             replace(REGION, num_heads=1),
