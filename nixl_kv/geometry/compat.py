@@ -55,7 +55,7 @@ def mismatches(local: Sequence[CacheLayout], remote: Sequence[CacheLayout]) -> l
     if any(only):
         found.append(Mismatch("what only one side has of the layers", _few(only[0]), _few(only[1])))
     by_words: dict[Mismatch, list[str]] = {}
-    for layer in mine.keys() & theirs.keys():
+    for layer in sorted(mine.keys() & theirs.keys()):
         for mismatch in _layer_mismatches(mine[layer], theirs[layer]):
             by_words.setdefault(mismatch, []).append(layer)
     for mismatch, names in sorted(by_words.items(), key=lambda item: min(item[1])):

@@ -9,6 +9,9 @@ apart, one piece per block. The pieces of all rows are numbered in row order, an
 the ones it wants by number. Where a row is dense (stride == length) on both sides, pieces of
 neighbouring blocks are neighbours in memory, and merge.
 
+How it is put together: regions of one layer meet (`Meeting`); layers of a group whose blocks are
+equally far apart are a `Bundle`; a `Lane` is a bundle's rows for one stretch of tokens.
+
 Where the two sides' blocks are of different sizes, each stretch of tokens between two edges
 (`blocks.stretches`) has rows of its own; or, where all tokens of the cache stand in one line, a
 dense row of finer pieces, several for each block.
@@ -97,8 +100,9 @@ class Plan:
             local: for each local group the entries of the block table from the one that holds
                 `tokens.start` on; -1 where it has no block, as where a sliding window has passed.
             remote: for each remote group the whole block table, likewise.
-            tokens: begins at an edge of a local block. Of a block that the end cuts, the rest may
-                be read too: it belongs to the same request on both sides.
+            tokens: begins at an edge of an entry of each local group's table. Beyond the end, up
+                to the next edge of a block on either side is read too: it belongs to the same
+                request on both sides.
             scratch: where the indices are to stand; they are good until it is used again.
 
         Raises:
@@ -126,9 +130,10 @@ class Plan:
     def _pick(
         self, lane: Lane, tables: tuple[Sequence[BlockIds], Sequence[BlockIds]], tokens: range
     ) -> tuple[BlockIds, BlockIds]:
-        """The pieces of one lane's rows, on both sides, in ascending order of the local ones.
+        """The pieces of one lane's rows, on both sides.
 
-        In that order neighbours merge: an allocator hands out runs, but often backwards.
+        Where pieces can merge they come in ascending order of the local ones: an allocator hands
+        out runs, but often backwards.
         """
         mine, theirs = (self.groups[side][lane.groups[side]] for side in (0, 1))
         first = tokens.start // mine.entry_size

@@ -66,7 +66,7 @@ class Side:
     parts: tuple[Part, ...]
     token_stride: int
     head_stride: int
-    first_head: int  # the distance of the first head to be read from the base, in bytes
+    head_offset: int  # of the first head that is read, from the base, in bytes
 
     @classmethod
     def of(cls, region: Region, first_head: int) -> "Side":
@@ -91,7 +91,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Meeting:
-    """How two ranks' regions of a layer meet, but for their bases. Pairs are (local, remote)."""
+    """How two ranks' regions of a layer meet, but for their bases. Pairs are (local, remote).
+
+    Layers that meet alike are equal here, and planned once.
+    """
 
     sides: tuple[Side, Side]
     content: int  # bytes of one head of one token
@@ -149,8 +152,8 @@ class Meeting:
         for count, local_stride, remote_stride in sorted([tokens, heads], key=lambda s: s[1]):
             runs = runs.repeated(count, local_stride, remote_stride).merged()
         return Runs(
-            runs.local + mine.first_head + slots[0] * strides[0],
-            runs.remote + theirs.first_head + slots[1] * strides[1],
+            runs.local + mine.head_offset + slots[0] * strides[0],
+            runs.remote + theirs.head_offset + slots[1] * strides[1],
             runs.length,
         )
 

@@ -86,7 +86,10 @@ def together(key: Region, value: Region) -> Region:
     Raises:
         ValueError: if their blocks or heads are not equally far apart, or not the same ones.
     """
-    for name in ("layer", "block_stride", "head_stride", "first_head", "num_heads"):
+    names = ["layer", "block_stride", "first_head", "num_heads"]
+    if key.num_heads > 1:
+        names.append("head_stride")
+    for name in names:
         mine, theirs = getattr(key, name), getattr(value, name)
         if mine != theirs:
             raise ValueError(f"{name} of K is {mine!r} and of V {theirs!r}; allowed: the same")
@@ -104,6 +107,8 @@ def _parts(
 ) -> tuple[Part, ...]:
     """Of `count` elements, `stride` bytes apart: the content's lengths, or a single part."""
     if stride != size and count > 1:
+        if content:
+            raise ValueError(f"content is {tuple(content)}; allowed: none where C has strides")
         return (Part(0, size, count, stride),)
     content = content or (count * size,)
     if sum(content) > count * size:

@@ -290,7 +290,6 @@ def test_each_layer_is_held_against_its_own_group() -> None:
     assert mismatches(local, remote) == [Mismatch("sliding window of b", None, 8)]
 
 
-@pytest.mark.xfail(reason="the order of a set of names changes from run to run")
 def test_the_order_is_always_the_same() -> None:
     """Of what begins with the same layer, what explains most comes first."""
     for first, second in [(f"layer.{n}", f"layer.{n + 1}") for n in range(0, 80, 2)]:
