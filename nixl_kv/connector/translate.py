@@ -116,10 +116,11 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     model = vllm_config.model_config
     text = model.hf_text_config
     names = model.served_model_name
-    facts = {name: str(getattr(text, name)) for name in _FACTS if hasattr(text, name)}
+    values = text.to_dict()  # a configuration whose layers differ raises for some attributes
+    facts = {name: str(values[name]) for name in _FACTS if name in values}
     facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
     facts["dtype"] = dtype_name(model.dtype)
-    rest = {key: value for key, value in text.to_dict().items() if key not in _VOLATILE}
+    rest = {key: value for key, value in values.items() if key not in _VOLATILE}
     canonical = json.dumps(rest, sort_keys=True, default=str).encode()
     facts["config digest"] = hashlib.blake2b(canonical, digest_size=8).hexdigest()
     return facts

@@ -20,7 +20,6 @@ from pd.tiny_model import (
     SHARPNESS,
     Dice,
     FloatArray,
-    Recipe,
     TinyModel,
     vector,
 )
@@ -313,12 +312,6 @@ class DeepseekV2(Family):
 FAMILIES: Final[Mapping[str, type[Any]]] = {
     family.family: family for family in (TinyModel, PaddedQwen3, Gemma3, Gemma4, DeepseekV2)
 }
-
-
-def make_recipe(family: str, **values: object) -> Recipe:
-    """A model of a family by name, with the family's own defaults for what is not given."""
-    recipe: Recipe = FAMILIES[family](**values)
-    return recipe
 
 
 def _padded(vocab_size: int) -> int:

@@ -4,7 +4,6 @@ The weights are scaled so that attention outweighs a token's own embedding: a gr
 depends on all of the prompt, and KV that arrived wrong changes it.
 """
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -247,21 +246,3 @@ def _bytes_of(values: FloatArray, dtype: str) -> bytes:
     bits = values.view(np.uint32)
     to_even = (bits >> 16) & 1
     return ((bits + 0x7FFF + to_even) >> 16).astype(np.uint16).tobytes()
-
-
-def main() -> None:
-    """Write a model into a folder, from the command line."""
-    parser = argparse.ArgumentParser(prog="make_tiny_model", description=main.__doc__)
-    parser.add_argument("folder", type=Path)
-    default = TinyModel()
-    for name, value in asdict(default).items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
-    options = vars(parser.parse_args())
-    folder = options.pop("folder")
-    write_model(folder, TinyModel(**options))
-    print(folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,31 @@
+"""Real engines of different shapes: some cells of scripts/matrix, which has all of them."""
+
+from collections.abc import Mapping
+
+import pytest
+from pd.cells import chosen
+from pd.matrix import Runner
+from pd.outcomes import Outcome
+from pd.pool import Place, Pool
+
+pytestmark = pytest.mark.e2e
+
+CELLS = ("qwen3/block-128-64", "qwen3/tp-1-2", "qwen3/tp-2-1", "gemma3/same")
+MOST_RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
+    """All cells in one go: the engines are shared."""
+    found: list[Outcome] = []
+    with Pool(Place("cpu", None, 0, tmp_path_factory.mktemp("shapes"))) as pool:
+        for model, cells in chosen("cpu", CELLS, gpus=0):
+            Runner(pool, model, found).run(cells, MOST_RANKS)
+    return {f"{outcome.model.name}/{outcome.cell.name}": outcome for outcome in found}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
+    outcomes: Mapping[str, Outcome], cell: str
+) -> None:
+    assert not outcomes[cell].verdict
