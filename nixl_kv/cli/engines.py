@@ -10,7 +10,6 @@ from nixl_kv.errors import NixlKVError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.shapes import EngineShape, ModelShape, layouts
 from nixl_kv.protocol.messages import (
-    ANY,
     WIRE_VERSION,
     Describe,
     Description,
@@ -18,6 +17,7 @@ from nixl_kv.protocol.messages import (
     decode,
     encode,
 )
+from nixl_kv.protocol.ticket import ANY
 from nixl_kv.transport.control import Control, Lost, Received
 
 ANSWER_TIMEOUT_S: Final = 5.0

@@ -11,7 +11,6 @@ from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import shown
 from nixl_kv.protocol import ticket
 from nixl_kv.protocol.messages import (
-    ANY,
     WIRE_VERSION,
     Describe,
     Description,
@@ -75,7 +74,7 @@ class Publisher:
         mine = self._description
         if mine is None:
             reason = "this engine is still starting"
-        elif message.incarnation == ANY:
+        elif message.incarnation == ticket.ANY:
             return mine
         elif message.engine != mine.engine:
             reason = f"remote_engine_id is {message.engine!r}, but here is {mine.engine!r}"

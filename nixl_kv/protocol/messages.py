@@ -25,9 +25,6 @@ from nixl_kv.protocol.ticket import Hex32, Name
 
 WIRE_VERSION = 2
 
-ANY = "0" * 32
-"""No engine's incarnation: those are random."""
-
 MAX_CLAIMS = 65536
 MAX_RANKS = 1024
 

@@ -19,6 +19,9 @@ from nixl_kv.ids import Nonce
 TICKET_VERSION = 1
 
 Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+ANY = "0" * 32
+"""Whatever incarnation: of no engine, since theirs are random, and in no ticket."""
+
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -49,6 +52,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         ipaddress.ip_address(self.remote_host)
         if not self.remote_engine_id.isprintable():
             raise ValueError("remote_engine_id has characters that cannot be printed")
+        if self.incarnation == ANY:
+            raise ValueError("incarnation is all zeros; no engine's is")
 
     @classmethod
     def parse(cls, params: object) -> "Ticket":
@@ -66,9 +71,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         if missing:
             raise RemoteProtocolError(f"kv_transfer_params lacks the field {missing[0]!r}")
         try:
-            return msgspec.convert(params, cls, strict=True)
+            ticket = msgspec.convert(params, cls, strict=True)
         except (msgspec.ValidationError, ValueError) as error:
             raise RemoteProtocolError(f"kv_transfer_params: {error}") from error
+        if ticket.incarnation == ANY:
+            raise RemoteProtocolError(
+                "kv_transfer_params: incarnation is all zeros; no engine's is"
+            )
+        return ticket
 
     @property
     def endpoint(self) -> str:

@@ -226,3 +226,9 @@ def test_whatever_differs_changes_the_hash() -> None:
 def test_extras_may_come_from_an_iterator() -> None:
     extras = [b"a", b"b"]
     assert context_hash(NONCE, (1,), iter(extras)) == context_hash(NONCE, [1], extras)
+
+
+def test_a_ticket_names_one_life_of_an_engine() -> None:
+    """To ask for any would be answered, by an engine that the ticket does not name."""
+    with pytest.raises(RemoteProtocolError, match="incarnation is all zeros"):
+        Ticket.parse({**PARAMS, "incarnation": "0" * 32})
