@@ -13,6 +13,9 @@ from pd.engines import EngineSpec
 from pd.tiny_model import TinyModel, ensure_tiny_model
 
 OFFER_TTL_S = 4
+LEASE_S = (
+    30  # on few cores vLLM's spinning workers may starve a reader for longer than five seconds
+)
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         model,
         "prefill",
         "nixl-kv",
-        connector_config={"offer_ttl_s": OFFER_TTL_S},
+        connector_config={"offer_ttl_s": OFFER_TTL_S, "lease_s": LEASE_S},
         dtype="float32",
     )
     spec = ClusterSpec([prefill], pair.decode, pair.single)
