@@ -13,9 +13,8 @@ from pd.engines import EngineSpec
 from pd.tiny_model import TinyModel, ensure_tiny_model
 
 OFFER_TTL_S = 4
-LEASE_S = (
-    30  # on few cores vLLM's spinning workers may starve a reader for longer than five seconds
-)
+# On few cores vLLM's spinning workers may starve a reader for seconds.
+LEASE_S = 30
 
 
 @pytest.fixture(scope="session")
