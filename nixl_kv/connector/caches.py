@@ -6,7 +6,6 @@ known is exchanged in whole blocks, between engines that are cut alike.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -84,15 +83,13 @@ def cache_layout(
     )
 
 
-@dataclass
 class Insides:
     """What is in the layers' views."""
 
-    vllm_config: VllmConfig
-
-    def __post_init__(self) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         """To be made in a worker only."""
-        self.shards = Shards(self.vllm_config)
+        self.vllm_config = vllm_config
+        self.shards = Shards(vllm_config)
 
     def is_transposed(self, layer: str, spec: Any) -> bool:
         """Whether K is transposed within each head's block."""

@@ -53,7 +53,7 @@ class PrefillScheduler:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Tell the workers of the requests whose prompt this step completes, with their blocks."""
-        self.sent(output.preempted_req_ids or ())
+        self.release(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
             self._prepare(output, new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -76,7 +76,7 @@ class PrefillScheduler:
         if address is None or obstacle is not None:
             logger.info("request %s is not offered: %s", request.request_id, obstacle)
             self._commands.append(events.Withdraw(offered.nonce))
-            self.sent([request.request_id])
+            self.release([request.request_id])
             return False, None
         self._commands.append(events.Offer(offered.nonce, RequestId(request.request_id)))
         ticket = Ticket(
@@ -90,7 +90,7 @@ class PrefillScheduler:
         )
         return True, ticket.params()
 
-    def sent(self, requests: Iterable[str]) -> None:
+    def release(self, requests: Iterable[str]) -> None:
         """Offers have ended, or their blocks were taken away: nothing is held for them."""
         if self.blocks is not None:
             self.blocks.release_all(requests)

@@ -60,7 +60,7 @@ class Scheduler:
     def sent(self, requests: Iterable[str]) -> None:
         """The workers have reported these offers as ended."""
         if self._prefill is not None:
-            self._prefill.sent(requests)
+            self._prefill.release(requests)
 
     def arrived(self, request: Request) -> None:
         """A request is new. A ticket that does not hold costs a log line and a counter."""

@@ -14,12 +14,12 @@ import numpy as np
 
 from pd.tiny_model import (
     ATTENTION_GAIN,
-    DTYPES,
     EMBEDDING_GAIN,
     FORMAT,
     SHARPNESS,
     Dice,
     FloatArray,
+    Numbers,
     TinyModel,
     vector,
 )
@@ -33,7 +33,7 @@ Tensors = dict[str, FloatArray]
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Numbers):
     """What all of them have; the rest of a Recipe is their own."""
 
     family: ClassVar[str]
@@ -41,21 +41,6 @@ class Family:
     model_type: ClassVar[str]
 
     layers: int = 6
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int = 64
-    hidden: int = 256
-    intermediate: int = 512
-    max_positions: int = 4096
-    dtype: str = "float32"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse shapes that vLLM would refuse only after half a minute."""
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: one of {', '.join(DTYPES)}")
 
     def digest(self) -> str:
         """A short name for all values."""

@@ -81,10 +81,8 @@ def vector(size: int, value: float = 1.0) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class TinyModel:
-    """A Qwen3: full attention in all layers."""
-
-    family: ClassVar[str] = "qwen3"
+class Numbers:
+    """What every family of models is made from."""
 
     layers: int = 4
     heads: int = 8
@@ -102,6 +100,13 @@ class TinyModel:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class TinyModel(Numbers):
+    """A Qwen3: full attention in all layers."""
+
+    family: ClassVar[str] = "qwen3"
 
     def digest(self) -> str:
         """A short name for these parameters."""
