@@ -8,9 +8,12 @@ import ipaddress
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from nixl_kv.errors import ConfigError
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 LAYOUTS: Final = ("auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
@@ -18,6 +21,36 @@ LAYOUTS: Final = ("auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 MAX_PORT_DIGITS: Final = 5
+
+LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
+ANYWHERE: Final = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
+MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
+"""IPv4 as IPv6 writes it: the same hosts, so it counts as IPv4 everywhere here."""
+
+HOW_TO_SHARE_A_KEY: Final = (
+    "make a key once with `nixl-kv keygen PATH`, copy the file to every engine's machine and set "
+    "key_file to its path there; or, on a network where every host is trusted, set insecure to "
+    "true and peers to the CIDRs of the other engines"
+)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The hosts that this engine talks to and listens to."""
+
+    networks: tuple[Network, ...] = ANYWHERE
+
+    def __str__(self) -> str:
+        """As an operator writes them."""
+        return ", ".join(map(str, self.networks))
+
+    def allows(self, host: str) -> bool:
+        """Whether an IP literal is one of them; what is no IP literal is none."""
+        try:
+            address = _plain(ipaddress.ip_address(host))
+        except ValueError:
+            return False
+        return any(address in network for network in self.networks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +78,30 @@ class Config:
     layout: str = "auto"
     """Physical order of the KV cache to ask vLLM for; 'auto' picks the best that is known good."""
 
+    key_file: str | None = None
+    """File with the key that all engines share; with it, whoever lacks the key is nobody."""
+
+    insecure: bool = False
+    """Whether other machines may reach this engine although it has no key."""
+
+    peers: tuple[Network, ...] | None = None
+    """Networks of the other engines; None for any with a key, and this machine without one."""
+
+    peer_timeout_s: float = 2.0
+    """How soon a peer that has fallen silent counts as lost."""
+
+    offer_share: float = 0.5
+    """Share of the cache's blocks that offers which nobody has claimed may hold."""
+
+    @property
+    def allowed_peers(self) -> Peers:
+        """`peers`, or what it is by default."""
+        if self.peers is not None:
+            return Peers(self.peers)
+        if self.key_file is not None:
+            return Peers()
+        return Peers((*LOOPBACK, ipaddress.ip_network(self.host)))
+
     @property
     def renew_interval_s(self) -> float:
         """Renew five times a lease: three may be lost, with a stall, before the lease runs out."""
@@ -55,7 +112,8 @@ class Config:
         """Build from `kv_connector_extra_config`, with vLLM's two variables as defaults.
 
         Raises:
-            ConfigError: for an unknown key or a value that is not allowed.
+            ConfigError: for an unknown key or a value that is not allowed, or if other machines
+                could reach an engine that has no key.
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(extra) - set(known))
@@ -66,7 +124,19 @@ class Config:
             )
         given = _from_environment(environ)
         given.update({key: (_name(key), value) for key, value in extra.items()})
-        return cls(**{key: _PARSERS[key](name, value) for key, (name, value) in given.items()})
+        config = cls(**{key: _PARSERS[key](name, value) for key, (name, value) in given.items()})
+        if not (config.key_file or config.insecure or config._is_alone()):
+            raise _refuse(
+                given["host"][0],
+                config.host,
+                f"without a key_file, an address that only this machine reaches: "
+                f"{HOW_TO_SHARE_A_KEY}",
+            )
+        return config
+
+    def _is_alone(self) -> bool:
+        """Whether only this machine reaches this engine."""
+        return ipaddress.ip_address(self.host).is_loopback
 
 
 def _name(key: str) -> str:
@@ -89,6 +159,12 @@ def _refuse(name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"{name} is {value!r}; allowed: {allowed}")
 
 
+def _plain(address: Address) -> Address:
+    """IPv4 where it is written as IPv6."""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
 def _host(name: str, value: object) -> str:
     """An address a peer can connect to, as an IP literal: tickets carry no names to resolve."""
     allowed = "an IP address of this machine, or a name that resolves to one; not a wildcard"
@@ -96,7 +172,7 @@ def _host(name: str, value: object) -> str:
         raise _refuse(name, value, allowed)
     try:
         literal = socket.getaddrinfo(value, None, type=socket.SOCK_STREAM)[0][4][0]
-        address = ipaddress.ip_address(literal)
+        address = _plain(ipaddress.ip_address(literal))
     except (OSError, ValueError) as error:
         raise _refuse(name, value, allowed) from error
     if address.is_unspecified or address.is_multicast:
@@ -129,6 +205,47 @@ def _layout(name: str, value: object) -> str:
     return str(value)
 
 
+def _key_file(name: str, value: object) -> str | None:
+    """Only the path: the file is read where the key is used."""
+    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+        raise _refuse(name, value, "the path of a file made by `nixl-kv keygen`, or null")
+    return value
+
+
+def _insecure(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "true or false")
+    return value
+
+
+def _peers(name: str, value: object) -> tuple[Network, ...] | None:
+    allowed = "a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null"
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise _refuse(name, value, allowed)
+    try:
+        return tuple(_network(entry) for entry in value)
+    except ValueError as error:
+        raise _refuse(name, value, f"{allowed}; {error}") from error
+
+
+def _network(entry: object) -> Network:
+    if not isinstance(entry, str):
+        raise ValueError(f"{entry!r} is no text")  # noqa: TRY004 - refused as all others
+    network = ipaddress.ip_network(entry)
+    if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(MAPPED):
+        first = _plain(network.network_address)
+        return ipaddress.ip_network(f"{first}/{network.prefixlen - MAPPED.prefixlen}")
+    return network
+
+
+def _share(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.01 <= value <= 1:  # noqa: PLR2004
+        raise _refuse(name, value, "a number from 0.01 to 1")
+    return float(value)
+
+
 _PARSERS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "host": _host,
     "port": _port,
@@ -137,4 +254,9 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "lease_s": _seconds,
     "request_timeout_s": _seconds,
     "layout": _layout,
+    "key_file": _key_file,
+    "insecure": _insecure,
+    "peers": _peers,
+    "peer_timeout_s": _seconds,
+    "offer_share": _share,
 }

@@ -4,7 +4,7 @@
                    /    |     \\
     L2      transport/  |   protocol/          do not know each other
                 |       |   /
-    L1          |   geometry/    config.py     pure
+    L1          |   geometry/    config.py, keys.py     pure
                 |       |           |
     L0         ids.py      errors.py           leaves, standard library only
 
@@ -44,14 +44,17 @@ LAYERS: Final = {
     "ids": layer(""),
     "errors": layer(""),
     "config": layer("ids errors"),
+    "keys": layer("ids errors"),
     "geometry": layer("ids errors", "numpy"),
     "protocol": layer("ids errors config geometry", "msgspec"),
-    "transport": layer("ids errors config geometry", "numpy nixl zmq"),
+    "transport": layer("ids errors config keys geometry", "numpy nixl zmq"),
     "connector": layer(
-        "ids errors config geometry protocol transport",
+        "ids errors config keys geometry protocol transport",
         "numpy msgspec vllm torch triton prometheus_client",
     ),
-    "cli": layer("ids errors config geometry protocol transport connector", "numpy rich typer"),
+    "cli": layer(
+        "ids errors config keys geometry protocol transport connector", "numpy rich typer"
+    ),
 }
 
 # The one file through which each of these enters.
@@ -182,6 +185,8 @@ def test_importing_the_connector_starts_nothing() -> None:
         pytest.param("ids.py", "import nixl_kv.errors", "nixl_kv.errors", id="leaf"),
         pytest.param("errors.py", "from nixl_kv import ids", "nixl_kv.ids", id="other leaf"),
         pytest.param("config.py", "import msgspec", "msgspec", id="config"),
+        pytest.param("keys.py", "import zmq", "zmq", id="keys"),
+        pytest.param("keys.py", "import nixl_kv.config", "nixl_kv.config", id="keys and config"),
         pytest.param("geometry/a.py", "import nixl_kv.config", "nixl_kv.config", id="geometry"),
         pytest.param("geometry/a.py", "import torch.cuda", "torch", id="geometry and torch"),
         pytest.param("protocol/a.py", "import numpy as np", "numpy", id="protocol"),

@@ -1,18 +1,31 @@
 """`kv_connector_extra_config`: what is taken, what is refused, and in which words."""
 
+import ipaddress
 import socket
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nixl_kv.config import HOST_VARIABLE, LAYOUTS, PORT_VARIABLE, Config
+from nixl_kv.config import (
+    HOST_VARIABLE,
+    HOW_TO_SHARE_A_KEY,
+    LAYOUTS,
+    PORT_VARIABLE,
+    Config,
+    Peers,
+)
 from nixl_kv.errors import ConfigError
 
 NO_HOST = "an IP address of this machine, or a name that resolves to one; not a wildcard"
 NO_PORT = r"a whole number from 0 to 65535 \(0: any free port\)"
 NO_BACKENDS = r"a list of names of NIXL backends, such as \['UCX'\]"
 NO_SECONDS = "a number of seconds from 0.1 to 3600"
+NO_KEY_FILE = "the path of a file made by `nixl-kv keygen`, or null"
+NO_TRUTH = "true or false"
+NO_SHARE = "a number from 0.01 to 1"
 NO_LAYOUT = "auto, LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC"
 
 
@@ -41,6 +54,11 @@ def test_defaults() -> None:
         lease_s=5.0,
         request_timeout_s=30.0,
         layout="auto",
+        key_file=None,
+        insecure=False,
+        peers=None,
+        peer_timeout_s=2.0,
+        offer_share=0.5,
     )
 
 
@@ -54,6 +72,11 @@ def test_everything_given() -> None:
             "lease_s": 2.5,
             "request_timeout_s": 60,
             "layout": "BHLNC",
+            "key_file": "/etc/nixl_kv/key",
+            "insecure": True,
+            "peers": ["10.0.0.0/8", "fd00::/8"],
+            "peer_timeout_s": 1,
+            "offer_share": 1,
         },
         {},
     )
@@ -65,6 +88,11 @@ def test_everything_given() -> None:
         lease_s=2.5,
         request_timeout_s=60.0,
         layout="BHLNC",
+        key_file="/etc/nixl_kv/key",
+        insecure=True,
+        peers=(ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")),
+        peer_timeout_s=1.0,
+        offer_share=1.0,
     )
     assert isinstance(config.offer_ttl_s, float)
 
@@ -87,20 +115,27 @@ def test_renewals_per_lease() -> None:
         pytest.param("host", "::1", "::1", id="IPv6"),
         pytest.param("host", "0:0::0:1", "::1", id="IPv6 in another spelling"),
         pytest.param("host", "prefill", "10.0.0.7", id="name"),
+        pytest.param("host", "::ffff:10.0.0.7", "10.0.0.7", id="IPv4 written as IPv6"),
         pytest.param("backends", ("POSIX",), ("POSIX",), id="tuple of backends"),
         pytest.param("lease_s", 0.1, 0.1, id="shortest"),
         pytest.param("lease_s", 3600, 3600.0, id="longest"),
         *[pytest.param("layout", name, name, id=name) for name in LAYOUTS],
+        pytest.param("key_file", None, None, id="no key"),
+        pytest.param("key_file", "key", "key", id="key"),
+        pytest.param("insecure", False, False, id="not insecure"),
+        pytest.param("peers", None, None, id="default peers"),
+        pytest.param("offer_share", 0.01, 0.01, id="smallest share"),
+        pytest.param("offer_share", 1, 1.0, id="largest share"),
     ],
 )
 def test_allowed(names: dict[str, str], key: str, value: object, parsed: object) -> None:
     names["prefill"] = "10.0.0.7"
-    found = getattr(Config.parse({key: value}, {}), key)
+    found = getattr(Config.parse({"insecure": True, key: value}, {}), key)
     assert found == parsed
     assert type(found) is type(parsed)
 
 
-SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s")
+SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +155,7 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s")
                 ("IPv6 multicast", "ff02::1"),
                 ("unknown", "no-such-name"),
                 ("wildcard by name", "anywhere"),
+                ("wildcard as IPv6 writes IPv4", "::ffff:0.0.0.0"),
                 ("label too long", "x" * 64 + ".example"),
                 ("with a port", "10.0.0.1:80"),
             ]
@@ -146,6 +182,18 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s")
             pytest.param("layout", value, NO_LAYOUT, id=f"layout {value!r}")
             for value in ("", "lbhnc", "NHD", None, 5, ["auto"])
         ],
+        *[
+            pytest.param("key_file", value, NO_KEY_FILE, id=f"key_file {value!r}")
+            for value in ("", 5, True, ["key"], b"key", "a\0b")
+        ],
+        *[
+            pytest.param("insecure", value, NO_TRUTH, id=f"insecure {value!r}")
+            for value in (None, 0, 1, "true", "", [])
+        ],
+        *[
+            pytest.param("offer_share", value, NO_SHARE, id=f"offer_share {value!r}")
+            for value in (0, 0.0099, 1.01, 50, "0.5", None, True, float("nan"))
+        ],
     ],
 )
 def test_refused(names: dict[str, str], key: str, value: object, allowed: str) -> None:
@@ -167,7 +215,10 @@ def test_refused(names: dict[str, str], key: str, value: object, allowed: str) -
 def test_unknown_keys(extra: dict[str, object], first: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Config.parse(extra, {})
-    keys = "host, port, backends, offer_ttl_s, lease_s, request_timeout_s, layout"
+    keys = (
+        "host, port, backends, offer_ttl_s, lease_s, request_timeout_s, layout, "
+        "key_file, insecure, peers, peer_timeout_s, offer_share"
+    )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"
     )
@@ -204,7 +255,7 @@ def test_unknown_keys(extra: dict[str, object], first: str) -> None:
 def test_environment(
     extra: dict[str, object], environ: dict[str, str], host: str, port: int
 ) -> None:
-    config = Config.parse(extra, environ)
+    config = Config.parse({**extra, "insecure": True}, environ)
     assert (config.host, config.port) == (host, port)
 
 
@@ -227,3 +278,134 @@ def test_environment_refused(variable: str, value: str, allowed: str) -> None:
 def test_the_variables_are_those_of_vllm() -> None:
     assert HOST_VARIABLE == "VLLM_NIXL_SIDE_CHANNEL_HOST"
     assert PORT_VARIABLE == "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+
+# Keys and peers
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "name"),
+    [
+        pytest.param({"host": "10.0.0.1"}, {}, "kv_connector_extra_config['host']", id="key"),
+        pytest.param({}, {HOST_VARIABLE: "10.0.0.1"}, HOST_VARIABLE, id="variable"),
+        pytest.param(
+            {"host": "10.0.0.1", "insecure": False, "key_file": None},
+            {},
+            "kv_connector_extra_config['host']",
+            id="in so many words",
+        ),
+        pytest.param(
+            {"host": "10.0.0.1", "peers": ["10.0.0.0/24"]},
+            {},
+            "kv_connector_extra_config['host']",
+            id="with peers",
+        ),
+    ],
+)
+def test_what_others_reach_needs_a_key(
+    extra: dict[str, object], environ: dict[str, str], name: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Config.parse(extra, environ)
+    assert str(refusal.value) == (
+        f"{name} is '10.0.0.1'; allowed: without a key_file, an address that only this machine "
+        f"reaches: {HOW_TO_SHARE_A_KEY}"
+    )
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({"host": "10.0.0.1", "key_file": "key"}, id="a key"),
+        pytest.param({"host": "10.0.0.1", "insecure": True}, id="insecure"),
+        pytest.param({"host": "127.0.0.1"}, id="loopback"),
+        pytest.param({"host": "127.8.8.8"}, id="all of loopback"),
+        pytest.param({"host": "::1"}, id="loopback of IPv6"),
+        pytest.param({"host": "::ffff:127.0.0.1"}, id="loopback of IPv4 as IPv6 writes it"),
+    ],
+)
+def test_what_may_do_without(extra: dict[str, object]) -> None:
+    Config.parse(extra, {})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        pytest.param([], "", id="nobody"),
+        pytest.param("10.0.0.0/8", "", id="no list"),
+        pytest.param({"10.0.0.0/8": 1}, "", id="an object"),
+        pytest.param([""], "; '' does not appear to be", id="empty"),
+        pytest.param(["10.0.0.0/33"], "; '10.0.0.0/33' does not appear to be", id="too long"),
+        pytest.param(["10.0.0.1/8"], "; 10.0.0.1/8 has host bits set", id="not its first address"),
+        pytest.param(["prefill"], "; 'prefill' does not appear to be", id="a name"),
+        pytest.param([10], "; 10 is no text", id="a number"),
+        pytest.param(["10.0.0.0/8", None], "; None is no text", id="nothing"),
+    ],
+)
+def test_peers_refused(value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Config.parse({"peers": value}, {})
+    assert str(refusal.value).startswith(
+        f"kv_connector_extra_config['peers'] is {value!r}; "
+        f"allowed: a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null{words}"
+    )
+
+
+KEY = {"key_file": "key"}
+BY_CIDR = {"peers": ["10.0.0.0/24", "fd00::/64", "192.168.7.7", "::ffff:172.16.0.0/108"]}
+
+
+@pytest.mark.parametrize(
+    ("extra", "host", "allowed"),
+    [
+        pytest.param(KEY, "8.8.8.8", True, id="a key: anybody"),
+        pytest.param(KEY, "2001:db8::1", True, id="a key: anybody by IPv6"),
+        pytest.param(KEY, "prefill", False, id="a key: no name"),
+        pytest.param({}, "127.0.0.1", True, id="no key: this machine"),
+        pytest.param({}, "127.255.0.9", True, id="no key: all of this machine"),
+        pytest.param({}, "::1", True, id="no key: this machine by IPv6"),
+        pytest.param({}, "::ffff:127.0.0.1", True, id="no key: this machine, mapped"),
+        pytest.param({}, "10.0.0.1", False, id="no key: nobody else"),
+        pytest.param({}, "::2", False, id="no key: nobody else by IPv6"),
+        pytest.param({"host": "10.0.0.1", "insecure": True}, "10.0.0.1", True, id="own host"),
+        pytest.param({"host": "10.0.0.1", "insecure": True}, "10.0.0.2", False, id="neighbour"),
+        pytest.param({"host": "fd00::1", "insecure": True}, "fd00::1", True, id="own host, IPv6"),
+        pytest.param(BY_CIDR, "10.0.0.255", True, id="inside"),
+        pytest.param(BY_CIDR, "10.0.1.0", False, id="outside"),
+        pytest.param(BY_CIDR, "::ffff:10.0.0.9", True, id="inside, mapped"),
+        pytest.param(BY_CIDR, "::ffff:10.0.1.9", False, id="outside, mapped"),
+        pytest.param(BY_CIDR, "fd00::ffff", True, id="inside, IPv6"),
+        pytest.param(BY_CIDR, "fd00:0:0:1::", False, id="outside, IPv6"),
+        pytest.param(BY_CIDR, "192.168.7.7", True, id="one host"),
+        pytest.param(BY_CIDR, "192.168.7.8", False, id="not the next"),
+        pytest.param(BY_CIDR, "172.16.5.5", True, id="a network, mapped"),
+        pytest.param(BY_CIDR, "172.32.0.0", False, id="outside of it"),
+        pytest.param(BY_CIDR, "127.0.0.1", False, id="what is given is all"),
+        pytest.param({**BY_CIDR, **KEY}, "8.8.8.8", False, id="with a key too"),
+        pytest.param(BY_CIDR, "", False, id="nothing"),
+        pytest.param(BY_CIDR, "10.0.0.1 ", False, id="a space"),
+        pytest.param(BY_CIDR, "10.0.0.1/32", False, id="a network is no host"),
+        pytest.param(BY_CIDR, "0xa000001", False, id="hexadecimal"),
+        pytest.param(BY_CIDR, "10.1", False, id="short form"),
+    ],
+)
+def test_which_hosts_are_peers(extra: dict[str, object], host: str, allowed: bool) -> None:  # noqa: FBT001
+    assert Config.parse(extra, {}).allowed_peers.allows(host) is allowed
+
+
+@given(address=st.ip_addresses(v=4), prefix=st.integers(0, 32))
+def test_ipv4_counts_the_same_however_it_is_written(
+    address: ipaddress.IPv4Address, prefix: int
+) -> None:
+    network = ipaddress.ip_network(f"{address}/{prefix}", strict=False)
+    mapped = f"::ffff:{network.network_address}/{prefix + 96}"
+    for written in (str(network), mapped):
+        peers = Config.parse({"peers": [written]}, {}).allowed_peers
+        assert str(peers) == str(network)
+        assert peers.allows(str(address))
+        assert peers.allows(f"::ffff:{address}")
+
+
+def test_peers_are_shown_as_they_are_written() -> None:
+    assert str(Config().allowed_peers) == "127.0.0.0/8, ::1/128, 127.0.0.1/32"
+    assert str(Peers()) == "0.0.0.0/0, ::/0"

@@ -3,18 +3,20 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Final
 
 from nixl_kv.cli.options import EngineOptions, ModelOptions
-from nixl_kv.errors import NixlKVError, TransportError
+from nixl_kv.errors import ConfigError, NixlKVError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.shapes import EngineShape, ModelShape, layouts
+from nixl_kv.keys import Keys, read_key_file
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Describe,
     Description,
     Refusal,
-    decode,
+    decode_answer,
     encode,
 )
 from nixl_kv.protocol.ticket import ANY
@@ -113,8 +115,8 @@ def cache_words(cache: CacheLayout) -> str:
     return f"{words} in {cache.memory}"
 
 
-def asked(where: str, *, option: str) -> Engine:
-    """An engine that runs.
+def asked(where: str, *, option: str, key_file: Path | None) -> Engine:
+    """An engine that runs; it answers those who have its key.
 
     Raises:
         ValueError: names the option, the address, and what went wrong.
@@ -123,7 +125,11 @@ def asked(where: str, *, option: str) -> Engine:
     if not host or not port.isdecimal():
         raise ValueError(f"{option} is {where!r}; allowed: HOST:PORT")
     try:
-        description = ask(f"tcp://{where}")
+        keys = None if key_file is None else read_key_file(key_file)
+    except ConfigError as error:
+        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error
+    try:
+        description = ask(f"tcp://{where}", keys)
     except NixlKVError as error:
         raise ValueError(f"{option} {where}: {error}") from error
     caches = tuple(rank.layout for rank in description.ranks)
@@ -132,13 +138,13 @@ def asked(where: str, *, option: str) -> Engine:
     return Engine(words, description.model, caches)
 
 
-def ask(endpoint: str) -> Description:
+def ask(endpoint: str, keys: Keys | None = None) -> Description:
     """What an engine says of itself.
 
     Raises:
         NixlKVError: if nobody answers, or not with a description.
     """
-    control = Control()
+    control = Control(keys)
     try:
         control.send(endpoint, encode(Describe(WIRE_VERSION, ANY, "any")))
         return _wait(control)
@@ -158,7 +164,7 @@ def _description(item: Received) -> Description:
     """The first thing that comes from the only endpoint is the answer, or its loss."""
     if isinstance(item, Lost):
         raise TransportError(item.reason)
-    message = decode(item.payload)
+    message = decode_answer(item.payload)
     if isinstance(message, Refusal):
         raise TransportError(f"refused: {message.reason}")
     if not isinstance(message, Description):

@@ -1,17 +1,20 @@
 """The console script `nixl-kv`.
 
-Exit status: 0 if decode can read prefill, 1 if it cannot, 2 if the question makes no sense.
+Exit status of `plan`: 0 if decode can read prefill, 1 if it cannot, 2 if the question makes no
+sense; of `keygen`: 0, or 2 if no key was written.
 """
 
 import json
-from typing import Final
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
 from nixl_kv.cli import engines, models, picture, tables
 from nixl_kv.cli.figures import Comparison, compare
 from nixl_kv.cli.options import EngineOptions, ModelOptions, OutputOptions, takes_records
-from nixl_kv.errors import IncompatiblePeer
+from nixl_kv.errors import ConfigError, IncompatiblePeer
+from nixl_kv.keys import write_key_file
 
 CANNOT: Final = 1
 NONSENSE: Final = 2
@@ -46,6 +49,27 @@ def plan(model: ModelOptions, two: EngineOptions, output: OutputOptions) -> None
         raise typer.Exit(CANNOT)
 
 
+@app.command()
+def keygen(
+    path: Annotated[Path, typer.Argument(help="A new file; never one that exists already.")],
+) -> None:
+    """Make the key that prefill and decode engines share."""
+    try:
+        keys = write_key_file(path)
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(NONSENSE) from error
+    typer.echo(
+        f"{path} has a new key, with the fingerprint {keys.fingerprint}. Whoever can read this "
+        "file can do what an engine can.\n\n"
+        "Next: copy it to the machine of every prefill and decode engine, over a channel that "
+        "nobody reads, as a file of the user that runs the engine, with mode 0600 or 0400; and "
+        "start each with\n\n"
+        f'    "kv_connector_extra_config": {{"key_file": {json.dumps(str(path.absolute()))}}}\n\n'
+        "Each engine logs the fingerprint of its key at the start."
+    )
+
+
 def _answer(model: ModelOptions, two: EngineOptions, output: OutputOptions) -> Comparison:
     """Print it, and draw it if that is asked for."""
     prefill, decode = _engines(model, two)
@@ -67,8 +91,8 @@ def _engines(model: ModelOptions, two: EngineOptions) -> tuple[engines.Engine, e
     if engines.running(two):
         engines.check_no_model(model)
         return (
-            engines.asked(str(two.prefill_at), option="--prefill-at"),
-            engines.asked(str(two.decode_at), option="--decode-at"),
+            engines.asked(str(two.prefill_at), option="--prefill-at", key_file=two.key_file),
+            engines.asked(str(two.decode_at), option="--decode-at", key_file=two.key_file),
         )
     shape = models.model_shape(model)
     return (

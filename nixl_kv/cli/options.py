@@ -67,6 +67,9 @@ class EngineOptions:
     decode_at: Annotated[str | None, _engines(metavar="HOST:PORT", help="The same of decode.")] = (
         None
     )
+    key_file: Annotated[
+        Path | None, _engines(help="The key of the engines that are asked, if they have one.")
+    ] = None
     blocks: Annotated[
         int,
         _engines(min=1, help="Blocks of each rank's cache, where the engine's numbers have none."),

@@ -10,6 +10,7 @@ from typing import Final
 from vllm.v1.request import Request
 
 from nixl_kv.connector.translate import context_extras
+from nixl_kv.connector.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.geometry import blocks
 from nixl_kv.ids import Nonce, RequestId, new_claim
@@ -34,9 +35,10 @@ class _Incoming:
 class DecodeScheduler:
     """Decides loads. `entry_sizes` are the tokens per block table entry, per group."""
 
-    def __init__(self, entry_sizes: Sequence[int]) -> None:
+    def __init__(self, entry_sizes: Sequence[int], trust: Trust) -> None:
         """Begin with nothing to load."""
         self._entry_sizes = entry_sizes
+        self._trust = trust
         self._incoming: dict[RequestId, _Incoming] = {}
         self._used: OrderedDict[Nonce, float] = OrderedDict()
         self._commands: list[events.Command] = []
@@ -48,6 +50,7 @@ class DecodeScheduler:
             RemoteProtocolError: if the ticket does not hold; the request is computed here.
         """
         ticket = Ticket.parse(params)
+        self._trust.check(ticket)  # before anything is connected to where it leads
         request_id = RequestId(request.request_id)
         if getattr(request, "abort_immediately", False):
             # Refused by the frontend, with another prompt in its place: only release the offer.

@@ -14,30 +14,38 @@ from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Describe,
     Description,
-    Message,
     Refusal,
-    decode,
+    decode_to_engine,
     encode,
 )
 from nixl_kv.transport.control import Control, FromPeer
+from nixl_kv.transport.door import Bounds
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
 
+BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
+"""A question is short, and who asks takes the answer, which is long, before asking again."""
+
 
 class Publisher:
     """Listens on the engine's host and port."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, control: Control | None = None) -> None:
         """Bind and start.
+
+        Args:
+            host: an IP literal.
+            port: 0 takes any free one.
+            control: what to listen with, its own from now on; None for one without keys.
 
         Raises:
             TransportError: if the address cannot be bound.
         """
-        self._control = Control()
+        self._control = control or Control()
         self.host = host
-        self.port = self._control.listen(ticket.bind_address(host), port)
+        self.port = self._control.listen(ticket.bind_address(host), port, BOUNDS)
         self._description: Description | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="nixl-kv-publisher", daemon=True)
@@ -64,13 +72,11 @@ class Publisher:
     def _answer(self, item: FromPeer) -> None:
         """Whatever a stranger sends, the thread lives on."""
         try:
-            self._control.reply(item.route, encode(self._decide(decode(item.payload))))
+            self._control.reply(item.route, encode(self._decide(decode_to_engine(item.payload))))
         except (RemoteProtocolError, TransportError) as error:
             logger.warning("request for a description dropped: %s", error)
 
-    def _decide(self, message: Message) -> Description | Refusal:
-        if not isinstance(message, Describe):
-            raise RemoteProtocolError(f"{type(message).__name__} is not for a scheduler")
+    def _decide(self, message: Describe) -> Description | Refusal:
         mine = self._description
         if mine is None:
             reason = "this engine is still starting"

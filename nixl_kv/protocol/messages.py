@@ -13,7 +13,7 @@ WIRE_VERSION history
 2  groups have a window, and may have no layers on a rank; ranks need not pair one to one
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -168,7 +168,8 @@ ToEngine: TypeAlias = Describe
 FromEngine: TypeAlias = Description | Refusal
 ToRank: TypeAlias = Ask | Renew | Done | Abort
 FromRank: TypeAlias = Grant | Deny | Renewed
-Message: TypeAlias = ToEngine | FromEngine | ToRank | FromRank
+Answer: TypeAlias = FromEngine | FromRank
+Message: TypeAlias = ToEngine | ToRank | Answer
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -180,7 +181,12 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+# One for each kind of socket: what nobody may send there is never built.
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+_Decoded = TypeVar("_Decoded")
 
 
 def encode(message: Message) -> bytes:
@@ -188,14 +194,36 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(payload: bytes) -> Message:
-    """Parse and check one message.
+def decode_to_engine(payload: bytes) -> ToEngine:
+    """Parse and check a message that came to the scheduler of an engine.
 
     Raises:
         RemoteProtocolError: names the first field that is wrong, or the foreign version.
     """
+    return _decode(_to_engine, payload)
+
+
+def decode_to_rank(payload: bytes) -> ToRank:
+    """Parse and check a message that came to a worker.
+
+    Raises:
+        RemoteProtocolError: names the first field that is wrong, or the foreign version.
+    """
+    return _decode(_to_rank, payload)
+
+
+def decode_answer(payload: bytes) -> Answer:
+    """Parse and check what an engine or a worker of it answers.
+
+    Raises:
+        RemoteProtocolError: names the first field that is wrong, or the foreign version.
+    """
+    return _decode(_answer, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], payload: bytes) -> _Decoded:
     try:
-        return _decoder.decode(payload)
+        return decoder.decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(_explain(payload, error)) from error
 

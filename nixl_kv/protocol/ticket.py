@@ -2,9 +2,15 @@
 
 It stands in the request body as `kv_transfer_params`, so it comes back from a client's hands. It
 names no block and no address; it says whom to ask, for which offer, and what the KV depends on.
+Where engines share a key, a MAC over all of it proves that one of them made it.
+
+TICKET_VERSION history
+1  first
+2  has a MAC
 """
 
 import hashlib
+import hmac
 import ipaddress
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +22,8 @@ from msgspec import Meta
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Nonce
 
-TICKET_VERSION = 1
+TICKET_VERSION = 2
+MAC_BYTES = 16
 
 Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 ANY = "0" * 32
@@ -41,6 +48,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     nonce: Hex32
     num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     context: Hex32
+    mac: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no address: nothing that a client sends is ever resolved.
@@ -80,6 +88,32 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             )
         return ticket
 
+    def seal(self, key: bytes) -> "Ticket":
+        """The same with its MAC."""
+        return msgspec.structs.replace(self, mac=self._mac(key))
+
+    def verify(self, key: bytes | None) -> None:
+        """Check the MAC; without a key there must be none.
+
+        Raises:
+            RemoteProtocolError: says what is wrong with the MAC, and nothing of what it should be.
+        """
+        if key is None and self.mac:
+            obstacle = "was made by an engine with a key; this one has no key_file"
+        elif key is not None and not self.mac:
+            obstacle = "is missing: made by an engine without a key; this one has a key_file"
+        elif key is not None and not hmac.compare_digest(self.mac, self._mac(key)):
+            obstacle = "is wrong: the ticket was changed, or made with another key"
+        else:
+            return
+        raise RemoteProtocolError(f"kv_transfer_params: mac {obstacle}")
+
+    def _mac(self, key: bytes) -> str:
+        """Over every other field, whichever there are, so that none is ever left out."""
+        values = [getattr(self, name) for name in self.__struct_fields__ if name != "mac"]
+        message = msgspec.msgpack.encode(values)
+        return hashlib.blake2b(message, digest_size=MAC_BYTES, key=key).hexdigest()
+
     @property
     def endpoint(self) -> str:
         """Where the engine describes itself, as ZMQ writes it."""
@@ -94,6 +128,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 def endpoint(host: str, port: int) -> str:
     """ZMQ's way to write an address; IPv6 literals need brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def endpoint_host(address: str) -> str:
+    """The host of an endpoint, without brackets."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def bind_address(host: str) -> str:

@@ -4,37 +4,50 @@ One `Control` per thread: a ROUTER where peers reach this side, a DEALER per end
 side talks to, and a wake-up by which another thread ends a wait. It moves opaque payloads; what
 they mean is the protocol's affair.
 
+With keys, ZMQ's CURVE encrypts each connection and proves to either side that the other one holds
+the same key; without them, nothing does. Who may connect is asked of the `Gatekeeper`, in the same
+wait as everything else: a new connection waits for the next `poll`, those that stand never do.
+
 A DEALER is watched: when its connection breaks, or none comes about, its endpoint is reported lost
 and the socket is closed, so that nothing queued for a dead process reaches its successor.
 """
 
 import errno
 import os
-import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Final, TypeAlias
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from nixl_kv.config import Config, Peers
 from nixl_kv.errors import TransportError
+from nixl_kv.keys import Keys
+from nixl_kv.transport import zap
+from nixl_kv.transport.door import Bounds, Door
 
-MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_ANSWER_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
 NEVER_MS: Final = 3_600_000
 """A link that broke is reported and closed, never mended behind our back."""
 MAX_BATCH: Final = 256  # messages of one poll, so that a flood holds nothing else up
-HEARTBEAT_MS: Final = 500
-HEARTBEAT_TIMEOUT_MS: Final = 1500
 CONNECT_TIMEOUT_MS: Final = 2000
+
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+DOOR_ENDPOINT: Final = "inproc://door"
+HANDSHAKE_FAILED: Final = "handshake failed"
 
 _LOST_EVENTS: Final[dict[int, str]] = {
     zmq.EVENT_DISCONNECTED: "connection closed",
     zmq.EVENT_CONNECT_RETRIED: "cannot connect",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake failed",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake failed",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused: this host is not among its peers",
 }
 
 
@@ -79,59 +92,131 @@ class _Link:
         self.dealer.close(linger=0)
 
 
+@dataclass(frozen=True)
+class _Entrance:
+    """What stands beside a ROUTER: who asks whether to let somebody in, and who counts them."""
+
+    questions: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes]"
+    door: Door
+
+    def attend(self, gatekeeper: zap.Gatekeeper) -> None:
+        """Answer and count, as much as waits there."""
+        for _ in range(MAX_BATCH):
+            if not self.questions.poll(0):
+                break
+            answer = gatekeeper.answer(self.questions.recv_multipart(zmq.NOBLOCK))
+            if answer is not None:
+                self.questions.send_multipart(answer, zmq.NOBLOCK)
+        for _ in range(MAX_BATCH):
+            if not self.monitor.poll(0):
+                break
+            came = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_ACCEPTED
+            (self.door.came if came else self.door.left)()
+
+
+def _listening(bounds: Bounds, keys: Keys | None) -> dict[int, int | bytes]:
+    """The options of a ROUTER."""
+    options: dict[int, int | bytes] = {
+        zmq.ROUTER_MANDATORY: 1,
+        zmq.MAXMSGSIZE: bounds.message_bytes,
+        zmq.RCVHWM: bounds.requests,
+        zmq.SNDHWM: bounds.answers,
+        zmq.ZAP_DOMAIN: zap.DOMAIN,
+        zmq.ZAP_ENFORCE_DOMAIN: 1,  # if nobody answers the question, nobody is let in
+    }
+    if keys is not None:
+        options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: keys.server}
+    return options
+
+
+def _public(secret: bytes) -> bytes:
+    """The public key of a secret one, 32 bytes each."""
+    with _translated("CURVE"):
+        return z85.decode(zmq.curve_public(z85.encode(secret)))
+
+
+def _connecting(keys: Keys | None) -> dict[int, int | bytes]:
+    """The options of a DEALER."""
+    options: dict[int, int | bytes] = {
+        zmq.MAXMSGSIZE: MAX_ANSWER_BYTES,
+        zmq.RCVHWM: HIGH_WATER,
+        zmq.SNDHWM: HIGH_WATER,
+        zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+        zmq.RECONNECT_IVL: NEVER_MS,
+    }
+    if keys is not None:
+        options |= {
+            zmq.CURVE_SERVERKEY: _public(keys.server),
+            zmq.CURVE_PUBLICKEY: _public(keys.client),
+            zmq.CURVE_SECRETKEY: keys.client,
+        }
+    return options
+
+
 @contextmanager
 def _translated(doing: str) -> Iterator[None]:
     try:
         yield
-    except zmq.ZMQError as error:
-        raise TransportError(f"{doing}: {error}") from error
-
-
-def is_local(host: str) -> bool:
-    """Whether an IP address is one of this machine's own."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return True
+    except (zmq.ZMQError, OSError, ValueError) as error:
+        raise TransportError(f"{doing}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class Control:
     """Sockets of one thread. Only `wake` may be called from another."""
 
-    def __init__(self) -> None:
-        """Open nothing but the wake-up."""
+    def __init__(
+        self,
+        keys: Keys | None = None,
+        *,
+        peers: Peers | None = None,
+        peer_timeout_s: float = Config.peer_timeout_s,
+    ) -> None:
+        """Open nothing but the wake-up.
+
+        Args:
+            keys: with them, whoever has others or none is not let in, nor talked to.
+            peers: who may connect; None for anybody. Whom to connect to is the caller's affair.
+            peer_timeout_s: how soon a connection whose other end is silent counts as lost.
+        """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys = keys
+        client = None if keys is None else _public(keys.client)
+        self._gatekeeper = zap.Gatekeeper(client, (peers or Peers()).allows)
+        self._peer_timeout_s = peer_timeout_s
         self._poller = zmq.Poller()
         self._router: zmq.Socket[bytes] | None = None
+        self._entrance: _Entrance | None = None
         self._links: dict[str, _Link] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
-    def listen(self, address: str, port: int) -> int:
+    def listen(self, address: str, port: int, bounds: Bounds | None = None) -> int:
         """Bind the ROUTER; port 0 takes any free one. Returns the port.
 
         Args:
             address: as in an endpoint, `tcp://127.0.0.1` or `tcp://[::1]`.
             port: 0 to 65535.
+            bounds: of what strangers may cost; None for those of a worker.
 
         Raises:
             TransportError: if the address is not of this machine or the port is taken.
         """
-        router = self._socket(zmq.ROUTER)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        try:
-            with _translated(f"listening on {address}:{port or 'any port'}"):
-                router.bind(f"{address}:{port or '*'}")
-        except TransportError:
-            router.close()
-            raise
+        with _translated(f"listening on {address}:{port or 'any port'}"):
+            host = ip_address(address.removeprefix("tcp://").strip("[]"))
+            door = Door(str(host), port)
+            # The gatekeeper first: whoever comes before it stands there is turned away.
+            questions = self._socket(zmq.ROUTER, {})
+            questions.bind(ZAP_ENDPOINT)
+            router = self._socket(zmq.ROUTER, _listening(bounds or Bounds(), self._keys))
+            monitor = self._monitor_door(router)
+            router.setsockopt(zmq.USE_FD, door.copy())
+            router.bind(f"{address}:{door.port}")
         self._router = router
-        self._poller.register(router, zmq.POLLIN)
-        bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(bound.rsplit(":", 1)[1])
+        self._entrance = _Entrance(questions, monitor, door)
+        for watched in (router, questions, monitor):
+            self._poller.register(watched, zmq.POLLIN)
+        return door.port
 
     def send(self, endpoint: str, payload: bytes) -> None:
         """Queue a message for an endpoint, connecting if need be; never waits.
@@ -154,12 +239,18 @@ class Control:
                 raise TransportError(f"replying: {error}") from error
 
     def poll(self, timeout_s: float | None) -> list[Received]:
-        """Wait for messages, losses or a wake-up; None waits for ever."""
-        ready = dict(
-            self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000)))
-        )
+        """Wait for messages, losses or a wake-up; None waits for ever.
+
+        ZMQ counts in milliseconds: a shorter time is slept through, whatever comes meanwhile.
+        """
+        if timeout_s is not None and timeout_s < 0.001:  # noqa: PLR2004 - a millisecond
+            time.sleep(timeout_s)
+            timeout_s = 0
+        ready = dict(self._poller.poll(None if timeout_s is None else round(timeout_s * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
+        if self._entrance is not None:
+            self._entrance.attend(self._gatekeeper)
         received: list[Received] = list(self._requests())
         for endpoint, link in list(self._links.items()):
             received += self._answers(endpoint, link)
@@ -183,28 +274,35 @@ class Control:
         for endpoint in list(self._links):
             self.disconnect(endpoint)
         self._context.destroy(linger=0)
+        if self._entrance is not None:
+            self._entrance.door.close()
         os.close(self._wake_fd)
 
-    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+    def _socket(self, kind: int, options: dict[int, int | bytes]) -> "zmq.Socket[bytes]":
         made = self._context.socket(kind)
-        options = {
+        common: dict[int, int | bytes] = {
             zmq.LINGER: 0,
-            zmq.SNDHWM: HIGH_WATER,
-            zmq.RCVHWM: HIGH_WATER,
-            zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
-            zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+            zmq.HEARTBEAT_IVL: round(self._peer_timeout_s * 1000 / 4),
+            zmq.HEARTBEAT_TIMEOUT: round(self._peer_timeout_s * 1000 * 3 / 4),
             zmq.HANDSHAKE_IVL: CONNECT_TIMEOUT_MS,
             zmq.IPV6: 1,
-            zmq.RECONNECT_IVL: NEVER_MS,
         }
-        for option, value in options.items():
+        for option, value in (common | options).items():
             made.setsockopt(option, value)
         return made
 
+    def _monitor_door(self, router: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
+        """Tells of each connection that begins or ends.
+
+        Its queue has no end: ZMQ's thread would wait at a full one, and with it all connections.
+        """
+        router.monitor(DOOR_ENDPOINT, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        monitor = self._socket(zmq.PAIR, {zmq.RCVHWM: 0})
+        monitor.connect(DOOR_ENDPOINT)
+        return monitor
+
     def _connect(self, endpoint: str) -> _Link:
-        dealer = self._socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER, _connecting(self._keys))
         monitor = dealer.get_monitor_socket(sum(_LOST_EVENTS))
         link = _Link(dealer, monitor)
         try:
@@ -237,5 +335,13 @@ class Control:
         if link.monitor.poll(0):
             event = recv_monitor_message(link.monitor)
             self.disconnect(endpoint)
-            received.append(Lost(endpoint, _LOST_EVENTS.get(event["event"], "connection lost")))
+            received.append(Lost(endpoint, self._reason(event["event"])))
         return received
+
+    def _reason(self, event: int) -> str:
+        """Why a connection is lost, in words."""
+        reason = _LOST_EVENTS.get(event, "connection lost")
+        if reason != HANDSHAKE_FAILED:
+            return reason
+        other = "a key" if self._keys is None else "another key, or none"
+        return f"{reason}: perhaps it has {other}"

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import Result
@@ -13,6 +14,7 @@ from nixl_kv.cli import engines
 from nixl_kv.connector.publisher import Publisher
 from nixl_kv.geometry.ranks import Shape
 from nixl_kv.geometry.shapes import EngineShape, ModelShape, layouts
+from nixl_kv.keys import Keys, read_key_file, write_key_file
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Description,
@@ -46,8 +48,8 @@ def publish() -> Iterator[Callable[[Description | None], str]]:
     """Starts an engine's publisher; returns where it listens."""
     started: list[Publisher] = []
 
-    def start(described: Description | None) -> str:
-        publisher = Publisher(HOST, 0)
+    def start(described: Description | None, keys: Keys | None = None) -> str:
+        publisher = Publisher(HOST, 0, Control(keys))
         started.append(publisher)
         if described is not None:
             publisher.publish(described)
@@ -175,7 +177,7 @@ def test_nobody_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         pytest.param(
             encode(Done(WIRE_VERSION, "0" * 32, "1" * 32, "2" * 32, Reader("x", "3" * 32, 0))),
-            "answered with Done",
+            "Invalid value 'Done' - at `$[0]`",
             id="another message",
         ),
     ],
@@ -198,3 +200,39 @@ def test_a_port_that_cannot_be_one(run: Run) -> None:
     result = run(f"--prefill-at {HOST}:99999 --decode-at {HOST}:1")
     assert result.exit_code == 2
     assert result.stderr == f"error: --prefill-at {HOST}:99999: cannot connect\n"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    write_key_file(tmp_path / "key")
+    return tmp_path / "key"
+
+
+def test_engines_with_a_key_answer_those_who_have_it(
+    run: Run, publish: Callable[..., str], key_file: Path
+) -> None:
+    where = publish(description("one", EngineShape()), read_key_file(key_file))
+    result = run(f"--prefill-at {where} --decode-at {where} --key-file {key_file}")
+    assert result.exit_code == 0, result.output
+
+
+def test_engines_with_a_key_answer_nobody_else(
+    run: Run, publish: Callable[..., str], key_file: Path, tmp_path: Path
+) -> None:
+    where = publish(description("one", EngineShape()), read_key_file(key_file))
+    write_key_file(tmp_path / "other")
+    asked = f"--prefill-at {where} --decode-at {where}"
+    for given, words in (
+        ("", "handshake failed: perhaps it has a key"),
+        (f"--key-file {tmp_path / 'other'}", "handshake failed: perhaps it has another key, or"),
+    ):
+        result = run(f"{asked} {given}")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: --prefill-at {where}: {words}")
+
+
+def test_a_key_file_that_others_can_read(run: Run, key_file: Path) -> None:
+    key_file.chmod(0o644)
+    result = run(f"--prefill-at {HOST}:1 --decode-at {HOST}:1 --key-file {key_file}")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --key-file is {str(key_file)!r}: its mode is 0644;")

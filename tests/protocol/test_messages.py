@@ -2,7 +2,8 @@
 
 import re
 import tracemalloc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from protocol_records import (
     TABLES,
     abort,
     ask,
+    decode,
     deny,
     describe,
     description,
@@ -33,7 +35,7 @@ from protocol_records import (
 
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.messages import Message, Reader, decode, encode
+from nixl_kv.protocol.messages import Message, Reader, encode
 
 READER_WIRE = ["decode", hex32(0xD), 0]
 
@@ -120,6 +122,31 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
 def test_every_message_of_the_wire_is_in_the_table() -> None:
     kinds = set(messages.Message.__args__)
     assert {type(param.values[0]) for param in WIRE} == kinds
+
+
+DIRECTIONS: Final = {
+    messages.decode_to_engine: {"Describe"},
+    messages.decode_to_rank: {"Ask", "Renew", "Done", "Abort"},
+    messages.decode_answer: {"Description", "Refusal", "Grant", "Deny", "Renewed"},
+}
+
+
+@pytest.mark.parametrize("decoder", DIRECTIONS)
+@pytest.mark.parametrize("message", [param.values[0] for param in WIRE])
+def test_a_socket_takes_only_what_may_come_to_it(
+    message: Message, decoder: Callable[[bytes], Message]
+) -> None:
+    kind = type(message).__name__
+    if kind in DIRECTIONS[decoder]:
+        assert decoder(encode(message)) == message
+        return
+    with pytest.raises(RemoteProtocolError, match=f"Invalid value '{kind}'"):
+        decoder(encode(message))
+
+
+def test_every_message_has_one_direction() -> None:
+    kinds = [kind for kinds in DIRECTIONS.values() for kind in kinds]
+    assert sorted(kinds) == sorted(kind.__name__ for kind in messages.Message.__args__)
 
 
 def test_a_rank_describes_itself_in_the_form_that_the_engine_passes_on() -> None:

@@ -5,15 +5,16 @@ import re
 import types
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_records import CONTEXT, ENGINE_LIFE, HOME, NONCE, describe, hex32, ticket
+from protocol_records import CONTEXT, ENGINE_LIFE, HOME, NONCE, decode, describe, hex32, ticket
 
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Nonce
-from nixl_kv.protocol.messages import decode, encode
-from nixl_kv.protocol.ticket import Ticket, bind_address, context_hash, endpoint
+from nixl_kv.protocol.messages import encode
+from nixl_kv.protocol.ticket import Ticket, bind_address, context_hash, endpoint, endpoint_host
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -21,11 +22,12 @@ PARAMS = {
     "remote_engine_id": "prefill",
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
-    "ticket_version": 1,
+    "ticket_version": 2,
     "incarnation": ENGINE_LIFE,
     "nonce": NONCE,
     "num_tokens": 8,
     "context": CONTEXT,
+    "mac": "",
 }
 
 
@@ -78,7 +80,7 @@ def test_what_is_no_ticket_is_refused(params: object, error: str) -> None:
         Ticket.parse(params)
 
 
-@pytest.mark.parametrize("name", sorted(set(PARAMS) - {"do_remote_decode"}))
+@pytest.mark.parametrize("name", sorted(set(PARAMS) - {"do_remote_decode", "mac"}))
 def test_a_field_that_is_missing_is_named(name: str) -> None:
     params = {key: value for key, value in PARAMS.items() if key != name}
     with pytest.raises(RemoteProtocolError, match=name):
@@ -98,8 +100,13 @@ def test_a_field_that_is_missing_is_named(name: str) -> None:
         pytest.param("remote_port", 65536, id="port"),
         pytest.param("remote_port", "5600", id="port is text"),
         pytest.param("remote_port", True, id="port is a truth"),
-        pytest.param("ticket_version", 0, id="old version"),
-        pytest.param("ticket_version", 2, id="new version"),
+        pytest.param("ticket_version", 1, id="old version"),
+        pytest.param("ticket_version", 3, id="new version"),
+        pytest.param("mac", None, id="mac is null"),
+        pytest.param("mac", "a" * 31, id="short mac"),
+        pytest.param("mac", "a" * 33, id="long mac"),
+        pytest.param("mac", "A" * 32, id="mac in capitals"),
+        pytest.param("mac", "é" * 32, id="mac of other letters"),
         pytest.param("incarnation", "a" * 31, id="short incarnation"),
         pytest.param("nonce", "a" * 33, id="long nonce"),
         pytest.param("nonce", "A" * 32, id="nonce in capitals"),
@@ -119,7 +126,7 @@ def test_a_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
         Ticket.parse({**PARAMS, name: value})
 
 
-@pytest.mark.parametrize("name", ["incarnation", "nonce", "context"])
+@pytest.mark.parametrize("name", ["incarnation", "nonce", "context", "mac"])
 def test_a_line_end_is_no_part_of_a_field(name: str) -> None:
     with pytest.raises(RemoteProtocolError, match=name):
         Ticket.parse({**PARAMS, name: hex32(1) + "\n"})
@@ -232,3 +239,105 @@ def test_a_ticket_names_one_life_of_an_engine() -> None:
     """To ask for any would be answered, by an engine that the ticket does not name."""
     with pytest.raises(RemoteProtocolError, match="incarnation is all zeros"):
         Ticket.parse({**PARAMS, "incarnation": "0" * 32})
+
+
+# The MAC
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+SEALED = ticket().seal(KEY)
+
+
+def test_the_mac_is_the_same_on_both_sides_for_ever() -> None:
+    """A change needs a new ticket version."""
+    assert SEALED.mac == "1ff56be478b7b0fb1cabe77aee02c4b7"
+    assert SEALED.seal(KEY) == SEALED
+
+
+def test_a_sealed_ticket_holds() -> None:
+    Ticket.parse(json.loads(json.dumps(SEALED.params()))).verify(KEY)
+    ticket().verify(None)
+
+
+CHANGED = {
+    "remote_engine_id": "another",
+    "remote_host": "10.0.0.2",
+    "remote_port": 5601,
+    "incarnation": hex32(7),
+    "nonce": hex32(7),
+    "num_tokens": 9,
+    "context": hex32(7),
+}
+FIXED = {"do_remote_prefill", "do_remote_decode", "ticket_version"}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_whatever_is_changed_is_noticed(name: str) -> None:
+    forged = Ticket.parse({**SEALED.params(), name: CHANGED[name]})
+    with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: mac is wrong: "):
+        forged.verify(KEY)
+
+
+def test_every_field_is_changed_above_or_can_have_one_value() -> None:
+    assert set(PARAMS) == {*CHANGED, *FIXED, "mac"}
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_what_can_have_one_value_is_in_the_mac_too(name: str) -> None:
+    """Else a later version could be passed off as an earlier one."""
+    other = ticket()
+    msgspec.structs.force_setattr(other, name, 7)
+    assert other._mac(KEY) != SEALED.mac
+
+
+@given(position=st.integers(0, 31), digit=st.sampled_from("0123456789abcdef"))
+def test_every_digit_of_the_mac_counts(position: int, digit: str) -> None:
+    mac = SEALED.mac[:position] + digit + SEALED.mac[position + 1 :]
+    forged = ticket(mac=mac)
+    if mac == SEALED.mac:
+        forged.verify(KEY)
+        return
+    with pytest.raises(RemoteProtocolError):
+        forged.verify(KEY)
+
+
+@settings(deadline=None)
+@given(first=st.text("ab", min_size=1, max_size=4), second=st.integers(1, 99))
+def test_fields_do_not_run_into_each_other(first: str, second: int) -> None:
+    other = ticket(remote_engine_id=first, remote_port=second).seal(KEY)
+    assert (other.mac == ticket(remote_engine_id="ab", remote_port=12).seal(KEY).mac) == (
+        (first, second) == ("ab", 12)
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "key", "words"),
+    [
+        pytest.param(
+            SEALED,
+            None,
+            "mac was made by an engine with a key; this one has no key_file",
+            id="no key here",
+        ),
+        pytest.param(
+            ticket(),
+            KEY,
+            "mac is missing: made by an engine without a key; this one has a key_file",
+            id="no key there",
+        ),
+        pytest.param(
+            SEALED,
+            OTHER_KEY,
+            "mac is wrong: the ticket was changed, or made with another key",
+            id="another key",
+        ),
+    ],
+)
+def test_tickets_of_engines_with_other_keys(made: Ticket, key: bytes | None, words: str) -> None:
+    with pytest.raises(RemoteProtocolError) as refusal:
+        made.verify(key)
+    assert str(refusal.value) == f"kv_transfer_params: {words}"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fd00::7"])
+def test_an_endpoint_has_a_host(host: str) -> None:
+    assert endpoint_host(endpoint(host, 5600)) == host

@@ -1,0 +1,144 @@
+"""The key that all engines share, and the keys that are derived from it.
+
+Whoever has the file may do all that an engine may: ask any engine for what it is and for its
+blocks, and make tickets. So the file must be readable by its owner alone, and nothing here shows,
+logs or compares what is in it; a fingerprint tells two keys apart.
+"""
+
+import hashlib
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from nixl_kv.errors import ConfigError
+
+KEY_BYTES: Final = 32
+MODES: Final = (0o600, 0o400)
+
+ALLOWED: Final = (
+    "a file made by `nixl-kv keygen`: one line of 64 hexadecimal digits, with mode 0600 or 0400, "
+    "owned by this user or root"
+)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Keys:
+    """One key for each purpose, so that what is learnt of one use says nothing about the others."""
+
+    tickets: bytes
+    """For the MACs of tickets; 32 bytes, as are the next two."""
+
+    server: bytes
+    """The secret by which the listening side of a connection proves itself (Curve25519)."""
+
+    client: bytes
+    """The same for the side that connects."""
+
+    fingerprint: str
+    """16 hexadecimal digits that tell keys apart, and say nothing else about them."""
+
+    @classmethod
+    def derive(cls, root: bytes) -> "Keys":
+        """All of them, from the bytes in a key file: a keyed hash, with a name for each purpose."""
+        return cls(
+            tickets=_derive(root, b"nixl_kv ticket"),
+            server=_derive(root, b"nixl_kv server"),
+            client=_derive(root, b"nixl_kv client"),
+            fingerprint=_derive(root, b"nixl_kv shown")[:8].hex(),
+        )
+
+    def __repr__(self) -> str:
+        """Nothing that is secret."""
+        return f"<Keys {self.fingerprint}>"
+
+
+def read_key_file(path: str | Path) -> Keys:
+    """Read a key file, if nobody else can.
+
+    A link is followed, since secrets that are mounted are links; what counts is the file that was
+    opened, whose mode and owner cannot change between the check and the reading.
+
+    Raises:
+        ConfigError: names the path, what is wrong with the file, and what is allowed.
+    """
+    try:
+        obstacle, text = _read(path)
+    except (OSError, ValueError) as error:
+        raise _refuse(path, _words(error)) from error
+    root = None if obstacle else _parse(text)
+    if root is None:
+        raise _refuse(path, obstacle or "its content is something else")
+    return Keys.derive(root)
+
+
+def write_key_file(path: str | Path) -> Keys:
+    """Make a key and write it to a new file that only this user can read.
+
+    Raises:
+        ConfigError: if there is something at the path already, or nothing can be written there.
+    """
+    root = secrets.token_bytes(KEY_BYTES)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except (OSError, ValueError) as error:
+        raise _unwritten(path, error) from error
+    try:
+        os.fchmod(descriptor, 0o600)  # whatever the umask has made of it
+        os.write(descriptor, root.hex().encode() + b"\n")
+    except OSError as error:
+        Path(path).unlink(missing_ok=True)
+        raise _unwritten(path, error) from error
+    finally:
+        os.close(descriptor)
+    return Keys.derive(root)
+
+
+def _derive(root: bytes, purpose: bytes) -> bytes:
+    return hashlib.blake2b(digest_size=KEY_BYTES, key=root, person=purpose).digest()
+
+
+def _read(path: str | Path) -> tuple[str | None, bytes]:
+    """Why the file is not to be trusted, or else its content, as far as a key could be long."""
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        obstacle = _obstacle(os.fstat(descriptor))
+        return obstacle, b"" if obstacle else os.read(descriptor, 2 * KEY_BYTES + 2)
+    finally:
+        os.close(descriptor)
+
+
+def _obstacle(found: os.stat_result) -> str | None:
+    """Why an opened file is not to be trusted, or its content already known to others."""
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no regular file"
+    if mode not in MODES:
+        return f"its mode is {mode:04o}"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"its owner is the user {found.st_uid}"
+    return None
+
+
+def _parse(text: bytes) -> bytes | None:
+    digits = text.removesuffix(b"\n")
+    if len(digits) != 2 * KEY_BYTES or not set(digits) <= set(b"0123456789abcdefABCDEF"):
+        return None
+    return bytes.fromhex(digits.decode("ascii"))
+
+
+def _refuse(path: str | Path, obstacle: str) -> ConfigError:
+    return ConfigError(f"key_file is {str(path)!r}: {obstacle}; allowed: {ALLOWED}")
+
+
+def _unwritten(path: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"no key is written to {str(path)!r}: {_words(error)}; allowed: the path of a new file"
+    )
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,215 @@
+"""The key file: who may read it, what is in it, and what is derived from it."""
+
+import os
+import stat
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_kv.errors import ConfigError
+from nixl_kv.keys import ALLOWED, Keys, read_key_file, write_key_file
+
+ROOT = bytes(range(32))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "key"
+
+
+def written(path: Path, content: bytes = ROOT.hex().encode(), mode: int = 0o600) -> Path:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_the_keys_are_the_same_everywhere_for_ever() -> None:
+    """Engines of different builds share a key file."""
+    assert asdict(Keys.derive(ROOT)) == {
+        "tickets": bytes.fromhex(
+            "e5cb2058ef6b73b0d4fa4c26ac9710177325a9bae6442175bcb540c066e181f0"
+        ),
+        "server": bytes.fromhex("94571f6f820d742a6460615436712252091b22d13ba67a5118f4c3f4b7eeb4b3"),
+        "client": bytes.fromhex("5bf3785d1f0aab943c5f0a8a11fac751589725ff8356e0dc8ba667c4e50e7b3c"),
+        "fingerprint": "cfa33ee36bb42689",
+    }
+
+
+def test_each_purpose_has_its_own_key() -> None:
+    keys = Keys.derive(ROOT)
+    assert len({ROOT, keys.tickets, keys.server, keys.client}) == 4
+    assert {len(keys.tickets), len(keys.server), len(keys.client)} == {32}
+
+
+@given(one=st.binary(min_size=32, max_size=32), other=st.binary(min_size=32, max_size=32))
+def test_other_roots_give_other_keys(one: bytes, other: bytes) -> None:
+    a, b = asdict(Keys.derive(one)), asdict(Keys.derive(other))
+    assert all((a[name] == b[name]) == (one == other) for name in a)
+
+
+def test_no_secret_is_shown() -> None:
+    keys = Keys.derive(ROOT)
+    assert repr(keys) == str(keys) == f"<Keys {keys.fingerprint}>"
+    assert f"{keys!r}{[keys]}".count(keys.fingerprint) == 2
+
+
+def test_what_is_written_can_be_read(path: Path) -> None:
+    made = write_key_file(path)
+    assert asdict(read_key_file(path)) == asdict(made)
+    assert asdict(read_key_file(str(path))) == asdict(made)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_every_key_is_new(tmp_path: Path) -> None:
+    made = {write_key_file(tmp_path / str(number)).tickets for number in range(10)}
+    assert len(made) == 10
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
+def test_the_umask_does_not_matter(path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_key_file(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling link"])
+def test_nothing_is_overwritten(path: Path, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "target"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(target)
+    if kind == "link":
+        target.write_text("mine")
+    with pytest.raises(ConfigError, match=r"^no key is written to '.*/key': File exists; allowed"):
+        write_key_file(path)
+    assert kind != "file" or path.read_text() == "mine"
+    assert target.exists() == (kind == "link")
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/key", "with\0zero"])
+def test_where_nothing_can_be_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^no key is written to "):
+        write_key_file(f"{tmp_path}/{name}")
+
+
+def test_a_disk_that_is_full_leaves_no_half_key(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_descriptor: int, _content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write_key_file(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(ROOT.hex().encode(), id="without a line end"),
+        pytest.param(ROOT.hex().encode() + b"\n", id="with one"),
+        pytest.param(ROOT.hex().upper().encode(), id="capitals"),
+    ],
+)
+def test_what_counts_as_a_key(path: Path, content: bytes) -> None:
+    assert asdict(read_key_file(written(path, content))) == asdict(Keys.derive(ROOT))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(ROOT, id="the bytes themselves"),
+        pytest.param(ROOT.hex().encode()[:-2], id="too short"),
+        pytest.param(ROOT.hex().encode() + b"00", id="too long"),
+        pytest.param(ROOT.hex().encode() + b"\n\n", id="two line ends"),
+        pytest.param(b" " + ROOT.hex().encode()[1:], id="a space"),
+        pytest.param(ROOT.hex().encode()[:-2] + b"  ", id="spaces"),
+        pytest.param(b"g" * 64, id="no digits"),
+        pytest.param(b"\xff" * 64, id="no text"),
+        pytest.param(b"\xd9\xa3" * 32, id="digits of another script"),
+    ],
+)
+def test_what_counts_as_none(path: Path, content: bytes) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read_key_file(written(path, content))
+    assert str(refusal.value) == (
+        f"key_file is {str(path)!r}: its content is something else; allowed: {ALLOWED}"
+    )
+    assert content == b"" or repr(content)[2:-1] not in str(refusal.value)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_its_owner_alone_may_read_it(path: Path, mode: int) -> None:
+    read_key_file(written(path, mode=mode))
+
+
+@pytest.mark.parametrize(
+    "mode", [0o644, 0o640, 0o604, 0o660, 0o440, 0o404, 0o700, 0o500, 0o601, 0o620, 0o4600, 0o1600]
+)
+def test_nobody_else_may(path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match=rf"/key': its mode is {mode:04o}; allowed: {ALLOWED}$"):
+        read_key_file(written(path, mode=mode))
+
+
+def test_it_must_belong_to_this_user_or_root(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this user is root: who owns a file may change it."""
+    owner = os.geteuid()
+    written(path)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    if owner == 0:
+        read_key_file(path)
+        os.chown(path, 12345, -1)
+    else:
+        with pytest.raises(ConfigError, match=f"its owner is the user {owner};"):
+            read_key_file(path)
+        return
+    with pytest.raises(ConfigError, match="its owner is the user 12345; allowed"):
+        read_key_file(path)
+
+
+def test_a_link_is_followed_and_its_target_checked(path: Path, tmp_path: Path) -> None:
+    """So Kubernetes mounts its secrets."""
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert read_key_file(written(link)).fingerprint == read_key_file(path).fingerprint
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="its mode is 0644"):
+        read_key_file(link)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param("missing", "No such file or directory", id="missing"),
+        pytest.param("folder", "it is no regular file", id="folder"),
+        pytest.param("pipe", "it is no regular file", id="pipe"),
+        pytest.param("with\0zero", "embedded null byte", id="no path"),
+    ],
+)
+def test_what_is_no_file(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match=f": {words}; allowed: {ALLOWED}$"):
+        read_key_file(f"{tmp_path}/{name}")
+
+
+def test_reading_leaves_nothing_open(path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for mode in (0o600, 0o644):
+        written(path, mode=mode)
+        try:
+            read_key_file(path)
+        except ConfigError:
+            continue
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
