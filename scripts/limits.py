@@ -45,7 +45,7 @@ ARGUMENTS = 6
 POSITIONAL = 3
 
 # Where an unknown error must stop: the top of the transfer thread, and the plugin.
-BROAD_EXCEPT = frozenset({"nixl_kv/connector/engine.py", "nixl_kv/connector/plugin.py"})
+BROAD_EXCEPT = frozenset({"nixl_kv/connector/thread.py", "nixl_kv/connector/plugin.py"})
 EVERYTHING = frozenset({"Exception", "BaseException"})
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from caches import Cache
 
+from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
-from nixl_kv.connector.engine import LoadResult, Machinery, Result, TransferThread
+from nixl_kv.connector.engine import Machinery
 from nixl_kv.connector.publisher import Publisher
-from nixl_kv.connector.sources import Identity
+from nixl_kv.connector.registering import serve
+from nixl_kv.connector.results import LoadResult, Result
+from nixl_kv.connector.sources import Household, Identity
+from nixl_kv.connector.thread import TransferThread
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.ranks import Shape
 from nixl_kv.ids import (
@@ -71,8 +75,10 @@ class Side:
     def _build(self, make_transport: Callable[[], Transport]) -> Machinery:
         transport, control, slots = make_transport(), Control(), SlotPage(64)
         layout = self.cache.layout()
-        data = DataPlane(transport, layout, Identity(self.model, self.rank))
-        transport.register(slots.span, "DRAM", 0)
+        household = Household.alone(layout, Identity(self.model, self.rank))
+        agents = Agents(make_transport, household)
+        agents.open()
+        serve(transport, layout, slots)
         port = control.listen(f"tcp://{HOST}", 0)
         reader = messages.Reader(self.engine, self.incarnation, self.rank)
         described = messages.RankDescription(
@@ -86,9 +92,9 @@ class Side:
         offers = Offers(num_slots=64, offer_ttl_s=times.offer_ttl_s, lease_s=times.lease_s)
         requests = Requests(reader, timeout_s=times.timeout_s, renew_interval_s=times.lease_s / 5)
         return Machinery(
-            transport,
             control,
-            data,
+            DataPlane(agents, household),
+            transport,
             slots,
             Sender(self.incarnation, offers),
             Receiver(reader, requests),
@@ -181,6 +187,11 @@ class Side:
     def wait_loaded(self, request: str, timeout_s: float = 10.0) -> events.Loaded:
         self.wait(lambda results: request in loaded(results), timeout_s)
         return loaded(self.results)[request]
+
+    def outcome(self, request: str, timeout_s: float = 10.0) -> str | None:
+        """Why a load failed; None for a good one."""
+        failure = self.wait_loaded(request, timeout_s).failure
+        return None if failure is None else str(failure)
 
     def wait_sent(self, request: str, timeout_s: float = 10.0) -> events.Sent:
         self.wait(lambda results: request in sent(results), timeout_s)

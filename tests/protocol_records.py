@@ -3,8 +3,8 @@
 The prefill engine is at HOME; its ranks answer at `at(rank)`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.ranks import Route, Shape
@@ -19,6 +19,7 @@ from nixl_kv.protocol.messages import (
     Description,
     Done,
     Grant,
+    Message,
     RankDescription,
     Reader,
     Renew,
@@ -26,6 +27,17 @@ from nixl_kv.protocol.messages import (
     Slots,
 )
 from nixl_kv.protocol.ticket import Ticket
+
+DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
+    b"\xa8Describe": messages.decode_to_engine,
+    **dict.fromkeys((b"\xa3Ask", b"\xa5Renew", b"\xa4Done", b"\xa5Abort"), messages.decode_to_rank),
+}
+
+
+def decode(payload: bytes) -> Message:
+    """As the socket does that such a message comes to; its tag, as msgpack, tells which."""
+    found = (DECODERS[tag] for tag in DECODERS if tag in payload[:12])
+    return next(found, messages.decode_answer)(payload)
 
 
 def hex32(number: int) -> str:

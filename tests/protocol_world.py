@@ -17,7 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from protocol_records import CONTEXT, HOME, PREFILL, at, description, refusal, routes, ticket
+from protocol_records import (
+    CONTEXT,
+    HOME,
+    PREFILL,
+    at,
+    decode,
+    description,
+    refusal,
+    routes,
+    ticket,
+)
 
 from nixl_kv.ids import (
     Claim,
@@ -32,7 +42,7 @@ from nixl_kv.ids import (
     new_nonce,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.messages import Describe, Message, Reader, decode, encode
+from nixl_kv.protocol.messages import Describe, Message, Reader, encode
 from nixl_kv.protocol.offers import Offers
 from nixl_kv.protocol.receiver import Receiver
 from nixl_kv.protocol.requests import Requests
@@ -134,6 +144,7 @@ class DecodeRank:
     bytes_of: dict[tuple[RequestId, Rank], list[str | Generation]] = field(default_factory=dict)
     commands: list[events.DecodeCommand] = field(default_factory=list)
     loaded: dict[RequestId, events.Loaded] = field(default_factory=dict)
+    abandoned: set[tuple[RequestId, Rank]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         requests = Requests(self.reader, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S)
@@ -463,6 +474,8 @@ class World:
                 assert not [read for read in rank.reads if read.source in gone]
             case events.Loaded():
                 self._report(rank, action)
+            case events.Abandon():
+                rank.abandoned.add((action.request, action.source))
             case events.CheckSlot():
                 source = rank.joined[action.peer][action.source]
                 rank.reads.append(Read(action.request, source, (), action.slot))
@@ -500,7 +513,7 @@ class World:
         assert loaded.num_tokens == TOKENS
         assert not [read for read in rank.reads if read.request == loaded.request]
         rank.loaded[loaded.request] = loaded
-        if loaded.reason is None:
+        if loaded.failure is None:
             got = [rank.bytes_of[loaded.request, Rank(n)] for n in range(self.num_sources)]
             assert got == [[wanted.ticket.nonce] * 2] * self.num_sources
 
@@ -520,10 +533,19 @@ class World:
     def break_off(self, pick: int) -> None:
         """A read ends in an error."""
         if self._reads():
-            rank, read = one(self._reads(), pick)
-            rank.reads.remove(read)
-            failed = events.ReadFailed(read.request, read.source.rank, "broken")
-            self._act(rank, rank.receiver.handle(failed, self.now))
+            self._fail(*one(self._reads(), pick), "broken")
+
+    def stop(self, pick: int) -> None:
+        """A read that was abandoned is stopped."""
+        reads = self._reads()
+        stuck = [(d, r) for d, r in reads if (r.request, r.source.rank) in d.abandoned]
+        if stuck:
+            self._fail(*one(stuck, pick), "stopped")
+
+    def _fail(self, rank: DecodeRank, read: Read, reason: str) -> None:
+        rank.reads.remove(read)
+        failed = events.ReadFailed(read.request, read.source.rank, reason)
+        self._act(rank, rank.receiver.handle(failed, self.now))
 
     def _reads(self) -> list[tuple[DecodeRank, Read]]:
         return [(rank, read) for rank in self.decode for read in rank.reads]
@@ -596,12 +618,16 @@ class World:
     def outcomes(self, *, dropped: bool = True) -> list[str | None]:
         """The reasons of all loads, None for the good ones."""
         return [
-            rank.loaded[wanted.request].reason
+            reason(rank.loaded[wanted.request])
             for engine, of_engine in enumerate(self.engines)
             for rank in of_engine
             for wanted in self.wanted[engine]
             if wanted.request in rank.loaded and (dropped or not wanted.dropped)
         ]
+
+
+def reason(loaded: events.Loaded) -> str | None:
+    return None if loaded.failure is None else str(loaded.failure)
 
 
 def one(items: Sequence[object], pick: int) -> object:
@@ -621,6 +647,7 @@ COMMON: tuple[Step, ...] = (
     *[World.land] * 5,
     *[World.finish] * 4,
     *[World.tick] * 3,
+    World.stop,
 )
 """What happens every day, the frequent more often."""
 

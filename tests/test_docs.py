@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tables
 
 from nixl_kv.config import Config
 
@@ -56,7 +57,7 @@ def test_the_table_of_keys_is_complete_and_its_defaults_are_true() -> None:
         shown = list(default) if isinstance(default, tuple) else default
         text = (
             json.dumps(shown)
-            if isinstance(shown, list)
+            if shown is None or isinstance(shown, list | bool)
             else f"{shown:g}"
             if isinstance(shown, float)
             else str(shown)
@@ -74,3 +75,9 @@ def test_links_lead_somewhere() -> None:
     targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", README)
     assert targets
     assert [target for target in targets if not (REPO / target).exists()] == []
+
+
+def test_the_tables_of_the_protocol_are_the_code() -> None:
+    written = tables.DOCUMENT.read_text(encoding="utf-8")
+    assert tables.rewrite(written) == written
+    assert sorted(found[2] for found in tables.BLOCK.finditer(written)) == sorted(tables.MACHINES)

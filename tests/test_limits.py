@@ -273,7 +273,7 @@ def test_scripts_may_assert() -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("nixl_kv/connector/engine.py", []),
+        ("nixl_kv/connector/thread.py", []),
         ("nixl_kv/connector/plugin.py", []),
         ("nixl_kv/connector/worker.py", [BROAD]),
         ("scripts/limits.py", [BROAD]),

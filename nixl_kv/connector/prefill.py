@@ -8,8 +8,10 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.holds import PromptBlocks
+from nixl_kv.connector.holds import NULL_BLOCK, PromptBlocks
+from nixl_kv.connector.pressure import Pressure
 from nixl_kv.connector.translate import context_extras
+from nixl_kv.connector.trust import Trust
 from nixl_kv.ids import Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket, context_hash
@@ -38,8 +40,10 @@ class _Offered:
 class PrefillScheduler:
     """Makes offers, from the blocks of vLLM's cache manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, pressure: Pressure, trust: Trust) -> None:
         """Begin with nothing on offer; `address` and `blocks` are set before any request."""
+        self._pressure = pressure
+        self._trust = trust
         self._offered: dict[RequestId, _Offered] = {}
         self._commands: list[events.Command] = []
         self.address: Address | None = None
@@ -79,6 +83,7 @@ class PrefillScheduler:
             self.release([request.request_id])
             return False, None
         self._commands.append(events.Offer(offered.nonce, RequestId(request.request_id)))
+        self._press(offered, tables)
         ticket = Ticket(
             remote_engine_id=address.engine,
             remote_host=address.host,
@@ -88,10 +93,12 @@ class PrefillScheduler:
             num_tokens=request.num_prompt_tokens,
             context=offered.context,
         )
-        return True, ticket.params()
+        return True, self._trust.seal(ticket).params()
 
     def release(self, requests: Iterable[str]) -> None:
         """Offers have ended, or their blocks were taken away: nothing is held for them."""
+        requests = list(requests)
+        self._pressure.ended(requests)
         if self.blocks is not None:
             self.blocks.release_all(requests)
 
@@ -99,6 +106,12 @@ class PrefillScheduler:
         """The commands for the next step."""
         commands, self._commands = self._commands, []
         return commands
+
+    def _press(self, offered: _Offered, tables: Sequence[Sequence[int]]) -> None:
+        """Another offer holds blocks: older ones may have to go."""
+        held = {block for table in tables for block in table} - {NULL_BLOCK}
+        self._pressure.offer(RequestId(offered.request.request_id), offered.nonce, held)
+        self._commands += [events.Revoke(nonce) for nonce in self._pressure.revocable()]
 
     def _prepare(self, output: SchedulerOutput, request_id: str, computed: int) -> None:
         offered = self._offered.get(RequestId(request_id))

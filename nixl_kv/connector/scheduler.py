@@ -18,9 +18,11 @@ from nixl_kv.connector.commands import Handshake, StepCommands
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.holds import PromptBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
+from nixl_kv.connector.pressure import Pressure
 from nixl_kv.connector.publisher import Publisher
 from nixl_kv.connector.shards import shape
 from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.trust import Trust
 from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import Incarnation, engine_incarnation
 from nixl_kv.protocol import events
@@ -37,11 +39,13 @@ class Scheduler:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = translate.config(vllm_config)
+        self._trust = Trust.of(self._config)
         transfer = vllm_config.kv_transfer_config
         self._pagings = translate.pagings(kv_cache_config)
         sizes = [paging.block_size for paging in self._pagings]
-        self._prefill = PrefillScheduler() if transfer.is_kv_producer else None
-        self._decode = DecodeScheduler(sizes) if transfer.is_kv_consumer else None
+        pressure = Pressure(kv_cache_config.num_blocks, self._config.offer_share)
+        self._prefill = PrefillScheduler(pressure, self._trust) if transfer.is_kv_producer else None
+        self._decode = DecodeScheduler(sizes, self._trust) if transfer.is_kv_consumer else None
         self._publisher: Publisher | None = None
         self._siblings: list[events.Siblings] = []  # until the next step takes them to the workers
         self._stats = Stats()
@@ -123,7 +127,13 @@ class Scheduler:
         address = Address(engine, incarnation, publisher.host, publisher.port)
         if self._prefill is not None:
             self._prefill.address = address
-        logger.info("engine %s is described at %s:%d", engine, address.host, address.port)
+        logger.info(
+            "engine %s is described at %s:%d; it has %s",
+            engine,
+            address.host,
+            address.port,
+            self._trust,
+        )
 
     def stats(self) -> Stats | None:
         """What was counted since the last step."""
@@ -171,12 +181,13 @@ class Scheduler:
         port = self._config.port
         # Data-parallel engines of one host have a port each.
         port = port and port + self._vllm_config.parallel_config.data_parallel_index
+        control = self._trust.control()
         try:
-            return Publisher(self._config.host, port)
+            return Publisher(self._config.host, port, control)
         except TransportError:
             if self._prefill is not None:
                 raise
-            return Publisher(self._config.host, 0)
+            return Publisher(self._config.host, 0, control)
 
     def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The groups that are transferred."""

@@ -1,5 +1,6 @@
 """Puts a rank's machinery together, on the transfer thread, and describes the rank to peers."""
 
+from functools import partial
 from typing import Final
 
 from vllm.config import VllmConfig
@@ -7,9 +8,12 @@ from vllm.utils.network_utils import get_ip
 
 from nixl_kv.config import Config
 from nixl_kv.connector import shards, translate
+from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import Machinery
-from nixl_kv.connector.sources import Identity
+from nixl_kv.connector.registering import serve
+from nixl_kv.connector.sources import Household, Identity
+from nixl_kv.connector.trust import Trust
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import new_incarnation
 from nixl_kv.protocol import messages, ticket
@@ -17,59 +21,68 @@ from nixl_kv.protocol.offers import Offers
 from nixl_kv.protocol.receiver import Receiver
 from nixl_kv.protocol.requests import Requests
 from nixl_kv.protocol.sender import Sender
-from nixl_kv.transport.control import Control, is_local
+from nixl_kv.transport.control import Control
+from nixl_kv.transport.door import is_local
 from nixl_kv.transport.slots import SlotPage
 
 NUM_SLOTS: Final = 16384
 """Offers that may be granted at the same time: 256 KiB of memory."""
 
-UCX_ENGINE_CONFIG: Final = "CUDA_IPC_ENABLE_GET_ZCOPY=on"
-"""Read directly also between GPUs, or within one, on a host without NVLink.
-
-There UCX prefers writes over reads where it has the choice; a READ then goes through TCP and the
-owner's memory copies instead, at 0.4 GB/s on an H100 (docs/benchmarks.md).
-"""
+UCX_ENGINE_CONFIG: Final = (
+    # Read directly also between GPUs, or within one, on a host without NVLink. There UCX prefers
+    # writes over reads where it has the choice; a READ then goes through TCP and the owner's memory
+    # copies instead, at 0.4 GB/s on an H100 (docs/benchmarks.md).
+    "CUDA_IPC_ENABLE_GET_ZCOPY=on,"
+    # Over TCP, connect in the background: to a host that is cut off, UCX otherwise holds the
+    # calling thread for two minutes. And let reads from such a host end, which they otherwise do
+    # not: a connection fails on which nothing was acknowledged for 4 s.
+    "TCP_CONN_NB=y,TCP_USER_TIMEOUT=4s,TCP_KEEPIDLE=2s,TCP_KEEPINTVL=1s,TCP_KEEPCNT=3"
+)
+"""Settings of UCX, without its prefix."""
 
 
 def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     """Agent, sockets and machines of one life of this rank.
 
     Raises:
-        NixlKVError: if NIXL or a socket fails.
+        NixlKVError: if NIXL or a socket fails, or the key file is not one.
     """
     from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - nixl only where it is used
 
     config = translate.config(vllm_config)
+    trust = Trust.of(config)
     incarnation = new_incarnation()
     rank = shards.rank(vllm_config)
     engine = vllm_config.kv_transfer_config.engine_id
-    transport = NixlTransport(config.backends, engine_config=UCX_ENGINE_CONFIG)
-    identity = Identity(translate.model_facts(vllm_config), rank)
-    data = DataPlane(transport, layout, identity)
+    make = partial(NixlTransport, config.backends, engine_config=UCX_ENGINE_CONFIG)
+    identity = Identity(translate.model_facts(vllm_config), rank, trust.peers)
+    household = Household.alone(layout, identity)
+    agents = Agents(make, household)
+    if vllm_config.kv_transfer_config.is_kv_consumer:
+        agents.open()
     slots = SlotPage(NUM_SLOTS)
-    transport.register(slots.span, "DRAM", 0)
-    control = Control()
+    serving = None
+    if vllm_config.kv_transfer_config.is_kv_producer:
+        serving = make()
+        serve(serving, layout, slots)
+    control = trust.control()
     offers = Offers(num_slots=NUM_SLOTS, offer_ttl_s=config.offer_ttl_s, lease_s=config.lease_s)
     reader = messages.Reader(engine, incarnation, rank)
-    requests = Requests(
-        reader,
-        timeout_s=config.request_timeout_s,
-        renew_interval_s=config.renew_interval_s,
-    )
+    times = {"timeout_s": config.request_timeout_s, "renew_interval_s": config.renew_interval_s}
     description = messages.RankDescription(
         incarnation,
         _listen(control, config) if vllm_config.kv_transfer_config.is_kv_producer else "",
-        transport.metadata(),
+        serving.metadata() if serving is not None else b"",
         messages.Slots(slots.address, slots.count),
         layout,
     )
     return Machinery(
-        transport=transport,
         control=control,
-        data=data,
+        data=DataPlane(agents, household),
+        serving=serving,
         slots=slots,
         sender=Sender(incarnation, offers),
-        receiver=Receiver(reader, requests),
+        receiver=Receiver(reader, Requests(reader, **times)),
         description=messages.encode_rank(description),
     )
 

@@ -4,9 +4,10 @@ Runs on the transfer thread alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from nixl_kv.config import Peers
 from nixl_kv.errors import IncompatiblePeer, NixlKVError, TransportError
 from nixl_kv.geometry import compat, ranks
 from nixl_kv.geometry.layout import CacheLayout
@@ -16,6 +17,7 @@ from nixl_kv.ids import Rank
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import Description, RankDescription
+from nixl_kv.protocol.ticket import endpoint_host
 from nixl_kv.transport.base import ListHandle, PeerName, Transport
 from nixl_kv.transport.slots import slot_rows
 
@@ -24,10 +26,26 @@ SHOWN_MISMATCHES: Final = 4
 
 @dataclass(frozen=True)
 class Identity:
-    """What this engine is: its model's facts, and which of its ranks this one is."""
+    """What this engine is: its model's facts, which of its ranks this one is, whom it talks to."""
 
     model: Mapping[str, str]
     rank: Rank
+    allowed: Peers = field(default_factory=Peers)
+
+
+@dataclass
+class Household:
+    """What all agents of one rank share: its cache, its engine, and the peers that fit."""
+
+    layout: CacheLayout
+    identity: Identity
+    siblings: tuple[CacheLayout, ...]  # of all ranks of this engine, in rank order
+    peers: dict[PeerKey, Description] = field(default_factory=dict)
+
+    @classmethod
+    def alone(cls, layout: CacheLayout, identity: Identity) -> "Household":
+        """Of an engine that has one rank, as far as is known yet."""
+        return cls(layout, identity, (layout,))
 
 
 @dataclass(frozen=True)
@@ -42,14 +60,12 @@ class Source:
 
 
 class Sources:
-    """All peers' ranks that this rank can read."""
+    """All peers' ranks that this rank can read, with one agent."""
 
-    def __init__(self, transport: Transport, layout: CacheLayout, identity: Identity) -> None:
-        """Begin without peers, and as the only rank of this engine."""
+    def __init__(self, transport: Transport, household: Household) -> None:
+        """Begin without lists; the peers that fit are added when they are first read."""
         self._transport = transport
-        self._layout = layout
-        self._identity = identity
-        self._siblings: tuple[CacheLayout, ...] = (layout,)
+        self._home = household
         self._peers: dict[PeerKey, dict[Rank, Source]] = {}
 
     def __repr__(self) -> str:
@@ -57,24 +73,16 @@ class Sources:
         shown = ", ".join(f"{len(found)} of {key.engine}" for key, found in self._peers.items())
         return f"<Sources: {shown or 'none'}>"
 
-    def meet(self, siblings: tuple[CacheLayout, ...]) -> None:
-        """Take the caches of all ranks of this engine, in rank order."""
-        self._siblings = siblings
-
     def add(self, action: events.AddPeer) -> events.DataEvent:
         """Check a description, load the peer's metadata, plan, and prepare the lists."""
-        description = action.description
-        joined = self._peers.setdefault(action.peer, {})
+        peer, description = action.peer, action.description
         try:
             self._check_fit(description)
-            routes = self._routes(description)
-            for route in routes:
-                if route.readers:
-                    joined[route.source] = self._join(description.ranks[route.source], route)
+            self._join(peer, description)
         except (NixlKVError, ValueError) as error:
-            self.drop(action.peer)
-            return events.PeerRefused(action.peer, str(error))
-        return events.PeerJoined(action.peer, description, routes)
+            return events.PeerRefused(peer, str(error))
+        self._home.peers[peer] = description
+        return events.PeerJoined(peer, description, self._routes(description))
 
     def drop(self, peer: PeerKey) -> None:
         """Forget a peer that nothing reads any more."""
@@ -85,16 +93,21 @@ class Sources:
         """One rank of a peer.
 
         Raises:
-            TransportError: if the peer was dropped.
+            TransportError: if the peer was dropped, or cannot be added to this agent.
         """
-        if peer not in self._peers:
+        if peer not in self._home.peers:
             raise TransportError(f"engine {peer.engine!r} is gone")
+        if peer not in self._peers:
+            self._join(peer, self._home.peers[peer])
         return self._peers[peer][rank]
 
     def _check_fit(self, description: Description) -> None:
-        found = compat.model_mismatches(self._identity.model, description.model)
+        _check_endpoints(description, self._home.identity.allowed)
+        found = compat.model_mismatches(self._home.identity.model, description.model)
         if not found:
-            found = compat.mismatches(self._siblings, [rank.layout for rank in description.ranks])
+            found = compat.mismatches(
+                self._home.siblings, [rank.layout for rank in description.ranks]
+            )
         if found:
             more = len(found) - SHOWN_MISMATCHES
             shown = "; ".join(map(str, found[:SHOWN_MISMATCHES]))
@@ -105,15 +118,27 @@ class Sources:
 
     def _routes(self, description: Description) -> tuple[Route, ...]:
         return ranks.routes(
-            self._identity.rank,
-            [ranks.holding(layout) for layout in self._siblings],
+            self._home.identity.rank,
+            [ranks.holding(layout) for layout in self._home.siblings],
             [ranks.holding(rank.layout) for rank in description.ranks],
         )
 
-    def _join(self, there: RankDescription, route: Route) -> Source:
+    def _join(self, peer: PeerKey, description: Description) -> None:
+        """Make all ranks of a peer readable that this rank reads, or none."""
+        joined = self._peers.setdefault(peer, {})
+        try:
+            for route in self._routes(description):
+                if route.readers:
+                    joined[route.source] = self._source(description.ranks[route.source], route)
+        except (NixlKVError, ValueError):
+            self.drop(peer)
+            raise
+
+    def _source(self, there: RankDescription, route: Route) -> Source:
         """Load one rank's metadata, plan, and prepare the lists."""
-        planned = plan(self._layout, there.layout, route.share)
-        local = self._transport.prepare(planned.local, self._layout.memory, None)
+        home = self._home.layout
+        planned = plan(home, there.layout, route.share)
+        local = self._transport.prepare(planned.local, home.memory, None)
         peer = self._transport.add_peer(there.agent)
         slots = slot_rows(there.slots.address, there.slots.count)
         try:
@@ -127,3 +152,17 @@ class Sources:
         except TransportError:
             self._transport.drop_peer(peer)
             raise
+
+
+def _check_endpoints(description: Description, allowed: Peers) -> None:
+    """A description may lead to other hosts than the one that gave it.
+
+    Raises:
+        IncompatiblePeer: names the endpoint, and what is allowed.
+    """
+    for rank in description.ranks:
+        if rank.endpoint and not allowed.allows(endpoint_host(rank.endpoint)):
+            raise IncompatiblePeer(
+                f"engine {description.engine!r} has a rank at {rank.endpoint}; "
+                f"allowed by 'peers': {allowed}"
+            )

@@ -2,7 +2,7 @@
 
 from nixl_kv.ids import EngineId, Incarnation
 from nixl_kv.protocol import events
-from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.events import Failure, PeerKey
 from nixl_kv.protocol.messages import WIRE_VERSION, Describe, Description
 from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, Cause, Peer, State
 
@@ -23,6 +23,10 @@ class Directory:
     def busy(self) -> bool:
         """Whether a time-out or a pause is running, or a peer waits to be forgotten."""
         return any(peer.state is not State.READY for peer in self._peers.values())
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._peers.clear()
 
     def want(self, key: PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
         """Look a peer up; the first to want it makes it connect."""
@@ -54,24 +58,24 @@ class Directory:
             peer.routes = event.routes
             peer.move(Cause.JOINED)
 
-    def unusable(self, key: PeerKey, reason: str, now: float) -> list[events.Action]:
+    def unusable(self, key: PeerKey, failure: Failure, now: float) -> list[events.Action]:
         """The peer could not be reached or does not fit: not again for a while."""
         if not self.is_asked(key):
             return []
         peer = self._peers[key]
-        peer.reason = reason
+        peer.failure = failure
         peer.until = now + BACKOFF_S
         peer.move(Cause.UNUSABLE)
         return self._disconnect(key)
 
-    def lost(self, endpoint: str, reason: str) -> list[PeerKey]:
+    def lost(self, endpoint: str, failure: Failure) -> list[PeerKey]:
         """A connection broke. Returns the peers that could not be reached because of it."""
         unreachable = []
         for peer in self._peers.values():
             if peer.state is State.CONNECTING and peer.key.endpoint == endpoint:
                 unreachable.append(peer.key)
             elif peer.state is State.READY and endpoint in peer.endpoints:
-                peer.reason = reason
+                peer.failure = failure
                 peer.move(Cause.LOST)
         return unreachable
 

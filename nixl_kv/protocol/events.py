@@ -87,6 +87,13 @@ class Withdraw:
     nonce: Nonce
 
 
+@dataclass(frozen=True)
+class Revoke:
+    """Blocks are scarce: take the offer back, unless it is claimed by now."""
+
+    nonce: Nonce
+
+
 # --- events of the data plane and the sockets
 
 
@@ -210,6 +217,14 @@ class StartRead:
 
 
 @dataclass(frozen=True)
+class Abandon:
+    """A read has not ended in its time: stop it by whatever stops it; answered by ReadFailed."""
+
+    request: RequestId
+    source: Rank
+
+
+@dataclass(frozen=True)
 class CheckSlot:
     """Read the slot; answered by SlotRead or ReadFailed."""
 
@@ -234,16 +249,44 @@ class ClearSlot:
     slot: int
 
 
+class Why(enum.Enum):
+    """What a load failed of; the values are the counters' names."""
+
+    DENIED = "denied"
+    LEASE_LOST = "lease_lost"
+    UNREACHABLE = "unreachable"
+    INCOMPATIBLE = "incompatible"
+    LATE = "late"
+    BROKEN = "broken"
+    FENCED = "fenced"
+    DROPPED = "dropped"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a load failed, to count and to read."""
+
+    why: Why
+    detail: str
+
+    def __str__(self) -> str:
+        """For people."""
+        return self.detail
+
+
 @dataclass(frozen=True)
 class Loaded:
     """Report a load to vLLM: no read can write into its blocks any more.
 
-    `reason` is None if every byte was read while P held it.
+    `failure` is None if every byte was read while P held it; `peer` is whom it was read from, None
+    if nobody was ever asked.
     """
 
     request: RequestId
     num_tokens: int
-    reason: str | None
+    failure: Failure | None
+    peer: PeerKey | None = None
 
 
 class How(enum.Enum):
@@ -253,7 +296,9 @@ class How(enum.Enum):
     ABORTED = "aborted"
     NOT_NEEDED = "not_needed"
     UNCLAIMED = "unclaimed"
+    REVOKED = "revoked"
     EXPIRED = "expired"
+    LOST = "lost"
 
 
 @dataclass(frozen=True)
@@ -273,7 +318,7 @@ class Denied:
 
 
 DecodeCommand: TypeAlias = Fetch | Load | Drop
-PrefillCommand: TypeAlias = Prepare | Offer | Withdraw
+PrefillCommand: TypeAlias = Prepare | Offer | Withdraw | Revoke
 Command: TypeAlias = DecodeCommand | PrefillCommand | Siblings
 DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadDone | ReadFailed | SlotRead
 Action: TypeAlias = (
@@ -283,6 +328,7 @@ Action: TypeAlias = (
     | AddPeer
     | DropPeer
     | StartRead
+    | Abandon
     | CheckSlot
     | WriteSlot
     | ClearSlot

@@ -79,6 +79,12 @@ class Offers:
             offer.move(Cause.NO_TICKET)
             del self._offers[nonce]
 
+    def reset(self) -> list[events.Sent]:
+        """Begin anew, whatever state this is in; all slots must have been cleared before."""
+        offers, self._offers = list(self._offers.values()), {}
+        self._free_slots = list(range(self._num_slots))
+        return [events.Sent(offer.request, events.How.LOST) for offer in offers]
+
     def bind(self, offer: Offering, ask: Ask, now: float) -> events.WriteSlot | None:
         """Grant to the ask's claim, a lease for each expected reader; None if no slot is free."""
         if not self._free_slots:
@@ -102,13 +108,17 @@ class Offers:
         offer.move(Cause.ALL_ENDED)
         offer.binding = None
         self._free_slots.append(binding.slot)
-        return [events.ClearSlot(binding.slot), *self._forget(offer, how)]
+        del self._offers[offer.nonce]
+        return [events.ClearSlot(binding.slot), events.Sent(offer.request, how)]
 
-    def give_up(self, offer: Offering) -> list[events.Action]:
-        """Release an offer that nobody was granted: its reader does not need it."""
+    def give_up(self, offer: Offering, cause: Cause, how: events.How) -> list[events.Action]:
+        """Release an offer that nobody was granted: nobody can be reading it."""
+        offer.move(cause)
+        if offer.state is State.GRANTED:
+            return []
         offer.ends_at = None
-        offer.move(Cause.GIVEN_UP)
-        return self._forget(offer, events.How.NOT_NEEDED)
+        del self._offers[offer.nonce]
+        return [events.Sent(offer.request, how)]
 
     def expire(self, now: float) -> list[events.Action]:
         """End what has run out of time."""
@@ -118,9 +128,7 @@ class Offers:
                 offer.binding.expire(now)
                 actions += self.settle(offer, events.How.EXPIRED)
             elif offer.ends_at is not None and offer.ends_at <= now:
-                offer.ends_at = None
-                offer.move(Cause.UNCLAIMED)
-                actions += self._forget(offer, events.How.UNCLAIMED)
+                actions += self.give_up(offer, Cause.UNCLAIMED, events.How.UNCLAIMED)
         return actions
 
     def validate(self) -> None:
@@ -134,7 +142,3 @@ class Offers:
             raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
         for offer in self._offers.values():
             offer.validate()
-
-    def _forget(self, offer: Offering, how: events.How) -> list[events.Action]:
-        del self._offers[offer.nonce]
-        return [events.Sent(offer.request, how)]

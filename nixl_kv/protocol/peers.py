@@ -16,7 +16,7 @@ from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.ranks import Route
-from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.events import Failure, PeerKey
 from nixl_kv.protocol.messages import Description
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -60,7 +60,7 @@ class Peer:
     key: PeerKey
     until: float = 0.0
     state: State = State.UNKNOWN
-    reason: str = ""  # why it cannot be used, in BACKOFF and GONE
+    failure: Failure | None = None  # why it cannot be used, in BACKOFF and GONE
     description: Description | None = None
     routes: tuple[Route, ...] = ()
 

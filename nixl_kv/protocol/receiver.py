@@ -1,9 +1,11 @@
 """The decode side of the protocol: vLLM's commands and prefill's answers in, actions out."""
 
-from nixl_kv.ids import Claim, EngineId, Incarnation
+from typing import Final
+
+from nixl_kv.ids import EngineId, Incarnation
 from nixl_kv.protocol import events
 from nixl_kv.protocol.directory import Directory
-from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.events import Failure, PeerKey, Why
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Abort,
@@ -17,8 +19,11 @@ from nixl_kv.protocol.messages import (
     Renewed,
 )
 from nixl_kv.protocol.peers import State as PeerState
-from nixl_kv.protocol.request import Request
+from nixl_kv.protocol.request import DROPPED, Request
 from nixl_kv.protocol.requests import Requests
+
+GONE: Final = Failure(Why.UNREACHABLE, "its engine has gone")
+LATE: Final = Failure(Why.UNREACHABLE, "no description in time")
 
 
 class Receiver:
@@ -47,7 +52,7 @@ class Receiver:
             case events.PeerJoined():
                 return self._joined(event, now)
             case events.PeerRefused():
-                return self._unusable(event.peer, event.reason, now)
+                return self._unusable(event.peer, Failure(Why.INCOMPATIBLE, event.reason), now)
             case events.EndpointLost():
                 return self._lost(event, now)
             case events.Tick():
@@ -64,9 +69,9 @@ class Receiver:
                 return self.directory.described(message, endpoint)
             case Refusal():
                 key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-                return self._unusable(key, message.reason, now)
+                return self._unusable(key, Failure(Why.UNREACHABLE, message.reason), now)
             case Renewed():
-                return self._claims_lost(message, endpoint)
+                return self._renewed(message, endpoint)
             case Grant() | Deny():
                 return self._decided(message, endpoint)
 
@@ -88,7 +93,7 @@ class Receiver:
         if peer.state is PeerState.READY and peer.description is not None:
             return self._open(events.PeerJoined(key, peer.description, peer.routes), now)
         if peer.state is not PeerState.CONNECTING:
-            request.fail(peer.reason)
+            request.fail(peer.failure or GONE)
         return actions
 
     def _load(
@@ -97,9 +102,10 @@ class Receiver:
         """The request has blocks: read what is granted. Its time runs anew from here."""
         if request is None:
             tokens = command.end - command.begin
-            return [events.Loaded(command.request, tokens, "never fetched")]
+            failure = Failure(Why.INTERNAL, "it was not asked for, or forgotten since")
+            return [events.Loaded(command.request, tokens, failure)]
         request.load = command
-        request.deadline = now + self.requests.timeout_s
+        request.time.deadline = now + self.requests.timeout_s
         return request.begin() + self.requests.settle(request)
 
     def _joined(self, event: events.PeerJoined, now: float) -> list[events.Action]:
@@ -113,40 +119,45 @@ class Receiver:
         actions: list[events.Action] = []
         for request in self.requests.waiting(joined.peer):
             actions += request.open(joined.description, joined.routes)
-            if request.dropped or request.reason is not None:
-                actions += request.cancel("dropped")
+            if request.dropped or request.failure is not None:
+                actions += request.cancel(DROPPED)
             else:
                 actions += self.requests.ask(request, request.sources.values(), now)
             actions += self.requests.settle(request)
         return actions
 
-    def _unusable(self, peer: PeerKey, reason: str, now: float) -> list[events.Action]:
+    def _unusable(self, peer: PeerKey, failure: Failure, now: float) -> list[events.Action]:
         if not self.directory.is_asked(peer):
             return []
-        actions = self.directory.unusable(peer, reason, now)
+        actions = self.directory.unusable(peer, failure, now)
         for request in self.requests.waiting(peer):
-            request.fail(reason)
+            request.fail(failure)
             actions += self.requests.settle(request)
         return actions
 
     def _lost(self, event: events.EndpointLost, now: float) -> list[events.Action]:
         actions: list[events.Action] = []
         for request, source in self.requests.at(event.endpoint):
-            request.refused(source, f"prefill rank {source.rank} is unreachable: {event.reason}")
+            told = f"prefill rank {source.rank} is unreachable: {event.reason}"
+            source.silent(now)
+            request.refused(source, Failure(Why.UNREACHABLE, told))
             actions += self.requests.settle(request)
-        for peer in self.directory.lost(event.endpoint, event.reason):
-            actions += self._unusable(peer, f"{event.endpoint}: {event.reason}", now)
+        lost = Failure(Why.UNREACHABLE, f"{event.endpoint}: {event.reason}")
+        for peer in self.directory.lost(event.endpoint, lost):
+            actions += self._unusable(peer, lost, now)
         return actions
 
     def _decided(self, message: Grant | Deny, endpoint: str) -> list[events.Action]:
         """A claim that we do not hold is answered with abort, so that nobody waits for us."""
         if message.reader != self._reader:
             return []
-        found = self.requests.find(Claim(message.claim), endpoint)
+        held = self.requests.at(endpoint)
+        found = next(((r, source) for r, source in held if r.claim == message.claim), None)
         if isinstance(message, Deny):
             if found is None:
                 return []
-            found[0].refused(found[1], f"prefill rank {found[1].rank} denied: {message.reason}")
+            told = f"prefill rank {found[1].rank} denied: {message.reason}"
+            found[0].refused(found[1], Failure(Why.DENIED, told))
             return self.requests.settle(found[0])
         if found is None:
             abort = Abort(
@@ -155,14 +166,17 @@ class Receiver:
             return [events.Send(endpoint, abort)]
         return found[0].granted(found[1], message) + self.requests.settle(found[0])
 
-    def _claims_lost(self, message: Renewed, endpoint: str) -> list[events.Action]:
+    def _renewed(self, message: Renewed, endpoint: str) -> list[events.Action]:
         """An ask on its way is not lost; a read that is under way ends by the slot."""
-        if message.reader != self._reader or not message.lost:
+        if message.reader != self._reader:
             return []
         actions: list[events.Action] = []
         for request, source in self.requests.at(endpoint):
+            if source.incarnation == message.incarnation:
+                source.silent_since = None
             if request.claim in message.lost and source.grant is not None:
-                request.refused(source, f"prefill rank {source.rank} let the lease run out")
+                told = f"prefill rank {source.rank} let the lease run out"
+                request.refused(source, Failure(Why.LEASE_LOST, told))
                 actions += self.requests.settle(request)
         return actions
 
@@ -185,5 +199,5 @@ class Receiver:
     def _tick(self, now: float) -> list[events.Action]:
         actions: list[events.Action] = []
         for peer in self.directory.late(now):
-            actions += self._unusable(peer, "no description in time", now)
+            actions += self._unusable(peer, LATE, now)
         return actions + self.requests.due(now) + self.directory.forget(self.requests.in_use(), now)

@@ -97,6 +97,8 @@ class Source:
     readers: tuple[Rank, ...]
     state: State = State.ASKING
     ask_again_at: float = 0.0
+    silent_since: float | None = None  # its connection broke, and it has said nothing since
+    abandoned: bool = False
     grant: Grant | None = None
 
     def move(self, cause: Cause) -> None:
@@ -112,6 +114,11 @@ class Source:
                 f"allowed: {[c.name for c in TRANSITIONS[self.state]]}"
             )
         self.state = following
+
+    def silent(self, now: float) -> None:
+        """Its connection broke; what it says later takes that back."""
+        if self.silent_since is None:
+            self.silent_since = now
 
     @property
     def ended(self) -> bool:

@@ -13,7 +13,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.protocol.events import Load, PeerKey
+from nixl_kv.protocol.events import Failure, Load, PeerKey, Why
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Abort,
@@ -27,22 +27,31 @@ from nixl_kv.protocol.receiving import HOLDING, POSTED, Cause, Source, State
 from nixl_kv.protocol.ticket import Ticket
 
 ASK_AGAIN_S: Final = 1.0
+DROPPED: Final = Failure(Why.DROPPED, "dropped")
+
+
+@dataclass
+class Time:
+    """Of one request, in monotonic seconds: when it ends, and since when it has been over."""
+
+    deadline: float
+    over_since: float | None = None
 
 
 @dataclass
 class Request:
-    """`deadline` is in monotonic seconds; `opened` is None until the peer is known."""
+    """`opened` is None until the peer is known."""
 
     reader: Reader
     request: RequestId
     ticket: Ticket
     claim: Claim
     peer: PeerKey
-    deadline: float
+    time: Time
     opened: dict[Rank, Source] | None = None
     load: Load | None = None
     dropped: bool = False
-    reason: str | None = None  # why it failed: the first reason, the others follow from it
+    failure: Failure | None = None  # the first one, the others follow from it
 
     @property
     def sources(self) -> dict[Rank, Source]:
@@ -53,19 +62,13 @@ class Request:
     def over(self) -> bool:
         """Whether no read can write any more, and none will be begun."""
         if self.opened is None:
-            return self.reason is not None
+            return self.failure is not None
         return all(source.ended for source in self.opened.values())
 
-    @property
-    def patient(self) -> bool:
-        """Whether it waits for vLLM alone, which may take any time: granted, without blocks."""
-        states = {source.state for source in self.sources.values()}
-        return self.load is None and self.opened is not None and states <= {State.GRANTED}
-
-    def fail(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """Note why, if nothing failed before."""
-        if self.reason is None:
-            self.reason = reason
+        if self.failure is None:
+            self.failure = failure
 
     def open(self, description: Description, routes: Iterable[Route]) -> list[events.Action]:
         """The peer is known: some of its ranks are to be read, others nobody needs."""
@@ -114,10 +117,10 @@ class Request:
             return self.begin()
         return [_hint(Abort, self, source)] if source.state is State.FAILED else []
 
-    def refused(self, source: Source, reason: str) -> None:
+    def refused(self, source: Source, failure: Failure) -> None:
         """The rank has not granted, or no longer. Reads under way go on: the slot decides."""
         if source.state in HOLDING - POSTED:
-            self.fail(reason)
+            self.fail(failure)
             source.move(Cause.REFUSED)
 
     def landed(self, source: Source) -> list[events.Action]:
@@ -131,19 +134,21 @@ class Request:
         """The slot was read."""
         stands = source.grant is not None and generation == source.grant.generation
         if not stands:
-            self.fail(f"prefill rank {source.rank} took its blocks back while they were read")
+            told = f"prefill rank {source.rank} took its blocks back while they were read"
+            self.fail(Failure(Why.FENCED, told))
         source.move(Cause.STANDS if stands else Cause.FELL)
         return [_hint(Done if source.state is State.DONE else Abort, self, source)]
 
     def broken(self, source: Source, reason: str) -> list[events.Action]:
         """The read ended in an error."""
-        self.fail(f"reading prefill rank {source.rank} failed: {reason}")
+        told = f"reading prefill rank {source.rank} failed: {reason}"
+        self.fail(Failure(Why.BROKEN, told))
         source.move(Cause.BROKEN)
         return [_hint(Abort, self, source)]
 
-    def cancel(self, reason: str) -> list[events.Action]:
+    def cancel(self, failure: Failure) -> list[events.Action]:
         """Nobody wants it any more. What was asked is aborted now, what is read when drained."""
-        self.fail(reason)
+        self.fail(failure)
         actions: list[events.Action] = []
         for source in self.sources.values():
             if source.state in HOLDING - POSTED:
@@ -154,7 +159,7 @@ class Request:
     def drop(self) -> list[events.Action]:
         """The request is over for vLLM. While nobody is known to send it to, the abort waits."""
         self.dropped = True
-        return [] if self.opened is None else self.cancel("dropped")
+        return [] if self.opened is None else self.cancel(DROPPED)
 
     def validate(self) -> None:
         """Check what must hold between any two events.
@@ -165,7 +170,7 @@ class Request:
         for source in self.sources.values():
             if source.state in POSTED and (self.load is None or source.grant is None):
                 raise LocalProtocolError(f"{source.state.name} without blocks or grant")
-            if source.state is State.FAILED and self.reason is None:
+            if source.state is State.FAILED and self.failure is None:
                 raise LocalProtocolError("FAILED without a reason")
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Incarnation, RequestId
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, lateness
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import WIRE_VERSION, Reader, Renew
 from nixl_kv.protocol.receiving import HOLDING, Source, State
-from nixl_kv.protocol.request import Request
+from nixl_kv.protocol.request import Request, Time
 
 
 class Requests:
@@ -48,7 +48,7 @@ class Requests:
             command.ticket,
             command.claim,
             peer,
-            now + self.timeout_s,
+            Time(now + self.timeout_s),
         )
         self._requests[command.request] = request
         return request
@@ -65,12 +65,9 @@ class Requests:
         """All sources that one endpoint serves, with their requests."""
         return [(r, source) for r, source in self._sources() if source.endpoint == endpoint]
 
-    def find(self, claim: Claim, endpoint: str) -> tuple[Request, Source] | None:
-        """The source that a claim at an endpoint is about."""
-        for request, source in self.at(endpoint):
-            if request.claim == claim:
-                return request, source
-        return None
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._requests.clear()
 
     def in_use(self) -> set[PeerKey]:
         """The peers whose memory a read is reading, or may still be begun on."""
@@ -83,13 +80,13 @@ class Requests:
     def settle(self, request: Request) -> list[events.Action]:
         """After any change: one failure cancels the rest, and what is over is reported once."""
         actions: list[events.Action] = []
-        if request.reason is not None and not request.over:
-            actions += request.cancel(request.reason)
+        if request.failure is not None and not request.over:
+            actions += request.cancel(request.failure)
         if not request.over:
             return actions
         if request.load is not None:
             tokens = request.load.end - request.load.begin
-            actions.append(events.Loaded(request.request, tokens, request.reason))
+            actions.append(events.Loaded(request.request, tokens, request.failure, request.peer))
         if request.load is not None or request.dropped:
             del self._requests[request.request]
         return actions
@@ -98,14 +95,15 @@ class Requests:
         """Give up what is out of time, ask again where no answer came, renew what is held."""
         actions: list[events.Action] = []
         for request in list(self._requests.values()):
-            if now >= request.deadline and not request.patient:
-                actions += request.cancel(f"no KV within {self.timeout_s:g} s")
-            silent = [
+            over = lateness.failure(request, now, self.timeout_s)
+            if over is not None:
+                actions += lateness.give_up(request, over, now)
+            unanswered = [
                 source
                 for source in request.sources.values()
                 if source.state is State.ASKING and source.ask_again_at <= now
             ]
-            actions += self.ask(request, silent, now)
+            actions += self.ask(request, unanswered, now)
             actions += self.settle(request)
         return actions + self._renewals(now)
 

@@ -16,7 +16,7 @@ from nixl_kv.protocol.messages import (
     ToRank,
 )
 from nixl_kv.protocol.offers import Offers
-from nixl_kv.protocol.sending import Binding, Offering
+from nixl_kv.protocol.sending import Binding, Cause, Offering
 
 
 class Sender:
@@ -38,11 +38,18 @@ class Sender:
                 self.offers.ticket_out(event.nonce, now)
             case events.Withdraw():
                 self.offers.withdraw(event.nonce)
+            case events.Revoke():
+                return self._unneeded(event.nonce, Cause.REVOKED, events.How.REVOKED)
             case events.Tick():
                 return self.offers.expire(now)
             case _:
                 return self._message(event, now)
         return []
+
+    def _unneeded(self, nonce: Nonce, cause: Cause, how: events.How) -> list[events.Action]:
+        """Decode does not want it, or its blocks are wanted back. It may be gone already."""
+        offer = self.offers.get(nonce)
+        return [] if offer is None else self.offers.give_up(offer, cause, how)
 
     def _message(self, message: ToRank, now: float) -> list[events.Action]:
         match message:
@@ -141,7 +148,7 @@ class Sender:
         if offer is None or message.incarnation != self._incarnation:
             return []
         if offer.binding is None:
-            return self.offers.give_up(offer)
+            return self._unneeded(offer.nonce, Cause.GIVEN_UP, events.How.NOT_NEEDED)
         if offer.binding.expects(message.claim, message.reader):
             offer.binding.ended.add(Rank(message.reader.rank))
         return self.offers.settle(offer, how)

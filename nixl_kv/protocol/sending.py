@@ -5,7 +5,7 @@
     GRANTED    bound to one claim; each expected reader has a lease
     RELEASED   every expected reader has ended (done, aborted, or its lease ran out), or the
                claim was given up before it was granted
-    EXPIRED    nobody asked in time
+    EXPIRED    nobody asked in time, or before its blocks were wanted back
     WITHDRAWN  no ticket went out
 
 A slot is cleared before its offer is reported, and vLLM uses blocks again only after the report.
@@ -43,6 +43,7 @@ class Cause(enum.Enum):
     GIVEN_UP = enum.auto()
     ALL_ENDED = enum.auto()
     UNCLAIMED = enum.auto()
+    REVOKED = enum.auto()
     NO_TICKET = enum.auto()
 
 
@@ -57,9 +58,11 @@ TRANSITIONS: Final = {
         Cause.CLAIMED: State.GRANTED,
         Cause.GIVEN_UP: State.RELEASED,
         Cause.UNCLAIMED: State.EXPIRED,
+        Cause.REVOKED: State.EXPIRED,
     },
     State.GRANTED: {
         Cause.TICKET_OUT: State.GRANTED,
+        Cause.REVOKED: State.GRANTED,
         Cause.ALL_ENDED: State.RELEASED,
     },
     State.RELEASED: {},

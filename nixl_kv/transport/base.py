@@ -26,7 +26,7 @@ class Transport(Protocol):
     """One-sided reads. All methods are called on one thread; errors are TransportErrors.
 
     There is no abort: a read that was begun may write into local memory until `poll` has told its
-    end, whatever is released or dropped meanwhile.
+    end, whatever is released or dropped meanwhile, or until `close` has returned.
     """
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
@@ -56,4 +56,8 @@ class Transport(Protocol):
         """Let this side serve its peers: some paths need the owner of the memory to take part."""
 
     def close(self) -> None:
-        """Release everything."""
+        """End everything; may take seconds, and run on any thread while no other call is made.
+
+        When it returns nothing writes into local memory any more. If that cannot be proven it
+        raises a TransportError, and may be called again.
+        """

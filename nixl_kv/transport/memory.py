@@ -23,6 +23,8 @@ class Fabric:
 
     polls: int = 0  # a read lands at this poll after it was begun
     stuck: bool = False  # no read lands
+    stuck_peers: set[str] = field(default_factory=set)  # no read of theirs lands
+    unending: bool = False  # a transport with reads under way cannot be closed
     broken: set[str] = field(default_factory=set)  # peers that are lost
     transports: dict[str, "MemoryTransport"] = field(default_factory=dict)
     names: Iterable[int] = field(default_factory=itertools.count)
@@ -110,7 +112,7 @@ class MemoryTransport:
         """Land the read when its time has come."""
         if read.peer in self._fabric.broken or read.peer not in self._fabric.transports:
             raise PeerLost(f"peer {read.peer!r} is gone")
-        if self._fabric.stuck or read.polls_left > 0:
+        if self._fabric.stuck or read.peer in self._fabric.stuck_peers or read.polls_left > 0:
             read.polls_left -= 1
             return False
         if not read.ended:
@@ -124,5 +126,7 @@ class MemoryTransport:
         """Nothing to serve: readers help themselves."""
 
     def close(self) -> None:
-        """Leave the fabric."""
+        """Leave the fabric; what was under way never lands."""
+        if self._fabric.unending:
+            raise TransportError("this transport does not end")
         self._fabric.transports.pop(self.name, None)

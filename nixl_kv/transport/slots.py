@@ -40,6 +40,10 @@ class SlotPage:
         """Make a grant invalid."""
         self.write(slot, _NOTHING)
 
+    def clear_all(self) -> None:
+        """Make every grant invalid."""
+        ctypes.memset(self.address, 0, self.count * GENERATION_BYTES)
+
     def read(self, slot: int) -> Generation:
         """What stands in a slot."""
         return Generation(ctypes.string_at(self._at(slot), GENERATION_BYTES))

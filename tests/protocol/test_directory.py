@@ -16,7 +16,15 @@ from protocol_records import (
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import EngineId
 from nixl_kv.protocol.directory import Directory
-from nixl_kv.protocol.events import AddPeer, Disconnect, DropPeer, PeerKey, Send
+from nixl_kv.protocol.events import (
+    AddPeer,
+    Disconnect,
+    DropPeer,
+    Failure,
+    PeerKey,
+    Send,
+    Why,
+)
 from nixl_kv.protocol.peers import (
     BACKOFF_S,
     CONNECT_TIMEOUT_S,
@@ -46,6 +54,10 @@ def connecting(directory: Directory) -> Directory:
 def ready(connecting: Directory) -> Directory:
     connecting.joined(joined(2))
     return connecting
+
+
+def told(reason: str) -> Failure:
+    return Failure(Why.UNREACHABLE, reason)
 
 
 def state(directory: Directory, key: PeerKey = PEER) -> State:
@@ -118,9 +130,9 @@ def test_joining_again_changes_nothing(ready: Directory) -> None:
 
 
 def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(connecting: Directory) -> None:
-    connecting.unusable(PEER, "another dtype", 101.0)
+    connecting.unusable(PEER, told("another dtype"), 101.0)
     peer, actions = connecting.want(PEER, 101.5)
-    assert (peer.state, peer.reason, actions) == (State.BACKOFF, "another dtype", [])
+    assert (peer.state, peer.failure, actions) == (State.BACKOFF, told("another dtype"), [])
     assert connecting.forget(set(), 101.0 + BACKOFF_S - 0.01) == []
     assert state(connecting) is State.BACKOFF
     assert connecting.forget(set(), 101.0 + BACKOFF_S) == []
@@ -128,32 +140,32 @@ def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(connecting: Direct
 
 
 def test_a_pause_is_not_prolonged(connecting: Directory) -> None:
-    connecting.unusable(PEER, "first", 101.0)
-    connecting.unusable(PEER, "second", 101.9)
-    assert connecting._peers[PEER].reason == "first"
+    connecting.unusable(PEER, told("first"), 101.0)
+    connecting.unusable(PEER, told("second"), 101.9)
+    assert connecting._peers[PEER].failure == told("first")
     connecting.forget(set(), 101.0 + BACKOFF_S)
     assert repr(connecting) == "<Directory empty>"
 
 
 def test_who_joins_during_the_pause_is_too_late(connecting: Directory) -> None:
-    connecting.unusable(PEER, "no description in time", 105.0)
+    connecting.unusable(PEER, told("no description in time"), 105.0)
     connecting.joined(joined())
     assert state(connecting) is State.BACKOFF
 
 
 def test_a_ready_peer_is_not_made_unusable(ready: Directory) -> None:
-    ready.unusable(PEER, "late refusal", 101.0)
+    ready.unusable(PEER, told("late refusal"), 101.0)
     assert state(ready) is State.READY
-    assert ready._peers[PEER].reason == ""
+    assert ready._peers[PEER].failure is None
 
 
 def test_an_unknown_peer_cannot_be_made_unusable(directory: Directory) -> None:
-    directory.unusable(PEER, "refusal", 101.0)
+    directory.unusable(PEER, told("refusal"), 101.0)
     assert repr(directory) == "<Directory empty>"
 
 
 def test_the_pause_of_one_life_is_not_that_of_the_next(connecting: Directory) -> None:
-    connecting.unusable(PEER, "gone", 101.0)
+    connecting.unusable(PEER, told("gone"), 101.0)
     assert connecting.want(NEXT_LIFE, 101.0)[1] == [Send(HOME, describe(OTHER_LIFE))]
 
 
@@ -163,37 +175,37 @@ def test_the_pause_of_one_life_is_not_that_of_the_next(connecting: Directory) ->
 def test_a_connection_that_breaks_makes_the_peer_unreachable(connecting: Directory) -> None:
     connecting.want(NEXT_LIFE, 100.0)
     connecting.want(PeerKey(EngineId("third"), ENGINE_LIFE, ELSEWHERE), 100.0)
-    assert connecting.lost(HOME, "connection closed") == [PEER, NEXT_LIFE]
+    assert connecting.lost(HOME, told("connection closed")) == [PEER, NEXT_LIFE]
     assert state(connecting) is State.CONNECTING
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_peer_is_gone_with_any_of_its_ranks(ready: Directory, rank: int) -> None:
-    assert ready.lost(at(rank), "connection closed") == []
+    assert ready.lost(at(rank), told("connection closed")) == []
     peer, actions = ready.want(PEER, 101.0)
-    assert (peer.state, peer.reason, actions) == (State.GONE, "connection closed", [])
+    assert (peer.state, peer.failure, actions) == (State.GONE, told("connection closed"), [])
 
 
 @pytest.mark.parametrize("endpoint", [HOME, at(2), ELSEWHERE], ids=["home", "no rank", "other"])
 def test_other_losses_do_not_matter_to_a_ready_peer(ready: Directory, endpoint: str) -> None:
-    assert ready.lost(endpoint, "connection closed") == []
+    assert ready.lost(endpoint, told("connection closed")) == []
     assert state(ready) is State.READY
 
 
 def test_a_loss_that_is_told_twice_is_one(ready: Directory) -> None:
-    ready.lost(at(0), "first")
-    assert ready.lost(at(1), "second") == []
-    assert ready._peers[PEER].reason == "first"
+    ready.lost(at(0), told("first"))
+    assert ready.lost(at(1), told("second")) == []
+    assert ready._peers[PEER].failure == told("first")
 
 
 def test_a_loss_during_a_pause_is_none(connecting: Directory) -> None:
-    connecting.unusable(PEER, "refused", 101.0)
-    assert connecting.lost(HOME, "connection closed") == []
-    assert connecting._peers[PEER].reason == "refused"
+    connecting.unusable(PEER, told("refused"), 101.0)
+    assert connecting.lost(HOME, told("connection closed")) == []
+    assert connecting._peers[PEER].failure == told("refused")
 
 
 def test_a_gone_peer_is_forgotten_when_no_read_of_it_is_under_way(ready: Directory) -> None:
-    ready.lost(at(0), "connection closed")
+    ready.lost(at(0), told("connection closed"))
     assert ready.forget({PEER}, 1000.0) == []
     assert state(ready) is State.GONE
     closed = [Disconnect(at(rank)) for rank in range(2)]
@@ -218,7 +230,7 @@ def test_a_peer_that_does_not_describe_itself_is_late(connecting: Directory) -> 
 
 def test_who_is_ready_or_pauses_is_not_late(ready: Directory) -> None:
     ready.want(NEXT_LIFE, 100.0)
-    ready.unusable(NEXT_LIFE, "refused", 100.0)
+    ready.unusable(NEXT_LIFE, told("refused"), 100.0)
     assert ready.late(1e9) == []
 
 
@@ -231,7 +243,7 @@ def test_it_is_busy_while_something_is_to_be_waited_for(directory: Directory) ->
     seen.append((repr(directory), directory.busy))
     directory.joined(joined())
     seen.append((repr(directory), directory.busy))
-    directory.lost(at(0), "connection closed")
+    directory.lost(at(0), told("connection closed"))
     directory.want(PeerKey(EngineId("second"), ENGINE_LIFE, ELSEWHERE), 100.0)
     seen.append((repr(directory), directory.busy))
     assert seen == [

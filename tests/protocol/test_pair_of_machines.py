@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from protocol_records import decode
 from protocol_world import (
     BAD_DAY,
     BUSY_DAY,
@@ -19,7 +20,7 @@ from protocol_world import (
     World,
 )
 
-from nixl_kv.protocol.messages import Ask, Grant, Message, decode
+from nixl_kv.protocol.messages import Ask, Grant, Message
 
 
 @pytest.fixture

@@ -42,22 +42,26 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import (
+    Abandon,
     AddPeer,
     CheckSlot,
     Disconnect,
     DropPeer,
     EndpointLost,
+    Failure,
     Loaded,
     PeerRefused,
     Send,
     StartRead,
     Tick,
+    Why,
 )
+from nixl_kv.protocol.lateness import DRAIN_S, SILENCE_S
 from nixl_kv.protocol.messages import Message, Reader
 from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S
 from nixl_kv.protocol.receiver import Receiver
 from nixl_kv.protocol.receiving import HOLDING, POSTED, TRANSITIONS, Cause, Source, State
-from nixl_kv.protocol.request import ASK_AGAIN_S, Request
+from nixl_kv.protocol.request import ASK_AGAIN_S, Request, Time
 from nixl_kv.protocol.requests import Requests
 
 TIMEOUT_S = 30.0
@@ -124,11 +128,23 @@ def is_forgotten(receiver: Receiver) -> bool:
     return len(receiver.requests) == 0
 
 
-GOOD = Loaded(D1, 7, None)
+GOOD = Loaded(D1, 7, None, PEER)
+
+WHY = {
+    "took its blocks back": Why.FENCED,
+    "reading prefill rank": Why.BROKEN,
+    "denied": Why.DENIED,
+    "lease": Why.LEASE_LOST,
+    "dropped": Why.DROPPED,
+    "no KV within": Why.LATE,
+    "silent": Why.LATE,
+    "another dtype": Why.INCOMPATIBLE,
+}
 
 
-def failed(reason: str) -> Loaded:
-    return Loaded(D1, 7, reason)
+def failed(reason: str, request: RequestId = D1, peer: events.PeerKey = PEER) -> Loaded:
+    why = next((why for text, why in WHY.items() if text in reason), Why.UNREACHABLE)
+    return Loaded(request, 7, Failure(why, reason), peer)
 
 
 # One request from its arrival to its report
@@ -175,7 +191,7 @@ def test_those_that_wait_for_another_peer_go_on_waiting(fetched: Receiver) -> No
     assert fetched.handle(joined(), 100.1) == [Send(at(0), ask())]
     fetched.handle(load(), 100.2)
     assert fetched.handle(PeerRefused(other, "another dtype"), 100.3) == [Disconnect(HOME)]
-    assert fetched.handle(load(D2), 100.4) == [Loaded(D2, 7, "another dtype")]
+    assert fetched.handle(load(D2), 100.4) == [failed("another dtype", D2, other)]
     assert fetched.answered(grant(), at(0), 100.5) == [StartRead(PEER, Rank(0), grant(), load())]
 
 
@@ -395,7 +411,9 @@ def test_an_unknown_request_needs_nothing(receiver: Receiver) -> None:
 
 
 def test_a_load_that_was_never_fetched_is_reported(receiver: Receiver) -> None:
-    assert receiver.handle(load(), 100.0) == [failed("never fetched")]
+    assert receiver.handle(load(), 100.0) == [
+        Loaded(D1, 7, Failure(Why.INTERNAL, "it was not asked for, or forgotten since"))
+    ]
 
 
 def test_a_load_after_a_failure_is_reported_at_once(asking: Receiver) -> None:
@@ -525,7 +543,7 @@ def test_without_a_peer_all_that_wait_for_it_fail(
     fetched.handle(load(), 100.0)
     fetched.handle(fetch(D2, RIVAL, nonce=NONCE2), 100.0)
     assert fetched.handle(event, 100.1) == [Disconnect(HOME), failed(reason)]
-    assert fetched.handle(load(D2), 100.2) == [Loaded(D2, 7, reason)]
+    assert fetched.handle(load(D2), 100.2) == [failed(reason, D2)]
     assert is_forgotten(fetched)
 
 
@@ -569,7 +587,7 @@ def test_during_the_pause_requests_fail_at_once(fetched: Receiver) -> None:
     fetched.handle(drop(), 100.0)
     fetched.handle(PeerRefused(PEER, "another dtype"), 100.1)
     assert fetched.handle(fetch(D2, RIVAL), 100.2) == []
-    assert fetched.handle(load(D2), 100.3) == [Loaded(D2, 7, "another dtype")]
+    assert fetched.handle(load(D2), 100.3) == [failed("another dtype", D2)]
     assert fetched.busy
     assert fetched.handle(Tick(), 100.1 + BACKOFF_S) == []
     assert not fetched.busy
@@ -595,7 +613,7 @@ def test_with_the_connection_all_that_is_not_read_fails(granted: Receiver) -> No
     granted.handle(fetch(D2, RIVAL, nonce=NONCE2), 100.0)
     granted.handle(load(D2), 100.0)
     assert granted.handle(EndpointLost(at(0), "closed"), 100.5) == [
-        Loaded(D2, 7, "prefill rank 0 is unreachable: closed")
+        failed("prefill rank 0 is unreachable: closed", D2)
     ]
     assert granted.handle(load(), 100.6) == [failed("prefill rank 0 is unreachable: closed")]
 
@@ -614,7 +632,7 @@ def test_without_the_connection_a_read_goes_on_and_its_peer_is_kept(reading: Rec
 def test_new_requests_fail_while_a_lost_peer_is_still_read(reading: Receiver) -> None:
     reading.handle(EndpointLost(at(0), "closed"), 110.1)
     assert reading.handle(fetch(D2, RIVAL), 110.2) == []
-    assert reading.handle(load(D2), 110.3) == [Loaded(D2, 7, "closed")]
+    assert reading.handle(load(D2), 110.3) == [failed(f"{at(0)}: closed", D2)]
 
 
 def test_a_connection_that_nobody_uses_may_break(asking: Receiver) -> None:
@@ -682,6 +700,58 @@ def test_the_time_runs_anew_from_the_blocks_on(reading: Receiver) -> None:
     assert reading.handle(read_done(), 139.995) == [CheckSlot(PEER, Rank(0), D1, 3)]
     assert reading.handle(Tick(), 110.0 + TIMEOUT_S) == []
     assert reading.handle(slot_read(), 140.1) == [Send(at(0), abort()), failed(LATE)]
+
+
+def test_a_read_that_does_not_end_after_its_time_is_stopped(reading: Receiver) -> None:
+    reading.requests._renewed_at = 1000.0
+    late = 110.0 + TIMEOUT_S
+    assert reading.handle(Tick(), late) == []
+    assert reading.handle(Tick(), late + DRAIN_S - 0.01) == []
+    assert reading.handle(Tick(), late + DRAIN_S) == [Abandon(D1, Rank(0))]
+    assert reading.handle(Tick(), late + DRAIN_S + 1) == []
+    assert reading.handle(read_failed("stopped"), 150.0) == [Send(at(0), abort()), failed(LATE)]
+
+
+def test_a_read_whose_request_is_over_may_take_its_time(reading: Receiver) -> None:
+    """It harms nobody, and ends by itself as a rule."""
+    reading.requests._renewed_at = 1000.0
+    reading.handle(drop(), 110.1)
+    assert reading.handle(Tick(), 110.0 + TIMEOUT_S - 0.01) == []
+    assert reading.handle(Tick(), 110.0 + TIMEOUT_S) == []
+    assert reading.handle(Tick(), 110.0 + TIMEOUT_S + DRAIN_S) == [Abandon(D1, Rank(0))]
+
+
+def test_a_read_from_a_rank_that_fell_silent_is_given_up(reading: Receiver) -> None:
+    """Its process may be stopped, and its host cut off; neither ends a read."""
+    reading.requests._renewed_at = 1000.0
+    reading.handle(EndpointLost(at(0), "no heartbeat"), 110.1)
+    assert reading.handle(Tick(), 110.1 + SILENCE_S - 0.01) == []
+    assert reading.handle(Tick(), 110.1 + SILENCE_S) == []
+    given_up = 110.1 + SILENCE_S + DRAIN_S
+    assert reading.handle(Tick(), given_up) == [Abandon(D1, Rank(0))]
+    assert reading.handle(read_failed("stopped"), given_up) == [
+        Send(at(0), abort()),
+        failed("prefill fell silent while it was read"),
+    ]
+
+
+@pytest.mark.parametrize(("life", "heard"), [(RANK_LIFE, True), (OTHER_LIFE, False)])
+def test_a_rank_that_speaks_again_in_the_same_life_is_not_silent(
+    reading: Receiver, life: str, *, heard: bool
+) -> None:
+    reading.handle(EndpointLost(at(0), "no heartbeat"), 110.1)
+    reading.answered(renewed(2, life=life), at(0), 110.2)
+    reading.handle(Tick(), 110.1 + SILENCE_S)
+    landed = reading.handle(read_done(), 113.0)
+    assert (landed == [CheckSlot(PEER, Rank(0), D1, 3)]) is heard
+
+
+def test_a_machine_that_begins_anew_knows_nothing(reading: Receiver) -> None:
+    reading.requests.clear()
+    reading.directory.clear()
+    assert not reading.busy
+    assert reading.handle(read_done(), 110.2) == []
+    assert reading.handle(fetch(), 110.3) == [Send(HOME, describe())]
 
 
 def test_a_peer_that_connects_takes_no_more_than_the_requests_time() -> None:
@@ -799,7 +869,7 @@ def a_request(*states: State) -> Request:
         Rank(rank): Source(Rank(rank), Incarnation(RANK_LIFE), at(rank), (), state)
         for rank, state in enumerate(states)
     }
-    return Request(READER, D1, ticket(), CLAIM, PEER, 0.0, sources)
+    return Request(READER, D1, ticket(), CLAIM, PEER, Time(0.0), sources)
 
 
 @pytest.mark.parametrize("state", POSTED, ids=lambda state: state.name)
@@ -821,7 +891,7 @@ def test_a_failure_without_a_reason_is_found() -> None:
     request = a_request(State.DONE, State.FAILED)
     with pytest.raises(LocalProtocolError, match="FAILED without a reason"):
         request.validate()
-    request.reason = "gone"
+    request.failure = Failure(Why.DENIED, "gone")
     request.validate()
 
 

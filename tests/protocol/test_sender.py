@@ -500,7 +500,7 @@ def test_an_offer_that_is_out_cannot_go_out_again(offered: Sender) -> None:
         offered.handle(events.Offer(NONCE, P1), 101.0)
     assert str(raised.value) == (
         "offer of request 'p1' cannot be TICKET_OUT in state OFFERED; "
-        "allowed: ['CLAIMED', 'GIVEN_UP', 'UNCLAIMED']"
+        "allowed: ['CLAIMED', 'GIVEN_UP', 'UNCLAIMED', 'REVOKED']"
     )
     assert offered.handle(Tick(), 100.0 + TTL_S) == [Sent(P1, How.UNCLAIMED)]
 
@@ -619,7 +619,9 @@ def test_the_table_of_an_offers_life() -> None:
         ("OFFERED", "CLAIMED"): "GRANTED",
         ("OFFERED", "GIVEN_UP"): "RELEASED",
         ("OFFERED", "UNCLAIMED"): "EXPIRED",
+        ("OFFERED", "REVOKED"): "EXPIRED",
         ("GRANTED", "TICKET_OUT"): "GRANTED",
+        ("GRANTED", "REVOKED"): "GRANTED",
         ("GRANTED", "ALL_ENDED"): "RELEASED",
     }
     assert set(TRANSITIONS) == set(State)

@@ -93,7 +93,7 @@ def test_all_ranks_get_their_heads_and_prefill_is_released(
     for side in world.decode:
         side.thread.submit([events.Fetch("d1", offered, claim)])
         side.load("d1", tables[1], end=TOKENS)
-    assert {side.wait_loaded("d1").reason for side in world.decode} == {None}
+    assert {side.outcome("d1") for side in world.decode} == {None}
     for side in world.decode:
         first, count = side.cache.first_head, side.cache.sizes.heads
         got = kv_of(side, tables[1], TOKENS)
@@ -122,4 +122,4 @@ def test_a_cut_that_is_not_known_yet_is_refused(make_world: Callable[..., World]
     alone.meet([alone])
     alone.fetch("d1", world.prefill[0].offer("p1", [1], 4))
     alone.load("d1", [1])
-    assert "number of KV heads" in str(alone.wait_loaded("d1").reason)
+    assert "number of KV heads" in str(alone.outcome("d1"))

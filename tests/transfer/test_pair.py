@@ -16,13 +16,13 @@ from nixl_kv.transport.memory import Fabric
 MakeTransport = Callable[[], Transport]
 
 
-def check_one_transfer(prefill: Side, decode: Side) -> None:
+def check_one_transfer(prefill: Side, decode: Side, names: tuple[str, str] = ("p1", "d1")) -> None:
     before = decode.cache.view.copy()
-    offered = prefill.offer("p1", [7, 3, 4], num_tokens=11)
-    decode.fetch("d1", offered)
-    decode.load("d1", [2, 9, 1])
-    assert decode.wait_loaded("d1").reason is None
-    assert prefill.wait_sent("p1").how is How.READ
+    offered = prefill.offer(names[0], [7, 3, 4], num_tokens=11)
+    decode.fetch(names[1], offered)
+    decode.load(names[1], [2, 9, 1])
+    assert decode.outcome(names[1]) is None
+    assert prefill.wait_sent(names[0]).how is How.READ
     assert np.array_equal(decode.cache.blocks([2, 9, 1]), prefill.cache.blocks([7, 3, 4]))
     untouched = [0, 3, 4, 5, 6, 7, 8]
     assert np.array_equal(decode.cache.blocks(untouched), before[:, untouched])
@@ -50,7 +50,7 @@ def test_only_the_lacking_blocks_are_read(
     prefill, decode = make_pair(memory)
     decode.fetch("d1", prefill.offer("p1", [7, 3, 4], num_tokens=11))
     decode.load("d1", [1], first=2)
-    assert decode.wait_loaded("d1").reason is None
+    assert decode.outcome("d1") is None
     assert np.array_equal(decode.cache.blocks([1]), prefill.cache.blocks([4]))
     assert fabric.bytes_copied == Sizes().by_letter()["L"] * 2 * 4 * 12 + 16  # and the slot
 
@@ -61,7 +61,7 @@ def test_a_grant_waits_for_blocks(memory: MakeTransport, make_pair: Pair) -> Non
     decode.fetch("d1", prefill.offer("p1", [5], num_tokens=4))
     time.sleep(1.2)  # three leases: the time itself is what is tested
     decode.load("d1", [6])
-    assert decode.wait_loaded("d1").reason is None
+    assert decode.outcome("d1") is None
     assert prefill.wait_sent("p1").how is How.READ
 
 
@@ -88,7 +88,7 @@ def test_a_ticket_is_good_once(memory: MakeTransport, make_pair: Pair) -> None:
         decode.fetch(request, offered)
         decode.load(request, [6])
         decode.wait_loaded(request)
-    reasons = [decode.wait_loaded(request).reason for request in ("d1", "d2")]
+    reasons = [decode.outcome(request) for request in ("d1", "d2")]
     assert reasons == [None, "prefill rank 0 denied: gone"]
 
 
@@ -103,23 +103,41 @@ def test_blocks_that_are_taken_back_during_the_read_are_not_accepted(
     for slot in range(64):
         prefill.machinery.slots.clear(slot)
     decode.load("d1", [6])
-    reason = decode.wait_loaded("d1").reason
-    assert reason == "prefill rank 0 took its blocks back while they were read"
+    assert decode.outcome("d1") == "prefill rank 0 took its blocks back while they were read"
 
 
-def test_a_stuck_read_is_reported_only_when_it_has_ended(
+def test_a_stuck_read_is_reported_only_when_its_agent_is_gone(
     memory: MakeTransport, make_pair: Pair, fabric: Fabric
 ) -> None:
-    """NIXL has no abort: until the read has ended, its blocks are not handed back."""
-    fabric.stuck = True
+    """NIXL has no abort: until nothing can write into its blocks, they are not handed back."""
     prefill, decode = make_pair(memory, times=Times(timeout_s=0.3))
+    fabric.stuck, fabric.unending = True, True
     decode.fetch("d1", prefill.offer("p1", [5], num_tokens=4))
     decode.load("d1", [6])
-    time.sleep(0.8)  # past the deadline
+    decode.wait(lambda _: decode.machinery.data.agents.departures)
     assert decode.thread.take() == []
-    fabric.stuck = False
-    assert decode.wait_loaded("d1").reason == "no KV within 0.3 s"
+    fabric.unending = False
+    assert decode.outcome("d1") == "no KV within 0.3 s"
     assert prefill.wait_sent("p1").how is How.ABORTED
+    fabric.stuck = False
+    before = decode.cache.view.copy()
+    check_one_transfer(prefill, decode, names=("p2", "d2"))
+    assert np.array_equal(decode.cache.blocks([6]), before[:, [6]])
+
+
+def test_reads_of_others_go_on_while_one_is_stuck(
+    memory: MakeTransport, make_pair: Pair, fabric: Fabric
+) -> None:
+    """On the agent that drains, and on the one that comes after it."""
+    prefill, decode = make_pair(memory, times=Times(timeout_s=0.3))
+    stopped, _ = make_pair(memory)
+    fabric.stuck_peers.add(stopped.machinery.serving.metadata().decode())
+    decode.fetch("stuck", stopped.offer("p0", [5], num_tokens=4))
+    decode.load("stuck", [8])
+    for number in range(20):
+        check_one_transfer(prefill, decode, names=(f"p{number + 1}", f"d{number}"))
+        time.sleep(0.1)  # so that the reads are spread over all that happens
+    assert decode.outcome("stuck") == "no KV within 0.3 s"
 
 
 def test_a_dead_prefill_fails_the_read(
@@ -129,9 +147,9 @@ def test_a_dead_prefill_fails_the_read(
     prefill, decode = make_pair(memory)
     decode.fetch("d1", prefill.offer("p1", [5], num_tokens=4))
     decode.load("d1", [6])
-    decode.wait(lambda _: decode.machinery.data.busy)
-    fabric.broken.add(prefill.machinery.transport.metadata().decode())
-    reason = decode.wait_loaded("d1").reason
+    decode.wait(lambda _: decode.machinery.data.agents.busy)
+    fabric.broken.add(prefill.machinery.serving.metadata().decode())
+    reason = decode.outcome("d1")
     assert reason is not None
     assert "is gone" in reason
 
@@ -175,7 +193,7 @@ def test_a_peer_that_differs_is_refused_in_words(
     prefill, decode = make_pair(memory, models=models, sizes=sizes)
     decode.fetch("d1", prefill.offer("p1", [5], num_tokens=4))
     decode.load("d1", [6])
-    reason = decode.wait_loaded("d1").reason
+    reason = decode.outcome("d1")
     assert reason is not None
     assert named in reason
 
@@ -197,6 +215,6 @@ def test_a_bad_grant_is_no_crash(memory: MakeTransport, make_pair: Pair) -> None
     for request, table in (("short", [5]), ("beyond", [5, 77])):
         decode.fetch(request, prefill.offer(f"p-{request}", table, num_tokens=8))
         decode.load(request, [6, 7])
-    short = str(decode.wait_loaded("short").reason)
+    short = str(decode.outcome("short"))
     assert "block table has the entries 0 to 0; needed: 0 to 1" in short
-    assert "block id 77" in str(decode.wait_loaded("beyond").reason)
+    assert "block id 77" in str(decode.outcome("beyond"))
