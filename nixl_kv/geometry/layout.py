@@ -164,6 +164,9 @@ class CacheLayout:
         """Check the numbers, and that every block of every region lies in one span."""
         _check("number of groups", len(self.groups), high=65)
         _check("device", self.device, low=0, high=1 << 10)
+        num_regions = sum(len(group.regions) for group in self.groups)
+        # Each region is looked for in all spans.
+        _check("regions times spans", (num_regions + 1) * len(self.spans), low=0, high=1 << 20)
         for group in self.groups:
             for region in group.regions:
                 self._check_inside(group, region)

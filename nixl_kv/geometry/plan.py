@@ -36,6 +36,8 @@ Share = Mapping[str, Heads]
 """What one rank reads from another: for each layer a range of heads that both hold."""
 
 MAX_INDEX = 2**31 - 1
+MAX_ROWS = 1 << 20
+"""In one list: where blocks hardly ever meet, small caches have more rows than blocks."""
 
 
 class Scratch:
@@ -272,6 +274,7 @@ class _List:
 
     device: int
     length: int = 0
+    num_rows: int = 0
     chunks: list[Ints] = field(default_factory=list)
     places: dict[bytes, BlockIds] = field(default_factory=dict)
 
@@ -279,6 +282,11 @@ class _List:
         """Add rows. Returns for each the number of its first piece, counted over all rows."""
         key = rows.tobytes()
         if key not in self.places:
+            self.num_rows += len(rows)
+            if self.num_rows > MAX_ROWS:
+                raise IncompatiblePeer(
+                    f"a block has {self.num_rows} runs or more; allowed: {MAX_ROWS}"
+                )
             total = self.length + sum(rows[:, 3].tolist())
             if total > MAX_INDEX:
                 raise IncompatiblePeer(

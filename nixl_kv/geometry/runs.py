@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 Heads = tuple[int, int]
 """A half-open range of the model's KV heads."""
 
-MAX_PIECES: Final = 1 << 24
+MAX_PIECES: Final = 1 << 22
 """In one block: of a layer before they merge, of all layers after."""
 
 

@@ -122,7 +122,7 @@ class NixlTransport:
         """Load a peer's metadata; 10 to 140 ms."""
         with _translated("adding a peer"):
             name = self._agent.add_remote_agent(metadata)
-        return PeerName(name.decode() if isinstance(name, bytes) else str(name))
+            return PeerName(name.decode() if isinstance(name, bytes) else str(name))
 
     def drop_peer(self, peer: PeerName) -> None:
         """Remove a peer's metadata and connections."""

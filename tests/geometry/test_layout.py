@@ -202,6 +202,12 @@ def test_regions_outside_of_the_spans(spans: tuple[Span, ...]) -> None:
         replace(LAYOUT, spans=spans)
 
 
+def test_regions_and_spans_that_are_too_many_to_look_for_one_in_the_other() -> None:
+    """A peer's numbers: they must not cost this side seconds."""
+    with pytest.raises(ValueError, match="regions times spans"):
+        replace(LAYOUT, spans=LAYOUT.spans * 2**20)
+
+
 def test_every_region_of_every_group_is_checked() -> None:
     stray = replace(REGION, layer="stray", base=4097)
     for groups in (

@@ -683,3 +683,15 @@ def test_addresses_up_to_the_top_are_exact() -> None:
     base = 2**63 - 1
     side = rank([(2, [one_layer(base, stride=2**62 + 1, blocks=2, heads=3)])])
     assert plan(side, side).local.tolist() == [[base, 24, 0, 2**62 + 1, 2]]
+
+
+def test_blocks_that_come_apart_into_more_rows_than_are_worth_a_list_are_refused() -> None:
+    """Few blocks, so few pieces; but a peer's numbers must not cost this side its memory."""
+    sides = []
+    for size in (2**7, 2**15):
+        head = 2 * size  # each token's byte stands alone
+        region = Region("a", 1, 64 * head, head, 2, 0, 64, (Part(0, 1),))
+        group = Group(size, 2, 1, (region,))
+        sides.append(CacheLayout((group,), "uint8", "DRAM", 0, (Span(1, 2 * 64 * head),)))
+    with pytest.raises(IncompatiblePeer, match=r"^a block has \d+ runs or more; allowed: 1048576$"):
+        plan(*sides)

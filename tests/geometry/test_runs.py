@@ -304,7 +304,7 @@ def test_more_pieces_than_are_worth_looking_for() -> None:
     group = Group(size, 2, 1, (region,))
     (bundle,) = bundles((group, group), [(region, region, (0, 4096))])
     with pytest.raises(
-        IncompatiblePeer, match=r"^a block has \d+ pieces or more; allowed: 16777216$"
+        IncompatiblePeer, match=r"^a block has \d+ pieces or more; allowed: 4194304$"
     ):
         bundle.runs(size, (0, 0))
     assert triples(bundle.runs(1, (3, 0))) == [(1 + 3 * 4096, 1, 4096)]
