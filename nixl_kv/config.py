@@ -90,6 +90,9 @@ class Config:
     peer_timeout_s: float = 2.0
     """How soon a peer that has fallen silent counts as lost."""
 
+    paced_reads: bool = False
+    """Whether one piece at a time is read from each prefill rank: for UCX over TCP."""
+
     offer_share: float = 0.5
     """Share of the cache's blocks that offers which nobody has claimed may hold."""
 
@@ -212,7 +215,7 @@ def _key_file(name: str, value: object) -> str | None:
     return value
 
 
-def _insecure(name: str, value: object) -> bool:
+def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _refuse(name, value, "true or false")
     return value
@@ -255,7 +258,8 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "request_timeout_s": _seconds,
     "layout": _layout,
     "key_file": _key_file,
-    "insecure": _insecure,
+    "insecure": _switch,
+    "paced_reads": _switch,
     "peers": _peers,
     "peer_timeout_s": _seconds,
     "offer_share": _share,

@@ -58,6 +58,7 @@ def test_defaults() -> None:
         insecure=False,
         peers=None,
         peer_timeout_s=2.0,
+        paced_reads=False,
         offer_share=0.5,
     )
 
@@ -187,7 +188,8 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
             for value in ("", 5, True, ["key"], b"key", "a\0b")
         ],
         *[
-            pytest.param("insecure", value, NO_TRUTH, id=f"insecure {value!r}")
+            pytest.param(key, value, NO_TRUTH, id=f"{key} {value!r}")
+            for key in ("insecure", "paced_reads")
             for value in (None, 0, 1, "true", "", [])
         ],
         *[
@@ -217,7 +219,7 @@ def test_unknown_keys(extra: dict[str, object], first: str) -> None:
         Config.parse(extra, {})
     keys = (
         "host, port, backends, offer_ttl_s, lease_s, request_timeout_s, layout, "
-        "key_file, insecure, peers, peer_timeout_s, offer_share"
+        "key_file, insecure, peers, peer_timeout_s, paced_reads, offer_share"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"

@@ -21,8 +21,10 @@ from nixl_kv.protocol.offers import Offers
 from nixl_kv.protocol.receiver import Receiver
 from nixl_kv.protocol.requests import Requests
 from nixl_kv.protocol.sender import Sender
+from nixl_kv.transport.base import Transport
 from nixl_kv.transport.control import Control
 from nixl_kv.transport.door import is_local
+from nixl_kv.transport.paced import SEGMENT_CONFIG, PacedTransport
 from nixl_kv.transport.slots import SlotPage
 
 NUM_SLOTS: Final = 16384
@@ -47,14 +49,12 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     Raises:
         NixlKVError: if NIXL or a socket fails, or the key file is not one.
     """
-    from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - nixl only where it is used
-
     config = translate.config(vllm_config)
     trust = Trust.of(config)
     incarnation = new_incarnation()
     rank = shards.rank(vllm_config)
     engine = vllm_config.kv_transfer_config.engine_id
-    make = partial(NixlTransport, config.backends, engine_config=UCX_ENGINE_CONFIG)
+    make = partial(_transport, config)
     identity = Identity(translate.model_facts(vllm_config), rank, trust.peers)
     household = Household.alone(layout, identity)
     agents = Agents(make, household)
@@ -85,6 +85,15 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
         receiver=Receiver(reader, Requests(reader, **times)),
         description=messages.encode_rank(description),
     )
+
+
+def _transport(config: Config) -> Transport:
+    from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - nixl only where it is used
+
+    if not config.paced_reads:
+        return NixlTransport(config.backends, engine_config=UCX_ENGINE_CONFIG)
+    settings = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}"
+    return PacedTransport(NixlTransport(config.backends, engine_config=settings))
 
 
 def _listen(control: Control, config: Config) -> str:

@@ -120,6 +120,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     facts = {name: str(values[name]) for name in _FACTS if name in values}
     facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
     facts["dtype"] = dtype_name(model.dtype)
+    facts["paced_reads"] = str(config(vllm_config).paced_reads)
     rest = {key: value for key, value in values.items() if key not in _VOLATILE}
     canonical = json.dumps(rest, sort_keys=True, default=str).encode()
     facts["config digest"] = hashlib.blake2b(canonical, digest_size=8).hexdigest()

@@ -29,7 +29,7 @@ def healthy() -> Iterator[Stoppable]:
 
 @pytest.fixture
 def decode() -> Iterator[Side]:
-    side = Side("decode", Cache(SIZES), over_tcp(), times=Times(timeout_s=TIMEOUT_S))
+    side = Side("decode", Cache(SIZES), over_tcp, times=Times(timeout_s=TIMEOUT_S))
     yield side
     side.close()
 

@@ -1,0 +1,165 @@
+"""One piece at a time from each peer: the same bytes, whatever the rows, in bounded pieces."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.geometry import blocks
+from nixl_kv.geometry.layout import Span
+from nixl_kv.transport import paced
+from nixl_kv.transport.base import Indices
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from nixl_kv.transport.paced import PacedTransport
+
+SIZE = 4096
+
+
+class Watched(MemoryTransport):
+    """Notes how long each read is, and that there is one at a time."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__(fabric)
+        self.lengths: list[int] = []
+        self.under_way = 0
+
+    def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
+        begun = super().read(local, remote, indices)
+        self.under_way += 1
+        assert self.under_way == 1
+        addresses = [there for _, there in begun.pairs]
+        for (address, length), (following, _) in pairwise(addresses):
+            assert address + length == following, "what is read at once is one range"
+        self.lengths.append(sum(length for _, length in addresses))
+        return begun
+
+    def poll(self, read: Any) -> bool:
+        try:
+            ended = super().poll(read)
+        except PeerLost:
+            self.under_way -= 1
+            raise
+        self.under_way -= ended
+        return ended
+
+
+class World:
+    def __init__(self) -> None:
+        self.fabric = Fabric(polls=1)
+        self.owner = MemoryTransport(self.fabric)
+        self.watched = Watched(self.fabric)
+        self.reader = PacedTransport(self.watched)
+        rng = np.random.default_rng(1)
+        self.theirs = rng.integers(1, 256, SIZE, dtype=np.uint8)
+        self.mine = np.zeros(SIZE, dtype=np.uint8)
+        self.owner.register(Span(self.theirs.ctypes.data, SIZE), "DRAM", 0)
+        self.reader.register(Span(self.mine.ctypes.data, SIZE), "DRAM", 0)
+        self.peer = self.reader.add_peer(self.owner.metadata())
+
+    def lists(self, table: list[tuple[int, int, int, int]]) -> tuple[object, object]:
+        """(offset, length, stride, count) of each row, the same on both sides."""
+        prepared = []
+        for memory, peer in ((self.mine, None), (self.theirs, self.peer)):
+            rows = [(memory.ctypes.data + o, length, 0, s, n) for o, length, s, n in table]
+            prepared.append(self.reader.prepare(np.array(rows, dtype=np.uint64), "DRAM", peer))
+        return prepared[0], prepared[1]
+
+    def finish(self, read: object) -> None:
+        for _ in range(10_000):
+            if self.reader.poll(read):
+                return
+        raise AssertionError("it does not end")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paced, "PIECE_BYTES", 16)
+
+
+def ids(*numbers: int) -> blocks.BlockIds:
+    return blocks.block_ids(numbers)
+
+
+def test_what_is_longer_than_a_piece_is_read_in_parts() -> None:
+    world = World()
+    local, remote = world.lists([(0, 40, 48, 3)])
+    world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
+    assert world.watched.lengths == [16, 16, 8]
+    assert np.array_equal(world.mine[48:88], world.theirs[96:136])
+    assert world.mine[:48].sum() + world.mine[88:].sum() == 0
+
+
+def test_neighbours_share_a_piece_as_far_as_they_fit() -> None:
+    world = World()
+    local, remote = world.lists([(0, 4, 4, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(10)), ids(*range(20, 30)))))
+    assert world.watched.lengths == [16, 16, 8]
+    assert np.array_equal(world.mine[:40], world.theirs[80:120])
+
+
+def test_reads_from_one_peer_wait_for_each_other() -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 100)])
+    reads = [world.reader.read(local, remote, (ids(n), ids(n))) for n in range(3)]
+    assert not world.reader.poll(reads[2])
+    for read in reads:
+        world.finish(read)
+    assert np.array_equal(world.mine[:24], world.theirs[:24])
+
+
+def test_a_read_that_fails_lets_the_next_one_go_on() -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 100)])
+    reads = [world.reader.read(local, remote, (ids(n), ids(n))) for n in range(2)]
+    assert not world.reader.poll(reads[0])
+    world.fabric.broken.add(world.peer)
+    for read in reads:
+        with pytest.raises(PeerLost):
+            world.finish(read)
+    assert not world.reader.lines[world.peer]
+
+
+@pytest.mark.parametrize("index", [-1, 100])
+def test_an_index_of_nothing_is_refused(index: int) -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 100)])
+    with pytest.raises(TransportError, match=f"index {index}"):
+        world.finish(world.reader.read(local, remote, (ids(index), ids(0))))
+
+
+def test_nothing_to_read_is_refused() -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 100)])
+    with pytest.raises(TransportError, match="0 local and 0 remote"):
+        world.reader.read(local, remote, (ids(), ids()))
+
+
+row = st.tuples(st.integers(1, 50), st.integers(0, 6), st.integers(1, 8))
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows=st.lists(row, min_size=1, max_size=4), data=st.data())
+def test_the_bytes_are_those_of_the_pieces(
+    rows: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    world = World()
+    table, offset, pieces = [], 0, []
+    for length, gap, count in rows:
+        table.append((offset, length, length + gap, count))
+        pieces += [(offset + i * (length + gap), length) for i in range(count)]
+        offset += count * (length + gap)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(pieces))), min_size=1, unique=True))
+    local, remote = world.lists(table)
+    if data.draw(st.booleans()):
+        chosen.sort()
+    world.finish(world.reader.read(local, remote, (ids(*chosen), ids(*chosen))))
+    expected = np.zeros_like(world.mine)
+    for index in chosen:
+        start, length = pieces[index]
+        expected[start : start + length] = world.theirs[start : start + length]
+    assert np.array_equal(world.mine, expected)
+    assert max(world.watched.lengths) <= 16
