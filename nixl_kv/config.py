@@ -107,8 +107,11 @@ class Config:
 
     @property
     def renew_interval_s(self) -> float:
-        """Renew five times a lease: three may be lost, with a stall, before the lease runs out."""
-        return self.lease_s / 5
+        """Renew five times a lease: three may be lost, with a stall, before the lease runs out.
+
+        And each second at least, which tells prefill that it may still be read.
+        """
+        return min(1.0, self.lease_s / 5)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":

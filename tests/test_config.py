@@ -105,6 +105,7 @@ def test_a_config_does_not_change() -> None:
 
 def test_renewals_per_lease() -> None:
     assert Config(lease_s=5.0).renew_interval_s == 1.0
+    assert Config(lease_s=60.0).renew_interval_s == 1.0
     assert Config(lease_s=0.5).renew_interval_s == pytest.approx(0.1)
 
 

@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 READING_NAP_S: Final = 0.0001
 SERVING_POLL_S: Final = 0.001
 TICK_S: Final = 0.025
-LINGER_S: Final = 1.0
-"""How long after the last grant this side still serves reads that nobody told it of."""
+LINGER_S: Final = 2.0
+"""How long after a reader's last word this side still serves reads: one may be going on although
+its lease ran out, and renews are sent each second at least."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Loop:
         """Some paths of NIXL need the owner of the memory to take part in being read."""
         now = self._clock()
         if self._m.sender.offers.granted:
-            self._serve_until = now + LINGER_S
+            self._serve_until = max(self._serve_until, now + LINGER_S)
         if self._m.serving is not None and now < self._serve_until:
             self._m.serving.progress()
 
@@ -154,6 +155,7 @@ class Loop:
             match item:
                 case FromPeer():
                     message = decode_to_rank(item.payload)
+                    self._serve_until = now + LINGER_S
                     self._carry_out(self._m.sender.handle(message, now), item.route)
                 case FromEndpoint():
                     answer = decode_answer(item.payload)
