@@ -104,12 +104,14 @@ class Loop:
         self._counts["thread_restarts"] += 1
         self._m.slots.clear_all()
         self._follow_up.clear()
-        for request in self._ledger.orphan():
-            self._m.data.abandon(request)
         self._m.receiver.requests.clear()
         self._m.receiver.directory.clear()
-        for sent in self._m.sender.offers.reset():
-            self._report(sent)
+        self._m.sender.offers.clear()
+        orphans, sent = self._ledger.lose()
+        for request in orphans:
+            self._m.data.abandon(request)
+        for lost in sent:
+            self._report(lost)
 
     def _patience(self) -> float | None:
         """How long this turn may wait, in seconds; None for ever."""
@@ -146,7 +148,11 @@ class Loop:
                 self._ledger.owe(command)
             self._carry_out(self._m.receiver.handle(command, now))
         else:
-            self._carry_out(self._m.sender.handle(command, now))
+            lost = self._ledger.offer(command)
+            if lost is not None:
+                self._report(lost)
+            if not self._ledger.is_void(command):
+                self._carry_out(self._m.sender.handle(command, now))
 
     def _receive(self, item: Received) -> None:
         """One message or loss. What a stranger sends is logged, and changes nothing."""
@@ -231,6 +237,7 @@ class Loop:
                 told = "denied an ask for offer %s: %s"
                 self._seldom.warning(told, shown(action.nonce), action.reason)
             case events.Sent():
+                self._ledger.sent(action.request)
                 self._results.append(action)
             case events.Loaded():
                 self._ledger.paid(action.request)

@@ -79,11 +79,10 @@ class Offers:
             offer.move(Cause.NO_TICKET)
             del self._offers[nonce]
 
-    def reset(self) -> list[events.Sent]:
-        """Begin anew, whatever state this is in; all slots must have been cleared before."""
-        offers, self._offers = list(self._offers.values()), {}
+    def clear(self) -> None:
+        """Forget everything, whatever state this is in; all slots must have been cleared before."""
+        self._offers.clear()
         self._free_slots = list(range(self._num_slots))
-        return [events.Sent(offer.request, events.How.LOST) for offer in offers]
 
     def bind(self, offer: Offering, ask: Ask, now: float) -> events.WriteSlot | None:
         """Grant to the ask's claim, a lease for each expected reader; None if no slot is free."""

@@ -28,6 +28,8 @@ class Answer:
     seconds: float
     likely: tuple[Mapping[str, float], ...] = ()
     """Of each token, what else the engine thought of, with its log probability."""
+    finish_reason: str = ""
+    """`abort` if the engine was shut down in the middle: the answer is not whole, and says so."""
 
 
 class Client:
@@ -63,6 +65,7 @@ class Client:
             prompt_tokens=answer["usage"]["prompt_tokens"],
             seconds=seconds,
             likely=tuple(logprobs["top_logprobs"]),
+            finish_reason=choice["finish_reason"] or "",
         )
 
     def ticket(self, prompt: str, params: Mapping[str, object]) -> dict[str, object] | None:

@@ -1,0 +1,128 @@
+"""Feed every decoder with what strangers may send, and see that nothing but an error comes of it.
+
+Each target is a decoder of bytes or objects from outside, or the machinery behind one: inputs are
+valid ones with up to four mutations. An input may give a value or the documented exception. All
+else is a crash, and so is an execution of more than a second or 500 MiB. Times are CPU times.
+
+A crash is printed with the input in hex, which --replay runs again. `--nixl` gives mutated
+metadata to NIXL itself, in a child process, and counts how often that process dies.
+"""
+
+import argparse
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pd.fuzz_nixl import NAME, fuzz_nixl, replay_nixl
+from pd.fuzz_run import Crash, Findings, execute, fuzz, keep
+from pd.fuzz_targets import Target, targets
+from pd.fuzz_world import map_memory
+
+ROOM = 8 << 30  # of address space: what asks for more gets a MemoryError
+WIDTH = 130
+MIB = 2**20
+HEADINGS = ("target", "executions", "per s", "slowest ms", "of bytes", "peak MiB", "crashes")
+
+
+def run_all(chosen: Sequence[Target], seconds: float, *, seed: int, crash_dir: Path | None) -> int:
+    """Fuzz each for its share of the time, and print a table; how many crashes there were."""
+    report: dict[str, Findings] = {}
+    try:
+        for target in chosen:
+            print(f"{target.name} ...", file=sys.stderr, flush=True)
+            report[target.name] = fuzz(target, seconds / len(chosen), seed)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    print_report(report)
+    for name, findings in report.items():
+        for crash in findings.crashes.values():
+            print_crash(name, crash, times=findings.repeats[crash.what], crash_dir=crash_dir)
+    return sum(len(findings.crashes) for findings in report.values())
+
+
+def print_report(report: dict[str, Findings]) -> None:
+    """One row for each target."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    table = Table(title="mutated inputs, by who decodes them")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "target" else "right")
+    for name, found in report.items():
+        table.add_row(
+            name,
+            f"{found.executions:,}",
+            f"{found.executions / max(found.wall_s, 1e-9):,.0f}",
+            f"{found.slowest_s * 1e3:.1f}",
+            f"{len(found.slowest):,}",
+            f"{found.most_bytes / MIB:.0f}",
+            str(len(found.crashes)),
+        )
+    console.print(table)
+    total = sum(found.executions for found in report.values())
+    spent = sum(found.wall_s for found in report.values())
+    print(f"{total:,} executions in {spent:.0f} s, {total / max(spent, 1e-9):,.0f} per s")
+
+
+def print_crash(name: str, crash: Crash, *, times: int, crash_dir: Path | None) -> None:
+    """What it was, where, and how to see it again."""
+    print(f"\n{name}: {crash.what}, {times} times; {len(crash.data)} bytes do it")
+    print(crash.detail.rstrip())
+    print(f"scripts/fuzz --replay {name!r} {keep(crash.data, crash_dir)}")
+
+
+def replay(everything: Mapping[str, Target], name: str, text: str) -> int:
+    """One input, in hex or as @FILE; the exit status."""
+    data = Path(text[1:]).read_bytes() if text.startswith("@") else bytes.fromhex(text)
+    if name == NAME:
+        return replay_nixl(data)
+    done = execute(everything[name], data)
+    print(f"{done.crash or 'no crash'}; {done.seconds * 1e3:.1f} ms, {done.nbytes / MIB:.0f} MiB")
+    print(done.detail)
+    return int(done.crash is not None)
+
+
+def parse_arguments(names: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="in all; default 10")
+    parser.add_argument("--seed", type=int, default=0, help="default 0")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TARGET")
+    parser.add_argument("--list", action="store_true", help="print the targets and stop")
+    parser.add_argument("--nixl", action="store_true", help="NIXL's own decoder, and no other")
+    parser.add_argument("--crashes", type=Path, metavar="DIR", help="where long inputs are kept")
+    parser.add_argument("--replay", nargs=2, metavar=("TARGET", "HEX"), help="run one input")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run; 0 only if nothing crashed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logging.getLogger("nixl_kv").setLevel(logging.ERROR)
+    logging.getLogger("nixl_kv").propagate = False
+    everything = {target.name: target for target in targets()}
+    options = parse_arguments(list(everything))
+    if options.list:
+        print("\n".join(everything))
+        return 0
+    if options.nixl:
+        return fuzz_nixl(options.minutes * 60, seed=options.seed, crash_dir=options.crashes)
+    resource.setrlimit(resource.RLIMIT_AS, (ROOM, ROOM))
+    map_memory()
+    if options.replay:
+        return replay(everything, *options.replay)
+    chosen = [everything[name] for name in options.only]
+    crashes = run_all(chosen, options.minutes * 60, seed=options.seed, crash_dir=options.crashes)
+    return int(crashes > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

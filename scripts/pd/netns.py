@@ -1,0 +1,175 @@
+"""Two network namespaces as two hosts, and a wire between them that can be made slow or cut.
+
+Each namespace has two interfaces: `kv0`, its end of the wire, and one by which this host's own
+processes reach it whatever the wire does. Needs root. The wire is ours, made of two TUN devices and
+a thread that carries packets between them, because not every kernel has `tc netem`.
+"""
+
+import fcntl
+import os
+import random
+import select
+import struct
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from typing_extensions import Self
+
+WIRE: Final = "kv0"
+ADDRESSES: Final = "198.18.0.0/15"  # for benchmarks (RFC 2544): nobody else has them
+MTU: Final = 9000
+LONGEST_QUEUE_S: Final = 0.5  # what waits longer for a slow wire is dropped, as a switch does
+BITS: Final = 8
+
+TUN_DEVICE: Final = "/dev/net/tun"
+TUNSETIFF: Final = 0x400454CA
+IFF_TUN_NO_PI: Final = 0x1001  # whole IP packets, nothing before them
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How a wire carries packets, both ways. `rate` is in bits per second, None for no limit."""
+
+    up: bool = True
+    delay_s: float = 0.0
+    loss: float = 0.0
+    rate: float | None = None
+
+
+PERFECT: Final = Quality()
+
+
+class Namespace:
+    """One host. `number` makes its addresses."""
+
+    def __init__(self, name: str, number: int) -> None:
+        """Nothing is made before the `with` block is entered."""
+        self.name = f"{name}-{os.getpid()}"
+        self.wire_address = f"198.18.0.{number}"
+        self.address = f"198.18.{number}.2"
+        self._outer = f"kvt{number}-{os.getpid()}"[:15]  # the kernel's limit
+        self._gateway = f"198.18.{number}.1"
+
+    def __enter__(self) -> Self:
+        """Make it, and the interface by which it is reached from here."""
+        run_ip("netns", "add", self.name)
+        self.ip("link", "set", "lo", "up")
+        run_ip("link", "add", self._outer, "type", "veth", "peer", "eth0", "netns", self.name)
+        run_ip("addr", "add", f"{self._gateway}/30", "dev", self._outer)
+        run_ip("link", "set", self._outer, "up")
+        self.ip("addr", "add", f"{self.address}/30", "dev", "eth0")
+        self.ip("link", "set", "eth0", "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove it; its interfaces go with it."""
+        run_ip("netns", "del", self.name)
+
+    def ip(self, *arguments: str) -> None:
+        """Run `ip` in it."""
+        run_ip("-n", self.name, *arguments)
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command that runs a command in it, as the same process."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+
+class Wire:
+    """Joins two namespaces. `quality` may be set at any time."""
+
+    def __init__(self, left: Namespace, right: Namespace) -> None:
+        """Nothing is made before the `with` block is entered."""
+        self.quality = PERFECT
+        self.carried = 0
+        """Bytes of the packets that arrived, both ways."""
+        self._ends = left, right
+        self._devices: list[int] = []
+        self._thread = threading.Thread(target=self._carry, name="wire", daemon=True)
+        self._closing = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Plug it in."""
+        for end in self._ends:
+            self._devices.append(_open_tun(end))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove it."""
+        self._closing.set()
+        self._thread.join()
+        for device in self._devices:
+            os.close(device)
+
+    def _carry(self) -> None:
+        left, right = self._devices
+        lanes = {left: _Lane(right), right: _Lane(left)}
+        while not self._closing.is_set():
+            due = min(lane.next_due for lane in lanes.values())
+            patience = min(max(due - time.monotonic(), 0.0), 0.1)
+            ready, _, _ = select.select([left, right], [], [], patience)
+            for device in ready:
+                lanes[device].take(os.read(device, 1 << 16), self.quality)
+            for lane in lanes.values():
+                self.carried += lane.deliver()
+
+
+class _Lane:
+    """One direction of a wire."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._queue: deque[tuple[float, bytes]] = deque()
+        self._free_at = 0.0  # when the last packet has left the sender
+        self._dice = random.Random(target)  # noqa: S311 - which packets are lost is no secret
+
+    @property
+    def next_due(self) -> float:
+        """When the next packet arrives."""
+        return self._queue[0][0] if self._queue else float("inf")
+
+    def take(self, packet: bytes, quality: Quality) -> None:
+        """A packet was sent: it is lost, or arrives in its time."""
+        if not quality.up or self._dice.random() < quality.loss:
+            return
+        now = time.monotonic()
+        begin = max(now, self._free_at)
+        if begin - now > LONGEST_QUEUE_S:
+            return
+        self._free_at = begin + (len(packet) * BITS / quality.rate if quality.rate else 0.0)
+        self._queue.append((self._free_at + quality.delay_s, packet))
+
+    def deliver(self) -> int:
+        """Hand over what is due by now; how many bytes."""
+        now = time.monotonic()
+        delivered = 0
+        while self._queue and self._queue[0][0] <= now:
+            _, packet = self._queue.popleft()
+            try:
+                delivered += os.write(self._target, packet)
+            except OSError:  # the interface is down: nobody is there to take it
+                continue
+        return delivered
+
+
+def _open_tun(end: Namespace) -> int:
+    """One end of the wire; the device lives as long as its descriptor."""
+    device = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK)
+    name = f"kvw{os.getpid()}"[:15]
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN_NO_PI))
+    run_ip("link", "set", name, "netns", end.name, "name", WIRE)
+    end.ip("addr", "add", f"{end.wire_address}/24", "dev", WIRE)
+    end.ip("link", "set", WIRE, "mtu", str(MTU), "up")
+    return device
+
+
+def run_ip(*arguments: str) -> None:
+    """Run `ip`; raises, in its words, if it fails."""
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
