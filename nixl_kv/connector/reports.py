@@ -87,9 +87,14 @@ class Reports:
     def _note_failure(self, loaded: events.Loaded, failure: Failure) -> None:
         self._stats.count("load_failures")
         self._stats.count(f"load_failures_{failure.why.value}")
-        peer = f" of engine {loaded.peer.engine!r} at {loaded.peer.endpoint}" if loaded.peer else ""
+        peer = loaded.peer
+        whence = f"; engine {peer.engine!r} at {peer.endpoint}" if peer else ""
         logger.warning(
-            "request %s: KV%s not loaded (%s): %s", loaded.request, peer, failure.why.value, failure
+            "request %s: KV not loaded: %s (%s%s)",
+            loaded.request,
+            failure,
+            failure.why.value,
+            whence,
         )
 
     def _count_transfers(self, result: LoadResult) -> None:

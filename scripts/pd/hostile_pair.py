@@ -32,7 +32,8 @@ SHOWN_ERROR = 60  # characters
 # A small cache of prefill: it is soon used again.
 SMALL_CACHE: Final = ("--num-gpu-blocks-override", "24", "--max-model-len", "2048")
 CONFIGS: Final[Mapping[Connector, Mapping[str, object]]] = {
-    "nixl-kv": {"offer_ttl_s": HELD_S, "lease_s": HELD_S},
+    # One address of this machine is a peer, so that others of it are foreign.
+    "nixl-kv": {"offer_ttl_s": HELD_S, "lease_s": HELD_S, "peers": ["127.0.0.1/32"]},
     "in-tree": {"kv_lease_duration": HELD_S},
 }
 LOADS: Final[Mapping[Connector, str]] = {
