@@ -38,8 +38,8 @@ def interface_down(scene: Scene) -> None:
 
 
 def delay(scene: Scene) -> None:
-    """Packets take 5 ms each way."""
-    ask_in(scene, Quality(delay_s=0.005))
+    """Packets take 2 ms each way."""
+    ask_in(scene, Quality(delay_s=0.002))
 
 
 def lose_1_percent(scene: Scene) -> None:
