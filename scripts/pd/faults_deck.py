@@ -63,7 +63,7 @@ class Deck:
     """Gives out questions."""
 
     def __init__(self, answers: Mapping[str, Answer]) -> None:
-        """The answers by prompt; all that are needed must be there when they are drawn."""
+        """The answers by prompt; what has none is not drawn."""
         self._answers = answers
         self._drawn: dict[str, Iterator[str]] = {}
 
@@ -73,10 +73,11 @@ class Deck:
         Raises:
             RuntimeError: if there are no more.
         """
-        prompts = self._drawn.setdefault(kind.name, iter(prompts_of(kind)))
+        answered = (prompt for prompt in prompts_of(kind) if prompt in self._answers)
+        prompts = self._drawn.setdefault(kind.name, answered)
         drawn = [prompt for prompt, _ in zip(prompts, range(count), strict=False)]
         if len(drawn) < count:
-            raise RuntimeError(f"all {kind.count} prompts of kind {kind.name!r} are used up")
+            raise RuntimeError(f"all answered prompts of kind {kind.name!r} are used up")
         return [Question(prompt, self._answers[prompt]) for prompt in drawn]
 
 

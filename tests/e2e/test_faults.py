@@ -18,7 +18,7 @@ from pd.tiny_model import ensure_tiny_model
 
 pytestmark = pytest.mark.e2e
 
-FEW = (replace(SHORT, count=110), replace(LONG, count=16), replace(TALK, count=2))
+FEW = (replace(SHORT, count=110), replace(LONG, count=24), replace(TALK, count=2))
 FAULTS = (
     Fault("late-ticket", "local", late_ticket),
     Fault("hang-up", "local", partial(hang_up, times=10)),

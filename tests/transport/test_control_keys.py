@@ -356,7 +356,8 @@ def test_many_half_open_connections_cost_little_and_hold_nobody_up(
             check_served(friend, endpoint)
             most = max(most, open_descriptors())
             time.sleep(0.02)
-        assert most - descriptors < 200 + door.BACKLOG + 20
+        # Who comes before the owner's next poll has counted them is let in as well.
+        assert most - descriptors < 200 * 4
         assert resident_kib() - memory < 32 << 10
         deadline = time.monotonic() + 60
         newcomer.send(endpoint, b"hello")
