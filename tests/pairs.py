@@ -11,7 +11,7 @@ from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import Machinery
 from nixl_kv.connector.publisher import Publisher
-from nixl_kv.connector.registering import serve
+from nixl_kv.connector.registering import register
 from nixl_kv.connector.results import LoadResult, Result
 from nixl_kv.connector.sources import Household, Identity
 from nixl_kv.connector.thread import TransferThread
@@ -78,7 +78,7 @@ class Side:
         household = Household.alone(layout, Identity(self.model, self.rank))
         agents = Agents(make_transport, household)
         agents.open()
-        serve(transport, layout, slots)
+        register(transport, layout, slots)
         port = control.listen(f"tcp://{HOST}", 0)
         reader = messages.Reader(self.engine, self.incarnation, self.rank)
         described = messages.RankDescription(

@@ -246,8 +246,9 @@ class Loop:
 
     def _publish_counts(self) -> None:
         """One record at a time: strangers may ask as much as they like while vLLM makes no step."""
-        self._counts["agents_recycled"] += self._m.data.agents.departures.take_recycled()
-        counts = +self._counts
-        if counts and not self._results:
-            self._results.append(Counts(counts))
-            self._counts.clear()
+        recycled = self._m.data.agents.departures.take_recycled()
+        if recycled:
+            self._counts["agents_recycled"] += recycled
+        if self._counts and not self._results:
+            self._results.append(Counts(self._counts))
+            self._counts = Counter()

@@ -12,15 +12,15 @@ CHECKS: Final = 4096
 """Slots that can be read at the same time."""
 
 
-def serve(transport: Transport, layout: CacheLayout, slots: SlotPage) -> None:
-    """Let peers read this rank's cache, and its generation slots.
+def register(transport: Transport, layout: CacheLayout, page: SlotPage) -> None:
+    """Let it use this rank's cache and a page of slots: its own, or scratch for those it reads.
 
     Raises:
         TransportError: if the transport does not take the memory.
     """
     for span in layout.spans:
         transport.register(span, layout.memory, layout.device)
-    transport.register(slots.span, "DRAM", 0)
+    transport.register(page.span, "DRAM", 0)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,5 @@ def open_transport(make: Callable[[], Transport], layout: CacheLayout) -> Opened
         TransportError: if it cannot be created, or does not take the memory.
     """
     transport, scratch = make(), SlotPage(CHECKS)
-    for span in layout.spans:
-        transport.register(span, layout.memory, layout.device)
-    transport.register(scratch.span, "DRAM", 0)
+    register(transport, layout, scratch)
     return Opened(transport, scratch)

@@ -11,7 +11,7 @@ from nixl_kv.connector import shards, translate
 from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import Machinery
-from nixl_kv.connector.registering import serve
+from nixl_kv.connector.registering import register
 from nixl_kv.connector.sources import Household, Identity
 from nixl_kv.connector.trust import Trust
 from nixl_kv.geometry.layout import CacheLayout
@@ -64,7 +64,7 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     serving = None
     if vllm_config.kv_transfer_config.is_kv_producer:
         serving = make()
-        serve(serving, layout, slots)
+        register(serving, layout, slots)
     control = trust.control()
     offers = Offers(num_slots=NUM_SLOTS, offer_ttl_s=config.offer_ttl_s, lease_s=config.lease_s)
     reader = messages.Reader(engine, incarnation, rank)

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pd.console import console
 from pd.faults_scene import Report
 
 WIDTH: Final = 170
@@ -31,16 +31,13 @@ HEADINGS: Final = (
 
 def print_reports(reports: Sequence[Report]) -> None:
     """A table, one row for each fault."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
     table = Table(title="real engines under faults, compared with a single engine")
     for heading in HEADINGS:
         right = heading in HEADINGS[1:-1]
         table.add_column(heading, justify="right" if right else "left", no_wrap=right)
     for report in reports:
         table.add_row(*_cells(report))
-    console.print(table)
+    console(WIDTH).print(table)
 
 
 def write_json(path: Path, reports: Sequence[Report]) -> None:

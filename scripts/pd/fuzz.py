@@ -16,9 +16,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from pd.console import console
 from pd.fuzz_nixl import NAME, fuzz_nixl, replay_nixl
 from pd.fuzz_run import Crash, Findings, execute, fuzz, keep
 from pd.fuzz_targets import Target, targets
@@ -48,9 +48,6 @@ def run_all(chosen: Sequence[Target], seconds: float, *, seed: int, crash_dir: P
 
 def print_report(report: dict[str, Findings]) -> None:
     """One row for each target."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
     table = Table(title="mutated inputs, by who decodes them")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "target" else "right")
@@ -64,7 +61,7 @@ def print_report(report: dict[str, Findings]) -> None:
             f"{found.most_bytes / MIB:.0f}",
             str(len(found.crashes)),
         )
-    console.print(table)
+    console(WIDTH).print(table)
     total = sum(found.executions for found in report.values())
     spent = sum(found.wall_s for found in report.values())
     print(f"{total:,} executions in {spent:.0f} s, {total / max(spent, 1e-9):,.0f} per s")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Final
 
 import httpx
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from nixl_kv.errors import NixlKVError
 from pd import hostile_ports, hostile_tickets
 from pd.client import Client
 from pd.cluster import Cluster, say_on_stderr
+from pd.console import console
 from pd.demo import CONNECTORS
 from pd.engines import Connector
 from pd.hostile_pair import EngineGoneError, Pair, Tally, cluster_of
@@ -148,9 +148,6 @@ class Runner:
 
 def print_outcomes(outcomes: Sequence[Outcome], connectors: Sequence[Connector]) -> None:
     """One row for each case, the connectors side by side."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
     table = Table(title="what strangers and clients may send", show_lines=True)
     for heading in ("case", "what is sent", *connectors):
         table.add_column(heading)
@@ -159,7 +156,7 @@ def print_outcomes(outcomes: Sequence[Outcome], connectors: Sequence[Connector])
         cells = [_cell(found.get((case.name, connector))) for connector in connectors]
         if any(cells):
             table.add_row(case.name, case.sent, *cells)
-    console.print(table)
+    console(WIDTH).print(table)
     for connector in connectors:
         mine = [outcome for outcome in outcomes if outcome.connector == connector]
         print(f"{connector}: {sum(o.survived for o in mine)}/{len(mine)} cases survived")

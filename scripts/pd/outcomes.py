@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pd.cells import Cell, Model
 from pd.client import Counters
+from pd.console import console
 
 MIB = 2**20
 WIDTH = 170
@@ -118,16 +118,13 @@ def reasons_in(log: str) -> tuple[str, ...]:
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """A table, one row for each cell."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
     table = Table(title="prefill and decode of different shapes, compared with a single engine")
     for heading in HEADINGS:
         right = heading in HEADINGS[4:-1]
         table.add_column(heading, justify="right" if right else "left", no_wrap=right)
     for outcome in outcomes:
         table.add_row(*_cells(outcome))
-    console.print(table)
+    console(WIDTH).print(table)
 
 
 def _cells(outcome: Outcome) -> list[str]:

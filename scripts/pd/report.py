@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from pd.client import Answer
+from pd.console import console
 from pd.measure import Measured
 
 MIB = 2**20
@@ -15,10 +15,7 @@ Runs = Mapping[str, Sequence[Measured]]
 
 def print_table(reference: Sequence[Answer], runs: Runs) -> None:
     """One row per prompt; the runs of several connectors side by side."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=20 + WIDTH_OF_A_RUN * len(runs))
-    console.print(_table(reference, runs))
+    console(20 + WIDTH_OF_A_RUN * len(runs)).print(_table(reference, runs))
 
 
 def matches(reference: Sequence[Answer], run: Sequence[Measured]) -> int:
