@@ -5,6 +5,7 @@ names the key, the value and what is allowed. Nothing else reads options or the 
 """
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -95,6 +96,10 @@ class Config:
 
     offer_share: float = 0.5
     """Share of the cache's blocks that offers which nobody has claimed may hold."""
+
+    verify: float = 0.0
+    """Share of the loads whose bytes are compared with prefill's by a digest, on decode: 'off' (0),
+    'sample:RATE', or 'all' (1)."""
 
     @property
     def allowed_peers(self) -> Peers:
@@ -252,6 +257,17 @@ def _share(name: str, value: object) -> float:
     return float(value)
 
 
+def _verify(name: str, value: object) -> float:
+    """The share of loads that are verified."""
+    known = {"off": 0.0, "all": 1.0}
+    if isinstance(value, str) and value in known:
+        return known[value]
+    rate = value.removeprefix("sample:") if isinstance(value, str) else ""
+    if value == rate or not re.fullmatch(r"[0-9]{0,9}\.?[0-9]{1,9}", rate) or float(rate) > 1:
+        raise _refuse(name, value, "'off', 'all', or 'sample:RATE' with RATE from 0 to 1")
+    return float(rate)
+
+
 _PARSERS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "host": _host,
     "port": _port,
@@ -266,4 +282,5 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "peers": _peers,
     "peer_timeout_s": _seconds,
     "offer_share": _share,
+    "verify": _verify,
 }

@@ -163,13 +163,20 @@ class Side:
         self.thread.submit([events.Siblings(layouts)])
 
     def load(
-        self, request: str, table: Sequence[int], *, first: int = 0, end: int | None = None
+        self,
+        request: str,
+        table: Sequence[int],
+        *,
+        first: int = 0,
+        end: int | None = None,
+        verify: bool = False,
     ) -> None:
         """Fill the blocks of this table, which begins with the entry number `first`."""
         ids = (blocks.to_bytes(blocks.block_ids(table)),)
         size = self.cache.sizes.tokens
         end = end or (first + len(table)) * size
-        self.thread.submit([events.Load(RequestId(request), first * size, end, ids)])
+        load = events.Load(RequestId(request), first * size, end, ids, verify)
+        self.thread.submit([load])
 
     def drop(self, request: str) -> None:
         self.thread.submit([events.Drop(RequestId(request))])

@@ -1,6 +1,7 @@
 """The scheduler's side of decode: which requests load KV, and into which blocks."""
 
 import logging
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -35,8 +36,9 @@ class _Incoming:
 class DecodeScheduler:
     """Decides loads. `entry_sizes` are the tokens per block table entry, per group."""
 
-    def __init__(self, entry_sizes: Sequence[int], trust: Trust) -> None:
-        """Begin with nothing to load."""
+    def __init__(self, entry_sizes: Sequence[int], trust: Trust, *, verify: float = 0.0) -> None:
+        """Begin with nothing to load. `verify` is the share of loads that are verified."""
+        self._verify = verify
         self._entry_sizes = entry_sizes
         self._trust = trust
         self._incoming: dict[RequestId, _Incoming] = {}
@@ -96,7 +98,8 @@ class DecodeScheduler:
             blocks.to_bytes(blocks.block_ids(table[span.start : span.stop]))
             for table, span in zip(tables, spans, strict=True)
         ]
-        self._commands.append(events.Load(request_id, begin, end, tuple(wanted)))
+        verify = random.random() < self._verify  # noqa: S311 - one decision for all ranks
+        self._commands.append(events.Load(request_id, begin, end, tuple(wanted), verify))
 
     def finished(self, request: Request) -> None:
         """A request is over, perhaps before it loaded, or while it does."""

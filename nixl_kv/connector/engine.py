@@ -18,7 +18,7 @@ from nixl_kv.connector.results import Counts, LoadResult, Result
 from nixl_kv.connector.seldom import Seldom
 from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import shown
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, proofs
 from nixl_kv.protocol.messages import decode_answer, decode_to_rank, encode
 from nixl_kv.protocol.receiver import Receiver
 from nixl_kv.protocol.sender import Sender
@@ -72,7 +72,7 @@ class Loop:
         self._commands = commands
         self._results = results
         self._clock = clock
-        self._follow_up: deque[events.DataEvent | events.EndpointLost] = deque()
+        self._follow_up: deque[events.DataEvent | events.EndpointLost | proofs.Digested] = deque()
         self._next_tick = 0.0
         self._serve_until = 0.0
         self._ledger = Ledger()
@@ -89,6 +89,8 @@ class Loop:
             self._receive(item)
         for event in self._m.data.agents.poll():
             self._carry_out(self._m.receiver.handle(event, self._clock()))
+        for ended, route in self._m.data.digests.poll():
+            self._carry_out(self._handle(ended), route)
         for loaded in self._ledger.drained(self._m.data.agents.reading):
             self._report(loaded)
         self._tick()
@@ -107,6 +109,7 @@ class Loop:
         self._m.receiver.requests.clear()
         self._m.receiver.directory.clear()
         self._m.sender.offers.clear()
+        self._m.data.digests.clear()
         orphans, sent = self._ledger.lose()
         for request in orphans:
             self._m.data.abandon(request)
@@ -117,7 +120,9 @@ class Loop:
         """How long this turn may wait, in seconds; None for ever."""
         if self._commands:
             return 0
-        if self._m.data.agents.busy:
+        if self._m.data.digests.patience == 0:
+            return 0
+        if self._m.data.agents.busy or self._m.data.digests.patience is not None:
             return READING_NAP_S
         if self._clock() < self._serve_until:
             return SERVING_POLL_S
@@ -181,8 +186,16 @@ class Loop:
             self._execute(action, route)
         while self._follow_up:
             event = self._follow_up.popleft()
-            for action in self._m.receiver.handle(event, self._clock()):
+            for action in self._handle(event):
                 self._execute(action, route)
+
+    def _handle(
+        self, event: events.DataEvent | events.EndpointLost | proofs.Digested
+    ) -> list[events.Action]:
+        """Each side has the events that its own actions led to."""
+        if isinstance(event, proofs.Digested):
+            return self._m.sender.handle(event, self._clock())
+        return self._m.receiver.handle(event, self._clock())
 
     def _execute(self, action: events.Action, route: bytes) -> None:
         match action:
@@ -199,30 +212,9 @@ class Loop:
             case events.Loaded() | events.Sent() | events.Denied():
                 self._report(action)
             case _:
-                self._move_data(action)
-
-    def _move_data(
-        self,
-        action: events.AddPeer
-        | events.DropPeer
-        | events.StartRead
-        | events.Abandon
-        | events.CheckSlot,
-    ) -> None:
-        event: events.DataEvent | None = None
-        match action:
-            case events.AddPeer():
-                event = self._m.data.add(action)
-            case events.DropPeer():
-                self._m.data.drop(action.peer)
-            case events.StartRead():
-                event = self._m.data.start(action)
-            case events.Abandon():
-                self._m.data.abandon(action.request, action.source)
-            case events.CheckSlot():
-                event = self._m.data.check(action)
-        if event is not None:
-            self._follow_up.append(event)
+                event = self._m.data.carry_out(action, route)
+                if event is not None:
+                    self._follow_up.append(event)
 
     def _send(self, action: events.Send) -> None:
         try:
@@ -246,9 +238,9 @@ class Loop:
 
     def _publish_counts(self) -> None:
         """One record at a time: strangers may ask as much as they like while vLLM makes no step."""
-        recycled = self._m.data.agents.departures.take_recycled()
-        if recycled:
-            self._counts["agents_recycled"] += recycled
-        if self._counts and not self._results:
-            self._results.append(Counts(self._counts))
+        if self._results:
+            return
+        counts = self._m.data.take_counts() | self._counts
+        if counts:
+            self._results.append(Counts(counts))
             self._counts = Counter()

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from nixl_kv.connector.holds import NULL_BLOCK
+from nixl_kv.connector.digests import mark_absent
 from nixl_kv.connector.registering import CHECKS, Opened
 from nixl_kv.connector.results import Transferred
 from nixl_kv.connector.sources import Sources
@@ -154,12 +152,7 @@ def _reads(planned: Plan, action: events.StartRead, scratch: Scratch) -> Reads:
     """Which pieces to read, from the block tables of both sides."""
     load, grant = action.load, action.grant
     local, remote = (
-        [_mark_absent(blocks.block_ids(table)) for table in tables]
+        [mark_absent(blocks.block_ids(table)) for table in tables]
         for tables in (load.tables, grant.tables)
     )
     return planned.reads(local, remote, range(load.begin, load.end), scratch=scratch)
-
-
-def _mark_absent(ids: blocks.BlockIds) -> blocks.BlockIds:
-    """The null block stands where a sliding window has passed."""
-    return np.where(ids == NULL_BLOCK, np.int32(blocks.ABSENT), ids)

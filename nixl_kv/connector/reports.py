@@ -81,6 +81,8 @@ class Reports:
             self._note_failure(loaded, loaded.failure)
             return
         self._stats.count("loads")
+        if loaded.verified:
+            self._stats.count("loads_verified")
         self._stats.count("tokens_loaded", loaded.num_tokens)
         self._count_transfers(result)
 

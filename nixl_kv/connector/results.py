@@ -1,6 +1,6 @@
 """What the transfer thread hands back to vLLM's step thread."""
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,7 +28,7 @@ class LoadResult:
 class Counts:
     """How often things happened that no request of this engine is waiting for, by counter."""
 
-    counts: Counter[str]
+    counts: Mapping[str, float]
 
 
 Result: TypeAlias = LoadResult | events.Sent | Counts

@@ -45,7 +45,9 @@ class Scheduler:
         sizes = [paging.block_size for paging in self._pagings]
         pressure = Pressure(kv_cache_config.num_blocks, self._config.offer_share)
         self._prefill = PrefillScheduler(pressure, self._trust) if transfer.is_kv_producer else None
-        self._decode = DecodeScheduler(sizes, self._trust) if transfer.is_kv_consumer else None
+        verify = self._config.verify
+        decode = DecodeScheduler(sizes, self._trust, verify=verify)
+        self._decode = decode if transfer.is_kv_consumer else None
         self._publisher: Publisher | None = None
         self._siblings: list[events.Siblings] = []  # until the next step takes them to the workers
         self._stats = Stats()

@@ -11,7 +11,7 @@ from nixl_kv.config import Peers
 from nixl_kv.errors import IncompatiblePeer, NixlKVError, TransportError
 from nixl_kv.geometry import compat, ranks
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.plan import Plan, plan
+from nixl_kv.geometry.plan import Plan, Share, plan
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import events
@@ -53,6 +53,7 @@ class Source:
     """One peer rank, ready to be read."""
 
     peer: PeerName
+    share: Share
     plan: Plan
     local: ListHandle
     remote: ListHandle
@@ -144,6 +145,7 @@ class Sources:
         try:
             return Source(
                 peer,
+                route.share,
                 planned,
                 local,
                 self._transport.prepare(planned.remote, there.layout.memory, peer),

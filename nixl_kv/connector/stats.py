@@ -15,6 +15,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 COUNTERS: Final = {
     "loads": "Requests whose KV was read from a prefill engine, every byte proven held.",
+    "loads_verified": "Of these: with bytes that are prefill's, by a digest.",
     "load_failures": "Requests whose KV could not be read; recomputed or failed by policy.",
     "load_failures_denied": "Of these: prefill had no such offer (used, expired, revoked).",
     "load_failures_lease_lost": "Of these: the lease ran out before decode had blocks.",
@@ -23,11 +24,15 @@ COUNTERS: Final = {
     "load_failures_late": "Of these: not read in time.",
     "load_failures_broken": "Of these: the read itself failed.",
     "load_failures_fenced": "Of these: prefill took its blocks back while they were read.",
+    "load_failures_corrupt": "Of these: what was read is not what prefill has, by its digest.",
     "load_failures_dropped": "Of these: the request had ended while its KV was read.",
     "load_failures_internal": "Of these: a fault of nixl_kv.",
     "tokens_loaded": "Prompt tokens whose KV was read.",
     "bytes_read": "Bytes of KV read, per rank.",
     "descriptors": "Contiguous runs that these bytes were read in, per rank.",
+    "digests": "Digests made, on prefill for its readers and on decode of what it read, per rank.",
+    "digest_bytes": "Bytes of KV that these cover, per rank.",
+    "digest_seconds": "Seconds that these took, beside other work, per rank.",
     "offers": "Finished prefills put on offer.",
     "offers_read": "Offers that were read to the end, per rank.",
     "offers_unclaimed": "Offers that nobody claimed in time, per rank.",

@@ -12,6 +12,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol.messages import Description, Grant, Message
+from nixl_kv.protocol.proofs import Digest, ReadBegun, Verified, Verify
 from nixl_kv.protocol.ticket import Ticket
 
 # --- commands of vLLM's step on decode
@@ -31,13 +32,15 @@ class Load:
     """The request has blocks of its own now: read the tokens [begin, end) into them.
 
     For each cache group, `tables[g]` (little-endian int32) are the local block table's entries
-    from the one that holds `begin` to the one that holds `end - 1`.
+    from the one that holds `begin` to the one that holds `end - 1`. With `verify` the bytes are
+    compared with prefill's, by a digest, before the load counts as good.
     """
 
     request: RequestId
     begin: int
     end: int
     tables: tuple[bytes, ...]
+    verify: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ class DropPeer:
 
 @dataclass(frozen=True)
 class StartRead:
-    """Read the data; answered by ReadDone or ReadFailed."""
+    """Read the data; answered by ReadDone or ReadFailed, after ReadBegun if it is verified."""
 
     peer: PeerKey
     source: Rank
@@ -259,6 +262,7 @@ class Why(enum.Enum):
     LATE = "late"
     BROKEN = "broken"
     FENCED = "fenced"
+    CORRUPT = "corrupt"
     DROPPED = "dropped"
     INTERNAL = "internal"
 
@@ -279,14 +283,15 @@ class Failure:
 class Loaded:
     """Report a load to vLLM: no read can write into its blocks any more.
 
-    `failure` is None if every byte was read while P held it; `peer` is whom it was read from, None
-    if nobody was ever asked.
+    `failure` is None if every byte was read while P held it, and equals P's if `verified`; `peer`
+    is whom it was read from, None if nobody was ever asked.
     """
 
     request: RequestId
     num_tokens: int
     failure: Failure | None
     peer: PeerKey | None = None
+    verified: bool = False
 
 
 class How(enum.Enum):
@@ -320,7 +325,9 @@ class Denied:
 DecodeCommand: TypeAlias = Fetch | Load | Drop
 PrefillCommand: TypeAlias = Prepare | Offer | Withdraw | Revoke
 Command: TypeAlias = DecodeCommand | PrefillCommand | Siblings
-DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadDone | ReadFailed | SlotRead
+DataEvent: TypeAlias = (
+    PeerJoined | PeerRefused | ReadBegun | ReadDone | ReadFailed | SlotRead | Verified
+)
 Action: TypeAlias = (
     Send
     | Reply
@@ -330,6 +337,8 @@ Action: TypeAlias = (
     | StartRead
     | Abandon
     | CheckSlot
+    | Verify
+    | Digest
     | WriteSlot
     | ClearSlot
     | Loaded

@@ -2,6 +2,7 @@
 
 To the scheduler of a prefill engine:    Describe     -> Description | Refusal
 To a worker of a prefill engine:         Ask          -> Grant | Deny
+                                         Prove        -> Proof | Deny
                                          Renew        -> Renewed
                                          Done, Abort  (hints; a lost one costs a lease)
 
@@ -11,6 +12,7 @@ is meant for, the offer, the claim and the reader.
 WIRE_VERSION history
 1  first
 2  groups have a window, and may have no layers on a rank; ranks need not pair one to one
+3  Prove and Proof
 """
 
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -19,14 +21,18 @@ import msgspec
 from msgspec import Meta
 
 from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.geometry.digest import MAX_COLUMNS
+from nixl_kv.geometry.excerpts import Excerpt
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Shape
 from nixl_kv.protocol.ticket import Hex32, Name
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 MAX_CLAIMS = 65536
 MAX_RANKS = 1024
+MAX_ROWS = 1 << 17
+MAX_EXCERPTS = 1 << 12
 
 Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
@@ -132,6 +138,29 @@ class Deny(_Message, frozen=True, array_like=True, tag=True):
     reason: Literal["gone", "incarnation"]
 
 
+class Prove(_Message, frozen=True, array_like=True, tag=True):
+    """What the reader reads under its claim, up to token `end`: which digest does it have?"""
+
+    nonce: Hex32
+    claim: Hex32
+    reader: Reader
+    end: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    excerpts: Annotated[tuple[Excerpt, ...], Meta(min_length=1, max_length=MAX_EXCERPTS)]
+
+
+class Proof(_Message, frozen=True, array_like=True, tag=True):
+    """The digest (`geometry.digest`, its key is the claim) of just that, as little-endian uint64.
+
+    The blocks were held while it was made.
+    """
+
+    nonce: Hex32
+    claim: Hex32
+    reader: Reader
+    rows: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_ROWS)]
+    columns: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_COLUMNS)]
+
+
 class Renew(_Message, frozen=True, array_like=True, tag=True):
     """All claims that the reader holds at this rank. One that is missing is released."""
 
@@ -166,8 +195,8 @@ class Abort(_Message, frozen=True, array_like=True, tag=True):
 
 ToEngine: TypeAlias = Describe
 FromEngine: TypeAlias = Description | Refusal
-ToRank: TypeAlias = Ask | Renew | Done | Abort
-FromRank: TypeAlias = Grant | Deny | Renewed
+ToRank: TypeAlias = Ask | Prove | Renew | Done | Abort
+FromRank: TypeAlias = Grant | Deny | Proof | Renewed
 Answer: TypeAlias = FromEngine | FromRank
 Message: TypeAlias = ToEngine | ToRank | Answer
 

@@ -3,7 +3,7 @@
 from typing import Final
 
 from nixl_kv.ids import EngineId, Incarnation
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, proving
 from nixl_kv.protocol.directory import Directory
 from nixl_kv.protocol.events import Failure, PeerKey, Why
 from nixl_kv.protocol.messages import (
@@ -14,11 +14,13 @@ from nixl_kv.protocol.messages import (
     FromEngine,
     FromRank,
     Grant,
+    Proof,
     Reader,
     Refusal,
     Renewed,
 )
 from nixl_kv.protocol.peers import State as PeerState
+from nixl_kv.protocol.proofs import ReadBegun, Verified
 from nixl_kv.protocol.request import DROPPED, Request
 from nixl_kv.protocol.requests import Requests
 
@@ -58,7 +60,7 @@ class Receiver:
             case events.Tick():
                 return self._tick(now)
             case _:
-                return self._read_ended(event)
+                return self._read(event, now)
 
     def answered(
         self, message: FromEngine | FromRank, endpoint: str, now: float
@@ -72,7 +74,7 @@ class Receiver:
                 return self._unusable(key, Failure(Why.UNREACHABLE, message.reason), now)
             case Renewed():
                 return self._renewed(message, endpoint)
-            case Grant() | Deny():
+            case Grant() | Deny() | Proof():
                 return self._decided(message, endpoint)
 
     def _command(self, command: events.DecodeCommand, now: float) -> list[events.Action]:
@@ -147,24 +149,28 @@ class Receiver:
             actions += self._unusable(peer, lost, now)
         return actions
 
-    def _decided(self, message: Grant | Deny, endpoint: str) -> list[events.Action]:
+    def _decided(self, message: Grant | Deny | Proof, endpoint: str) -> list[events.Action]:
         """A claim that we do not hold is answered with abort, so that nobody waits for us."""
         if message.reader != self._reader:
             return []
         held = self.requests.at(endpoint)
         found = next(((r, source) for r, source in held if r.claim == message.claim), None)
-        if isinstance(message, Deny):
-            if found is None:
-                return []
-            told = f"prefill rank {found[1].rank} denied: {message.reason}"
-            found[0].refused(found[1], Failure(Why.DENIED, told))
-            return self.requests.settle(found[0])
         if found is None:
             abort = Abort(
                 WIRE_VERSION, message.incarnation, message.nonce, message.claim, message.reader
             )
-            return [events.Send(endpoint, abort)]
-        return found[0].granted(found[1], message) + self.requests.settle(found[0])
+            return [events.Send(endpoint, abort)] if isinstance(message, Grant) else []
+        request, source = found
+        actions: list[events.Action] = []
+        match message:
+            case Grant():
+                actions = request.granted(source, message)
+            case Proof():
+                actions = proving.proved(request, source, message)
+            case Deny():
+                told = f"prefill rank {source.rank} denied: {message.reason}"
+                request.refused(source, Failure(Why.DENIED, told))
+        return actions + self.requests.settle(request)
 
     def _renewed(self, message: Renewed, endpoint: str) -> list[events.Action]:
         """An ask on its way is not lost; a read that is under way ends by the slot."""
@@ -180,8 +186,10 @@ class Receiver:
                 actions += self.requests.settle(request)
         return actions
 
-    def _read_ended(
-        self, event: events.ReadDone | events.ReadFailed | events.SlotRead
+    def _read(
+        self,
+        event: ReadBegun | events.ReadDone | events.ReadFailed | events.SlotRead | Verified,
+        now: float,
     ) -> list[events.Action]:
         request = self.requests.get(event.request)
         source = request.sources.get(event.source) if request is not None else None
@@ -192,6 +200,9 @@ class Receiver:
                 actions = request.landed(source)
             case events.SlotRead():
                 actions = request.checked(source, event.generation)
+                actions += proving.compare(request, source)
+            case ReadBegun() | Verified():
+                actions = proving.handle(request, source, event, now=now)
             case events.ReadFailed():
                 actions = request.broken(source, event.reason)
         return actions + self.requests.settle(request)

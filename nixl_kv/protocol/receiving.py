@@ -4,8 +4,10 @@
     GRANTED   it holds the blocks; we have none of our own yet
     READING   data is landing in our blocks
     CHECKING  all data has landed; the generation slot is being read
+    PROVING   the slot still stood after the last byte had landed; whether these bytes are
+              prefill's is being checked, where that is wanted
     DRAINING  no longer wanted, but a read of it may still write
-    DONE      the slot still stood after the last byte had landed: the bytes are right
+    DONE      the slot still stood: the bytes are right
     FAILED    nothing of it can write any more, and nothing of it may be used
 
 There is no way from READING or CHECKING to an end but through the end of the read itself: NIXL has
@@ -17,8 +19,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.excerpts import Excerpt
 from nixl_kv.ids import Incarnation, Rank
-from nixl_kv.protocol.messages import Grant
+from nixl_kv.protocol.messages import Grant, Proof
 
 
 class State(enum.Enum):
@@ -28,6 +31,7 @@ class State(enum.Enum):
     GRANTED = enum.auto()
     READING = enum.auto()
     CHECKING = enum.auto()
+    PROVING = enum.auto()
     DRAINING = enum.auto()
     DONE = enum.auto()
     FAILED = enum.auto()
@@ -41,7 +45,10 @@ class Cause(enum.Enum):
     BLOCKS = enum.auto()
     LANDED = enum.auto()
     STANDS = enum.auto()
+    UNPROVEN = enum.auto()  # it stands, and the bytes are to be verified
     FELL = enum.auto()
+    PROVEN = enum.auto()
+    CORRUPT = enum.auto()
     BROKEN = enum.auto()  # the read ended in an error
     UNWANTED = enum.auto()  # aborted, out of time, or another source failed
 
@@ -64,9 +71,16 @@ TRANSITIONS: Final = {
     },
     State.CHECKING: {
         Cause.STANDS: State.DONE,
+        Cause.UNPROVEN: State.PROVING,
         Cause.FELL: State.FAILED,
         Cause.BROKEN: State.FAILED,
         Cause.UNWANTED: State.DRAINING,
+    },
+    State.PROVING: {
+        Cause.PROVEN: State.DONE,
+        Cause.CORRUPT: State.FAILED,
+        Cause.REFUSED: State.FAILED,
+        Cause.UNWANTED: State.FAILED,
     },
     State.DRAINING: {
         Cause.LANDED: State.FAILED,
@@ -80,8 +94,16 @@ TRANSITIONS: Final = {
 }
 
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
-HOLDING: Final = frozenset({State.ASKING, State.GRANTED}) | POSTED
+HOLDING: Final = frozenset({State.ASKING, State.GRANTED, State.PROVING}) | POSTED
 """States in which the prefill rank may hold blocks for us: the claim is renewed."""
+
+
+@dataclass
+class Proving:
+    """What a source's bytes are compared with: prefill's proof of these excerpts, once here."""
+
+    excerpts: tuple[Excerpt, ...]
+    proof: Proof | None = None
 
 
 @dataclass
@@ -100,6 +122,7 @@ class Source:
     silent_since: float | None = None  # its connection broke, and it has said nothing since
     abandoned: bool = False
     grant: Grant | None = None
+    proving: Proving | None = None  # None: the bytes are not verified
 
     def move(self, cause: Cause) -> None:
         """The one place where the state changes.

@@ -82,7 +82,7 @@ class Request:
             if route.readers:
                 self.opened[route.source] = source
             else:
-                unread.append(_hint(Done, self, source))
+                unread.append(hint(Done, self, source))
         return unread
 
     def ask(self, source: Source, number: int, *, now: float) -> events.Send:
@@ -115,7 +115,7 @@ class Request:
             source.grant = grant
             source.move(Cause.GRANT)
             return self.begin()
-        return [_hint(Abort, self, source)] if source.state is State.FAILED else []
+        return [hint(Abort, self, source)] if source.state is State.FAILED else []
 
     def refused(self, source: Source, failure: Failure) -> None:
         """The rank has not granted, or no longer. Reads under way go on: the slot decides."""
@@ -128,7 +128,7 @@ class Request:
         source.move(Cause.LANDED)
         if source.state is State.CHECKING and source.grant is not None:
             return [events.CheckSlot(self.peer, source.rank, self.request, source.grant.slot)]
-        return [_hint(Abort, self, source)]
+        return [hint(Abort, self, source)]
 
     def checked(self, source: Source, generation: bytes) -> list[events.Action]:
         """The slot was read."""
@@ -136,15 +136,18 @@ class Request:
         if not stands:
             told = f"prefill rank {source.rank} took its blocks back while they were read"
             self.fail(Failure(Why.FENCED, told))
+        if stands and source.proving is not None and source.state is State.CHECKING:
+            source.move(Cause.UNPROVEN)
+            return []
         source.move(Cause.STANDS if stands else Cause.FELL)
-        return [_hint(Done if source.state is State.DONE else Abort, self, source)]
+        return [hint(Done if source.state is State.DONE else Abort, self, source)]
 
     def broken(self, source: Source, reason: str) -> list[events.Action]:
         """The read ended in an error."""
         told = f"reading prefill rank {source.rank} failed: {reason}"
         self.fail(Failure(Why.BROKEN, told))
         source.move(Cause.BROKEN)
-        return [_hint(Abort, self, source)]
+        return [hint(Abort, self, source)]
 
     def cancel(self, failure: Failure) -> list[events.Action]:
         """Nobody wants it any more. What was asked is aborted now, what is read when drained."""
@@ -152,7 +155,7 @@ class Request:
         actions: list[events.Action] = []
         for source in self.sources.values():
             if source.state in HOLDING - POSTED:
-                actions.append(_hint(Abort, self, source))
+                actions.append(hint(Abort, self, source))
             source.move(Cause.UNWANTED)
         return actions
 
@@ -174,8 +177,8 @@ class Request:
                 raise LocalProtocolError("FAILED without a reason")
 
 
-def _hint(kind: type[Done | Abort], request: Request, source: Source) -> events.Send:
-    """Done and abort are hints: a lost one costs prefill a lease."""
+def hint(kind: type[Done | Abort], request: Request, source: Source) -> events.Send:
+    """Tell prefill that this reader has ended. A lost hint costs prefill a lease."""
     nonce, claim = request.ticket.nonce, request.claim
     message = kind(WIRE_VERSION, source.incarnation, nonce, claim, request.reader)
     return events.Send(source.endpoint, message)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Incarnation, RequestId
-from nixl_kv.protocol import events, lateness
+from nixl_kv.protocol import events, lateness, proving
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import WIRE_VERSION, Reader, Renew
 from nixl_kv.protocol.receiving import HOLDING, Source, State
@@ -86,7 +86,10 @@ class Requests:
             return actions
         if request.load is not None:
             tokens = request.load.end - request.load.begin
-            actions.append(events.Loaded(request.request, tokens, request.failure, request.peer))
+            verified = request.load.verify and request.failure is None
+            actions.append(
+                events.Loaded(request.request, tokens, request.failure, request.peer, verified)
+            )
         if request.load is not None or request.dropped:
             del self._requests[request.request]
         return actions
@@ -104,6 +107,9 @@ class Requests:
                 if source.state is State.ASKING and source.ask_again_at <= now
             ]
             actions += self.ask(request, unanswered, now)
+            for source in request.sources.values():
+                if proving.is_overdue(source, now):
+                    actions += proving.ask(request, source, now)
             actions += self.settle(request)
         return actions + self._renewals(now)
 

@@ -11,11 +11,14 @@ from nixl_kv.protocol.messages import (
     Deny,
     Done,
     Grant,
+    Proof,
+    Prove,
     Renew,
     Renewed,
     ToRank,
 )
 from nixl_kv.protocol.offers import Offers
+from nixl_kv.protocol.proofs import Digest, Digested
 from nixl_kv.protocol.sending import Binding, Cause, Offering
 
 
@@ -28,7 +31,7 @@ class Sender:
         self.offers = offers
 
     def handle(
-        self, event: events.PrefillCommand | events.Tick | ToRank, now: float
+        self, event: events.PrefillCommand | events.Tick | Digested | ToRank, now: float
     ) -> list[events.Action]:
         """All events go through here. `now` is monotonic, in seconds."""
         match event:
@@ -42,6 +45,8 @@ class Sender:
                 return self._unneeded(event.nonce, Cause.REVOKED, events.How.REVOKED)
             case events.Tick():
                 return self.offers.expire(now)
+            case Digested():
+                return self._digested(event)
             case _:
                 return self._message(event, now)
         return []
@@ -55,6 +60,8 @@ class Sender:
         match message:
             case Ask():
                 return self._ask(message, now)
+            case Prove():
+                return self._prove(message)
             case Renew():
                 return self._renew(message, now)
             case Done():
@@ -107,8 +114,34 @@ class Sender:
         )
         return [events.Reply(grant)]
 
+    def _holds(self, prove: Prove) -> Offering | None:
+        """The offer, while it is granted to this reader."""
+        offer = self.offers.get(prove.nonce)
+        if offer is None or offer.binding is None or prove.incarnation != self._incarnation:
+            return None
+        return offer if offer.binding.expects(prove.claim, prove.reader) else None
+
+    def _prove(self, prove: Prove) -> list[events.Action]:
+        """Digest what a reader reads, if it may."""
+        offer = self._holds(prove)
+        if offer is None:
+            return self._deny(prove, "nothing is granted to it that could be proven")
+        if prove.end > offer.num_tokens:
+            return self._deny(prove, f"proof up to token {prove.end} of {offer.num_tokens}")
+        return [Digest(prove, offer.tables)]
+
+    def _digested(self, event: Digested) -> list[events.Action]:
+        """The blocks were held until now, or else the digest may be of anything."""
+        prove = event.prove
+        if self._holds(prove) is None:
+            return self._deny(prove, "it was released while it was proven")
+        if event.refusal is not None:
+            return self._deny(prove, event.refusal)
+        head = (WIRE_VERSION, self._incarnation, prove.nonce, prove.claim, prove.reader)
+        return [events.Reply(Proof(*head, event.rows, event.columns))]
+
     def _deny(
-        self, ask: Ask, detail: str, reason: Literal["gone", "incarnation"] = "gone"
+        self, ask: Ask | Prove, detail: str, reason: Literal["gone", "incarnation"] = "gone"
     ) -> list[events.Action]:
         """The detail stays in this side's log; strangers learn no more than 'gone'."""
         deny = Deny(WIRE_VERSION, self._incarnation, ask.nonce, ask.claim, ask.reader, reason)

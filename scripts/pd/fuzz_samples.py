@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar, get_args
 import msgspec
 from msgspec.inspect import Field, type_info
 
+from nixl_kv.geometry.excerpts import Excerpt
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.protocol.messages import WIRE_VERSION, Message
 
@@ -62,6 +63,8 @@ def _candidates(field: Field) -> Iterator[Any]:
     cls = getattr(inner, "cls", None)
     if cls is CacheLayout:
         yield CacheMemory().layout()
+    elif cls is Excerpt:
+        yield (Excerpt("layer.0", 0, 1, 0),)
     elif cls is not None and issubclass(cls, msgspec.Struct):
         made = sample(cls)
         yield from (made, (made,))

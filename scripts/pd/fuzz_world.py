@@ -175,7 +175,7 @@ def _commands() -> list[events.Command]:
         events.Prepare(NONCE, RequestId("offered"), CONTEXT, TOKENS + 1, tables),
         events.Offer(NONCE, RequestId("offered")),
         events.Fetch(REQUEST, ticket, CLAIM),
-        events.Load(REQUEST, 0, TOKENS, tables),
+        events.Load(REQUEST, 0, TOKENS, tables, verify=True),
     ]
 
 

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import Loop, Machinery
-from nixl_kv.connector.registering import serve
+from nixl_kv.connector.registering import register
 from nixl_kv.connector.reports import Reports
 from nixl_kv.connector.results import Result
 from nixl_kv.connector.sources import Household, Identity
@@ -202,7 +202,7 @@ class RankLife:
         serving = None
         if seat.endpoint:
             serving = make()
-            serve(serving, layout, seat.slots)
+            register(serving, layout, seat.slots)
         else:
             agents.open()
         times = around.times

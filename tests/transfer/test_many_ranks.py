@@ -92,8 +92,9 @@ def test_all_ranks_get_their_heads_and_prefill_is_released(
     claim = new_claim()
     for side in world.decode:
         side.thread.submit([events.Fetch("d1", offered, claim)])
-        side.load("d1", tables[1], end=TOKENS)
+        side.load("d1", tables[1], end=TOKENS, verify=True)
     assert {side.outcome("d1") for side in world.decode} == {None}
+    assert all(side.wait_loaded("d1").verified for side in world.decode)
     for side in world.decode:
         first, count = side.cache.first_head, side.cache.sizes.heads
         got = kv_of(side, tables[1], TOKENS)

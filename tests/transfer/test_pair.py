@@ -20,8 +20,9 @@ def check_one_transfer(prefill: Side, decode: Side, names: tuple[str, str] = ("p
     before = decode.cache.view.copy()
     offered = prefill.offer(names[0], [7, 3, 4], num_tokens=11)
     decode.fetch(names[1], offered)
-    decode.load(names[1], [2, 9, 1])
+    decode.load(names[1], [2, 9, 1], end=11, verify=True)
     assert decode.outcome(names[1]) is None
+    assert decode.wait_loaded(names[1]).verified
     assert prefill.wait_sent(names[0]).how is How.READ
     assert np.array_equal(decode.cache.blocks([2, 9, 1]), prefill.cache.blocks([7, 3, 4]))
     untouched = [0, 3, 4, 5, 6, 7, 8]

@@ -1,0 +1,183 @@
+"""Digests of this rank's cache: for readers who want a proof, and of what was read here.
+
+One after the other, each in steps of a millisecond at most, so that the transfer thread stays free
+for messages and reads. A digest only reads memory: one that nobody wants any more does no harm.
+"""
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from nixl_kv.connector.holds import NULL_BLOCK
+from nixl_kv.geometry import blocks, digest, excerpts
+from nixl_kv.geometry.digest import Bytes, Digest, Key
+from nixl_kv.geometry.excerpts import BlockTable, Strip
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.protocol import proofs
+
+Order = proofs.Digest | proofs.Verify
+Ended = proofs.Digested | proofs.Verified
+Steps = Generator[None, None, Digest]
+
+
+class Compute(Protocol):
+    """How strips are digested where the cache is."""
+
+    nap_s: float
+    """How long to wait between two steps, in seconds; 0 where each step is work."""
+
+    def __call__(self, key: Key, found: Sequence[Strip]) -> Steps:
+        """The digest, at the end of the steps."""
+
+
+class OnHost:
+    """Digests memory that this process can read itself."""
+
+    nap_s = 0.0
+
+    def __call__(self, key: Key, found: Sequence[Strip]) -> Steps:
+        """See `geometry.digest.digest`."""
+        return digest.digest(key, found, _window)
+
+
+@dataclass
+class _Job:
+    order: Order
+    route: bytes
+    strips: Sequence[Strip]
+    steps: Steps
+    begun_at: float | None = None
+
+
+class Digests:
+    """See the module's head. Runs on the transfer thread alone."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        compute: Compute | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with none."""
+        self._layout = layout
+        self._compute = compute or OnHost()
+        self._clock = clock
+        self._jobs: deque[_Job] = deque()
+        self._counts: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        """How many are to be made."""
+        return f"<Digests: {len(self._jobs)} to be made>"
+
+    @property
+    def patience(self) -> float | None:
+        """How long the thread may wait before the next step, in seconds; None for ever."""
+        return self._compute.nap_s if self._jobs else None
+
+    def begin(self, order: Order, route: bytes = b"") -> Ended | None:
+        """Take an order; an event if it cannot be carried out. `route` comes back with the end."""
+        if any(job.order == order for job in self._jobs):
+            return None  # asked again, since it takes long
+        try:
+            strips = self._strips(order)
+        except ValueError as error:
+            return _refused(order, str(error))
+        self._jobs.append(_Job(order, route, strips, self._compute(_key(order), strips)))
+        return None
+
+    def poll(self) -> list[tuple[Ended, bytes]]:
+        """Do one step; what has ended, with its route."""
+        if not self._jobs:
+            return []
+        job = self._jobs[0]
+        job.begun_at = job.begun_at or self._clock()
+        try:
+            next(job.steps)
+        except StopIteration as end:
+            self._jobs.popleft()
+            self._count(job, self._clock() - job.begun_at)
+            return [(_ended(job, end.value), job.route)]
+        return []
+
+    def clear(self) -> None:
+        """Forget all orders."""
+        self._jobs.clear()
+
+    def take_counts(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        counts, self._counts = self._counts, {}
+        return counts
+
+    def _count(self, job: _Job, seconds: float) -> None:
+        found = {
+            "digests": 1,
+            "digest_bytes": sum(strip.num_bytes for strip in job.strips),
+            "digest_seconds": seconds,
+        }
+        for name, amount in found.items():
+            self._counts[name] = self._counts.get(name, 0) + amount
+
+    def _strips(self, order: Order) -> list[Strip]:
+        """What is to be digested.
+
+        Raises:
+            ValueError: if it is not all here.
+        """
+        if isinstance(order, proofs.Verify):
+            begin, end, wanted = order.begin, order.end, order.excerpts
+        else:
+            begin, end, wanted = 0, order.prove.end, order.prove.excerpts
+        tables = block_tables(self._layout, order.tables, begin)
+        return excerpts.strips(self._layout, wanted, tables, end=end)
+
+
+def block_tables(layout: CacheLayout, tables: Sequence[bytes], begin: int) -> list[BlockTable]:
+    """Each group's, as vLLM has them; they start at the entry that holds token `begin`."""
+    return [
+        BlockTable(mark_absent(blocks.block_ids(table)), begin // group.entry_size)
+        for group, table in zip(layout.groups, tables, strict=True)
+    ]
+
+
+def mark_absent(ids: blocks.BlockIds) -> blocks.BlockIds:
+    """The null block stands where a sliding window has passed."""
+    return np.where(ids == NULL_BLOCK, np.int32(blocks.ABSENT), ids)
+
+
+def _key(order: Order) -> Key:
+    """The claim is random, and both sides know it."""
+    message = order.proof if isinstance(order, proofs.Verify) else order.prove
+    return Key(message.claim)
+
+
+def _ended(job: _Job, made: Digest) -> Ended:
+    order = job.order
+    if isinstance(order, proofs.Digest):
+        return proofs.Digested(order.prove, _to_bytes(made.rows), _to_bytes(made.columns))
+    theirs = Digest(*(_from_bytes(sums) for sums in (order.proof.rows, order.proof.columns)))
+    found = digest.difference(made, theirs, job.strips)
+    return proofs.Verified(order.request, order.source, found)
+
+
+def _refused(order: Order, reason: str) -> Ended:
+    if isinstance(order, proofs.Digest):
+        return proofs.Digested(order.prove, refusal=reason)
+    return proofs.Verified(order.request, order.source, reason)
+
+
+def _to_bytes(sums: digest.U64) -> bytes:
+    return sums.astype("<u8", copy=False).tobytes()
+
+
+def _from_bytes(payload: bytes) -> digest.U64:
+    """Of a length that is no whole number of sums the rest is cut, and differs by that."""
+    return np.frombuffer(payload[: len(payload) // 8 * 8], dtype="<u8").astype(np.uint64)
+
+
+def _window(address: int, length: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
