@@ -18,6 +18,7 @@ from nixl_kv.geometry import blocks, digest, excerpts
 from nixl_kv.geometry.digest import Bytes, Digest, Key
 from nixl_kv.geometry.excerpts import BlockTable, Strip
 from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.ids import Claim
 from nixl_kv.protocol import proofs
 
 Order = proofs.Digest | proofs.Verify
@@ -32,7 +33,14 @@ class Compute(Protocol):
     """How long to wait between two steps, in seconds; 0 where each step is work."""
 
     def __call__(self, key: Key, found: Sequence[Strip]) -> Steps:
-        """The digest, at the end of the steps."""
+        """The digest, at the end of the steps.
+
+        Raises:
+            ValueError: if that cannot be digested.
+        """
+
+    def close(self) -> None:
+        """Return when the cache is not read any more."""
 
 
 class OnHost:
@@ -43,6 +51,9 @@ class OnHost:
     def __call__(self, key: Key, found: Sequence[Strip]) -> Steps:
         """See `geometry.digest.digest`."""
         return digest.digest(key, found, _window)
+
+    def close(self) -> None:
+        """Nothing: it reads in its steps only."""
 
 
 @dataclass
@@ -85,9 +96,10 @@ class Digests:
             return None  # asked again, since it takes long
         try:
             strips = self._strips(order)
+            steps = self._compute(_key(order), strips)
         except ValueError as error:
             return _refused(order, str(error))
-        self._jobs.append(_Job(order, route, strips, self._compute(_key(order), strips)))
+        self._jobs.append(_Job(order, route, strips, steps))
         return None
 
     def poll(self) -> list[tuple[Ended, bytes]]:
@@ -107,6 +119,10 @@ class Digests:
     def clear(self) -> None:
         """Forget all orders."""
         self._jobs.clear()
+
+    def close(self) -> None:
+        """Return when the cache is not read any more."""
+        self._compute.close()
 
     def take_counts(self) -> dict[str, float]:
         """What was counted since the last call."""
@@ -161,13 +177,18 @@ def _ended(job: _Job, made: Digest) -> Ended:
         return proofs.Digested(order.prove, _to_bytes(made.rows), _to_bytes(made.columns))
     theirs = Digest(*(_from_bytes(sums) for sums in (order.proof.rows, order.proof.columns)))
     found = digest.difference(made, theirs, job.strips)
-    return proofs.Verified(order.request, order.source, found)
+    return _verified(order, found)
 
 
 def _refused(order: Order, reason: str) -> Ended:
     if isinstance(order, proofs.Digest):
         return proofs.Digested(order.prove, refusal=reason)
-    return proofs.Verified(order.request, order.source, reason)
+    return _verified(order, reason)
+
+
+def _verified(order: proofs.Verify, difference: str | None) -> proofs.Verified:
+    claim = Claim(order.proof.claim)
+    return proofs.Verified(order.request, order.source, claim, difference)
 
 
 def _to_bytes(sums: digest.U64) -> bytes:

@@ -51,6 +51,7 @@ class Machinery:
     def close(self) -> None:
         """Release everything. Only when the thread has ended."""
         self.control.close()
+        self.data.digests.close()
         self.data.agents.close()
         if self.serving is not None:
             self.serving.close()

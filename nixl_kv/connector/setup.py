@@ -10,6 +10,7 @@ from nixl_kv.config import Config
 from nixl_kv.connector import shards, translate
 from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
+from nixl_kv.connector.digests import Compute, Digests, OnHost
 from nixl_kv.connector.engine import Machinery
 from nixl_kv.connector.registering import register
 from nixl_kv.connector.sources import Household, Identity
@@ -57,6 +58,7 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     make = partial(_transport, config)
     identity = Identity(translate.model_facts(vllm_config), rank, trust.peers)
     household = Household.alone(layout, identity)
+    digests = Digests(layout, _compute(layout))
     agents = Agents(make, household)
     if vllm_config.kv_transfer_config.is_kv_consumer:
         agents.open()
@@ -78,13 +80,21 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     )
     return Machinery(
         control=control,
-        data=DataPlane(agents, household),
+        data=DataPlane(agents, household, digests),
         serving=serving,
         slots=slots,
         sender=Sender(incarnation, offers),
         receiver=Receiver(reader, Requests(reader, **times)),
         description=messages.encode_rank(description),
     )
+
+
+def _compute(layout: CacheLayout) -> Compute:
+    if layout.memory == "DRAM":
+        return OnHost()
+    from nixl_kv.connector.device_digests import OnDevice  # noqa: PLC0415 - Triton: on GPUs only
+
+    return OnDevice(layout)
 
 
 def _transport(config: Config) -> Transport:

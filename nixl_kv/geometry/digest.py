@@ -13,9 +13,10 @@ each term, so that tokens or blocks that changed places change the sum, and each
 has a sum of its own, so that heads and layers that changed places do too.
 
 What it proves: the multipliers are odd, so one word that differs always shows in its token's term.
-Any other difference that was made without knowing the secret is missed with a probability of 2^-33
-at most: for 0 < |d| < 2^32, `multiplier * d` takes a value modulo 2^64 for at most one odd
-multiplier in 2^32. `mix` keeps terms of different tokens from cancelling.
+Any other difference within a token that was made without knowing the secret is missed with a
+probability of 2^-32 at most: for 0 < |d| < 2^32, `multiplier * d` takes a value modulo 2^64 for at
+most one odd multiplier in 2^32. (Two sign flips come up to that: there |d| is 2^31.) `mix` keeps
+terms of different tokens from cancelling.
 
 The same terms are summed a second time, over all layers and heads, for each `column` of tokens:
 so a difference is found by head and layer, and by place.
@@ -150,9 +151,10 @@ def difference(mine: Digest, theirs: Digest, found: Sequence[Strip]) -> str | No
     columns = np.flatnonzero(mine.columns != theirs.columns)
     if not len(rows) and not len(columns):
         return None
-    heads = [name for strip in found for name in strip.names]
-    what = _few([heads[row] for row in rows]) if len(rows) else "no single head"
-    return f"{what} {_where(columns, found, len(mine.columns))}"
+    heads = [(name, strip) for strip in found for name in strip.names]
+    what = _few([heads[row][0] for row in rows]) if len(rows) else "no single head"
+    strip = heads[rows[0]][1] if len(rows) else found[0]
+    return f"{what} {_where(columns, strip, len(mine.columns))}"
 
 
 def _few(heads: Sequence[str]) -> str:
@@ -160,10 +162,10 @@ def _few(heads: Sequence[str]) -> str:
     return f"{heads[0]}{more}"
 
 
-def _where(columns: npt.NDArray[np.int64], found: Sequence[Strip], num_columns: int) -> str:
+def _where(columns: npt.NDArray[np.int64], strip: Strip, num_columns: int) -> str:
     if not len(columns):
         return "in no single place"
-    tokens, end, size = column(found[0].end), found[0].end, found[0].group.entry_size
+    tokens, end, size = column(strip.end), strip.end, strip.group.entry_size
     begin, last = int(columns[0]) * tokens, min(end, (int(columns[-1]) + 1) * tokens) - 1
     return (
         f"differs in tokens {begin} to {last} (blocks {begin // size} to {last // size} "

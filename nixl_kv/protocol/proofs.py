@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nixl_kv.geometry.excerpts import Excerpt
-from nixl_kv.ids import Rank, RequestId
+from nixl_kv.ids import Claim, Rank, RequestId
 from nixl_kv.protocol.messages import Proof, Prove
 
 # --- events of the data plane
@@ -20,10 +20,14 @@ class ReadBegun:
 
 @dataclass(frozen=True)
 class Verified:
-    """The bytes that landed were compared with prefill's; `difference` says where, in words."""
+    """The bytes that landed were compared with prefill's; `difference` says where, in words.
+
+    Nobody waits for a comparison to end: by its claim, an earlier attempt's is known.
+    """
 
     request: RequestId
     source: Rank
+    claim: Claim
     difference: str | None
 
 

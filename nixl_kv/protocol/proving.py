@@ -18,7 +18,7 @@ def handle(
 ) -> list[events.Action]:
     """A read to be verified has begun, or its bytes were compared. `now` is in seconds."""
     if isinstance(event, Verified):
-        return _verified(request, source, event.difference)
+        return _verified(request, source, event)
     source.proving = Proving(event.excerpts)
     return ask(request, source, now)
 
@@ -74,14 +74,14 @@ def compare(request: Request, source: Source) -> list[events.Action]:
     return [verify]
 
 
-def _verified(request: Request, source: Source, difference: str | None) -> list[events.Action]:
+def _verified(request: Request, source: Source, event: Verified) -> list[events.Action]:
     """The bytes were compared; nobody may want to know any more."""
-    if source.state is not State.PROVING:
+    if source.state is not State.PROVING or event.claim != request.claim:
         return []
-    if difference is None:
+    if event.difference is None:
         source.move(Cause.PROVEN)
         return [hint(Done, request, source)]
-    told = f"what was read from prefill rank {source.rank} is not what it has: {difference}"
+    told = f"what was read from prefill rank {source.rank} is not what it has: {event.difference}"
     request.fail(Failure(Why.CORRUPT, told))
     source.move(Cause.CORRUPT)
     return [hint(Abort, request, source)]

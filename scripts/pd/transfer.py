@@ -121,6 +121,12 @@ def print_rows(name: str, rows: Sequence[Row]) -> None:
         )
 
 
+def connector_config(options: argparse.Namespace) -> dict[str, object]:
+    """Of nixl_kv."""
+    layout = {"layout": options.layout} if options.layout else {}
+    return {"verify": options.verify} | layout
+
+
 def specs(options: argparse.Namespace, connector: Connector) -> ClusterSpec:
     """A prefill and a decode engine, which may share one device."""
     extra = ["--no-enable-prefix-caching", "--enforce-eager"]
@@ -133,13 +139,12 @@ def specs(options: argparse.Namespace, connector: Connector) -> ClusterSpec:
         extra += ["--attention-backend", options.attention_backend]
     if options.block_size:
         extra += ["--block-size", str(options.block_size)]
-    ours = connector == "nixl-kv" and options.layout
     shared = {
         "device": options.device,
         "dtype": options.dtype,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "extra_args": (*extra, *options.engine_args),
-        "connector_config": {"layout": options.layout} if ours else {},
+        "connector_config": connector_config(options) if connector == "nixl-kv" else {},
     }
     prefill, decode = (
         EngineSpec(role, model, role, connector, tensor_parallel=tp, **shared)
@@ -165,6 +170,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--tp", type=int, nargs=2, default=[1, 1], metavar=("PREFILL", "DECODE"), help="default 1 1"
     )
     parser.add_argument("--layout", help="of nixl_kv's caches; default: its own choice")
+    parser.add_argument("--verify", default="off", help="off (default), sample:RATE or all")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 2000])
     parser.add_argument("--repeat", type=int, default=7)

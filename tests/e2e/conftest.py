@@ -12,24 +12,15 @@ from pd.cluster import Cluster, ClusterSpec, one_pair
 from pd.engines import EngineSpec
 from pd.tiny_model import TinyModel, ensure_tiny_model
 
-OFFER_TTL_S = 4
-# On few cores vLLM's spinning workers may starve a reader for seconds.
-LEASE_S = 30
+OFFER_TTL_S = 6
+# On few cores vLLM's spinning workers may starve a reader, and heartbeats, for seconds.
+PATIENCE = {"lease_s": 30, "peer_timeout_s": 20}
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     model = ensure_tiny_model()
-    pair = one_pair(model, "nixl-kv", single=True)
-    prefill = EngineSpec(
-        "prefill",
-        model,
-        "prefill",
-        "nixl-kv",
-        connector_config={"offer_ttl_s": OFFER_TTL_S, "lease_s": LEASE_S},
-        dtype="float32",
-    )
-    spec = ClusterSpec([prefill], pair.decode, pair.single)
+    spec = one_pair(model, "nixl-kv", single=True, config={"offer_ttl_s": OFFER_TTL_S, **PATIENCE})
     with Cluster(spec, log_dir=tmp_path_factory.mktemp("engines")) as started:
         yield started
 

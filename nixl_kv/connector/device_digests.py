@@ -1,0 +1,240 @@
+"""Digests of a cache in GPU memory: one Triton kernel, on a stream of its own.
+
+The sums are those of `geometry.digest`, which says what they mean. This module is imported only
+where the cache is in GPU memory: Triton is only there.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from nixl_kv.geometry import digest
+from nixl_kv.geometry.digest import Digest, Key
+from nixl_kv.geometry.excerpts import Strip
+from nixl_kv.geometry.layout import CacheLayout, Region
+
+TILE: Final = digest.MIN_COLUMN
+"""Tokens of a program: a column of the digest is a whole number of them."""
+
+CHUNK: Final = 64
+"""Words that a program takes at a time: 256 bytes, K or V of one head and token of most models."""
+
+VECTOR: Final = 16
+"""Bytes that a thread loads at a time, where the cache is aligned to so many."""
+
+NUM_WARPS: Final = 2
+NUM_HEADER: Final = 10
+
+
+@triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]
+# Triton reads these annotations, and takes no others.
+def _digest(numbers, first_row, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Add one tile of tokens of one row to the sums. `numbers` is an `_Order`, all int64."""
+    tokens: tl.constexpr = cut[0]
+    num_words: tl.constexpr = cut[1]
+    chunk: tl.constexpr = cut[2]
+    unit: tl.constexpr = cut[3]
+    num_tiles = tl.load(numbers + 4).to(tl.int32)
+    tile = tl.program_id(0) % num_tiles
+    row = numbers + tl.load(numbers + 5) + (first_row + tl.program_id(0) // num_tiles) * 7
+    begin, end = tl.load(row + 3).to(tl.int32), tl.load(numbers + 2).to(tl.int32)
+    position = tile * tokens + tl.arange(0, tokens)
+    inside = (position >= begin) & (position < end)
+    # Where the content of each token begins.
+    size = tl.load(row + 5).to(tl.int32)
+    number = tl.load(row + 4) + position // size - begin // size
+    block = tl.load(numbers + tl.load(numbers + 6) + number, mask=inside, other=0)
+    address = tl.load(row) + block * tl.load(row + 1) + position % size * tl.load(row + 2)
+    first = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), unit)
+    # Its words, each times its multiplier.
+    factors = numbers + tl.load(numbers + 7)
+    terms = tl.zeros([tokens], dtype=tl.uint64)
+    for start in tl.static_range(0, num_words, chunk):
+        word = start + tl.arange(0, chunk)
+        factor = tl.load(factors + word, mask=word < num_words, other=0)
+        known = inside[:, None] & (word < num_words)[None, :]
+        value = tl.load(first[:, None] + word[None, :], mask=known, other=0)
+        wide = value.to(tl.uint32, bitcast=True).to(tl.uint64)
+        terms += tl.sum(wide * factor.to(tl.uint64, bitcast=True)[None, :], axis=1)
+    # The position, and `geometry.digest.mix`.
+    place = tl.load(numbers) + position.to(tl.int64) * tl.load(numbers + 1)
+    terms += place.to(tl.uint64, bitcast=True)
+    terms = (terms ^ (terms >> 30)) * 0xBF58476D1CE4E5B9
+    terms = (terms ^ (terms >> 27)) * 0x94D049BB133111EB
+    terms = terms ^ (terms >> 31)
+    total = tl.sum(tl.where(inside, terms.to(tl.int64, bitcast=True), 0))
+    column = tile * tokens // tl.load(numbers + 3).to(tl.int32)
+    tl.atomic_add(numbers + tl.load(numbers + 8) + tl.load(row + 6), total)
+    tl.atomic_add(numbers + tl.load(numbers + 9) + column, total)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Rows whose content is equally long: one launch of the kernel, which is compiled for it."""
+
+    first_row: int
+    num_rows: int
+    cut: tuple[int, int, int, int]  # tokens, words, words at a time, alignment in bytes
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What the kernel is told, and room for its sums: one array of int64.
+
+    The header: offset, step, end, tokens of a column, tiles of a row, and where these begin: rows,
+    block numbers, multipliers, sums of rows, sums of columns. A row: address, block stride, token
+    stride, first token, where its block numbers begin, block size, which sum.
+    """
+
+    numbers: npt.NDArray[np.int64]
+    launches: list[_Launch]
+    tiles: int
+    sums_at: tuple[int, int]
+
+    @classmethod
+    def of(cls, key: Key, found: Sequence[Strip]) -> "_Order":
+        """For strips that end at the same token."""
+        end = found[0].end
+        rows, blocks = _tables(found)
+        words = np.concatenate([np.full(s.num_heads, _num_words(s)) for s in found])
+        order = np.argsort(words, kind="stable")
+        rows, words = rows[order], words[order]
+        offset, step, multipliers = key.numbers(int(words[-1]))
+        sums = Digest.empty(found, end)
+        parts = [rows, blocks, multipliers, sums.rows, sums.columns]
+        places = NUM_HEADER + np.cumsum([0, *(part.size for part in parts)])
+        tiles = -(-end // TILE)
+        header = [offset, step, end, digest.column(end), tiles, *places[:-1]]
+        flat = [np.array(header, np.uint64), *(part.ravel() for part in parts)]
+        numbers = np.concatenate([part.view(np.int64) for part in flat])
+        return cls(numbers, _launches(rows, words), tiles, (int(places[3]), int(places[4])))
+
+
+class OnDevice:
+    """Digests memory of the GPU that holds the cache. See `connector.digests.Compute`."""
+
+    nap_s = 0.0001
+
+    def __init__(self, layout: CacheLayout) -> None:
+        """Take a stream, and compile the kernel, which takes seconds the first time."""
+        self._device = torch.device("cuda", layout.device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._warm_up(layout)
+
+    def __call__(self, key: Key, found: Sequence[Strip]) -> Generator[None, None, Digest]:
+        """The digest, when the GPU has made it.
+
+        Raises:
+            ValueError: see `check`.
+        """
+        check(strip.region for strip in found)
+        return self._steps(_Order.of(key, found))
+
+    def close(self) -> None:
+        """Wait until nothing reads the cache any more."""
+        self._stream.synchronize()
+
+    def _warm_up(self, layout: CacheLayout) -> None:
+        """Compile for each length of content that this cache has."""
+        kinds: dict[int, Strip] = {}
+        block = np.zeros(1, np.int32)
+        for group in layout.groups:
+            for region in group.regions:
+                for number, part in enumerate(region.parts):
+                    heads = region.first_head, region.first_head + 1
+                    kinds[part.content] = Strip(region, group, number, heads, 0, 1, block)
+        with contextlib.suppress(ValueError):  # said again when it is wanted
+            for _ in self(Key("none"), list(kinds.values())):
+                self._stream.synchronize()
+
+    def _steps(self, order: _Order) -> Generator[None, None, Digest]:
+        rows_at, columns_at = order.sums_at
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            there = torch.from_numpy(order.numbers).pin_memory().to(self._device, non_blocking=True)
+            for launch in order.launches:
+                grid = (launch.num_rows * order.tiles,)
+                _digest[grid](there, launch.first_row, launch.cut, num_warps=NUM_WARPS)
+            sums = torch.empty(len(there) - rows_at, dtype=there.dtype, pin_memory=True)
+            sums.copy_(there[rows_at:], non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        while not done.query():  # type: ignore[no-untyped-call]
+            yield
+        made = sums.numpy().view(np.uint64)
+        split = columns_at - rows_at
+        return Digest(made[:split].copy(), made[split:].copy())
+
+
+def check(regions: Iterable[Region]) -> None:
+    """Whether the kernel can read them.
+
+    Raises:
+        ValueError: names the layer.
+    """
+    for region in regions:
+        for part in region.parts:
+            strides = region.block_stride, region.head_stride, region.token_stride
+            places = (region.base, part.offset, part.length, part.token_stride, *strides)
+            if part.count > 1 or any(place % digest.WORD for place in places):
+                raise ValueError(
+                    f"the KV cache of layer {region.layer!r} has {part.count} pieces of "
+                    f"{part.length} bytes for each head and token, which cannot be digested on a "
+                    f"GPU; allowed: one piece of whole {digest.WORD}-byte words"
+                )
+
+
+def _tables(found: Sequence[Strip]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The rows, shape (rows, 7), and the block numbers that they point into.
+
+    Layers of a group share their block numbers.
+    """
+    places: dict[int, int] = {}
+    blocks: list[npt.NDArray[np.int32]] = []
+    for strip in found:
+        if id(strip.ids) not in places:
+            places[id(strip.ids)] = sum(map(len, blocks))
+            blocks.append(strip.ids)
+    strips = np.array([_row(strip, places[id(strip.ids)]) for strip in found], np.int64)
+    heads = np.array([strip.num_heads for strip in found])
+    rows = np.repeat(strips, heads, axis=0)
+    numbers = np.arange(len(rows))
+    within = numbers - np.repeat(np.cumsum(heads) - heads, heads)
+    rows[:, 0] += within * rows[:, -1]
+    rows[:, -1] = numbers
+    return rows, np.concatenate(blocks).astype(np.int64)
+
+
+def _row(strip: Strip, blocks_at: int) -> tuple[int, ...]:
+    """Of the strip's first head; the head stride stands where the row's number will."""
+    return (
+        strip.base,
+        strip.region.block_stride,
+        strip.token_stride,
+        strip.begin,
+        blocks_at,
+        strip.group.block_size,
+        strip.region.head_stride,
+    )
+
+
+def _num_words(strip: Strip) -> int:
+    return digest.num_words(strip.part.content)
+
+
+def _launches(rows: npt.NDArray[np.int64], words: npt.NDArray[np.int64]) -> list[_Launch]:
+    """Rows are in ascending order of their words."""
+    found = []
+    for number, first in zip(*np.unique(words, return_index=True), strict=True):
+        count = int(np.count_nonzero(words == number))
+        places = rows[first : first + count, :3]  # address and strides
+        unit = VECTOR if not (places % VECTOR).any() else digest.WORD
+        chunk = min(CHUNK, 1 << (int(number) - 1).bit_length())
+        found.append(_Launch(int(first), count, (TILE, int(number), chunk, unit)))
+    return found

@@ -1,0 +1,1 @@
+"""A small model that knows something: it follows links through a long prompt."""
