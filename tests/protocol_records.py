@@ -6,10 +6,11 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from nixl_kv.geometry.excerpts import Excerpt
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.ranks import Route, Shape
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
-from nixl_kv.protocol import events, messages
+from nixl_kv.protocol import events, messages, proofs
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
@@ -20,6 +21,8 @@ from nixl_kv.protocol.messages import (
     Done,
     Grant,
     Message,
+    Proof,
+    Prove,
     RankDescription,
     Reader,
     Renew,
@@ -30,7 +33,10 @@ from nixl_kv.protocol.ticket import Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     b"\xa8Describe": messages.decode_to_engine,
-    **dict.fromkeys((b"\xa3Ask", b"\xa5Renew", b"\xa4Done", b"\xa5Abort"), messages.decode_to_rank),
+    **dict.fromkeys(
+        (b"\xa3Ask", b"\xa5Prove", b"\xa5Renew", b"\xa4Done", b"\xa5Abort"),
+        messages.decode_to_rank,
+    ),
 }
 
 
@@ -59,6 +65,8 @@ CONTEXT = hex32(0xE)
 TABLES = (b"\7\0\0\0\3\0\0\0",)
 LEASE_S = 2.0
 GENERATION = Generation(b"\1" * 16)
+EXCERPTS = (Excerpt("layer.0", 0, 2, 0),)
+SUMS = b"\5" * 8
 P1, D1, D2 = RequestId("p1"), RequestId("d1"), RequestId("d2")
 
 
@@ -81,6 +89,19 @@ def ask(**changed: Any) -> Ask:
         "readers": (0,),
     }
     return Ask(**{**values, **changed})
+
+
+def prove(**changed: Any) -> Prove:
+    values = {
+        "version": WIRE_VERSION,
+        "incarnation": RANK_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "reader": READER,
+        "end": 7,
+        "excerpts": EXCERPTS,
+    }
+    return Prove(**{**values, **changed})
 
 
 def renew(number: int, *claims: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renew:
@@ -128,6 +149,19 @@ def deny(reason: Any = "gone", **changed: Any) -> Deny:
         "reason": reason,
     }
     return Deny(**{**values, **changed})
+
+
+def proof(**changed: Any) -> Proof:
+    values = {
+        "version": WIRE_VERSION,
+        "incarnation": RANK_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "reader": READER,
+        "rows": SUMS * 4,
+        "columns": SUMS,
+    }
+    return Proof(**{**values, **changed})
 
 
 def renewed(number: int, *lost: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renewed:
@@ -189,8 +223,8 @@ def fetch(request: str = D1, claim: str = CLAIM, **changed: Any) -> events.Fetch
     return events.Fetch(RequestId(request), ticket(**changed), Claim(claim))
 
 
-def load(request: str = D1, num_tokens: int = 7) -> events.Load:
-    return events.Load(RequestId(request), 0, num_tokens, (b"\2\0\0\0\5\0\0\0",))
+def load(request: str = D1, num_tokens: int = 7, *, verify: bool = False) -> events.Load:
+    return events.Load(RequestId(request), 0, num_tokens, (b"\2\0\0\0\5\0\0\0",), verify)
 
 
 def drop(request: str = D1) -> events.Drop:
@@ -221,3 +255,27 @@ def slot_read(
     generation: bytes = GENERATION, source: int = 0, request: str = D1
 ) -> events.SlotRead:
     return events.SlotRead(RequestId(request), Rank(source), Generation(generation))
+
+
+def read_begun(source: int = 0, request: str = D1) -> proofs.ReadBegun:
+    return proofs.ReadBegun(RequestId(request), Rank(source), EXCERPTS)
+
+
+def verify(source: int = 0, request: str = D1, given: Proof | None = None) -> proofs.Verify:
+    """What a load that is verified asks the data plane."""
+    loaded = load(request)
+    return proofs.Verify(
+        RequestId(request),
+        Rank(source),
+        EXCERPTS,
+        loaded.begin,
+        loaded.end,
+        loaded.tables,
+        given or proof(),
+    )
+
+
+def verified(
+    difference: str | None = None, *, source: int = 0, request: str = D1, claim: str = CLAIM
+) -> proofs.Verified:
+    return proofs.Verified(RequestId(request), Rank(source), Claim(claim), difference)

@@ -7,6 +7,9 @@ is one thing that may happen at any moment. After every step it checks what must
     blocks       are freed once per rank, and only when their slot does not stand any more
     a load       is reported once per rank, only if commanded, and only when nothing can write
     a good load  has exactly the bytes of its own prompt, from every rank
+    a proof      is made of blocks that were held until it left
+    a verified   load is good only if its bytes were compared with every rank's proof, and equal;
+                 only these reads are ever damaged on their way
     a read       is served to its end, where no message is lost and no lease runs out (`gentle`)
 
 A block's content is the nonce of the prompt whose KV it holds; freed blocks are used again at once.
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field
 
 from protocol_records import (
     CONTEXT,
+    EXCERPTS,
     HOME,
     PREFILL,
     at,
@@ -41,7 +45,7 @@ from nixl_kv.ids import (
     new_incarnation,
     new_nonce,
 )
-from nixl_kv.protocol import events, messages
+from nixl_kv.protocol import events, messages, proofs
 from nixl_kv.protocol.messages import Describe, Message, Reader, encode
 from nixl_kv.protocol.offers import Offers
 from nixl_kv.protocol.receiver import Receiver
@@ -53,6 +57,7 @@ OFFER_TTL_S, LEASE_S, TIMEOUT_S, RENEW_S = 3.0, 1.0, 4.0, 0.2
 TOKENS = 8
 CLEAR = Generation(bytes(16))
 USED_AGAIN = "used again"
+DAMAGED = "damaged"
 
 
 @dataclass
@@ -104,6 +109,7 @@ class Wanted:
     claim: Claim
     loading: bool = False
     dropped: bool = False
+    verify: bool = False
 
 
 @dataclass
@@ -114,6 +120,7 @@ class Read:
     source: PrefillRank
     blocks: Sequence[int]
     slot: int | None = None
+    verify: bool = False
     landed: list[str | Generation] = field(default_factory=list)
 
     @property
@@ -135,6 +142,26 @@ class Read:
 
 
 @dataclass
+class Digestion:
+    """A proof under way: what it has seen of the blocks, one after the other, each at its time."""
+
+    rank: PrefillRank
+    packet: "Packet"
+    prove: messages.Prove
+    blocks: Sequence[int]
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.seen) == len(self.blocks)
+
+    def look(self) -> None:
+        """At one more block."""
+        if not self.complete:
+            self.seen.append(self.rank.memory[self.blocks[len(self.seen)]])
+
+
+@dataclass
 class DecodeRank:
     """One decode rank: its machine, its reads, and what it has reported."""
 
@@ -145,6 +172,8 @@ class DecodeRank:
     commands: list[events.DecodeCommand] = field(default_factory=list)
     loaded: dict[RequestId, events.Loaded] = field(default_factory=dict)
     abandoned: set[tuple[RequestId, Rank]] = field(default_factory=set)
+    comparing: list[proofs.Verify] = field(default_factory=list)
+    equal: set[tuple[RequestId, Rank]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         requests = Requests(self.reader, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S)
@@ -179,6 +208,7 @@ class World:
         self.offered: list[Offered] = []
         self.announced: list[events.Offer] = []
         self.packets: list[Packet] = []
+        self.digestions: list[Digestion] = []
         self.refuses = False
         self.restart()
         self.engines = [
@@ -282,11 +312,11 @@ class World:
             if not wanted.loading and not wanted.dropped
         ]
         if waiting:
-            self.load(*one(waiting, pick))
+            self.load(*one(waiting, pick), verify=pick // 16 % 2 == 1)
 
-    def load(self, engine: int, wanted: Wanted) -> None:
-        wanted.loading = True
-        self._command(engine, events.Load(wanted.request, 0, TOKENS, (bytes(8),)))
+    def load(self, engine: int, wanted: Wanted, *, verify: bool = False) -> None:
+        wanted.loading, wanted.verify = True, verify
+        self._command(engine, events.Load(wanted.request, 0, TOKENS, (bytes(8),), verify))
 
     def abort(self, pick: int) -> None:
         """A request is over, whatever it was about to do."""
@@ -389,7 +419,7 @@ class World:
         (rank,) = (rank for rank in self.prefill if at(rank.rank) == packet.endpoint)
         while rank.commands:
             self._serve(rank, rank.commands.pop(0))
-        for answer in self._serve(rank, message):
+        for answer in self._serve(rank, message, packet):
             self._answer(packet, answer)
 
     def _answer(self, packet: Packet, message: Message) -> None:
@@ -410,7 +440,10 @@ class World:
     # --- what prefill's machine decides
 
     def _serve(
-        self, rank: PrefillRank, event: events.PrefillCommand | events.Tick | Message
+        self,
+        rank: PrefillRank,
+        event: events.PrefillCommand | events.Tick | proofs.Digested | Message,
+        packet: Packet | None = None,
     ) -> list[Message]:
         answers: list[Message] = []
         for action in rank.sender.handle(event, self.now):
@@ -423,9 +456,13 @@ class World:
                     rank.slots[action.slot] = CLEAR
                 case events.Reply():
                     self._note_grant(rank, action.message)
+                    self._note_proof(rank, action.message)
                     answers.append(action.message)
                 case events.Sent():
                     self._free(rank, action.request)
+                case proofs.Digest():
+                    assert packet is not None
+                    self._digest(rank, packet, action)
                 case _:
                     assert isinstance(action, events.Denied)
         rank.sender.offers.validate()
@@ -440,6 +477,21 @@ class World:
         assert rank.slots[message.slot] == message.generation
         assert message.tables == (struct.pack("<2i", *rank.tables[offered.request]),)
         rank.grants[offered.request] = message
+
+    def _digest(self, rank: PrefillRank, packet: Packet, action: proofs.Digest) -> None:
+        """One that is asked for again while it is made is made once."""
+        blocks = struct.unpack("<2i", action.tables[0])
+        if not [d for d in self.digestions if d.rank is rank and d.prove == action.prove]:
+            self.digestions.append(Digestion(rank, packet, action.prove, blocks))
+
+    def _note_proof(self, rank: PrefillRank, message: Message) -> None:
+        """Its blocks are held, and it has seen nothing else in them."""
+        if not isinstance(message, messages.Proof):
+            return
+        (offered,) = (one for one in self.offered if one.ticket.nonce == message.nonce)
+        granted = rank.grants[offered.request]
+        assert rank.slots[granted.slot] == granted.generation
+        assert message.rows == _sums([offered.ticket.nonce] * 2)
 
     def _free(self, rank: PrefillRank, request: RequestId) -> None:
         """Clear before free: whoever finds the generation standing later reads no block of it."""
@@ -474,13 +526,12 @@ class World:
                 assert not [read for read in rank.reads if read.source in gone]
             case events.Loaded():
                 self._report(rank, action)
-            case events.Abandon():
-                rank.abandoned.add((action.request, action.source))
-            case events.CheckSlot():
-                source = rank.joined[action.peer][action.source]
-                rank.reads.append(Read(action.request, source, (), action.slot))
-            case _:
+            case events.CheckSlot() | events.StartRead():
                 return self._begin(rank, action)
+            case proofs.Verify():
+                rank.comparing.append(action)
+            case _:
+                rank.abandoned.add((action.request, action.source))
         return []
 
     def _join(self, rank: DecodeRank, action: events.AddPeer) -> events.DataEvent:
@@ -494,16 +545,23 @@ class World:
             action.peer, action.description, routes(*range(self.num_sources), readers=readers)
         )
 
-    def _begin(self, rank: DecodeRank, action: events.StartRead) -> list[events.DataEvent]:
+    def _begin(
+        self, rank: DecodeRank, action: events.CheckSlot | events.StartRead
+    ) -> list[events.DataEvent]:
         """A rank may grant when another one of its engine has gone, and the engine with it."""
+        if isinstance(action, events.CheckSlot):
+            source = rank.joined[action.peer][action.source]
+            rank.reads.append(Read(action.request, source, (), action.slot))
+            return []
         request = action.load.request
         assert request not in rank.loaded
         assert (request, action.source) not in rank.bytes_of
         if action.peer not in rank.joined:
             return [events.ReadFailed(request, action.source, "gone")]
         blocks = struct.unpack("<2i", action.grant.tables[0])
-        rank.reads.append(Read(request, rank.joined[action.peer][action.source], blocks))
-        return []
+        source, verify = rank.joined[action.peer][action.source], action.load.verify
+        rank.reads.append(Read(request, source, blocks, verify=verify))
+        return [proofs.ReadBegun(request, action.source, EXCERPTS)] if verify else []
 
     def _report(self, rank: DecodeRank, loaded: events.Loaded) -> None:
         (engine,) = (n for n, of_engine in enumerate(self.engines) if rank in of_engine)
@@ -513,6 +571,10 @@ class World:
         assert loaded.num_tokens == TOKENS
         assert not [read for read in rank.reads if read.request == loaded.request]
         rank.loaded[loaded.request] = loaded
+        assert loaded.verified == (wanted.verify and loaded.failure is None)
+        if loaded.verified:
+            sources = range(self.num_sources)
+            assert {(loaded.request, Rank(source)) for source in sources} <= rank.equal
         if loaded.failure is None:
             got = [rank.bytes_of[loaded.request, Rank(n)] for n in range(self.num_sources)]
             assert got == [[wanted.ticket.nonce] * 2] * self.num_sources
@@ -523,6 +585,42 @@ class World:
         """A piece of a read arrives."""
         if self._reads():
             one(self._reads(), pick)[1].land()
+
+    def damage(self, pick: int) -> None:
+        """What has landed is not what was sent; only of reads that are verified."""
+        landed = [r for _, r in self._reads() if r.verify and r.slot is None and r.landed]
+        if landed:
+            one(landed, pick).landed[0] = DAMAGED
+
+    def digest(self, pick: int) -> None:
+        """Prefill looks at one more block for a proof, or is through with it."""
+        if not self.digestions:
+            return
+        digestion = one(self.digestions, pick)
+        if not digestion.complete:
+            digestion.look()
+            return
+        self.digestions.remove(digestion)
+        if digestion.rank.dead:
+            return
+        sums = _sums(digestion.seen)
+        for answer in self._serve(digestion.rank, proofs.Digested(digestion.prove, sums, sums)):
+            self._answer(digestion.packet, answer)
+
+    def compare(self, pick: int) -> None:
+        """Decode has compared what landed with a proof."""
+        comparing = [(rank, verify) for rank in self.decode for verify in rank.comparing]
+        if not comparing:
+            return
+        rank, verify = one(comparing, pick)
+        rank.comparing.remove(verify)
+        key = verify.request, verify.source
+        equal = _sums(rank.bytes_of[key]) == verify.proof.rows
+        if equal:
+            rank.equal.add(key)
+        difference = None if equal else "a block"
+        event = proofs.Verified(*key, Claim(verify.proof.claim), difference)
+        self._act(rank, rank.receiver.handle(event, self.now))
 
     def finish(self, pick: int) -> None:
         """A rank learns that a read has ended."""
@@ -565,16 +663,23 @@ class World:
     def calm(self, seconds: float = 0.1) -> None:
         """All that is to be done is done, in order, and then time passes."""
         self.announce()
-        while self._commanded() or self.packets or self._reads():
+        while self._commanded() or self.packets or self._reads() or self._digests():
             while self._commanded():
                 self.obey(0)
             while self.packets:
                 self.deliver(0)
             for rank, read in self._reads():
                 self._complete(rank, read)
+            while self._digests():
+                self.digest(0)
+                self.compare(0)
         self.now += seconds
         for pick in range(len(self.decode) + len(self.prefill)):
             self.tick(pick)
+
+    def _digests(self) -> bool:
+        """Whether one is under way, on either side."""
+        return bool(self.digestions or [rank for rank in self.decode if rank.comparing])
 
     def _complete(self, rank: DecodeRank, read: Read) -> None:
         if read.source.dead:
@@ -626,6 +731,11 @@ class World:
         ]
 
 
+def _sums(contents: Sequence[str | Generation]) -> bytes:
+    """In place of a digest: the contents themselves."""
+    return repr(contents).encode()
+
+
 def reason(loaded: events.Loaded) -> str | None:
     return None if loaded.failure is None else str(loaded.failure)
 
@@ -646,6 +756,8 @@ COMMON: tuple[Step, ...] = (
     *[World.obey] * 10,
     *[World.land] * 5,
     *[World.finish] * 4,
+    *[World.digest] * 3,
+    *[World.compare] * 2,
     *[World.tick] * 3,
     World.stop,
 )
@@ -670,6 +782,7 @@ BAD_DAY: tuple[Step, ...] = (
     World.lose,
     *[World.repeat] * 2,
     World.break_off,
+    World.damage,
     lambda world, pick: pick < RARELY and world.cut(pick),
     lambda world, pick: pick < RARELY and world.refuse(),
     lambda world, pick: pick < RARELY and world.restart(),

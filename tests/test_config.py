@@ -26,6 +26,7 @@ NO_SECONDS = "a number of seconds from 0.1 to 3600"
 NO_KEY_FILE = "the path of a file made by `nixl-kv keygen`, or null"
 NO_TRUTH = "true or false"
 NO_SHARE = "a number from 0.01 to 1"
+NO_VERIFY = "'off', 'all', or 'sample:RATE' with RATE from 0 to 1"
 NO_LAYOUT = "auto, LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC"
 
 
@@ -60,6 +61,7 @@ def test_defaults() -> None:
         peer_timeout_s=2.0,
         paced_reads=False,
         offer_share=0.5,
+        verify=0.0,
     )
 
 
@@ -78,6 +80,7 @@ def test_everything_given() -> None:
             "peers": ["10.0.0.0/8", "fd00::/8"],
             "peer_timeout_s": 1,
             "offer_share": 1,
+            "verify": "sample:0.25",
         },
         {},
     )
@@ -94,6 +97,7 @@ def test_everything_given() -> None:
         peers=(ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")),
         peer_timeout_s=1.0,
         offer_share=1.0,
+        verify=0.25,
     )
     assert isinstance(config.offer_ttl_s, float)
 
@@ -128,6 +132,18 @@ def test_renewals_per_lease() -> None:
         pytest.param("peers", None, None, id="default peers"),
         pytest.param("offer_share", 0.01, 0.01, id="smallest share"),
         pytest.param("offer_share", 1, 1.0, id="largest share"),
+        *[
+            pytest.param("verify", value, share, id=f"verify {value}")
+            for value, share in (
+                ("off", 0.0),
+                ("all", 1.0),
+                ("sample:0", 0.0),
+                ("sample:1", 1.0),
+                ("sample:0.01", 0.01),
+                ("sample:.5", 0.5),
+                ("sample:0.000000001", 1e-9),
+            )
+        ],
     ],
 )
 def test_allowed(names: dict[str, str], key: str, value: object, parsed: object) -> None:
@@ -197,6 +213,18 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
             pytest.param("offer_share", value, NO_SHARE, id=f"offer_share {value!r}")
             for value in (0, 0.0099, 1.01, 50, "0.5", None, True, float("nan"))
         ],
+        *[
+            pytest.param("verify", value, NO_VERIFY, id=f"verify {value!r}")
+            for value in (0, 1, 0.5, True, None, ["all"], "", "on", "All", "0.5", "sample")
+        ],
+        *[
+            pytest.param("verify", f"sample:{rate}", NO_VERIFY, id=f"sample of {rate!r}")
+            for rate in ("", ".", "1.", "1.01", "2", "-0.1", "+1", "1e-3", "nan", "0.5 ", "0,5")
+        ],
+        *[
+            pytest.param("verify", f"sample:{rate}", NO_VERIFY, id=f"sample of {rate!r}")
+            for rate in ("0.5\n", "\u0661", "sample:1", "0.0000000001", "0" * 19)
+        ],
     ],
 )
 def test_refused(names: dict[str, str], key: str, value: object, allowed: str) -> None:
@@ -220,7 +248,7 @@ def test_unknown_keys(extra: dict[str, object], first: str) -> None:
         Config.parse(extra, {})
     keys = (
         "host, port, backends, offer_ttl_s, lease_s, request_timeout_s, layout, "
-        "key_file, insecure, peers, peer_timeout_s, paced_reads, offer_share"
+        "key_file, insecure, peers, peer_timeout_s, paced_reads, offer_share, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"

@@ -2,13 +2,15 @@
 
 import random
 
+import msgspec
 import pytest
 from pd.fuzz_mutate import mutate_bytes, mutate_tree
 from pd.fuzz_run import build, execute, fuzz
 from pd.fuzz_samples import KINDS, sample
 from pd.fuzz_targets import Target, targets
-from pd.fuzz_world import BrokenPromiseError, Worker, map_memory
+from pd.fuzz_world import BrokenPromiseError, Worker, from_endpoint, from_peer, map_memory
 
+from nixl_kv.protocol.events import Why
 from nixl_kv.protocol.messages import decode_answer, decode_to_engine, decode_to_rank, encode
 
 SECONDS = 0.4  # for each target
@@ -84,6 +86,49 @@ def test_a_load_that_is_never_reported_is_noticed(monkeypatch: pytest.MonkeyPatc
     worker.receive([])
     monkeypatch.setattr(worker, "_results", [])
     with pytest.raises(BrokenPromiseError, match="reported 0 times"):
+        worker._check()
+
+
+def verified(worker: Worker, number: int) -> list[bool]:
+    """What the worker reports of its one load, after the seed with that number of proofs."""
+    (seeds,) = (target.seeds for target in targets() if target.name == "decode worker")
+    proving = [seed for seed in seeds if b"\xa5Proof" in seed]
+    messages = msgspec.msgpack.decode(proving[number])
+    worker.receive([from_endpoint(msgspec.msgpack.encode(message), at) for at, message in messages])
+    return [load.verified for load in worker.loads]
+
+
+def test_a_seed_ends_in_a_load_that_is_verified_and_another_in_one_that_is_corrupt() -> None:
+    good, corrupt = Worker(), Worker()
+    assert verified(good, 0) == [True]
+    assert verified(corrupt, 1) == [False]
+    (failed,) = corrupt.loads
+    assert failed.failure is not None
+    assert failed.failure.why is Why.CORRUPT
+
+
+def test_seeds_are_answered_with_proofs() -> None:
+    (seeds,) = (target.seeds for target in targets() if target.name == "prefill worker")
+    kinds = []
+    for seed in seeds:
+        worker = Worker()
+        worker.receive(
+            [from_peer(msgspec.msgpack.encode(m)) for _, m in msgspec.msgpack.decode(seed)]
+        )
+        kinds.append([type(decode_answer(reply)).__name__ for reply in worker._control.replies])
+    assert kinds == [
+        ["Grant", "Renewed"],
+        ["Grant"],
+        ["Grant", "Proof"],
+        ["Grant", "Proof", "Proof", "Proof", "Renewed"],
+    ]
+
+
+def test_bytes_that_are_called_verified_and_differ_are_noticed() -> None:
+    worker = Worker()
+    assert verified(worker, 0) == [True]
+    worker._cache[2, 5, 1, 2] ^= 1
+    with pytest.raises(BrokenPromiseError, match="is not what prefill has"):
         worker._check()
 
 

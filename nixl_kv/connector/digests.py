@@ -92,8 +92,8 @@ class Digests:
 
     def begin(self, order: Order, route: bytes = b"") -> Ended | None:
         """Take an order; an event if it cannot be carried out. `route` comes back with the end."""
-        if any(job.order == order for job in self._jobs):
-            return None  # asked again, since it takes long
+        if any(_whose(job.order) == _whose(order) for job in self._jobs):
+            return None  # asked again, since it takes long; one at a time for each claim and rank
         try:
             strips = self._strips(order)
             steps = self._compute(_key(order), strips)
@@ -163,6 +163,12 @@ def block_tables(layout: CacheLayout, tables: Sequence[bytes], begin: int) -> li
 def mark_absent(ids: blocks.BlockIds) -> blocks.BlockIds:
     """The null block stands where a sliding window has passed."""
     return np.where(ids == NULL_BLOCK, np.int32(blocks.ABSENT), ids)
+
+
+def _whose(order: Order) -> tuple[object, ...]:
+    if isinstance(order, proofs.Verify):
+        return order.request, order.source, order.proof.claim
+    return order.prove.reader, order.prove.claim
 
 
 def _key(order: Order) -> Key:

@@ -4,9 +4,10 @@ import contextlib
 import json
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +16,14 @@ from typing_extensions import Self
 TIMEOUT_S = 120.0
 HEALTH_TIMEOUT_S = 2.0
 METRICS_LAG_S = 1.0
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 Counters = dict[str, float]
+Body = dict[str, object]
+Choice = Mapping[str, Any]
+Messages = Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+"""Text, token ids, or several of either."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,15 @@ class Answer:
     """Of each token, what else the engine thought of, with its log probability."""
     finish_reason: str = ""
     """`abort` if the engine was shut down in the middle: the answer is not whole, and says so."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What came back for one prompt, piece by piece."""
+
+    pieces: tuple[str, ...]
+    tokens: tuple[str, ...]
+    finish_reason: str
 
 
 class Client:
@@ -52,52 +69,35 @@ class Client:
 
     def complete(self, prompt: str, max_tokens: int = 16, **extra: object) -> Answer:
         """The greedy continuation of exactly max_tokens tokens, token by token."""
-        begin = time.perf_counter()
-        reply = self._http.post("/v1/completions", json=self._body(prompt, max_tokens, extra))
-        seconds = time.perf_counter() - begin
-        _check(reply)
-        answer = reply.json()
-        choice = answer["choices"][0]
-        logprobs = choice["logprobs"]
-        return Answer(
-            text=choice["text"],
-            tokens=tuple(logprobs["tokens"]),
-            prompt_tokens=answer["usage"]["prompt_tokens"],
-            seconds=seconds,
-            likely=tuple(logprobs["top_logprobs"]),
-            finish_reason=choice["finish_reason"] or "",
-        )
+        return self._answers(COMPLETIONS, self._body(prompt, max_tokens, extra))[0]
 
     def ticket(self, prompt: str, params: Mapping[str, object]) -> dict[str, object] | None:
         """What a router asks of a prefill engine: its answer's kv_transfer_params."""
         body = self._body(prompt, 1, {"kv_transfer_params": dict(params)})
-        reply = self._http.post("/v1/completions", json=body)
+        reply = self._http.post(COMPLETIONS, json=body)
         _check(reply)
         found: dict[str, object] | None = reply.json().get("kv_transfer_params")
         return found
 
     def texts(self, prompt: str, max_tokens: int = 16, **extra: object) -> list[str]:
         """All answers to one request, such as those of n=2."""
-        reply = self._http.post("/v1/completions", json=self._body(prompt, max_tokens, extra))
+        reply = self._http.post(COMPLETIONS, json=self._body(prompt, max_tokens, extra))
         _check(reply)
         return [choice["text"] for choice in reply.json()["choices"]]
 
     def disconnect_early(self, prompt: str, after_s: float = 0.05, **extra: object) -> None:
         """Send a request and hang up before its answer."""
         with contextlib.suppress(httpx.TimeoutException):
-            self._http.post("/v1/completions", json=self._body(prompt, 1, extra), timeout=after_s)
+            self._http.post(COMPLETIONS, json=self._body(prompt, 1, extra), timeout=after_s)
 
     def time_to_first_token(self, prompt: str, **extra: object) -> float:
         """Seconds from the request to the first streamed token."""
         body = self._body(prompt, 1, extra) | {"stream": True}
         begin = time.perf_counter()
-        with self._http.stream("POST", "/v1/completions", json=body) as reply:
-            if reply.is_error:
-                reply.read()
-            _check(reply)
+        with self._http.stream("POST", COMPLETIONS, json=body) as reply:
             first = None
-            for line in reply.iter_lines():  # read to the end, so that the connection is kept
-                if first is None and _has_token(line):
+            for choice in _choices(reply):  # read to the end, so that the connection is kept
+                if first is None and choice.get("text"):
                     first = time.perf_counter() - begin
         if first is None:
             raise RuntimeError(f"{self.url}: the stream ended without a token")
@@ -119,8 +119,17 @@ class Client:
                 return changed
             time.sleep(0.05)
 
-    def _body(self, prompt: str, max_tokens: int, extra: Mapping[str, object]) -> dict[str, object]:
-        body: dict[str, object] = {
+    def _answers(self, path: str, body: Body) -> list[Answer]:
+        begin = time.perf_counter()
+        reply = self._http.post(path, json=body)
+        seconds = time.perf_counter() - begin
+        _check(reply)
+        answer = reply.json()
+        prompt_tokens = answer["usage"]["prompt_tokens"]
+        return [_answer(choice, prompt_tokens, seconds) for choice in answer["choices"]]
+
+    def _body(self, prompt: Prompt, max_tokens: int, extra: Mapping[str, object]) -> Body:
+        body: Body = {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -129,6 +138,53 @@ class Client:
             "logprobs": 0,
         }
         return body | dict(extra)
+
+
+class OpenAIClient(Client):
+    """What else OpenAI's API has: prompts of other kinds, several answers, chats, streams."""
+
+    def answers(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> list[Answer]:
+        """As complete(), one for each prompt, or several to one prompt."""
+        return self._answers(COMPLETIONS, self._body(prompt, max_tokens, extra))
+
+    def chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Answer:
+        """The greedy next message."""
+        return self._answers(CHAT, self._chat_body(messages, max_tokens, extra))[0]
+
+    def stream(self, prompt: str, max_tokens: int = 16, **extra: object) -> Streamed:
+        """As complete(), in the pieces that it comes in."""
+        return self._stream(COMPLETIONS, self._body(prompt, max_tokens, extra))
+
+    def stream_chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Streamed:
+        """As chat(), in the pieces that it comes in."""
+        return self._stream(CHAT, self._chat_body(messages, max_tokens, extra))
+
+    def refusal(
+        self, prompt: Prompt, max_tokens: int = 16, **extra: object
+    ) -> tuple[int, Mapping[str, object]]:
+        """The status and the error that a request ends with.
+
+        Raises:
+            RuntimeError: if it is answered.
+        """
+        reply = self._http.post(COMPLETIONS, json=self._body(prompt, max_tokens, extra))
+        if not reply.is_error:
+            raise RuntimeError(f"{self.url}: answered: {reply.text[:500]}")
+        return reply.status_code, reply.json()["error"]
+
+    def _stream(self, path: str, body: Body) -> Streamed:
+        with self._http.stream("POST", path, json=body | {"stream": True}) as reply:
+            choices = list(_choices(reply))
+        return Streamed(
+            pieces=tuple(piece for choice in choices if (piece := _text(choice))),
+            tokens=tuple(token for choice in choices for token in _tokens(choice)),
+            finish_reason=choices[-1]["finish_reason"] or "",
+        )
+
+    def _chat_body(self, messages: Messages, max_tokens: int, extra: Mapping[str, object]) -> Body:
+        body = self._body("", max_tokens, {"messages": messages, "logprobs": True} | dict(extra))
+        del body["prompt"]
+        return body
 
 
 def parse_counters(text: str) -> Counters:
@@ -156,9 +212,38 @@ def _check(reply: httpx.Response) -> None:
         raise RuntimeError(f"{reply.request.url}: HTTP {reply.status_code}: {reply.text[:500]}")
 
 
-def _has_token(line: str) -> bool:
-    data = line.removeprefix("data: ")
-    if data in (line, "[DONE]"):
-        return False
-    choices = json.loads(data).get("choices") or []
-    return bool(choices) and bool(choices[0].get("text"))
+def _answer(choice: Choice, prompt_tokens: int, seconds: float) -> Answer:
+    logprobs = choice.get("logprobs") or {}
+    return Answer(
+        text=_text(choice),
+        tokens=_tokens(choice),
+        prompt_tokens=prompt_tokens,
+        seconds=seconds,
+        # The first token of a prompt that is echoed has none.
+        likely=tuple(likely or {} for likely in logprobs.get("top_logprobs") or ()),
+        finish_reason=choice["finish_reason"] or "",
+    )
+
+
+def _text(choice: Choice) -> str:
+    message = choice.get("message", choice.get("delta"))
+    return str(choice["text"] if message is None else message.get("content") or "")
+
+
+def _tokens(choice: Choice) -> tuple[str, ...]:
+    """None where no log probabilities were asked for."""
+    logprobs = choice.get("logprobs") or {}
+    if "content" in logprobs:  # of a chat
+        return tuple(one["token"] for one in logprobs["content"])
+    return tuple(logprobs.get("tokens", ()))
+
+
+def _choices(reply: httpx.Response) -> Iterator[Choice]:
+    """Of a stream of single answers, as they come."""
+    if reply.is_error:
+        reply.read()
+    _check(reply)
+    for line in reply.iter_lines():
+        data = line.removeprefix("data: ")
+        if data not in (line, "[DONE]"):
+            yield from json.loads(data).get("choices") or ()

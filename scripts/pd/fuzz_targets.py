@@ -23,6 +23,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import Ask, Description, Grant, Message, RankDescription, Slots
 from nixl_kv.protocol.ticket import Ticket
 from pd.fuzz_mutate import Tree
+from pd.fuzz_proofs import EXCERPTS, sums_of_zeros
 from pd.fuzz_samples import KINDS, CacheMemory, sample
 from pd.fuzz_world import (
     CLAIM,
@@ -211,10 +212,20 @@ def _conversations(sequences: Sequence[Sequence[tuple[int, Message]]]) -> list[b
 def _questions() -> list[list[tuple[int, Message]]]:
     common = {"incarnation": RANK_LIFE, "nonce": NONCE, "claim": CLAIM, "reader": READER}
     ask = sample(Ask, **common, context=CONTEXT, number=1, readers=(0,))
+    proves = [
+        sample(messages.Prove, **common, end=end, excerpts=excerpts)
+        for end, excerpts in ((TOKENS, EXCERPTS), (TOKENS + 1, EXCERPTS[1:]))
+    ]
     renew = sample(messages.Renew, incarnation=RANK_LIFE, reader=READER, number=2, claims=(CLAIM,))
     ends = [sample(kind, **common) for kind in (messages.Done, messages.Abort)]
     return [
-        [(1, message) for message in found] for found in ([ask, renew, ends[0]], [ask, ends[1]])
+        [(1, message) for message in found]
+        for found in (
+            [ask, renew, ends[0]],
+            [ask, ends[1]],
+            [ask, proves[0], ends[0]],
+            [ask, proves[0], proves[0], proves[1], renew, ends[1]],
+        )
     ]
 
 
@@ -230,11 +241,17 @@ def _answers() -> list[list[tuple[int, Message]]]:
     )
     refusal = sample(messages.Refusal, incarnation=LIFE, engine=PREFILL)
     same = (0, _description(CacheMemory(at)))
+    proof = sample(messages.Proof, **common, **sums_of_zeros())
+    wrong = sample(messages.Proof, **common)
     return [
         [same, (1, grants[0])],
         [(0, _description(CacheMemory(at, tokens=8))), (1, grants[1])],
         [(0, _description(CacheMemory(at, tokens=2, blocks=40))), (1, _grant(TABLE * 2))],
         [(0, _description(*halves)), (1, grants[0]), (2, grants[0])],
+        [same, (1, grants[0]), (1, proof)],
+        [same, (1, grants[0]), (1, wrong)],
+        [same, (1, grants[0]), (1, deny)],
+        [(0, _description(CacheMemory(at, tokens=8))), (1, grants[1]), (1, proof)],
         [same, (1, deny)],
         [same, (1, renewed), (1, grants[0])],
         [(0, refusal)],

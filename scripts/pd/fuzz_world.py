@@ -72,11 +72,12 @@ def map_memory() -> None:
 
 
 class MuteControl:
-    """In place of the sockets: what is to be received is put in, what is sent is noted."""
+    """In place of the sockets: what is to be received is put in, what is answered is kept."""
 
     def __init__(self) -> None:
         """Nothing is there."""
         self.waiting: list[Received] = []
+        self.replies: list[bytes] = []
         self.endpoints: set[str] = set()
 
     def poll(self, _timeout_s: float | None) -> list[Received]:
@@ -88,8 +89,9 @@ class MuteControl:
         """Nobody is there."""
         self.endpoints.add(endpoint)
 
-    def reply(self, _route: bytes, _payload: bytes) -> None:
+    def reply(self, _route: bytes, payload: bytes) -> None:
         """Nobody is there."""
+        self.replies.append(payload)
 
     def disconnect(self, endpoint: str) -> None:
         """Forget that it was talked to."""
@@ -97,7 +99,7 @@ class MuteControl:
 
 
 class Worker:
-    """One rank in both roles. A prefill rank's memory can be read beside it."""
+    """One rank in both roles. A prefill rank's memory can be read beside it: zeros, and slots."""
 
     def __init__(self) -> None:
         """With one offer, and one request that wants another engine's blocks."""
@@ -113,9 +115,11 @@ class Worker:
         self._results: deque[Result] = deque()
         self._requests = Requests(READER, timeout_s=30, renew_interval_s=1)
         self._offers = Offers(num_slots=SLOTS, offer_ttl_s=30, lease_s=5)
+        data = DataPlane(self._agents, household)
+        self._digests = data.digests
         machinery = Machinery(
             self._control,  # type: ignore[arg-type]
-            DataPlane(self._agents, household),
+            data,
             None,
             SlotPage(SLOTS),
             Sender(RANK_LIFE, self._offers),
@@ -128,8 +132,8 @@ class Worker:
         """Let it handle these one after the other, then lose all its connections.
 
         Raises:
-            BrokenPromiseError: if a read does not end, the request is not reported once, or
-                blocks of others are written.
+            BrokenPromiseError: if a read or a digest does not end, the request is not reported
+                once, blocks of others are written, or bytes are called verified that are not.
         """
         self._cache[...] = UNTOUCHED
         self._turns()
@@ -140,18 +144,28 @@ class Worker:
         self._turns()
         self._check()
 
+    @property
+    def loads(self) -> list[events.Loaded]:
+        """What it has reported."""
+        return [result.loaded for result in self._results if isinstance(result, LoadResult)]
+
     def _turns(self) -> None:
-        """Until no read is under way."""
+        """Until no read and no digest is under way."""
         for _ in range(TURNS):
             self._loop.turn()
-            if not self._agents.busy:
+            if not self._agents.busy and self._digests.patience is None:
                 return
-        raise BrokenPromiseError(f"a read has not ended after {TURNS} turns")
+        raise BrokenPromiseError(f"a read or a digest has not ended after {TURNS} turns")
 
     def _check(self) -> None:
-        reported = [result for result in self._results if isinstance(result, LoadResult)]
+        reported = self.loads
         if len(reported) != 1:
             raise BrokenPromiseError(f"the request was reported {len(reported)} times")
+        _, _, heads, _, content = self._cache.shape
+        tokens = self._cache[:, BLOCKS].swapaxes(2, 3).reshape(-1, heads * content)
+        read = tokens.reshape(len(self._cache), -1, heads * content)[:, :TOKENS]
+        if reported[0].verified and read.any():
+            raise BrokenPromiseError("what is called verified is not what prefill has")
         if (np.delete(self._cache, BLOCKS, axis=1) != UNTOUCHED).any():
             raise BrokenPromiseError("blocks of another request were written")
         self._requests.validate()

@@ -33,8 +33,9 @@ class Router(ManagedProcess):
 
     def command(self) -> list[str]:
         """The command line."""
-        beside_python = Path(sys.executable).with_name("vllm-router")
-        command = [str(beside_python), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        # By its module: an interpreter may find the package without a command beside itself.
+        command = [sys.executable, "-m", "vllm_router.launch_router"]
+        command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
         # The default policy first asks both engines to tokenize: two more requests each time.
         command += ["--policy", "round_robin"]
         command += ["--host", HOST, "--port", str(self.port)]

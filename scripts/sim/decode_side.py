@@ -22,10 +22,14 @@ ANSWER = 2
 class DecodeSide(Side):
     """See the module's head."""
 
-    def __init__(self, book: Book, memories: list[Memory], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, book: Book, memories: list[Memory], clock: Callable[[], float], *, verify: float = 0
+    ) -> None:
         """Begin without requests."""
         super().__init__(book, memories)
-        self.scheduler = made(DecodeScheduler, entry_sizes=[TOKENS], trust=trust(), clock=clock)
+        self.scheduler = made(
+            DecodeScheduler, entry_sizes=[TOKENS], trust=trust(), clock=clock, verify=verify
+        )
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._running: list[Request] = []

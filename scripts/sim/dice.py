@@ -46,6 +46,7 @@ DEADLY: Final[Mapping[str, float]] = {
     "cont": 3,
     "stick": 0.7,
     "break": 0.4,
+    "flip": 0.5,
     "spoil": 0.3,
     "die": 0.6,
     "wait": 3,
@@ -62,9 +63,9 @@ PROFILES: Final[Mapping[str, Mapping[str, float]]] = {
         "start": 8,
         "learn": 6,
     },
-    "busy": {**EVERY_DAY, **BUSY, "repeat": 2},
-    "late": {**EVERY_DAY, **BUSY, "wait": 5, "stick": 1, "spoil": 0.2},
-    "lossy": {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1},
+    "busy": {**EVERY_DAY, **BUSY, "repeat": 2, "flip": 1},
+    "late": {**EVERY_DAY, **BUSY, "wait": 5, "stick": 1, "spoil": 0.2, "flip": 1},
+    "lossy": {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1, "flip": 1},
     "dying": {**EVERY_DAY, "abort": 1, "preempt": 1, "repeat": 2, "wait": 0.5, "die d": 4},
     "all": {**EVERY_DAY, **BUSY, **NETWORK, **DEADLY},
 }
@@ -80,6 +81,8 @@ SHAPES: Final = (
     Shape(1, 1, tcp=True),
 )
 STEPS: Final = 150
+VERIFIED: Final = (0.5, 0.0, 1.0, 0.0)
+"""Shares of the loads that are verified."""
 OFTEN_SLOW: Final = 0.2  # how much of its steps a slow engine makes; mostly one is
 MAX_NAPS: Final = 14  # of a gentle schedule, together less than a lease
 
@@ -99,8 +102,10 @@ class Dice:
         number, pick = divmod(seed, len(names))
         profile, shape = names[pick], SHAPES[number % len(SHAPES)]
         gentle = profile in ("gentle", "anew")
+        rounds = number // len(SHAPES)
+        shape = replace(shape, verify=VERIFIED[(rounds + pick) % len(VERIFIED)])
         if gentle:
-            share = 0.2 if number // len(SHAPES) % 3 == 0 else 1.0
+            share = 0.2 if rounds % 3 == 0 else 1.0
             shape = replace(shape, slots=16, share=share)
         return cls(seed, profile, Setting(shape, gentle=gentle))
 
@@ -175,7 +180,7 @@ def _rank_line(word: str) -> Roll:
 
 def _turn(world: World, rng: random.Random) -> str | None:
     """Mostly of one that has something to do."""
-    busy = [r.seat.name for r in world.ranks() if r.commands or r.control.inbox or r.died]
+    busy = [rank.seat.name for rank in world.ranks() if rank.busy]
     if busy and rng.random() < 0.8:  # noqa: PLR2004
         return f"turn {rng.choice(busy)}"
     return _rank_line("turn")(world, rng)
@@ -273,6 +278,7 @@ ROLLS: Final[Mapping[str, Roll]] = {
     "cont": _stop("cont"),
     "stick": _read_line("stick"),
     "break": _read_line("break"),
+    "flip": lambda world, _rng: None if world.damage.due else "flip",
     "spoil": _work("spoil"),
     "die": _die,
     "die d": lambda world, rng: f"die {_decode(world, rng)}.0 {rng.randrange(8)}",

@@ -130,8 +130,9 @@ def _left_on(rank: RankLife) -> Iterator[str]:
         yield repr(offers)
     if len(requests) or machinery.receiver.busy:
         yield f"{requests!r} {machinery.receiver.directory!r}"
-    if machinery.data.agents.busy:
-        yield repr(machinery.data.agents)
+    agents = machinery.data.agents
+    works = ((agents, agents.busy), (rank.digests, rank.digests.patience is not None))
+    yield from (repr(work) for work, busy in works if busy)
     yield from _held(rank.reports)
 
 

@@ -39,6 +39,7 @@ class Read:
     seen: int = 0  # how often it had by the last piece
     broken: bool = False
     stuck: bool = False  # never lands
+    flips: bool = False  # a bit of the next piece
 
     @property
     def alive(self) -> bool:
@@ -51,6 +52,9 @@ class Read:
             return
         (address, length), (source, _) = self.pairs.pop(pick % len(self.pairs))
         ctypes.memmove(address, source, length)
+        if self.flips:
+            ctypes.c_uint8.from_address(address).value ^= 1
+            self.flips = False
 
     def land_all(self) -> None:
         """The rest arrives."""

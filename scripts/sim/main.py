@@ -37,7 +37,7 @@ class Tally:
     def __init__(self) -> None:
         """Begin with none."""
         self.runs = 0
-        self.good = 0
+        self.good = self.verified = 0
         self.checks: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self._began = time.monotonic()
@@ -46,6 +46,7 @@ class Tally:
         """One more; whether it is worth showing."""
         self.runs += 1
         self.good += outcome.good
+        self.verified += outcome.verified
         self.failed.update(failed.why.value for failed in outcome.failed)
         if outcome.violation is None:
             return False
@@ -60,7 +61,8 @@ class Tally:
             f"{seconds:.0f} s, {self.runs / max(seconds, 1e-9):.0f} schedules/s"
         )
         reasons = ", ".join(f"{count} {why}" for why, count in self.failed.most_common())
-        print(f"loads: {self.good} good; failed: {reasons or 'none'}")
+        good = f"{self.good} good ({self.verified} verified)"
+        print(f"loads: {good}; failed: {reasons or 'none'}")
         for check, count in self.checks.most_common():
             print(f"    {check}: {count}")
 

@@ -59,6 +59,7 @@ class Network:
     links: dict[bytes, Link] = field(default_factory=dict)
     listeners: "dict[str, SimControl | Desk]" = field(default_factory=dict)
     observed: list[tuple["SimControl", bytes]] = field(default_factory=list)  # replies, as sent
+    replied: Callable[["SimControl", bytes], None] = lambda _control, _payload: None
     opened: int = 0
 
     def connect(self, control: "SimControl", endpoint: str) -> Link:
@@ -160,6 +161,7 @@ class SimControl:
         """Answer a message."""
         self._fuse.touch()
         self._network.observed.append((self, payload))
+        self._network.replied(self, payload)
         self._network.answer(route, payload)
 
     def poll(self, timeout_s: float | None) -> list[Received]:

@@ -6,29 +6,32 @@ defence, or the schedules would be right to pass.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest.mock import patch
 
 from nixl_kv.connector import agents, ledger, reading, reports
 from nixl_kv.ids import Generation, Rank
-from nixl_kv.protocol import events, offers, receiving, request, requests, sender, sending
+from nixl_kv.protocol import (
+    events,
+    offers,
+    receiving,
+    request,
+    requests,
+    sender,
+    sending,
+)
 from nixl_kv.transport import slots
+from sim import planted_proofs
 from sim.early import EarlyChecks
 from sim.fabric import Background
-
-Planted = AbstractContextManager[Any]
-
-
-def _replaced(where: Any, name: str, make: Callable[[Any], Any]) -> Planted:
-    """An attribute, made anew from what it was."""
-    return patch.object(where, name, make(getattr(where, name)))
+from sim.planting import Planted, replaced
 
 
 def slot_cleared_last() -> Planted:
     """The offer is reported before its slot is cleared."""
-    return _replaced(
+    return replaced(
         offers.Offers, "settle", lambda before: lambda *args: list(reversed(before(*args)))
     )
 
@@ -52,7 +55,7 @@ def readers_counted() -> Planted:
 
         return ended
 
-    return _replaced(sender.Sender, "_ended", make)
+    return replaced(sender.Sender, "_ended", make)
 
 
 def claim_ignored() -> Planted:
@@ -75,7 +78,7 @@ def former_life_heard() -> Planted:
 
         return renew
 
-    return _replaced(sender.Sender, "_renew", make)
+    return replaced(sender.Sender, "_renew", make)
 
 
 def _rest(message: Any) -> list[Any]:
@@ -102,7 +105,7 @@ def reported_twice() -> Iterator[None]:
 
     with (
         patch.object(ledger.Ledger, "paid", lambda self, name: self._orphans.pop(name, None)),
-        _replaced(reports.Reports, "_note_load", make),
+        replaced(reports.Reports, "_note_load", make),
     ):
         yield
 
@@ -125,7 +128,7 @@ def no_lease_for_the_silent() -> Planted:
 
         return bind
 
-    return _replaced(offers.Offers, "bind", make)
+    return replaced(offers.Offers, "bind", make)
 
 
 def granted_revoked() -> Planted:
@@ -140,7 +143,7 @@ def granted_revoked() -> Planted:
 
         return handle
 
-    return _replaced(sender.Sender, "handle", make)
+    return replaced(sender.Sender, "handle", make)
 
 
 def reported_before_gone() -> Planted:
@@ -157,7 +160,7 @@ def reported_before_gone() -> Planted:
 
         return submit
 
-    return _replaced(Background, "submit", make)
+    return replaced(Background, "submit", make)
 
 
 def slots_left_standing() -> Planted:
@@ -176,7 +179,7 @@ def stale_renew() -> Planted:
 
         return renew
 
-    return _replaced(sender.Sender, "_renew", make)
+    return replaced(sender.Sender, "_renew", make)
 
 
 def slot_believed() -> Planted:
@@ -185,7 +188,7 @@ def slot_believed() -> Planted:
     def make(before: Any) -> Any:
         return lambda self, source, _: before(self, source, source.grant.generation)
 
-    return _replaced(request.Request, "checked", make)
+    return replaced(request.Request, "checked", make)
 
 
 def orphans_not_drained() -> Planted:
@@ -195,7 +198,7 @@ def orphans_not_drained() -> Planted:
 
 def offers_for_ever() -> Planted:
     """An offer that nobody claims does not end."""
-    return _replaced(
+    return replaced(
         offers.Offers,
         "ticket_out",
         lambda before: lambda self, nonce, _now: before(self, nonce, float("inf")),
@@ -212,7 +215,7 @@ def old_tables_kept() -> Planted:
 
         return prepare
 
-    return _replaced(offers.Offers, "prepare", make)
+    return replaced(offers.Offers, "prepare", make)
 
 
 def dropped_not_reported() -> Planted:
@@ -225,7 +228,7 @@ def dropped_not_reported() -> Planted:
 
         return settle
 
-    return _replaced(requests.Requests, "settle", make)
+    return replaced(requests.Requests, "settle", make)
 
 
 def thread_death_forgets() -> Planted:
@@ -237,7 +240,7 @@ def thread_death_forgets() -> Planted:
 
         return lose
 
-    return _replaced(ledger.Ledger, "lose", make)
+    return replaced(ledger.Ledger, "lose", make)
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,7 @@ PLANTED: Final[Mapping[str, Bug]] = {
     "slot checked before data landed": Bug(
         lambda: EarlyChecks.planted(reading.ReadAgent), ["late", "anew"]
     ),
-    "slot not compared": Bug(slot_believed),
+    "slot not compared": Bug(slot_believed, ["late", "lossy"]),
     "readers counted, not named": Bug(readers_counted, ["gentle"]),
     "claim ignored": Bug(claim_ignored, ["gentle"]),
     "former life's renew heard": Bug(former_life_heard, ["anew"]),
@@ -271,4 +274,11 @@ PLANTED: Final[Mapping[str, Bug]] = {
     "restart leaves slots standing": Bug(slots_left_standing, ["all"]),
     "restart reports before drained": Bug(orphans_not_drained, ["dying"]),
     "restart forgets offers": Bug(thread_death_forgets, ["all"]),
+    "proven though released": Bug(planted_proofs.proven_though_released, ["busy", "late", "lossy"]),
+    "bytes not compared": Bug(planted_proofs.not_compared, ["busy", "late", "lossy"]),
+    "difference ignored": Bug(planted_proofs.difference_ignored, ["busy", "late", "lossy"]),
+    "digested from the prompt's start": Bug(
+        planted_proofs.digested_from_the_start, ["gentle", "busy"]
+    ),
+    "one proof for all ranks": Bug(planted_proofs.proof_of_one_rank, ["gentle", "busy"]),
 }

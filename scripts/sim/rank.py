@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
+from nixl_kv.connector.digests import Digests
 from nixl_kv.connector.engine import Loop, Machinery
 from nixl_kv.connector.registering import register
 from nixl_kv.connector.reports import Reports
@@ -139,6 +140,8 @@ class RankLife:
         self.fuse.guard(self.machinery.sender, "handle")
         self.fuse.guard(self.machinery.receiver, "handle")
         self.fuse.guard(self.machinery.receiver, "answered")
+        self.fuse.guard(self.digests, "begin")
+        self.fuse.guard(self.digests, "poll")
         self.loop = Loop(self.machinery, self.commands, self.results, clock=around.clock)
 
     def __repr__(self) -> str:
@@ -159,6 +162,17 @@ class RankLife:
     def background(self) -> Background:
         """Makes and destroys its agents."""
         return self.outside.background
+
+    @property
+    def digests(self) -> Digests:
+        """That it makes."""
+        return self.machinery.data.digests
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn of it would do something, besides looking at reads and the time."""
+        digesting = self.digests.patience is not None
+        return bool(self.commands or self.control.inbox or self.died or digesting)
 
     @property
     def incarnation(self) -> Incarnation:
@@ -221,7 +235,7 @@ class RankLife:
         requests = Requests(reader, timeout_s=times.timeout, renew_interval_s=times.lease / 5)
         return Machinery(
             control=self.control,  # type: ignore[arg-type]
-            data=DataPlane(agents, household),
+            data=DataPlane(agents, household, Digests(layout, clock=around.clock)),
             serving=serving,
             slots=Slots(seat.slots, self.fuse.touch),  # type: ignore[arg-type]
             sender=Sender(life, offers),

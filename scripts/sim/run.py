@@ -52,6 +52,7 @@ class Outcome:
     lines: list[str]
     violation: Violation | None
     good: int
+    verified: int  # of these
     failed: list[Failed]
 
 
@@ -125,7 +126,8 @@ def follow(setting: Setting, source: Source) -> Outcome:
                 run.do(line)
         except Violation as error:
             violation = error
-        return Outcome([str(setting), *run.lines], violation, run.watch.good, run.watch.failed)
+        watch, lines = run.watch, [str(setting), *run.lines]
+        return Outcome(lines, violation, watch.good, watch.verified, watch.failed)
 
 
 def joined(lines: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from nixl_kv import ids
 from nixl_kv.connector import decode
+from nixl_kv.geometry import digest
 from sim.violations import InjectedError
 
 
@@ -76,8 +77,13 @@ class SeededSecrets:
 
 @contextmanager
 def replaced(clock: Clock, seed: int = 0) -> Iterator[None]:
-    """Run the schedulers by a virtual clock, and everything with numbers that repeat."""
+    """Run the schedulers by a virtual clock, and everything with numbers that repeat.
+
+    A digest takes a step for each block: caches are small here, and turns many.
+    """
     with (
+        patch.object(decode, "random", random.Random(seed)),  # noqa: S311 - nobody guesses here
+        patch.object(digest, "STEP_BYTES", 1),
         patch.object(ids, "secrets", SeededSecrets(seed)),
         patch.object(decode, "time", SimpleNamespace(monotonic=clock), create=True),
     ):

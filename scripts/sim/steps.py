@@ -10,6 +10,7 @@ does nothing. So whatever is left out of a schedule, the rest of it can still be
     preempt E N         vLLM takes its blocks away      occupy E, vacate E    others fill the cache
     deliver N, repeat N, lose N      a message          cut N, learn N        a connection
     land N PIECES       of a read arrive (0: all)      stick N, break N      it never will, it fails
+    flip                a bit of the next piece that will be compared is another one
     work R, spoil R     agents are made and destroyed, or that fails
     kill E, start E     an engine                       stop X, cont X        an engine or a rank
     die R N             the thread dies at the N-th thing that it does next
@@ -19,13 +20,18 @@ does nothing. So whatever is left out of a schedule, the rest of it can still be
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
+from nixl_kv.ids import RequestId
 from sim.decode_side import DecodeSide
 from sim.engine import Engine
+from sim.fabric import Read
 from sim.memory import TOKENS
 from sim.prefill_side import PrefillSide
 from sim.rank import RankLife
 from sim.vllm import Request
 from sim.world import PREFILL, World
+
+DIGEST_TURNS: Final = 20
+"""Of a rank in each round: a digest has a step for each block, and does not wait for anything."""
 
 _Item = TypeVar("_Item")
 Step = Callable[[World, Sequence[str]], None]
@@ -203,6 +209,7 @@ def _land(world: World, arguments: Sequence[str]) -> None:
     read = one(world.fabric.alive(), arguments[0])
     if read is None or not read.served:
         return
+    _damage(world, read)
     if arguments[1] == "0":
         read.land_all()
     for pick in range(int(arguments[1])):
@@ -219,6 +226,34 @@ def _break(world: World, arguments: Sequence[str]) -> None:
     read = one(world.fabric.alive(), arguments[0])
     if read is not None:
         read.broken = True
+
+
+def _flip(world: World, arguments: Sequence[str]) -> None:
+    del arguments
+    world.damage.due = True
+
+
+def _damage(world: World, read: Read) -> None:
+    """Only if it is for a load that is verified: others have to believe what lands."""
+    request = _verifying(world, read)
+    if world.damage.due and request is not None:
+        world.damage.due, read.flips = False, True
+        world.damage.requests.add(request)
+
+
+def _verifying(world: World, read: Read) -> str | None:
+    """The request whose data it reads, if that is to be verified."""
+    for engine in world.alive():
+        for rank in engine.ranks:
+            begin, end = rank.seat.memory.span
+            if not begin <= read.into[0] < end:
+                continue
+            block = rank.seat.memory.block_at(read.into[0])
+            owner = engine.side.book.block_pool.blocks[block].owner or ""
+            request = rank.machinery.receiver.requests.get(RequestId(owner))
+            load = None if request is None else request.load
+            return owner if load is not None and load.verify else None
+    return None
 
 
 # --- processes and time
@@ -250,6 +285,14 @@ def _wait(world: World, arguments: Sequence[str]) -> None:
     world.clock.now += float(arguments[0])
 
 
+def _turns(rank: RankLife) -> Iterator[str]:
+    """One, and those that its digests take."""
+    yield f"turn {rank.seat.name}"
+    for _ in range(DIGEST_TURNS):
+        if rank.digests.patience is not None and not rank.died:
+            yield f"turn {rank.seat.name}"
+
+
 def round_lines(world: World) -> Iterator[str]:
     """Everything that is under way, in order, and every thread, and every scheduler."""
     for _ in range(len(world.network.packets)):
@@ -257,7 +300,7 @@ def round_lines(world: World) -> Iterator[str]:
     for _ in world.network.unlearned():
         yield "learn 0"
     for rank in list(world.ranks()):
-        yield f"turn {rank.seat.name}"
+        yield from _turns(rank)
         if rank.background.waiting:
             yield f"work {rank.seat.name}"
     for number in range(len(world.fabric.alive()) - 1, -1, -1):
@@ -288,6 +331,7 @@ STEPS: Final[Mapping[str, Step]] = {
     "land": _land,
     "stick": _stick,
     "break": _break,
+    "flip": _flip,
     "kill": _kill,
     "start": _start,
     "stop": _stop,

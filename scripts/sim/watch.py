@@ -4,6 +4,8 @@ a standing slot   the blocks of its grant are those of the request that it was g
                   this request is not reported as sent
 a read            its blocks are those of the request that it is for, until it cannot write
 a good load       has its own prompt's bytes from every rank, when it is reported
+a proof           leaves while the slot of its grant stands
+a corrupt load    was damaged on its way
 the machines      say so themselves
 """
 
@@ -15,9 +17,10 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.blocks import block_ids
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import Loaded, Sent, Why
-from nixl_kv.protocol.messages import Grant
+from nixl_kv.protocol.messages import Grant, Proof
 from sim.engine import Engine
 from sim.fabric import Read
+from sim.net import SimControl
 from sim.rank import Observer, RankLife
 from sim.violations import Violation
 from sim.world import PREFILL, World
@@ -59,8 +62,10 @@ class Watch(Observer):
         self._owners: dict[int, str | None] = {}  # of the blocks of reads, by the read's number
         self._over: set[tuple[RankLife, str]] = set()
         self.good = 0
+        self.verified = 0
         self.failed: list[Failed] = []
         world.around.observer = self
+        world.network.replied = self._replied
 
     def told(self, rank: RankLife, result: Result) -> None:
         """A rank's loop has reported; from now on vLLM may use the blocks for anything.
@@ -96,6 +101,18 @@ class Watch(Observer):
                 self._check_reads(engine)
         for rank in self._world.ranks():
             _validate(rank)
+
+    def _replied(self, control: SimControl, payload: bytes) -> None:
+        """A prefill rank answers: what it proves, it holds."""
+        answer = messages.decode_answer(payload)
+        if not isinstance(answer, Proof):
+            return
+        self._note_grants()
+        found = [g for (_, _, _, nonce), g in self._grants.items() if nonce == answer.nonce]
+        held = [g for g in found if g.rank.control is control and g.stands]
+        if not held:
+            raise Violation("proof of what is not held", f"{control.name}: {answer.nonce}")
+        self._check_grant(held[0])
 
     def _note_grants(self) -> None:
         observed, self._world.network.observed = self._world.network.observed, []
@@ -154,8 +171,11 @@ class Watch(Observer):
         if loaded.failure is not None:
             why, life = loaded.failure.why, request.kv_transfer_params["incarnation"]
             self.failed.append(Failed(loaded.request, why, str(loaded.failure), life))
+            if why is Why.CORRUPT and loaded.request not in self._world.damage.requests:
+                raise Violation("good bytes called corrupt", f"{loaded.request}: {loaded.failure}")
             return
         self.good += 1
+        self.verified += loaded.verified
         tokens = range(request.local, request.local + loaded.num_tokens)
         table = engine.side.book.table(loaded.request)
         wrong = rank.seat.memory.wrong(request.prompt, table, tokens)

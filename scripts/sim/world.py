@@ -38,12 +38,14 @@ class Shape:
     slots: int = 3
     share: float = 0.5
     tcp: bool = False
+    verify: float = 0.0  # share of the loads whose bytes are compared
 
     def __str__(self) -> str:
         """Short, for tables."""
         more = [f"{self.engines} engines"] if self.engines > 1 else []
         more += ["copies"] if self.heads < self.prefill else []
         more += ["tcp"] if self.tcp else []
+        more += ["verify"] if self.verify else []
         return " ".join([f"{self.prefill}x{self.decode}", *more])
 
 
@@ -55,6 +57,14 @@ class Router:
     prompts: int = 0
     requests: int = 0
     asked: int = 0  # how often a ticket was used
+
+
+@dataclass
+class Damage:
+    """Whether the next piece of a load that is verified is damaged, and the loads that were."""
+
+    due: bool = False
+    requests: set[str] = field(default_factory=set)
 
 
 class World:
@@ -69,6 +79,7 @@ class World:
         self.seats = {PREFILL: self._seats(PREFILL, shape.prefill)}
         for number in range(shape.engines):
             self.seats[f"d{number}"] = self._seats(f"d{number}", shape.decode)
+        self.damage = Damage()
         self.engines: dict[str, Engine | None] = dict.fromkeys(self.seats)
         for name in self.seats:
             self.start(name)
@@ -148,7 +159,7 @@ class World:
     def _make_side(self, book: Book, engine: Engine) -> Side:
         memories = [seat.memory for seat in engine.seats]
         if engine.name != PREFILL:
-            return DecodeSide(book, memories, self.clock)
+            return DecodeSide(book, memories, self.clock, verify=self.shape.verify)
         address = Address(engine.name, engine.life, HOST, PORT)
         side = PrefillSide(book, memories, address, share=self.shape.share)
         side.tickets = self.router.tickets

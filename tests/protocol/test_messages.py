@@ -13,10 +13,12 @@ from protocol_records import (
     CLAIM,
     CONTEXT,
     ENGINE_LIFE,
+    EXCERPTS,
     GENERATION,
     NONCE,
     RANK_LIFE,
     READER,
+    SUMS,
     TABLES,
     abort,
     ask,
@@ -27,6 +29,8 @@ from protocol_records import (
     done,
     grant,
     hex32,
+    proof,
+    prove,
     rank_description,
     refusal,
     renew,
@@ -34,6 +38,8 @@ from protocol_records import (
 )
 
 from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.geometry.digest import MAX_COLUMNS
+from nixl_kv.geometry.excerpts import Excerpt
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import Message, Reader, encode
 
@@ -72,14 +78,15 @@ LAYOUT_WIRE = {
 }
 RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE]
 OFFER_WIRE = [NONCE, CLAIM, READER_WIRE]
+EXCERPT_WIRE = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
 
 WIRE = [
-    pytest.param(describe(), ["Describe", 2, ENGINE_LIFE, "prefill"], id="describe"),
+    pytest.param(describe(), ["Describe", 3, ENGINE_LIFE, "prefill"], id="describe"),
     pytest.param(
         description(),
         [
             "Description",
-            2,
+            3,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -88,27 +95,29 @@ WIRE = [
         ],
         id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 2, ENGINE_LIFE, "prefill", "no"], id="refusal"),
+    pytest.param(refusal("no"), ["Refusal", 3, ENGINE_LIFE, "prefill", "no"], id="refusal"),
     pytest.param(
         ask(number=5, readers=(0, 1)),
-        ["Ask", 2, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 3, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
         id="ask",
     ),
     pytest.param(
         grant(),
-        ["Grant", 2, RANK_LIFE, *OFFER_WIRE, 8, 2.0, list(TABLES), 3, GENERATION],
+        ["Grant", 3, RANK_LIFE, *OFFER_WIRE, 8, 2.0, list(TABLES), 3, GENERATION],
         id="grant",
     ),
-    pytest.param(deny(), ["Deny", 2, RANK_LIFE, *OFFER_WIRE, "gone"], id="deny"),
-    pytest.param(renew(6, CLAIM), ["Renew", 2, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
-    pytest.param(renew(6), ["Renew", 2, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
+    pytest.param(deny(), ["Deny", 3, RANK_LIFE, *OFFER_WIRE, "gone"], id="deny"),
+    pytest.param(prove(), ["Prove", 3, RANK_LIFE, *OFFER_WIRE, 7, [EXCERPT_WIRE]], id="prove"),
+    pytest.param(proof(), ["Proof", 3, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS], id="proof"),
+    pytest.param(renew(6, CLAIM), ["Renew", 3, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
+    pytest.param(renew(6), ["Renew", 3, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
     pytest.param(
         renewed(6, CLAIM),
-        ["Renewed", 2, RANK_LIFE, READER_WIRE, 6, [CLAIM]],
+        ["Renewed", 3, RANK_LIFE, READER_WIRE, 6, [CLAIM]],
         id="renewed",
     ),
-    pytest.param(done(), ["Done", 2, RANK_LIFE, *OFFER_WIRE], id="done"),
-    pytest.param(abort(), ["Abort", 2, RANK_LIFE, *OFFER_WIRE], id="abort"),
+    pytest.param(done(), ["Done", 3, RANK_LIFE, *OFFER_WIRE], id="done"),
+    pytest.param(abort(), ["Abort", 3, RANK_LIFE, *OFFER_WIRE], id="abort"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -126,8 +135,8 @@ def test_every_message_of_the_wire_is_in_the_table() -> None:
 
 DIRECTIONS: Final = {
     messages.decode_to_engine: {"Describe"},
-    messages.decode_to_rank: {"Ask", "Renew", "Done", "Abort"},
-    messages.decode_answer: {"Description", "Refusal", "Grant", "Deny", "Renewed"},
+    messages.decode_to_rank: {"Ask", "Prove", "Renew", "Done", "Abort"},
+    messages.decode_answer: {"Description", "Refusal", "Grant", "Deny", "Proof", "Renewed"},
 }
 
 
@@ -159,6 +168,12 @@ MOST_CLAIMS = tuple(hex32(number) for number in range(messages.MAX_CLAIMS))
 MOST_RANKS = tuple(range(messages.MAX_RANKS))
 
 
+def excerpt(**changed: Any) -> Message:
+    """Asks for the proof of one excerpt."""
+    values = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
+    return prove(excerpts=(Excerpt(**{**values, **changed}),))
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -172,6 +187,15 @@ MOST_RANKS = tuple(range(messages.MAX_RANKS))
         pytest.param(renewed(0, *MOST_CLAIMS), id="lost"),
         pytest.param(refusal("x" * 512), id="reason"),
         pytest.param(deny("incarnation"), id="other life"),
+        pytest.param(prove(end=1), id="one token"),
+        pytest.param(prove(end=(1 << 31) - 1), id="end"),
+        pytest.param(prove(excerpts=EXCERPTS * 4096), id="excerpts"),
+        pytest.param(excerpt(end_head=1 << 17), id="heads"),
+        pytest.param(excerpt(first_head=(1 << 17) - 1, end_head=1 << 17), id="last head"),
+        pytest.param(excerpt(begin=(1 << 31) - 1), id="begin"),
+        pytest.param(proof(rows=SUMS, columns=SUMS), id="one sum"),
+        pytest.param(proof(rows=SUMS * (1 << 17)), id="rows"),
+        pytest.param(proof(columns=SUMS * MAX_COLUMNS), id="columns"),
     ],
 )
 def test_what_is_at_its_bound_passes(message: Message) -> None:
@@ -207,6 +231,14 @@ def test_what_is_at_its_bound_passes(message: Message) -> None:
         pytest.param(grant(generation=b"\1" * 15), "length >= 16", id="short generation"),
         pytest.param(grant(generation=b"\1" * 17), "length <= 16", id="long generation"),
         pytest.param(deny("busy"), "Invalid enum value 'busy'", id="unknown reason"),
+        pytest.param(prove(end=0), "`int` >= 1", id="proof of nothing"),
+        pytest.param(prove(end=1 << 31), "`int` <= 2147483647", id="end"),
+        pytest.param(prove(excerpts=()), "length >= 1", id="no excerpts"),
+        pytest.param(prove(excerpts=EXCERPTS * 4097), "length <= 4096", id="excerpts"),
+        pytest.param(proof(rows=SUMS[1:]), "length >= 8", id="no row"),
+        pytest.param(proof(rows=SUMS * (1 << 17) + b"\0"), "length <= 1048576", id="rows"),
+        pytest.param(proof(columns=SUMS[1:]), "length >= 8", id="no column"),
+        pytest.param(proof(columns=SUMS * MAX_COLUMNS + b"\0"), "length <= 32768", id="columns"),
         pytest.param(renew(1, *MOST_CLAIMS, CLAIM), "length <= 65536", id="claims"),
         pytest.param(renewed(1, *MOST_CLAIMS, CLAIM), "length <= 65536", id="lost"),
         pytest.param(refusal("x" * 513), "length <= 512", id="long reason"),
@@ -276,6 +308,24 @@ def test_a_record_that_checks_itself_is_refused_by_its_own_words(
         decode(msgspec.msgpack.encode(wire))
 
 
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        pytest.param({"first_head": 2}, "heads of 'layer.0' are 2 to 2", id="no heads"),
+        pytest.param({"first_head": -1}, "heads of 'layer.0' are -1 to 2", id="negative head"),
+        pytest.param({"end_head": (1 << 17) + 1}, "are 0 to 131073; allowed", id="heads"),
+        pytest.param({"begin": -1}, "begin of 'layer.0' is -1; allowed", id="negative begin"),
+        pytest.param({"begin": 1 << 31}, "begin of 'layer.0' is 2147483648", id="begin"),
+        pytest.param({"layer": None}, "Expected `str`, got", id="layer"),
+    ],
+)
+def test_an_excerpt_out_of_bounds_is_refused(changed: dict[str, Any], error: str) -> None:
+    wire = msgspec.msgpack.decode(encode(prove()))
+    wire[-1][0] |= changed
+    with pytest.raises(RemoteProtocolError, match=re.escape(error)):
+        decode(msgspec.msgpack.encode(wire))
+
+
 DONE = encode(done())
 DEEP = b"\x91" * 100_000 + b"\xc0"
 
@@ -293,8 +343,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
         pytest.param(msgspec.msgpack.encode(["Done"]), "at least length", id="tag alone"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 2]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 2]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 3]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 3]), "Expected `str`", id="tag is no string"),
         pytest.param(msgspec.msgpack.encode(["Done", "1"]), "Expected", id="version in words"),
     ],
 )
@@ -306,20 +356,20 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        pytest.param(["Done", 3], id="shorter"),
-        pytest.param(["Shout", 3, {"loud": True}], id="unknown kind"),
-        pytest.param(["Done", 3, RANK_LIFE, *OFFER_WIRE, "more"], id="longer"),
-        pytest.param([7, 3], id="other tags"),
+        pytest.param(["Done", 4], id="shorter"),
+        pytest.param(["Shout", 4, {"loud": True}], id="unknown kind"),
+        pytest.param(["Done", 4, RANK_LIFE, *OFFER_WIRE, "more"], id="longer"),
+        pytest.param([7, 4], id="other tags"),
     ],
 )
 def test_a_foreign_version_is_what_is_said_first(wire: list[Any]) -> None:
     with pytest.raises(RemoteProtocolError) as raised:
         decode(msgspec.msgpack.encode(wire))
-    assert str(raised.value) == "wire version 3; this side speaks 2"
+    assert str(raised.value) == "wire version 4; this side speaks 3"
 
 
 def test_the_version_zero_is_foreign_too() -> None:
-    with pytest.raises(RemoteProtocolError, match="wire version 0; this side speaks 2"):
+    with pytest.raises(RemoteProtocolError, match="wire version 0; this side speaks 3"):
         decode(msgspec.msgpack.encode(["Done", 0, RANK_LIFE, *OFFER_WIRE]))
 
 
@@ -330,7 +380,7 @@ def test_a_message_with_more_fields_is_read() -> None:
 
 def test_an_error_has_its_cause() -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 2]))
+        decode(msgspec.msgpack.encode(["Gone", 3]))
     assert isinstance(raised.value.__cause__, msgspec.ValidationError)
 
 
@@ -352,7 +402,7 @@ MANY = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
     [
         pytest.param(MANY, id="as the message"),
         pytest.param(b"\x92" + MANY + b"\x01", id="as its kind"),
-        pytest.param(b"\x93\xa4Done\x03" + MANY, id="behind another version"),
+        pytest.param(b"\x93\xa4Done\x04" + MANY, id="behind another version"),
         pytest.param(DONE[:6] + MANY, id="as a field"),
     ],
 )

@@ -20,7 +20,7 @@ from protocol_world import (
     World,
 )
 
-from nixl_kv.protocol.messages import Ask, Grant, Message
+from nixl_kv.protocol.messages import Ask, Grant, Message, Proof, Prove
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def offer(world: World) -> int:
     return len(world.offered) - 1
 
 
-def start(world: World, offered: int = 0, engine: int = 0) -> None:
+def start(world: World, offered: int = 0, engine: int = 0, *, verify: bool = False) -> None:
     """A request arrives and gets blocks."""
-    world.load(engine, world.fetch(engine, world.offered[offered].ticket))
+    world.load(engine, world.fetch(engine, world.offered[offered].ticket), verify=verify)
 
 
 def obey(world: World) -> None:
@@ -163,6 +163,108 @@ def test_the_slot_of_another_grant_is_no_proof(world: World) -> None:
     assert [slot != CLEAR for slot in world.prefill[0].slots] == [False, False, True]
     world.calm()
     assert world.outcomes() == ["prefill rank 0 took its blocks back while they were read", None]
+
+
+# Proofs
+
+CORRUPT = "what was read from prefill rank 0 is not what it has: a block"
+
+
+def land_all(world: World) -> None:
+    """The data, and the slot after it."""
+    for _ in range(3):
+        world.land(0)
+    world.finish(0)
+    world.land(0)
+    world.finish(0)
+    assert world.decode[0].reads == []
+
+
+def test_a_read_is_proven(world: World) -> None:
+    offer(world)
+    start(world, verify=True)
+    world.calm()
+    assert world.outcomes() == [None]
+    assert world.decode[0].loaded["d0"].verified
+    assert world.prefill[0].sent == Counter(["p1"])
+
+
+def test_it_is_asked_for_while_the_bytes_are_under_way(world: World) -> None:
+    offer(world)
+    start(world, verify=True)
+    read_until_reading(world)
+    assert under_way(world) == ["Prove"]
+
+
+def test_what_was_damaged_on_its_way_is_not_used(world: World) -> None:
+    offer(world)
+    start(world, verify=True)
+    read_until_reading(world)
+    world.land(0)
+    world.damage(0)
+    world.calm()
+    assert world.outcomes() == [CORRUPT]
+    assert world.prefill[0].sent == Counter(["p1"])
+
+
+@pytest.mark.parametrize("kind", [Prove, Proof], ids=["question", "answer"])
+def test_a_proof_that_is_lost_is_asked_for_again(world: World, kind: type[Message]) -> None:
+    offer(world)
+    start(world, verify=True)
+    read_until_reading(world)
+    if kind is Proof:
+        world.deliver(0)
+        for _ in range(3):
+            world.digest(0)
+    assert under_way(world) == [kind.__name__]
+    world.lose(0)
+    land_all(world)
+    for _ in range(12):
+        world.calm()
+    assert world.outcomes() == [None]
+    assert world.decode[0].loaded["d0"].verified
+
+
+@pytest.mark.parametrize("seen", range(3))
+def test_a_proof_of_blocks_that_were_taken_back_is_void(world: World, seen: int) -> None:
+    """However much of them it had seen."""
+    offer(world)
+    start(world, verify=True)
+    read_until_reading(world)
+    land_all(world)
+    world.deliver(0)
+    for _ in range(seen):
+        world.digest(0)
+    prefill_alone(world, LEASE_S)
+    assert world.prefill[0].memory == ["used again"] * 2
+    for _ in range(3 - seen):
+        world.digest(0)
+    assert under_way(world) == ["Deny"]
+    world.calm()
+    assert world.outcomes() == ["prefill rank 0 denied: gone"]
+
+
+def test_a_read_that_is_aborted_while_it_is_proven_is_given_back_at_once(world: World) -> None:
+    offer(world)
+    start(world, verify=True)
+    read_until_reading(world)
+    land_all(world)
+    world.abort(0)
+    obey(world)
+    assert world.outcomes() == ["dropped"]
+    assert under_way(world) == ["Prove", "Abort"]
+    world.deliver(1)
+    assert world.prefill[0].sent == Counter(["p1"])
+    world.deliver(0)
+    assert under_way(world) == ["Deny"]
+
+
+def test_who_was_not_granted_gets_no_proof(world: World) -> None:
+    offer(world)
+    start(world, verify=True)
+    start(world, engine=1, verify=True)
+    world.calm()
+    assert world.outcomes() == [None, "prefill rank 0 denied: gone"]
 
 
 # Readers that do not want any more
@@ -423,7 +525,7 @@ def test_on_a_good_day_every_load_is_good(shape: tuple[int, int], day: bytes) ->
     for engine, of_engine in enumerate(world.wanted):
         for wanted in of_engine:
             if not wanted.loading:
-                world.load(engine, wanted)
+                world.load(engine, wanted, verify=True)
     world.end()
     assert set(world.outcomes()) <= {None}
 

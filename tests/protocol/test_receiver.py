@@ -1,6 +1,7 @@
 """The decode side: what is asked, read, checked, given up and reported."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from protocol_records import (
@@ -28,6 +29,9 @@ from protocol_records import (
     hex32,
     joined,
     load,
+    proof,
+    prove,
+    read_begun,
     read_done,
     read_failed,
     refusal,
@@ -36,11 +40,13 @@ from protocol_records import (
     routes,
     slot_read,
     ticket,
+    verified,
+    verify,
 )
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, proofs
 from nixl_kv.protocol.events import (
     Abandon,
     AddPeer,
@@ -118,6 +124,22 @@ def checking(reading: Receiver) -> Receiver:
 
 
 @pytest.fixture
+def verifying(granted: Receiver) -> Receiver:
+    """Its blocks came at second 110, with a load to be verified; its proof is asked for then."""
+    granted.handle(load(verify=True), 110.0)
+    granted.handle(read_begun(), 110.0)
+    return granted
+
+
+@pytest.fixture
+def proving(verifying: Receiver) -> Receiver:
+    """Its data landed, and its slot stood, before the proof came."""
+    verifying.handle(read_done(), 110.5)
+    verifying.handle(slot_read(), 110.6)
+    return verifying
+
+
+@pytest.fixture
 def draining(reading: Receiver) -> Receiver:
     """It was dropped while its data was landing."""
     reading.handle(drop(), 110.5)
@@ -129,6 +151,8 @@ def is_forgotten(receiver: Receiver) -> bool:
 
 
 GOOD = Loaded(D1, 7, None, PEER)
+PROVEN = Loaded(D1, 7, None, PEER, verified=True)
+CORRUPT = "what was read from prefill rank 0 is not what it has: K of head 0"
 
 WHY = {
     "took its blocks back": Why.FENCED,
@@ -139,6 +163,7 @@ WHY = {
     "no KV within": Why.LATE,
     "silent": Why.LATE,
     "another dtype": Why.INCOMPATIBLE,
+    "is not what it has": Why.CORRUPT,
 }
 
 
@@ -274,6 +299,297 @@ def test_a_slot_read_that_ends_in_an_error_fails_the_load(checking: Receiver) ->
         Send(at(0), abort()),
         failed("reading prefill rank 0 failed: reset"),
     ]
+
+
+# Whether the bytes are prefill's
+
+
+def test_a_load_that_is_verified_from_its_blocks_to_its_report(granted: Receiver) -> None:
+    wanted = load(verify=True)
+    assert granted.handle(wanted, 110.0) == [StartRead(PEER, Rank(0), grant(), wanted)]
+    assert granted.handle(read_begun(), 110.1) == [Send(at(0), prove())]
+    assert granted.handle(read_done(), 110.2) == [CheckSlot(PEER, Rank(0), D1, 3)]
+    assert granted.handle(slot_read(), 110.3) == []
+    assert not is_forgotten(granted)
+    assert granted.answered(proof(), at(0), 110.4) == [verify()]
+    assert granted.handle(verified(), 110.5) == [Send(at(0), done()), PROVEN]
+    assert is_forgotten(granted)
+
+
+Events = list[Callable[[Receiver], list[events.Action]]]
+BEFORE: dict[str, Events] = {
+    "while it is read": [],
+    "while its slot is read": [lambda r: r.handle(read_done(), 110.2)],
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_proof_that_comes_first_waits_for_the_slot(verifying: Receiver, before: str) -> None:
+    for step in BEFORE[before]:
+        step(verifying)
+    assert verifying.answered(proof(), at(0), 110.3) == []
+    if not BEFORE[before]:
+        verifying.handle(read_done(), 110.4)
+    assert verifying.handle(slot_read(), 110.5) == [verify()]
+    assert verifying.handle(verified(), 110.6) == [Send(at(0), done()), PROVEN]
+
+
+def test_only_what_is_loaded_is_compared(granted: Receiver) -> None:
+    """The tokens before it were here already."""
+    wanted = events.Load(D1, 4, 7, (b"\5\0\0\0",), verify=True)
+    granted.handle(wanted, 110.0)
+    granted.handle(read_begun(), 110.1)
+    granted.handle(read_done(), 110.2)
+    granted.handle(slot_read(), 110.3)
+    expected = replace(verify(), begin=4, tables=wanted.tables)
+    assert granted.answered(proof(), at(0), 110.4) == [expected]
+    assert granted.handle(verified(), 110.5) == [
+        Send(at(0), done()),
+        Loaded(D1, 3, None, PEER, verified=True),
+    ]
+
+
+def test_what_differs_is_a_failure(proving: Receiver) -> None:
+    proving.answered(proof(), at(0), 110.7)
+    assert proving.handle(verified("K of head 0"), 110.8) == [Send(at(0), abort()), failed(CORRUPT)]
+    assert is_forgotten(proving)
+
+
+def test_a_proof_that_comes_twice_is_compared_once(proving: Receiver) -> None:
+    assert proving.answered(proof(), at(0), 110.7) == [verify()]
+    assert proving.answered(proof(columns=bytes(8)), at(0), 110.8) == []
+    assert proving.handle(verified(), 110.9) == [Send(at(0), done()), PROVEN]
+    assert proving.answered(proof(), at(0), 111.0) == []
+
+
+def test_of_two_proofs_the_first_is_compared(verifying: Receiver) -> None:
+    verifying.answered(proof(), at(0), 110.1)
+    verifying.answered(proof(columns=bytes(8)), at(0), 110.2)
+    verifying.handle(read_done(), 110.3)
+    assert verifying.handle(slot_read(), 110.4) == [verify()]
+
+
+def test_a_proof_after_the_end_is_nothing(verifying: Receiver) -> None:
+    verifying.handle(read_failed("reset"), 110.1)
+    assert is_forgotten(verifying)
+    assert verifying.answered(proof(), at(0), 110.2) == []
+
+
+def test_a_proof_of_what_is_drained_does_not_save_it(verifying: Receiver) -> None:
+    verifying.handle(drop(), 110.1)
+    assert verifying.answered(proof(), at(0), 110.2) == []
+    assert verifying.handle(read_done(), 110.3) == [Send(at(0), abort()), failed(REASON)]
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["without a proof", "with its proof"])
+def test_what_is_dropped_while_its_slot_is_read_is_not_proven(
+    verifying: Receiver, *, early: bool
+) -> None:
+    if early:
+        verifying.answered(proof(), at(0), 110.1)
+    verifying.handle(read_done(), 110.2)
+    assert verifying.handle(drop(), 110.3) == []
+    assert verifying.handle(slot_read(), 110.4) == [Send(at(0), abort()), failed(REASON)]
+
+
+def test_a_proof_that_nobody_asked_for_is_nothing(reading: Receiver) -> None:
+    assert reading.answered(proof(), at(0), 110.1) == []
+    assert reading.handle(read_done(), 110.2) == [CheckSlot(PEER, Rank(0), D1, 3)]
+    assert reading.handle(slot_read(), 110.3) == [Send(at(0), done()), GOOD]
+
+
+@pytest.mark.parametrize(
+    ("message", "endpoint"),
+    [
+        pytest.param(proof(claim=RIVAL), at(0), id="another claim"),
+        pytest.param(proof(reader=STRANGER), at(0), id="another reader"),
+        pytest.param(proof(), at(1), id="another rank"),
+        pytest.param(proof(), HOME, id="the engine"),
+    ],
+)
+def test_a_proof_for_others_is_not_heard(
+    proving: Receiver, message: Message, endpoint: str
+) -> None:
+    assert proving.answered(message, endpoint, 110.7) == []
+    assert proving.answered(proof(), at(0), 110.8) == [verify()]
+
+
+def test_without_a_proof_what_fell_is_fenced(verifying: Receiver) -> None:
+    verifying.handle(read_done(), 110.1)
+    assert verifying.handle(slot_read(NOTHING), 110.2) == [
+        Send(at(0), abort()),
+        failed("prefill rank 0 took its blocks back while they were read"),
+    ]
+
+
+def test_with_a_proof_what_fell_is_fenced_and_not_compared(verifying: Receiver) -> None:
+    verifying.answered(proof(), at(0), 110.05)
+    verifying.handle(read_done(), 110.1)
+    assert verifying.handle(slot_read(NOTHING), 110.2) == [
+        Send(at(0), abort()),
+        failed("prefill rank 0 took its blocks back while they were read"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(verified(), id="good"),
+        pytest.param(verified("K of head 0"), id="bad"),
+    ],
+)
+def test_a_comparison_whose_load_is_over_changes_nothing(
+    proving: Receiver, event: proofs.Verified
+) -> None:
+    proving.answered(proof(), at(0), 110.7)
+    assert proving.handle(drop(), 110.8) == [Send(at(0), abort()), failed(REASON)]
+    assert proving.handle(event, 110.9) == []
+    assert is_forgotten(proving)
+
+
+def test_a_comparison_of_an_earlier_attempt_proves_nothing(proving: Receiver) -> None:
+    """It may end when the same request is loaded anew."""
+    assert proving.handle(verified(claim=RIVAL), 110.7) == []
+    assert proving.handle(verified("K of head 0", claim=RIVAL), 110.7) == []
+    assert proving.answered(proof(), at(0), 110.8) == [verify()]
+    assert proving.handle(verified(), 110.9) == [Send(at(0), done()), PROVEN]
+
+
+def test_a_comparison_while_it_is_read_is_nothing(verifying: Receiver) -> None:
+    assert verifying.handle(verified(), 110.1) == []
+    assert verifying.handle(read_done(), 110.2) == [CheckSlot(PEER, Rank(0), D1, 3)]
+
+
+def test_what_cannot_be_proven_fails_as_soon_as_it_matters(verifying: Receiver) -> None:
+    """A read under way is decided by the slot; then it is asked again, in vain."""
+    verifying.requests._renewed_at = 1000.0
+    assert verifying.answered(deny(), at(0), 110.1) == []
+    assert verifying.handle(read_done(), 110.2) == [CheckSlot(PEER, Rank(0), D1, 3)]
+    assert verifying.answered(deny(), at(0), 110.3) == []
+    assert verifying.handle(slot_read(), 110.4) == []
+    assert verifying.handle(Tick(), 110.0 + ASK_AGAIN_S) == [Send(at(0), prove())]
+    assert verifying.answered(deny(), at(0), 111.1) == [failed("prefill rank 0 denied: gone")]
+
+
+def test_what_is_denied_while_it_is_proven_fails(proving: Receiver) -> None:
+    assert proving.answered(deny(), at(0), 110.7) == [failed("prefill rank 0 denied: gone")]
+
+
+def test_a_lease_that_runs_out_while_it_is_proven_fails_it(proving: Receiver) -> None:
+    assert proving.answered(renewed(2, CLAIM), at(0), 110.7) == [
+        failed("prefill rank 0 let the lease run out")
+    ]
+
+
+def test_a_connection_that_breaks_while_it_is_proven_fails_it(proving: Receiver) -> None:
+    assert proving.handle(EndpointLost(at(0), "closed"), 110.7) == [
+        failed("prefill rank 0 is unreachable: closed")
+    ]
+
+
+def test_a_connection_that_breaks_while_it_is_read_does_not(verifying: Receiver) -> None:
+    assert verifying.handle(EndpointLost(at(0), "closed"), 110.1) == []
+    verifying.handle(read_done(), 110.2)
+    assert verifying.handle(slot_read(), 110.3) == []
+    assert verifying.answered(proof(), at(0), 110.4) == [verify()]
+
+
+def test_what_is_not_proven_in_time_is_late(proving: Receiver) -> None:
+    proving.requests._renewed_at = 1000.0
+    proving.handle(Tick(), 110.0 + TIMEOUT_S - 0.5)
+    assert proving.handle(Tick(), 110.0 + TIMEOUT_S - 0.01) == []
+    assert proving.handle(Tick(), 110.0 + TIMEOUT_S) == [Send(at(0), abort()), failed(LATE)]
+
+
+def test_what_is_not_compared_in_time_is_late(proving: Receiver) -> None:
+    proving.requests._renewed_at = 1000.0
+    proving.answered(proof(), at(0), 110.7)
+    assert proving.handle(Tick(), 110.0 + TIMEOUT_S) == [Send(at(0), abort()), failed(LATE)]
+
+
+def test_what_is_dropped_while_it_is_proven_ends_at_once(proving: Receiver) -> None:
+    """Nothing writes into its blocks any more."""
+    assert proving.handle(drop(), 110.7) == [Send(at(0), abort()), failed(REASON)]
+    assert is_forgotten(proving)
+
+
+def test_a_proof_is_asked_for_again_once_it_is_all_that_lacks(verifying: Receiver) -> None:
+    verifying.requests._renewed_at = 1000.0
+    assert verifying.handle(Tick(), 112.0) == []
+    verifying.handle(read_done(), 112.1)
+    assert verifying.handle(Tick(), 112.2) == []
+    verifying.handle(slot_read(), 112.3)
+    assert verifying.handle(Tick(), 112.4) == [Send(at(0), prove())]
+    assert verifying.handle(Tick(), 112.4 + ASK_AGAIN_S - 0.01) == []
+    assert verifying.handle(Tick(), 112.4 + ASK_AGAIN_S) == [Send(at(0), prove())]
+    assert verifying.answered(proof(), at(0), 113.5) == [verify()]
+    assert verifying.handle(Tick(), 120.0) == []
+
+
+def test_a_load_that_is_verified_with_nothing_to_read_is_good(granted: Receiver) -> None:
+    """Then there is no ReadBegun."""
+    granted.handle(load(verify=True), 110.0)
+    assert granted.handle(read_done(), 110.0) == [CheckSlot(PEER, Rank(0), D1, 3)]
+    assert granted.handle(slot_read(), 110.1) == [Send(at(0), done()), PROVEN]
+
+
+def test_a_load_that_is_verified_and_reads_no_rank_is_good(fetched: Receiver) -> None:
+    fetched.handle(events.PeerJoined(PEER, description(1), routes(0, readers=())), 100.0)
+    assert fetched.handle(load(verify=True), 100.1) == [PROVEN]
+
+
+@pytest.fixture
+def twice(fetched: Receiver) -> Receiver:
+    """Two ranks are read and to be verified; both slots stood."""
+    fetched.handle(joined(2, EVERYBODY), 100.0)
+    fetched.handle(load(verify=True), 100.0)
+    for rank in (0, 1):
+        fetched.answered(grant(), at(rank), 100.1)
+        fetched.handle(read_begun(rank), 100.1)
+        fetched.handle(read_done(rank), 100.2)
+        fetched.handle(slot_read(source=rank), 100.3)
+    return fetched
+
+
+def test_each_rank_is_asked_for_its_own_proof_and_compared_with_it(twice: Receiver) -> None:
+    other = proof(columns=bytes(8))
+    assert twice.answered(other, at(1), 100.4) == [verify(1, given=other)]
+    assert twice.answered(proof(), at(0), 100.5) == [verify()]
+    assert twice.handle(verified(source=1), 100.6) == [Send(at(1), done())]
+    assert twice.handle(verified(), 100.7) == [Send(at(0), done()), PROVEN]
+
+
+def test_one_rank_that_is_corrupt_fails_the_load_at_once(twice: Receiver) -> None:
+    twice.answered(proof(), at(0), 100.4)
+    assert twice.handle(verified("K of head 0"), 100.5) == [
+        Send(at(0), abort()),
+        Send(at(1), abort()),
+        failed(CORRUPT),
+    ]
+
+
+def test_a_rank_that_was_proven_does_not_save_one_that_is_corrupt(twice: Receiver) -> None:
+    for rank in (0, 1):
+        twice.answered(proof(), at(rank), 100.4)
+    assert twice.handle(verified(source=1), 100.5) == [Send(at(1), done())]
+    assert twice.handle(verified("K of head 0"), 100.6) == [Send(at(0), abort()), failed(CORRUPT)]
+
+
+def test_a_corrupt_rank_waits_for_the_reads_of_the_others(fetched: Receiver) -> None:
+    fetched.handle(joined(2, EVERYBODY), 100.0)
+    fetched.handle(load(verify=True), 100.0)
+    for rank in (0, 1):
+        fetched.answered(grant(), at(rank), 100.1)
+        fetched.handle(read_begun(rank), 100.1)
+    fetched.handle(read_done(), 100.2)
+    fetched.handle(slot_read(), 100.3)
+    fetched.answered(proof(), at(0), 100.4)
+    assert fetched.handle(verified("K of head 0"), 100.5) == [Send(at(0), abort())]
+    assert fetched.handle(read_done(1), 100.6) == [Send(at(1), abort()), failed(CORRUPT)]
+
+
+def test_a_read_that_begins_after_its_request_is_over_asks_for_nothing(receiver: Receiver) -> None:
+    assert receiver.handle(read_begun(), 100.0) == []
 
 
 # No read may write any more when the report is made
@@ -767,7 +1083,9 @@ def test_a_peer_that_connects_takes_no_more_than_the_requests_time() -> None:
 # Renewals
 
 
-@pytest.mark.parametrize("state", ["asking", "granted", "reading", "checking", "draining"])
+@pytest.mark.parametrize(
+    "state", ["asking", "granted", "reading", "checking", "proving", "draining"]
+)
 def test_whatever_prefill_may_hold_is_renewed(state: str, request: pytest.FixtureRequest) -> None:
     receiver: Receiver = request.getfixturevalue(state)
     receiver.requests.get(D1).sources[Rank(0)].ask_again_at = 1000.0
@@ -819,11 +1137,11 @@ def test_lives_are_renewed_apart_though_they_have_one_endpoint(reading: Receiver
 
 @pytest.mark.parametrize(
     "event",
-    [read_done(), slot_read(), read_failed("reset")],
-    ids=["data", "slot", "error"],
+    [read_done(), slot_read(), read_failed("reset"), verified()],
+    ids=["data", "slot", "error", "comparison"],
 )
 def test_the_end_of_an_unknown_requests_read_is_nothing(
-    receiver: Receiver, event: events.ReadDone | events.SlotRead | events.ReadFailed
+    receiver: Receiver, event: events.DataEvent
 ) -> None:
     assert receiver.handle(event, 100.0) == []
 
@@ -919,9 +1237,14 @@ def test_the_table_of_a_sources_life() -> None:
         ("READING", "BROKEN"): "FAILED",
         ("READING", "UNWANTED"): "DRAINING",
         ("CHECKING", "STANDS"): "DONE",
+        ("CHECKING", "UNPROVEN"): "PROVING",
         ("CHECKING", "FELL"): "FAILED",
         ("CHECKING", "BROKEN"): "FAILED",
         ("CHECKING", "UNWANTED"): "DRAINING",
+        ("PROVING", "PROVEN"): "DONE",
+        ("PROVING", "CORRUPT"): "FAILED",
+        ("PROVING", "REFUSED"): "FAILED",
+        ("PROVING", "UNWANTED"): "FAILED",
         ("DRAINING", "LANDED"): "FAILED",
         ("DRAINING", "STANDS"): "FAILED",
         ("DRAINING", "FELL"): "FAILED",
@@ -934,7 +1257,7 @@ def test_the_table_of_a_sources_life() -> None:
 
 
 def test_the_only_way_out_of_a_posted_read_is_its_end() -> None:
-    ends = {Cause.LANDED, Cause.STANDS, Cause.FELL, Cause.BROKEN}
+    ends = {Cause.LANDED, Cause.STANDS, Cause.UNPROVEN, Cause.FELL, Cause.BROKEN}
     leaving = {
         cause
         for state in POSTED

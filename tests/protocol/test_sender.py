@@ -13,6 +13,8 @@ from protocol_records import (
     READER,
     RIVAL,
     STRANGER,
+    SUMS,
+    TABLES,
     abort,
     ask,
     deny,
@@ -20,6 +22,8 @@ from protocol_records import (
     grant,
     hex32,
     prepare,
+    proof,
+    prove,
     renew,
     renewed,
 )
@@ -28,8 +32,9 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Generation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, offers, sending
 from nixl_kv.protocol.events import ClearSlot, Denied, How, Reply, Sent, Tick, WriteSlot
-from nixl_kv.protocol.messages import Ask, Reader
+from nixl_kv.protocol.messages import Ask, Prove, Reader
 from nixl_kv.protocol.offers import Offers
+from nixl_kv.protocol.proofs import Digest, Digested
 from nixl_kv.protocol.sender import Sender
 from nixl_kv.protocol.sending import TRANSITIONS, Binding, Cause, Offering, State
 
@@ -381,6 +386,121 @@ def test_several_offers_end_in_one_tick_each_slot_before_its_blocks(granted: Sen
         Sent(P2, How.EXPIRED),
         Sent(RequestId("p3"), How.UNCLAIMED),
     ]
+
+
+# Proofs
+
+ROWS, COLUMNS = SUMS * 4, SUMS
+
+
+def digested(asked: Prove, refusal: str | None = None) -> Digested:
+    return Digested(asked, refusal=refusal) if refusal else Digested(asked, ROWS, COLUMNS)
+
+
+NOT_GRANTED = "nothing is granted to it that could be proven"
+RELEASED_MEANWHILE = "it was released while it was proven"
+
+
+def test_what_is_granted_is_digested_and_proven(granted: Sender) -> None:
+    assert granted.handle(prove(), 100.5) == [Digest(prove(), TABLES)]
+    assert granted.handle(digested(prove()), 100.6) == [Reply(proof())]
+
+
+def test_all_that_was_offered_may_be_proven(granted: Sender) -> None:
+    assert granted.handle(prove(end=8), 100.5) == [Digest(prove(end=8), TABLES)]
+
+
+def test_what_was_not_offered_is_not_proven(granted: Sender) -> None:
+    """Behind the prompt, its last block may hold what was another's."""
+    assert granted.handle(prove(end=9), 100.5) == denied("proof up to token 9 of 8")
+
+
+def test_each_time_that_it_is_asked_it_is_digested(granted: Sender) -> None:
+    """Whether that is under way already is for the data plane to know."""
+    for _ in range(2):
+        assert granted.handle(prove(), 100.5) == [Digest(prove(), TABLES)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(prove(claim=RIVAL), id="another claim"),
+        pytest.param(prove(reader=STRANGER), id="another engine"),
+        pytest.param(
+            prove(reader=Reader(READER.engine, OTHER_LIFE, 0)), id="another life of the engine"
+        ),
+        pytest.param(prove(reader=SECOND), id="a rank that was not announced"),
+        pytest.param(prove(nonce=NONCE2), id="another offer"),
+        pytest.param(prove(incarnation=OTHER_LIFE), id="another life of this rank"),
+    ],
+)
+def test_nothing_is_proven_to_whom_it_is_not_granted(granted: Sender, asked: Prove) -> None:
+    expected = denied(NOT_GRANTED, nonce=asked.nonce, claim=asked.claim, reader=asked.reader)
+    assert granted.handle(asked, 100.5) == expected
+    assert granted.handle(digested(asked), 100.6) == [
+        Denied(Nonce(asked.nonce), RELEASED_MEANWHILE),
+        expected[1],
+    ]
+
+
+def test_nothing_is_proven_before_it_is_granted(offered: Sender) -> None:
+    assert offered.handle(prove(), 100.5) == denied(NOT_GRANTED)
+
+
+def test_after_a_preemption_the_new_blocks_are_digested(sender: Sender) -> None:
+    sender.handle(prepare(), 98.0)
+    tables = (b"\1\0\0\0", b"\2\0\0\0")
+    sender.handle(prepare(tables=tables), 99.0)
+    sender.handle(ask(), 100.0)
+    assert sender.handle(prove(), 100.5) == [Digest(prove(), tables)]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(done(), id="done"),
+        pytest.param(abort(), id="aborted"),
+        pytest.param(renew(2), id="no longer renewed"),
+        pytest.param(Tick(), id="lease run out"),
+    ],
+)
+def test_what_is_released_while_it_is_digested_is_not_proven(
+    granted: Sender, event: events.Action
+) -> None:
+    """Its blocks may have been written meanwhile: the digest may be of anything."""
+    granted.handle(prove(), 100.5)
+    granted.handle(event, 100.0 + LEASE_S)
+    assert granted.handle(digested(prove()), 103.0) == denied(RELEASED_MEANWHILE)
+
+
+def test_who_has_ended_gets_no_proof_though_others_read_on(shared: Sender) -> None:
+    shared.handle(prove(), 100.5)
+    shared.handle(done(), 100.6)
+    assert shared.handle(digested(prove()), 100.7) == denied(RELEASED_MEANWHILE)
+    assert shared.handle(prove(), 100.8) == denied(NOT_GRANTED)
+
+
+def test_each_reader_gets_a_proof_of_its_own(shared: Sender) -> None:
+    shared.handle(ask(reader=SECOND, readers=BOTH), 100.5)
+    theirs = prove(reader=SECOND)
+    shared.handle(prove(), 100.6)
+    shared.handle(theirs, 100.6)
+    assert shared.handle(digested(theirs), 100.7) == [Reply(proof(reader=SECOND))]
+    assert shared.handle(digested(prove()), 100.8) == [Reply(proof())]
+
+
+def test_what_cannot_be_digested_is_denied_and_the_reason_stays_here(granted: Sender) -> None:
+    granted.handle(prove(), 100.5)
+    refused = digested(prove(), "layer 'layer.9' is not on this rank")
+    assert granted.handle(refused, 100.6) == denied("layer 'layer.9' is not on this rank")
+    assert granted.handle(done(), 100.7) == RELEASED
+
+
+def test_a_proof_does_not_extend_the_lease(granted: Sender) -> None:
+    """The reader renews all the same."""
+    granted.handle(prove(), 101.0)
+    granted.handle(digested(prove()), 101.5)
+    assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
 
 
 # Renewals

@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FOUND = sorted(Path(__file__).parent.glob("*.txt"))
 """Schedules that once broke a promise."""
 
-QUICKLY_CAUGHT = ["one generation", "granted offer revoked", "dropped load not reported"]
+QUICKLY_CAUGHT = [
+    "one generation",
+    "granted offer revoked",
+    "dropped load not reported",
+    "difference ignored",
+    "digested from",
+]
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
