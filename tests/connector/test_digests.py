@@ -254,8 +254,15 @@ def test_a_proof_of_another_size_differs(
 # One after the other
 
 
+def test_a_claim_has_one_order_at_a_time(digests: Digests) -> None:
+    """Or else a reader could keep this rank busy for ever."""
+    assert digests.begin(order()) is None
+    assert digests.begin(order(end=9)) is None
+    assert [one.prove.end for one, _ in drained(digests)] == [order().prove.end]  # type: ignore[union-attr]
+
+
 def test_orders_are_carried_out_in_their_order_with_their_routes(digests: Digests) -> None:
-    wanted = [order(), order(claim=RIVAL), order(end=9)]
+    wanted = [order(), order(claim=RIVAL), order(claim="3" * 32, end=9)]
     for number, each in enumerate(wanted):
         assert digests.begin(each, b"%d" % number) is None
     assert repr(digests) == "<Digests: 3 to be made>"

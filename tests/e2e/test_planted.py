@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from counting import changed
 from pd.asking import WANT_TICKET
-from pd.client import Client
+from pd.client import Client, Counters
 from pd.cluster import Cluster, ClusterSpec, one_pair
 from pd.detect_planting import VARIABLE
 from pd.prompts import random_prompt
 from pd.tiny_model import REPO, ensure_tiny_model
-from pd.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -42,6 +41,20 @@ class Pair:
         assert ticket is not None
         return self.decode.complete(prompt, kv_transfer_params=ticket).tokens
 
+    def counters(self) -> Counters:
+        """Decode's, with all that it has counted: what its worker counts comes with a later step.
+
+        So it makes another one, for a request without a ticket, and waits until that is counted.
+        """
+        before = self.decode.counters()
+        self.decode.complete("ba", 1)
+        changed(self.decode, before, f"{PREFIX}tickets_missing_total")
+        return self.decode.counters()
+
+    def counted(self, before: Counters) -> Counters:
+        """All that has changed since."""
+        return {name: value - before.get(name, 0.0) for name, value in self.counters().items()}
+
 
 @pytest.fixture(scope="module")
 def pair(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
@@ -69,16 +82,13 @@ def pair(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_a_wrong_byte_is_seen_named_counted_and_recomputed(pair: Pair, single: Client) -> None:
     prompts = [random_prompt(length, seed=71) for length in LENGTHS]
-    before = pair.decode.counters()
+    before = pair.counters()
     assert [pair.ask(p) for p in prompts] == [single.complete(p).tokens for p in prompts]
-    corrupt = f"{PREFIX}load_failures_corrupt_total"
-    assert wait_until(
-        lambda: pair.decode.counters()[corrupt] >= before[corrupt] + len(prompts), 5.0
-    )
-    counted = changed(pair.decode, before, corrupt)
-    assert counted[corrupt] == len(prompts)
+    counted = pair.counted(before)
+    assert counted[f"{PREFIX}load_failures_corrupt_total"] == len(prompts)
     assert counted[f"{PREFIX}load_failures_total"] == len(prompts)
-    assert counted.get(f"{PREFIX}loads_total", 0) == 0
+    assert counted[f"{PREFIX}loads_total"] == 0
+    assert counted[f"{PREFIX}digests_total"] == len(prompts)
     log = pair.log.read_text()
     planted = {found["request"]: found for found in PLANTED.finditer(log)}
     seen = {found["request"]: found for found in SEEN.finditer(log)}
@@ -95,9 +105,9 @@ def test_loads_without_a_fault_are_proven(pair: Pair, single: Client) -> None:
     """The same engines, after all these failures."""
     pair.plan.write_text("")
     prompt = random_prompt(300, seed=72)
-    before = pair.decode.counters()
+    before = pair.counters()
     assert pair.ask(prompt) == single.complete(prompt).tokens
-    counted = changed(pair.decode, before, f"{PREFIX}loads_total")
+    counted = pair.counted(before)
     assert counted[f"{PREFIX}loads_verified_total"] == 1
     assert counted[f"{PREFIX}load_failures_total"] == 0
     assert counted[f"{PREFIX}digests_total"] == 1
