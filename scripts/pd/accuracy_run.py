@@ -142,7 +142,7 @@ def _engine(placed: Placed, side: Side, job: Job) -> EngineSpec:
 def connector_config(settings: Settings) -> dict[str, object]:
     """Of both sides. Few cores make everything slow, also the signs of life."""
     patient = PATIENT if settings.machine.device == "cpu" else {}
-    return patient | ({"verify": settings.verify} if settings.verify else {})
+    return patient | {"verify": settings.verify or "off"}
 
 
 def _arguments(side: Side, job: Job) -> tuple[str, ...]:
