@@ -239,7 +239,7 @@ def test_engines_verify_and_recompute(machine: Machine, tmp_path: Path) -> None:
         assert isinstance(extra, dict)
         assert extra["verify"] == "all"
     without = pair_spec(job(settings(machine, VERIFY=""), tmp_path))
-    assert "verify" not in without.decode[0].connector_config
+    assert without.decode[0].connector_config["verify"] == "off"
 
 
 def test_the_single_engine_has_no_connector(tmp_path: Path) -> None:
