@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
@@ -199,19 +199,23 @@ def write_model(folder: Path, model: Recipe, *, weights: bool = True) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     vocabulary = [*SPECIALS, *words()]
-    _write_json(folder / "config.json", model.config(len(vocabulary)))
-    _write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 2})
-    _write_tokenizer(folder, vocabulary, model.max_positions)
+    write_json(folder / "config.json", model.config(len(vocabulary)))
+    write_json(folder / "generation_config.json", {"eos_token_id": 1, "pad_token_id": 2})
+    write_tokenizer(folder, vocabulary, model.max_positions, chat_template=CHAT_TEMPLATE)
     if weights:
         tensors = model.weights(len(vocabulary))
         _write_safetensors(folder / "model.safetensors", tensors, model.dtype)
 
 
-def _write_json(path: Path, value: Mapping[str, object]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """As people read it."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(folder: Path, vocabulary: list[str], max_length: int) -> None:
+def write_tokenizer(
+    folder: Path, vocabulary: Sequence[str], max_length: int, *, chat_template: str | None = None
+) -> None:
+    """One token per word, by its place in the vocabulary, which begins with SPECIALS."""
     ids = {word: number for number, word in enumerate(vocabulary)}
     tokenizer = Tokenizer(WordLevel(ids, unk_token=SPECIALS[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -224,9 +228,10 @@ def _write_tokenizer(folder: Path, vocabulary: list[str], max_length: int) -> No
         "pad_token": SPECIALS[2],
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
     }
-    _write_json(folder / "tokenizer_config.json", settings)
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def _write_safetensors(path: Path, weights: Mapping[str, FloatArray], dtype: str) -> None:
