@@ -1,6 +1,6 @@
 """Digests of this rank's cache: for readers who want a proof, and of what was read here.
 
-One after the other, each in steps of a millisecond at most, so that the transfer thread stays free
+One after the other, each in steps of about a millisecond, so that the transfer thread stays free
 for messages and reads. A digest only reads memory: one that nobody wants any more does no harm.
 """
 

@@ -42,7 +42,7 @@ WORD: Final = 4
 MIN_COLUMN: Final = 64
 MAX_COLUMNS: Final = 4096
 STEP_BYTES: Final = 1 << 20
-"""How much is digested at a time: it fits into a core's cache, and takes less than 1 ms."""
+"""How much is digested at a time: it fits into a core's cache, and takes about 1 ms."""
 
 _SHIFTS: Final = tuple(np.uint64(shift) for shift in (30, 27, 31))
 _FACTORS: Final = tuple(np.uint64(f) for f in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
