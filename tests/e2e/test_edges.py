@@ -37,7 +37,8 @@ ROUNDING = 1e-4  # of a log probability; 4e-6 were seen
 COUNTED_S = 5.0
 OFFERS_END_S = 40.0  # longer than an offer stands that nobody claims, and than a lease
 FEW_BLOCKS = 34  # one of them vLLM's own; vLLM wants 32 for a prompt at the model's limit
-TALKERS = 10  # of 2 blocks each, which grow to 4
+TALKERS = 10  # of 2 blocks each
+TALK = 400  # tokens, which make 6 blocks of the 2: too many, also when all start far apart
 SAMPLED = {"temperature": 0.8, "seed": 7}
 GREEDY_IN_EFFECT = {"temperature": 1, "top_k": 1}  # vLLM gives one answer where temperature is 0
 IDS = {word: number for number, word in enumerate([*SPECIALS, *words()])}
@@ -379,7 +380,7 @@ def test_preempted_on_decode(
     Accounts(prefill, decode).expect_free()  # of what came before
     accounts = Accounts(prefill, decode)
     prompts = [random_prompt(250, seed=316 + number) for number in range(TALKERS)]
-    answers = ask_both(front, single, prompts, tokens=140)
+    answers = ask_both(front, single, prompts, tokens=TALK)
     assert [likeness(*pair, TIES[CPU_DTYPE]) for pair in answers].count("other") == 0
     assert accounts.grown(decode, PREEMPTIONS)[PREEMPTIONS] > 0
     accounts.expect_loaded(*[249] * TALKERS)
