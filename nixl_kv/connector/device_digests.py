@@ -70,9 +70,11 @@ def _digest(numbers, first_row, cut: tl.constexpr):  # type: ignore[no-untyped-d
     terms = (terms ^ (terms >> 27)) * 0x94D049BB133111EB
     terms = terms ^ (terms >> 31)
     total = tl.sum(tl.where(inside, terms.to(tl.int64, bitcast=True), 0))
+    which = tl.load(row + 6)
     column = tile * tokens // tl.load(numbers + 3).to(tl.int32)
-    tl.atomic_add(numbers + tl.load(numbers + 8) + tl.load(row + 6), total)
-    tl.atomic_add(numbers + tl.load(numbers + 9) + column, total)
+    tl.atomic_add(numbers + tl.load(numbers + 8) + which, total)
+    # `geometry.digest.weight`.
+    tl.atomic_add(numbers + tl.load(numbers + 9) + column, total * (2 * which + 1))
 
 
 @dataclass(frozen=True)

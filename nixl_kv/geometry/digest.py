@@ -18,8 +18,9 @@ probability of 2^-32 at most: for 0 < |d| < 2^32, `multiplier * d` takes a value
 most one odd multiplier in 2^32. (Two sign flips come up to that: there |d| is 2^31.) `mix` keeps
 terms of different tokens from cancelling.
 
-The same terms are summed a second time, over all layers and heads, for each `column` of tokens:
-so a difference is found by head and layer, and by place.
+The same terms are summed a second time, over all layers and heads, for each `column` of tokens,
+those of each row times an odd `weight` of its own, so that rows that changed places show here too.
+So a difference is found by head and layer, and by place.
 """
 
 import hashlib
@@ -86,6 +87,11 @@ def column(end: int) -> int:
     return tokens
 
 
+def weight(row: int) -> int:
+    """By what the terms of this row of the digest count in the columns."""
+    return 2 * row + 1
+
+
 def num_words(content: int) -> int:
     """Of so many bytes."""
     return -(-content // WORD)
@@ -124,6 +130,7 @@ def digest(key: Key, found: Sequence[Strip], window: Window) -> Generator[None, 
     row = 0
     for strip in found:
         rows = sums.rows[row : row + strip.num_heads]
+        weights = np.array([weight(row + n) for n in range(strip.num_heads)], np.uint64)
         per_block = strip.num_heads * strip.group.block_size * strip.part.content
         blocks = _blocks_of(strip, window)
         batch = max(1, STEP_BYTES // per_block)
@@ -131,9 +138,7 @@ def digest(key: Key, found: Sequence[Strip], window: Window) -> Generator[None, 
             positions, content = _content(strip, blocks, slice(first, first + batch))
             found_terms = terms(key, positions, content)
             rows += found_terms.sum(axis=1, dtype=np.uint64)
-            np.add.at(
-                sums.columns, positions // column(end), found_terms.sum(axis=0, dtype=np.uint64)
-            )
+            np.add.at(sums.columns, positions // column(end), weights @ found_terms)
             yield
         row += strip.num_heads
     return sums

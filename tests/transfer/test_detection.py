@@ -167,12 +167,6 @@ ROWS = (Row("layer.1", "K", 2), Row("layer.1", "V", 2))
             "K of head 2 of layer layer.1 and 1 more heads in no single place",
             "parts",
             (64, 127),
-            True,
-        ),
-        (
-            "K of head 2 of layer layer.1 and 1 more heads in no single place",
-            "byte",
-            (64, 127),
             False,
         ),
         ("no single head differs in tokens 0 to 63 (...)", "byte", (0, 1), False),
