@@ -2,7 +2,7 @@
 
 The type says whose fault it was, because that decides what happens next: a ConfigError stops the
 start, IncompatiblePeer and RemoteProtocolError cost the peer's requests a recompute,
-TransportError costs the transfer, and a LocalProtocolError is a bug of ours.
+TransportError costs the transfer, DigestError the proof, and a LocalProtocolError is a bug of ours.
 """
 
 
@@ -32,3 +32,7 @@ class TransportError(NixlKVError):
 
 class PeerLost(TransportError):  # noqa: N818 - a state of the world, not a failure of ours
     """The peer's process or its connection is gone."""
+
+
+class DigestError(NixlKVError):
+    """KV cannot be digested here."""

@@ -6,6 +6,7 @@ known is exchanged in whole blocks, between engines that are cut alike.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -153,7 +154,8 @@ def _region(layer: str, tensor: torch.Tensor, spec: Any, *, insides: Insides) ->
     first_head = insides.shards.first_head(layer, spec, num_heads=tensor.shape[1])
     if not insides.is_transposed(layer, spec):
         content = _content(spec, tensor.shape[3] * tensor.element_size())
-        return region(layer, tensor, AXES, first_head=first_head, content=content)
+        found = region(layer, tensor, AXES, first_head=first_head, content=content)
+        return replace(found, opaque=bool(insides.unknown(layer, spec)))
     blocks, heads, tokens, _ = tensor.shape
     key, value = tensor.view(blocks, heads, 2, -1).unbind(2)
     return together(

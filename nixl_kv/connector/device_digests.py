@@ -5,8 +5,9 @@ where the cache is in GPU memory: Triton is only there.
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from subprocess import SubprocessError
 from typing import Final
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.excerpts import Strip
@@ -29,8 +31,11 @@ CHUNK: Final = 64
 VECTOR: Final = 16
 """Bytes that a thread loads at a time, where the cache is aligned to so many."""
 
+UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
+"""What torch and Triton raise: no memory, no compiler, nowhere to keep what it made, no CUDA."""
+
 NUM_WARPS: Final = 2
-NUM_HEADER: Final = 10
+NUM_HEADER: Final = 9
 
 
 @triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]
@@ -41,20 +46,20 @@ def _digest(numbers, first_row, cut: tl.constexpr):  # type: ignore[no-untyped-d
     num_words: tl.constexpr = cut[1]
     chunk: tl.constexpr = cut[2]
     unit: tl.constexpr = cut[3]
-    num_tiles = tl.load(numbers + 4).to(tl.int32)
+    num_tiles = tl.load(numbers + 3).to(tl.int32)
     tile = tl.program_id(0) % num_tiles
-    row = numbers + tl.load(numbers + 5) + (first_row + tl.program_id(0) // num_tiles) * 7
-    begin, end = tl.load(row + 3).to(tl.int32), tl.load(numbers + 2).to(tl.int32)
+    row = numbers + tl.load(numbers + 4) + (first_row + tl.program_id(0) // num_tiles) * 8
+    begin, end = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
     position = tile * tokens + tl.arange(0, tokens)
     inside = (position >= begin) & (position < end)
     # Where the content of each token begins.
-    size = tl.load(row + 5).to(tl.int32)
-    number = tl.load(row + 4) + position // size - begin // size
-    block = tl.load(numbers + tl.load(numbers + 6) + number, mask=inside, other=0)
+    size = tl.load(row + 6).to(tl.int32)
+    number = tl.load(row + 5) + position // size - begin // size
+    block = tl.load(numbers + tl.load(numbers + 5) + number, mask=inside, other=0)
     address = tl.load(row) + block * tl.load(row + 1) + position % size * tl.load(row + 2)
     first = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), unit)
     # Its words, each times its multiplier.
-    factors = numbers + tl.load(numbers + 7)
+    factors = numbers + tl.load(numbers + 6)
     terms = tl.zeros([tokens], dtype=tl.uint64)
     for start in tl.static_range(0, num_words, chunk):
         word = start + tl.arange(0, chunk)
@@ -70,11 +75,11 @@ def _digest(numbers, first_row, cut: tl.constexpr):  # type: ignore[no-untyped-d
     terms = (terms ^ (terms >> 27)) * 0x94D049BB133111EB
     terms = terms ^ (terms >> 31)
     total = tl.sum(tl.where(inside, terms.to(tl.int64, bitcast=True), 0))
-    which = tl.load(row + 6)
-    column = tile * tokens // tl.load(numbers + 3).to(tl.int32)
-    tl.atomic_add(numbers + tl.load(numbers + 8) + which, total)
+    which = tl.load(row + 7)
+    column = tile * tokens // tl.load(numbers + 2).to(tl.int32)
+    tl.atomic_add(numbers + tl.load(numbers + 7) + which, total)
     # `geometry.digest.weight`.
-    tl.atomic_add(numbers + tl.load(numbers + 9) + column, total * (2 * which + 1))
+    tl.atomic_add(numbers + tl.load(numbers + 8) + column, total * (2 * which + 1))
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,9 @@ class _Launch:
 class _Order:
     """What the kernel is told, and room for its sums: one array of int64.
 
-    The header: offset, step, end, tokens of a column, tiles of a row, and where these begin: rows,
-    block numbers, multipliers, sums of rows, sums of columns. A row: address, block stride, token
-    stride, first token, where its block numbers begin, block size, which sum.
+    The header: offset, step, tokens of a column, tiles of a row, and where these begin: rows, block
+    numbers, multipliers, sums of rows, sums of columns. A row: address, block stride, token stride,
+    first token, end, where its block numbers begin, block size, which sum.
     """
 
     numbers: npt.NDArray[np.int64]
@@ -102,8 +107,8 @@ class _Order:
 
     @classmethod
     def of(cls, key: Key, found: Sequence[Strip]) -> "_Order":
-        """For strips that end at the same token."""
-        end = found[0].end
+        """For these strips, one row for each head."""
+        end = digest.end_of(found)
         rows, blocks = _tables(found)
         words = np.concatenate([np.full(s.num_heads, _num_words(s)) for s in found])
         order = np.argsort(words, kind="stable")
@@ -113,7 +118,7 @@ class _Order:
         parts = [rows, blocks, multipliers, sums.rows, sums.columns]
         places = NUM_HEADER + np.cumsum([0, *(part.size for part in parts)])
         tiles = -(-end // TILE)
-        header = [offset, step, end, digest.column(end), tiles, *places[:-1]]
+        header = [offset, step, digest.column(end), tiles, *places[:-1]]
         flat = [np.array(header, np.uint64), *(part.ravel() for part in parts)]
         numbers = np.concatenate([part.view(np.int64) for part in flat])
         return cls(numbers, _launches(rows, words), tiles, (int(places[3]), int(places[4])))
@@ -125,18 +130,25 @@ class OnDevice:
     nap_s = 0.0001
 
     def __init__(self, layout: CacheLayout) -> None:
-        """Take a stream, and compile the kernel, which takes seconds the first time."""
+        """Take a stream, and compile the kernel, which takes seconds the first time.
+
+        Raises:
+            DigestError: if this cache cannot be digested, or the kernel not be compiled here.
+        """
+        for group in layout.groups:
+            for region in group.regions:
+                _check(region)
         self._device = torch.device("cuda", layout.device)
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with _translated():
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._warm_up(layout)
 
     def __call__(self, key: Key, found: Sequence[Strip]) -> Generator[None, None, Digest]:
         """The digest, when the GPU has made it.
 
         Raises:
-            ValueError: see `check`.
+            DigestError: in a step, if the GPU fails, or has no memory left.
         """
-        check(strip.region for strip in found)
         return self._steps(_Order.of(key, found))
 
     def close(self) -> None:
@@ -144,21 +156,20 @@ class OnDevice:
         self._stream.synchronize()
 
     def _warm_up(self, layout: CacheLayout) -> None:
-        """Compile for each length of content that this cache has."""
-        kinds: dict[int, Strip] = {}
+        """Compile as for a request: a token of everything that this cache has."""
         block = np.zeros(1, np.int32)
-        for group in layout.groups:
-            for region in group.regions:
-                for number, part in enumerate(region.parts):
-                    heads = region.first_head, region.first_head + 1
-                    kinds[part.content] = Strip(region, group, number, heads, 0, 1, block)
-        with contextlib.suppress(ValueError):  # said again when it is wanted
-            for _ in self(Key("none"), list(kinds.values())):
-                self._stream.synchronize()
+        found = [
+            Strip(region, group, number, region.heads, 0, 1, block)
+            for group in layout.groups
+            for region in group.regions
+            for number in range(len(region.parts))
+        ]
+        for _ in self(Key("none"), found):
+            self._stream.synchronize()
 
     def _steps(self, order: _Order) -> Generator[None, None, Digest]:
         rows_at, columns_at = order.sums_at
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with _translated(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             there = torch.from_numpy(order.numbers).pin_memory().to(self._device, non_blocking=True)
             for launch in order.launches:
                 grid = (launch.num_rows * order.tiles,)
@@ -167,33 +178,46 @@ class OnDevice:
             sums.copy_(there[rows_at:], non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        while not done.query():  # type: ignore[no-untyped-call]
+        while not _has_happened(done):
             yield
         made = sums.numpy().view(np.uint64)
         split = columns_at - rows_at
         return Digest(made[:split].copy(), made[split:].copy())
 
 
-def check(regions: Iterable[Region]) -> None:
-    """Whether the kernel can read them.
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """What torch and Triton raise becomes a DigestError."""
+    try:
+        yield
+    except UNABLE as error:
+        raise DigestError(f"{type(error).__name__}: {error}") from error
+
+
+def _has_happened(event: torch.cuda.Event) -> bool:
+    with _translated():
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _check(region: Region) -> None:
+    """Whether the kernel can read it.
 
     Raises:
-        ValueError: names the layer.
+        DigestError: names the layer.
     """
-    for region in regions:
-        for part in region.parts:
-            strides = region.block_stride, region.head_stride, region.token_stride
-            places = (region.base, part.offset, part.length, part.token_stride, *strides)
-            if part.count > 1 or any(place % digest.WORD for place in places):
-                raise ValueError(
-                    f"the KV cache of layer {region.layer!r} has {part.count} pieces of "
-                    f"{part.length} bytes for each head and token, which cannot be digested on a "
-                    f"GPU; allowed: one piece of whole {digest.WORD}-byte words"
-                )
+    for part in region.parts:
+        strides = region.block_stride, region.head_stride, region.token_stride
+        places = (region.base, part.offset, part.length, part.token_stride, *strides)
+        if part.count > 1 or any(place % digest.WORD for place in places):
+            raise DigestError(
+                f"the KV cache of layer {region.layer!r} has {part.count} pieces of "
+                f"{part.length} bytes for each head and token, which cannot be digested on a "
+                f"GPU; allowed: one piece of whole {digest.WORD}-byte words"
+            )
 
 
 def _tables(found: Sequence[Strip]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows, shape (rows, 7), and the block numbers that they point into.
+    """The rows, shape (rows, 8), and the block numbers that they point into.
 
     Layers of a group share their block numbers.
     """
@@ -220,6 +244,7 @@ def _row(strip: Strip, blocks_at: int) -> tuple[int, ...]:
         strip.region.block_stride,
         strip.token_stride,
         strip.begin,
+        strip.end,
         blocks_at,
         strip.group.block_size,
         strip.region.head_stride,

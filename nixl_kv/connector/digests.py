@@ -1,7 +1,8 @@
 """Digests of this rank's cache: for readers who want a proof, and of what was read here.
 
 One after the other, each in steps of about a millisecond, so that the transfer thread stays free
-for messages and reads. A digest only reads memory: one that nobody wants any more does no harm.
+for messages and reads. A digest that nobody waits for any more is dropped, so that under overload
+those behind it are still in time. It only reads memory: until then it does no harm.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from nixl_kv.connector.holds import NULL_BLOCK
+from nixl_kv.errors import DigestError
 from nixl_kv.geometry import blocks, digest, excerpts
 from nixl_kv.geometry.digest import Bytes, Digest, Key
 from nixl_kv.geometry.excerpts import BlockTable, Strip
@@ -36,7 +38,7 @@ class Compute(Protocol):
         """The digest, at the end of the steps.
 
         Raises:
-            ValueError: if that cannot be digested.
+            DigestError: if that cannot be digested; also in a step.
         """
 
     def close(self) -> None:
@@ -56,10 +58,31 @@ class OnHost:
         """Nothing: it reads in its steps only."""
 
 
+class Nowhere:
+    """Digests nothing: here it cannot be done."""
+
+    nap_s = 0.0
+
+    def __init__(self, reason: str) -> None:
+        """Say this to whoever wants one."""
+        self._reason = reason
+
+    def __call__(self, key: Key, found: Sequence[Strip]) -> Steps:
+        """Refuse.
+
+        Raises:
+            DigestError: always.
+        """
+        del key, found
+        raise DigestError(self._reason)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 @dataclass
 class _Job:
-    order: Order
-    route: bytes
+    orders: list[tuple[Order, bytes]]  # of the same digest, each with its route
     strips: Sequence[Strip]
     steps: Steps
     begun_at: float | None = None
@@ -92,28 +115,37 @@ class Digests:
 
     def begin(self, order: Order, route: bytes = b"") -> Ended | None:
         """Take an order; an event if it cannot be carried out. `route` comes back with the end."""
-        if any(_whose(job.order) == _whose(order) for job in self._jobs):
+        pending = [(job, one) for job in self._jobs for one, _ in job.orders]
+        if any(_whose(one) == _whose(order) for _, one in pending):
             return None  # asked again, since it takes long; one at a time for each claim and rank
+        for job, one in pending:
+            if _what(one) == _what(order):
+                job.orders.append((order, route))
+                return None
         try:
             strips = self._strips(order)
             steps = self._compute(_key(order), strips)
-        except ValueError as error:
+        except (DigestError, ValueError) as error:
             return _refused(order, str(error))
-        self._jobs.append(_Job(order, route, strips, steps))
+        self._jobs.append(_Job([(order, route)], strips, steps))
         return None
 
-    def poll(self) -> list[tuple[Ended, bytes]]:
-        """Do one step; what has ended, with its route."""
+    def poll(self, is_awaited: Callable[[Order], bool]) -> list[tuple[Ended, bytes]]:
+        """Do one step for whom it is awaited; what has ended, with its route."""
         if not self._jobs:
             return []
         job = self._jobs[0]
+        if not any(is_awaited(order) for order, _ in job.orders):
+            return self._failed("nobody waits for it any more")
         job.begun_at = job.begun_at or self._clock()
         try:
             next(job.steps)
         except StopIteration as end:
             self._jobs.popleft()
             self._count(job, self._clock() - job.begun_at)
-            return [(_ended(job, end.value), job.route)]
+            return [(_ended(order, job.strips, end.value), route) for order, route in job.orders]
+        except (DigestError, MemoryError) as error:
+            return self._failed(str(error) or type(error).__name__)
         return []
 
     def clear(self) -> None:
@@ -128,6 +160,10 @@ class Digests:
         """What was counted since the last call."""
         counts, self._counts = self._counts, {}
         return counts
+
+    def _failed(self, reason: str) -> list[tuple[Ended, bytes]]:
+        job = self._jobs.popleft()
+        return [(_refused(order, reason), route) for order, route in job.orders]
 
     def _count(self, job: _Job, seconds: float) -> None:
         found = {
@@ -171,30 +207,37 @@ def _whose(order: Order) -> tuple[object, ...]:
     return order.prove.reader, order.prove.claim
 
 
+def _what(order: Order) -> tuple[object, ...]:
+    """Several readers of the same heads are told the same."""
+    if isinstance(order, proofs.Verify):
+        return _whose(order)
+    return order.prove.claim, order.prove.end, order.prove.excerpts, order.tables
+
+
 def _key(order: Order) -> Key:
     """The claim is random, and both sides know it."""
     message = order.proof if isinstance(order, proofs.Verify) else order.prove
     return Key(message.claim)
 
 
-def _ended(job: _Job, made: Digest) -> Ended:
-    order = job.order
+def _ended(order: Order, strips: Sequence[Strip], made: Digest) -> Ended:
     if isinstance(order, proofs.Digest):
         return proofs.Digested(order.prove, _to_bytes(made.rows), _to_bytes(made.columns))
     theirs = Digest(*(_from_bytes(sums) for sums in (order.proof.rows, order.proof.columns)))
-    found = digest.difference(made, theirs, job.strips)
-    return _verified(order, found)
+    return _verified(order, difference=digest.difference(made, theirs, strips))
 
 
 def _refused(order: Order, reason: str) -> Ended:
     if isinstance(order, proofs.Digest):
         return proofs.Digested(order.prove, refusal=reason)
-    return _verified(order, reason)
+    return _verified(order, refusal=reason)
 
 
-def _verified(order: proofs.Verify, difference: str | None) -> proofs.Verified:
+def _verified(
+    order: proofs.Verify, *, difference: str | None = None, refusal: str | None = None
+) -> proofs.Verified:
     claim = Claim(order.proof.claim)
-    return proofs.Verified(order.request, order.source, claim, difference)
+    return proofs.Verified(order.request, order.source, claim, difference, refusal)
 
 
 def _to_bytes(sums: digest.U64) -> bytes:

@@ -5,6 +5,7 @@ It waits for its sockets; it polls NIXL only while a read is under way or a peer
 here, and uses no CPU otherwise.
 """
 
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -18,7 +19,7 @@ from nixl_kv.connector.results import Counts, LoadResult, Result
 from nixl_kv.connector.seldom import Seldom
 from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import shown
-from nixl_kv.protocol import events, proofs
+from nixl_kv.protocol import events, proofs, proving
 from nixl_kv.protocol.messages import decode_answer, decode_to_rank, encode
 from nixl_kv.protocol.receiver import Receiver
 from nixl_kv.protocol.sender import Sender
@@ -49,12 +50,13 @@ class Machinery:
     description: bytes  # of this rank, encoded, for the scheduler to publish
 
     def close(self) -> None:
-        """Release everything. Only when the thread has ended."""
-        self.control.close()
-        self.data.digests.close()
-        self.data.agents.close()
-        if self.serving is not None:
-            self.serving.close()
+        """Release everything, whatever fails of it. Only when the thread has ended."""
+        with contextlib.ExitStack() as stack:
+            if self.serving is not None:
+                stack.callback(self.serving.close)
+            stack.callback(self.data.agents.close)
+            stack.callback(self.data.digests.close)
+            stack.callback(self.control.close)
 
 
 class Loop:
@@ -90,7 +92,7 @@ class Loop:
             self._receive(item)
         for event in self._m.data.agents.poll():
             self._carry_out(self._m.receiver.handle(event, self._clock()))
-        for ended, route in self._m.data.digests.poll():
+        for ended, route in self._m.data.digests.poll(self._is_awaited):
             self._carry_out(self._handle(ended), route)
         for loaded in self._ledger.drained(self._m.data.agents.reading):
             self._report(loaded)
@@ -189,6 +191,11 @@ class Loop:
             event = self._follow_up.popleft()
             for action in self._handle(event):
                 self._execute(action, route)
+
+    def _is_awaited(self, order: proofs.Digest | proofs.Verify) -> bool:
+        if isinstance(order, proofs.Digest):
+            return self._m.sender.awaits(order.prove)
+        return proving.is_awaited(self._m.receiver.requests.get(order.request), order)
 
     def _handle(
         self, event: events.DataEvent | events.EndpointLost | proofs.Digested

@@ -38,6 +38,7 @@ class _Timing:
     num_bytes: int
     num_runs: int
     begun_at: float
+    ended_at: float | None = None
 
 
 class ReadAgent:
@@ -125,7 +126,9 @@ class ReadAgent:
         now = self._clock()
         keys = [key for key in self._timings if key[0] == request]
         timings = [self._timings.pop(key) for key in keys]
-        return [Transferred(t.num_bytes, t.num_runs, now - t.begun_at) for t in timings]
+        return [
+            Transferred(t.num_bytes, t.num_runs, (t.ended_at or now) - t.begun_at) for t in timings
+        ]
 
     def stopped(self) -> list[events.DataEvent]:
         """All reads have failed, since this agent is gone."""
@@ -142,6 +145,9 @@ class ReadAgent:
                 self._free_checks.append(read.check)
             return events.ReadFailed(read.request, read.source, str(error))
         if read.check is None:
+            timing = self._timings.get((read.request, read.source))
+            if timing is not None:  # or else its request was reported without it
+                timing.ended_at = self._clock()
             return events.ReadDone(read.request, read.source)
         generation = self._scratch.read(read.check)
         self._free_checks.append(read.check)

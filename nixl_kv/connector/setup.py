@@ -1,5 +1,6 @@
 """Puts a rank's machinery together, on the transfer thread, and describes the rank to peers."""
 
+import logging
 from functools import partial
 from typing import Final
 
@@ -10,11 +11,12 @@ from nixl_kv.config import Config
 from nixl_kv.connector import shards, translate
 from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
-from nixl_kv.connector.digests import Compute, Digests, OnHost
+from nixl_kv.connector.digests import Compute, Digests, Nowhere, OnHost
 from nixl_kv.connector.engine import Machinery
 from nixl_kv.connector.registering import register
 from nixl_kv.connector.sources import Household, Identity
 from nixl_kv.connector.trust import Trust
+from nixl_kv.errors import ConfigError, DigestError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import new_incarnation
 from nixl_kv.protocol import messages, ticket
@@ -27,6 +29,8 @@ from nixl_kv.transport.control import Control
 from nixl_kv.transport.door import is_local
 from nixl_kv.transport.paced import SEGMENT_CONFIG, PacedTransport
 from nixl_kv.transport.slots import SlotPage
+
+logger = logging.getLogger(__name__)
 
 NUM_SLOTS: Final = 16384
 """Offers that may be granted at the same time: 256 KiB of memory."""
@@ -58,9 +62,10 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     make = partial(_transport, config)
     identity = Identity(translate.model_facts(vllm_config), rank, trust.peers)
     household = Household.alone(layout, identity)
-    digests = Digests(layout, _compute(layout))
+    reads = vllm_config.kv_transfer_config.is_kv_consumer
+    digests = Digests(layout, _compute(layout, verifies=reads and config.verify > 0))
     agents = Agents(make, household)
-    if vllm_config.kv_transfer_config.is_kv_consumer:
+    if reads:
         agents.open()
     slots = SlotPage(NUM_SLOTS)
     serving = None
@@ -89,12 +94,24 @@ def build(vllm_config: VllmConfig, layout: CacheLayout) -> Machinery:
     )
 
 
-def _compute(layout: CacheLayout) -> Compute:
+def _compute(layout: CacheLayout, *, verifies: bool) -> Compute:
+    """How this rank digests. Where it cannot, that is an error only if it verifies what it reads.
+
+    Raises:
+        ConfigError: names `verify`.
+    """
     if layout.memory == "DRAM":
         return OnHost()
-    from nixl_kv.connector.device_digests import OnDevice  # noqa: PLC0415 - Triton: on GPUs only
+    try:
+        from nixl_kv.connector.device_digests import OnDevice  # noqa: PLC0415 - Triton: GPUs only
 
-    return OnDevice(layout)
+        return OnDevice(layout)
+    except (ImportError, DigestError) as error:
+        if verifies:
+            told = f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
+            raise ConfigError(told) from error
+        logger.warning("no load can be verified that is read from here: %s", error)
+        return Nowhere(str(error))
 
 
 def _transport(config: Config) -> Transport:

@@ -26,7 +26,7 @@ COUNTERS: Final = {
     "load_failures_fenced": "Of these: prefill took its blocks back while they were read.",
     "load_failures_corrupt": "Of these: what was read is not what prefill has, by its digest.",
     "load_failures_dropped": "Of these: the request had ended while its KV was read.",
-    "load_failures_internal": "Of these: a fault of nixl_kv.",
+    "load_failures_internal": "Of these: a fault of nixl_kv, or a digest that failed.",
     "tokens_loaded": "Prompt tokens whose KV was read.",
     "bytes_read": "Bytes of KV read, per rank.",
     "descriptors": "Contiguous runs that these bytes were read in, per rank.",

@@ -24,7 +24,7 @@ So a difference is found by head and layer, and by place.
 """
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -35,6 +35,9 @@ from nixl_kv.geometry.excerpts import Strip
 
 U64: TypeAlias = npt.NDArray[np.uint64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+Numbers: TypeAlias = tuple[np.uint64, np.uint64, U64]
+"""`offset`, `step` and odd multipliers."""
 
 Window: TypeAlias = Callable[[int, int], Bytes]
 """A view of `length` bytes of memory from an address on: `window(address, length)`."""
@@ -57,8 +60,8 @@ class Key:
 
     secret: str
 
-    def numbers(self, num_words: int) -> tuple[np.uint64, np.uint64, U64]:
-        """`offset`, `step` and this many odd multipliers."""
+    def numbers(self, num_words: int) -> Numbers:
+        """With a multiplier for each of so many words; fewer words have the first of them."""
         stream = hashlib.shake_256(self.secret.encode()).digest(8 * (2 + num_words))
         numbers = np.frombuffer(stream, dtype="<u8").astype(np.uint64) | np.uint64(1)
         return numbers[0], numbers[1], numbers[2:]
@@ -106,42 +109,47 @@ def mix(terms: U64) -> U64:
     return terms
 
 
-def terms(key: Key, positions: npt.NDArray[np.int64], content: Bytes) -> U64:
+def terms(numbers: Numbers, positions: npt.NDArray[np.int64], content: Bytes) -> U64:
     """The terms of the sums.
 
     Args:
-        key: of the request.
+        numbers: of the key, for the words of this content.
         positions: shape (tokens,): where in the prompt they stand.
         content: shape (..., tokens, bytes).
 
     Returns:
         Shape (..., tokens).
     """
-    offset, step, multipliers = key.numbers(num_words(content.shape[-1]))
+    offset, step, multipliers = numbers
     products = np.multiply(_words(content), multipliers, dtype=np.uint64)
     places = positions.astype(np.uint64) * step + offset
     return mix(products.sum(axis=-1, dtype=np.uint64) + places)
 
 
 def digest(key: Key, found: Sequence[Strip], window: Window) -> Generator[None, None, Digest]:
-    """The digest of strips that end at the same token, about `STEP_BYTES` at each step."""
-    end = found[0].end
+    """The digest of strips, about `STEP_BYTES` at each step."""
+    end = end_of(found)
     sums = Digest.empty(found, end)
-    row = 0
+    numbers = {size: key.numbers(num_words(size)) for size in {s.part.content for s in found}}
+    row = done = 0
     for strip in found:
         rows = sums.rows[row : row + strip.num_heads]
         weights = np.array([weight(row + n) for n in range(strip.num_heads)], np.uint64)
-        per_block = strip.num_heads * strip.group.block_size * strip.part.content
-        blocks = _blocks_of(strip, window)
-        batch = max(1, STEP_BYTES // per_block)
-        for first in range(0, len(strip.ids), batch):
-            positions, content = _content(strip, blocks, slice(first, first + batch))
-            found_terms = terms(key, positions, content)
+        for positions, content in _content(strip, window):
+            found_terms = terms(numbers[strip.part.content], positions, content)
             rows += found_terms.sum(axis=1, dtype=np.uint64)
             np.add.at(sums.columns, positions // column(end), weights @ found_terms)
-            yield
+            done += content.size
+            if done >= STEP_BYTES:
+                done = 0
+                yield
         row += strip.num_heads
     return sums
+
+
+def end_of(found: Sequence[Strip]) -> int:
+    """The token before which all of them end."""
+    return max(strip.end for strip in found)
 
 
 def difference(mine: Digest, theirs: Digest, found: Sequence[Strip]) -> str | None:
@@ -159,7 +167,7 @@ def difference(mine: Digest, theirs: Digest, found: Sequence[Strip]) -> str | No
     heads = [(name, strip) for strip in found for name in strip.names]
     what = _few([heads[row][0] for row in rows]) if len(rows) else "no single head"
     strip = heads[rows[0]][1] if len(rows) else found[0]
-    return f"{what} {_where(columns, strip, len(mine.columns))}"
+    return f"{what} {_where(columns, strip, end_of(found))}"
 
 
 def _few(heads: Sequence[str]) -> str:
@@ -167,14 +175,15 @@ def _few(heads: Sequence[str]) -> str:
     return f"{heads[0]}{more}"
 
 
-def _where(columns: npt.NDArray[np.int64], strip: Strip, num_columns: int) -> str:
+def _where(columns: npt.NDArray[np.int64], strip: Strip, end: int) -> str:
     if not len(columns):
         return "in no single place"
-    tokens, end, size = column(strip.end), strip.end, strip.group.entry_size
-    begin, last = int(columns[0]) * tokens, min(end, (int(columns[-1]) + 1) * tokens) - 1
+    tokens, size = column(end), strip.group.entry_size
+    begin = max(strip.begin, int(columns[0]) * tokens)
+    last = min(end, (int(columns[-1]) + 1) * tokens) - 1
     return (
         f"differs in tokens {begin} to {last} (blocks {begin // size} to {last // size} "
-        f"of the request; {len(columns)} of {num_columns} columns of {tokens} tokens)"
+        f"of the request; {len(columns)} of {-(-end // tokens)} columns of {tokens} tokens)"
     )
 
 
@@ -190,15 +199,17 @@ def _blocks_of(strip: Strip, window: Window) -> npt.NDArray[np.generic]:
     return view.view(f"u{unit}")
 
 
-def _content(
-    strip: Strip, blocks: npt.NDArray[np.generic], chosen: slice
-) -> tuple[npt.NDArray[np.int64], Bytes]:
-    """Of some of the strip's blocks: where their tokens stand in the prompt, and their content."""
-    size, ids = strip.group.block_size, strip.ids[chosen]
-    start = strip.first_token + chosen.start * size
-    begin, end = max(start, strip.begin), min(start + len(ids) * size, strip.end)
-    copied = blocks[:, ids].view(np.uint8).reshape(strip.num_heads, -1, strip.part.content)
-    return np.arange(begin, end), copied[:, begin - start : end - start]
+def _content(strip: Strip, window: Window) -> Iterator[tuple[npt.NDArray[np.int64], Bytes]]:
+    """Some blocks at a time: where their tokens stand in the prompt, and what is in them."""
+    size, content = strip.group.block_size, strip.part.content
+    blocks = _blocks_of(strip, window)
+    batch = max(1, STEP_BYTES // (strip.num_heads * size * content))
+    for first in range(0, len(strip.ids), batch):
+        ids = strip.ids[first : first + batch]
+        start = strip.first_token + first * size
+        begin, end = max(start, strip.begin), min(start + len(ids) * size, strip.end)
+        copied = blocks[:, ids].view(np.uint8).reshape(strip.num_heads, -1, content)
+        yield np.arange(begin, end), copied[:, begin - start : end - start]
 
 
 def _words(content: Bytes) -> npt.NDArray[np.uint32]:

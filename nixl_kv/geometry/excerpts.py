@@ -51,8 +51,9 @@ class BlockTable:
 class Strip:
     """One part of some heads of one layer, of tokens [begin, end), in one rank's cache.
 
-    `ids` are the numbers of the region's blocks, from the one that holds `begin` to the one that
-    holds `end - 1`; heads are counted over the model.
+    Of an opaque region it ends with a block: any byte of it may be one of the last token's. `ids`
+    are the numbers of the region's blocks, from the one that holds `begin` to the one that holds
+    `end - 1`; heads are counted over the model.
     """
 
     region: Region
@@ -135,6 +136,8 @@ def strips(
 ) -> list[Strip]:
     """Find excerpts, up to token `end`, in a rank's cache: one strip per part.
 
+    Of an opaque region strips go on to the end of the block.
+
     Raises:
         ValueError: if this rank, or the block table, does not have them.
     """
@@ -155,8 +158,10 @@ def strips(
         if key not in blocks:
             blocks[key] = _block_numbers(group, tables[number], range(excerpt.begin, end))
         heads = excerpt.first_head, excerpt.end_head
+        size = group.block_size if region.opaque else 1
+        stop = -(-end // size) * size
         found += [
-            Strip(region, group, part, heads, excerpt.begin, end, blocks[key])
+            Strip(region, group, part, heads, excerpt.begin, stop, blocks[key])
             for part in range(len(region.parts))
         ]
     return found

@@ -68,7 +68,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Region:
-    """One layer's KV on one rank. All strides are bytes; heads are counted over the whole model."""
+    """One layer's KV on one rank. All strides are bytes; heads are counted over the whole model.
+
+    Where it is `opaque`, only its own kernel knows which bytes of a head's block are which token's:
+    strides and parts say no more than which bytes the block has. It is moved, and looked at, whole.
+    """
 
     layer: str
     base: int
@@ -78,6 +82,7 @@ class Region:
     first_head: int
     num_heads: int
     parts: tuple[Part, ...]
+    opaque: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers."""

@@ -22,13 +22,15 @@ class ReadBegun:
 class Verified:
     """The bytes that landed were compared with prefill's; `difference` says where, in words.
 
-    Nobody waits for a comparison to end: by its claim, an earlier attempt's is known.
+    Nobody waits for a comparison to end: by its claim, an earlier attempt's is known. `refusal`:
+    they cannot be compared, and why.
     """
 
     request: RequestId
     source: Rank
     claim: Claim
-    difference: str | None
+    difference: str | None = None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)

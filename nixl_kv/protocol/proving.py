@@ -74,14 +74,26 @@ def compare(request: Request, source: Source) -> list[events.Action]:
     return [verify]
 
 
+def is_awaited(request: Request | None, verify: Verify) -> bool:
+    """Whether anything hangs on this comparison any more."""
+    if request is None or request.claim != verify.proof.claim:
+        return False
+    source = request.sources.get(verify.source)
+    return source is not None and source.state is State.PROVING
+
+
 def _verified(request: Request, source: Source, event: Verified) -> list[events.Action]:
     """The bytes were compared; nobody may want to know any more."""
     if source.state is not State.PROVING or event.claim != request.claim:
         return []
-    if event.difference is None:
+    if event.refusal is None and event.difference is None:
         source.move(Cause.PROVEN)
         return [hint(Done, request, source)]
-    told = f"what was read from prefill rank {source.rank} is not what it has: {event.difference}"
-    request.fail(Failure(Why.CORRUPT, told))
-    source.move(Cause.CORRUPT)
+    read = f"what was read from prefill rank {source.rank}"
+    if event.refusal is not None:
+        request.fail(Failure(Why.INTERNAL, f"{read} cannot be verified: {event.refusal}"))
+        source.move(Cause.REFUSED)
+    else:
+        request.fail(Failure(Why.CORRUPT, f"{read} is not what it has: {event.difference}"))
+        source.move(Cause.CORRUPT)
     return [hint(Abort, request, source)]

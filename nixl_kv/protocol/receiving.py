@@ -41,7 +41,7 @@ class Cause(enum.Enum):
     """What moves a source on."""
 
     GRANT = enum.auto()
-    REFUSED = enum.auto()  # denied, lost, or its peer cannot be used
+    REFUSED = enum.auto()  # denied, lost, its peer cannot be used, or its bytes not be compared
     BLOCKS = enum.auto()
     LANDED = enum.auto()
     STANDS = enum.auto()
@@ -142,6 +142,12 @@ class Source:
         """Its connection broke; what it says later takes that back."""
         if self.silent_since is None:
             self.silent_since = now
+
+    @property
+    def compares(self) -> bool:
+        """Whether all that is left is to compare bytes with a proof: both are here."""
+        proof = self.proving.proof if self.proving is not None else None
+        return self.state is State.PROVING and proof is not None
 
     @property
     def ended(self) -> bool:

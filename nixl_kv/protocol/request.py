@@ -118,8 +118,11 @@ class Request:
         return [hint(Abort, self, source)] if source.state is State.FAILED else []
 
     def refused(self, source: Source, failure: Failure) -> None:
-        """The rank has not granted, or no longer. Reads under way go on: the slot decides."""
-        if source.state in HOLDING - POSTED:
+        """The rank has not granted, or no longer. Reads under way go on: the slot decides.
+
+        So does a comparison: what it compares was held, and is here.
+        """
+        if source.state in HOLDING - POSTED and not source.compares:
             self.fail(failure)
             source.move(Cause.REFUSED)
 

@@ -114,12 +114,17 @@ class Sender:
         )
         return [events.Reply(grant)]
 
+    def awaits(self, prove: Prove) -> bool:
+        """Whether its digest may still be sent."""
+        return self._holds(prove) is not None
+
     def _holds(self, prove: Prove) -> Offering | None:
-        """The offer, while it is granted to this reader."""
+        """The offer, while it is granted to this reader, who has asked for it."""
         offer = self.offers.get(prove.nonce)
         if offer is None or offer.binding is None or prove.incarnation != self._incarnation:
             return None
-        return offer if offer.binding.expects(prove.claim, prove.reader) else None
+        asked = Rank(prove.reader.rank) in offer.binding.lives
+        return offer if asked and offer.binding.expects(prove.claim, prove.reader) else None
 
     def _prove(self, prove: Prove) -> list[events.Action]:
         """Digest what a reader reads, if it may."""
@@ -133,7 +138,7 @@ class Sender:
     def _digested(self, event: Digested) -> list[events.Action]:
         """The blocks were held until now, or else the digest may be of anything."""
         prove = event.prove
-        if self._holds(prove) is None:
+        if not self.awaits(prove):
             return self._deny(prove, "it was released while it was proven")
         if event.refusal is not None:
             return self._deny(prove, event.refusal)

@@ -4,12 +4,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from protocol_records import CLAIM, D1, RIVAL, proof, prove
 
-from nixl_kv.connector.digests import Compute, Digests, Ended, OnHost, Steps, block_tables
+from nixl_kv.connector.digests import (
+    Compute,
+    Digests,
+    Ended,
+    Nowhere,
+    OnHost,
+    Steps,
+    block_tables,
+)
+from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import ABSENT
 from nixl_kv.geometry.digest import Key
@@ -17,7 +27,7 @@ from nixl_kv.geometry.excerpts import Excerpt, Strip
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import proofs
-from nixl_kv.protocol.messages import Prove
+from nixl_kv.protocol.messages import Prove, Reader
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -111,11 +121,17 @@ def digests(cache: Cache) -> Digests:
     return Digests(cache.layout, clock=Clock())
 
 
+def anybody(order: proofs.Digest | proofs.Verify) -> bool:
+    """Whoever gave an order still waits."""
+    del order
+    return True
+
+
 def drained(digests: Digests, turns: int = 100) -> list[tuple[Ended, bytes]]:
     """All that ends; it takes no more turns than that."""
     ended = []
     for _ in range(turns):
-        ended += digests.poll()
+        ended += digests.poll(anybody)
     assert digests.patience is None
     return ended
 
@@ -133,16 +149,16 @@ def made(digests: Digests, wanted: proofs.Digest) -> proofs.Digested:
 
 def test_a_digest_is_that_of_what_stands_in_the_blocks(cache: Cache, digests: Digests) -> None:
     ended = made(digests, order())
-    key = Key(CLAIM)
+    numbers = Key(CLAIM).numbers(1)
     rows = []
     for layer, table, begin in ((0, TABLE, 0), (1, WINDOWED, 4)):
         tokens = cache.bytes[layer, list(table)].swapaxes(0, 1).reshape(HEADS, -1, CONTENT)
         for part in (slice(0, 4), slice(4, 8)):
             positions = np.arange(begin, END)
-            found = digest.terms(key, positions, tokens[:, begin:END, part])
+            found = digest.terms(numbers, positions, tokens[:, begin:END, part])
             rows += list(found.sum(axis=1, dtype=np.uint64))
     sums = np.array(rows, "<u8")
-    column = sums.sum(dtype=np.uint64).tobytes()
+    column = (sums * np.arange(1, 16, 2, np.uint64)).sum(dtype=np.uint64).tobytes()
     assert ended == proofs.Digested(asked(), sums.tobytes(), column)
 
 
@@ -212,7 +228,8 @@ def test_one_bit_that_differs_is_found_and_named(
     difference = compared(landed, comparison(theirs)).difference
     assert difference is not None
     assert difference.startswith(told)
-    assert "differs in tokens 0 to 9" in difference
+    first = 4 if "layer.1" in told else 0
+    assert f"differs in tokens {first} to 9" in difference
 
 
 def test_blocks_that_changed_places_are_found(digests: Digests, landed: Cache) -> None:
@@ -284,14 +301,14 @@ def test_each_turn_is_one_step(cache: Cache) -> None:
     digests = Digests(cache.layout, Slow(3))  # type: ignore[arg-type]
     digests.begin(order())
     for _ in range(3):
-        assert digests.poll() == []
+        assert digests.poll(anybody) == []
     assert len(drained(digests)) == 1
 
 
 def test_what_is_asked_again_while_it_is_made_is_made_once(cache: Cache) -> None:
     digests = Digests(cache.layout, Slow(3))  # type: ignore[arg-type]
     digests.begin(order(), b"first")
-    digests.poll()
+    digests.poll(anybody)
     assert digests.begin(order(), b"second") is None
     assert [route for _, route in drained(digests)] == [b"first"]
     assert digests.begin(order(), b"third") is None
@@ -310,7 +327,7 @@ def test_the_thread_waits_as_long_as_a_step_may(
 
 def test_what_is_cleared_never_ends(digests: Digests) -> None:
     digests.begin(order())
-    digests.poll()
+    digests.poll(anybody)
     digests.begin(order(claim=RIVAL))
     digests.clear()
     assert drained(digests) == []
@@ -328,10 +345,84 @@ def test_with_it_what_computes_is_closed(cache: Cache) -> None:
 def test_what_cannot_be_computed_is_refused_in_words(cache: Cache) -> None:
     class Unable(OnHost):
         def __call__(self, key: Key, found: Sequence[Strip]) -> Steps:
-            raise ValueError(f"{len(found)} strips by {key.secret}")
+            raise DigestError(f"{len(found)} strips by {key.secret}")
 
     refused = Digests(cache.layout, Unable()).begin(order())
     assert refused == proofs.Digested(asked(), refusal=f"4 strips by {CLAIM}")
+
+
+@pytest.mark.parametrize("error", [DigestError("no memory"), MemoryError("no memory")])
+def test_a_step_that_fails_costs_its_own_digest_only(cache: Cache, error: Exception) -> None:
+    class Failing(Slow):
+        def __call__(self, key: Key, found: Sequence[Strip]) -> object:
+            yield from super().__call__(key, found)
+            if key.secret == RIVAL:
+                raise error
+            return (yield from OnHost()(key, found))
+
+    digests = Digests(cache.layout, Failing(2))  # type: ignore[arg-type]
+    for claim in (CLAIM, RIVAL, "3" * 32):
+        digests.begin(order(claim=claim), claim.encode())
+    refusals = [(route, one.refusal) for one, route in drained(digests)]
+    third = "3" * 32
+    assert refusals == [
+        (CLAIM.encode(), None),
+        (RIVAL.encode(), "no memory"),
+        (third.encode(), None),
+    ]
+
+
+def test_where_nothing_can_be_digested_all_is_refused(cache: Cache) -> None:
+    refused = Digests(cache.layout, Nowhere("no compiler")).begin(order())
+    assert refused == proofs.Digested(asked(), refusal="no compiler")
+
+
+# Who waits
+
+
+def reader(rank: int) -> Reader:
+    return msgspec.structs.replace(asked().reader, rank=rank)
+
+
+def test_readers_of_the_same_heads_are_told_the_same_digest(cache: Cache) -> None:
+    slow = Slow(3)
+    digests = Digests(cache.layout, slow)  # type: ignore[arg-type]
+    for rank in range(3):
+        assert digests.begin(order(reader=reader(rank)), b"%d" % rank) is None
+    digests.begin(order(reader=reader(3), excerpts=(BEHIND,)), b"3")
+    ended = {route: one for one, route in drained(digests)}
+    assert slow.begun == [CLAIM] * 6  # two digests
+    assert {route: one.prove.reader.rank for route, one in ended.items()} == {  # type: ignore[union-attr]
+        b"%d" % rank: rank for rank in range(4)
+    }
+    assert ended[b"0"].rows == ended[b"2"].rows != ended[b"3"].rows  # type: ignore[union-attr]
+    assert digests.take_counts()["digests"] == 2
+
+
+def test_what_nobody_waits_for_is_dropped(cache: Cache) -> None:
+    """Under overload those behind it would be late too."""
+    slow = Slow(3)
+    digests = Digests(cache.layout, slow)  # type: ignore[arg-type]
+    digests.begin(order(), b"gone")
+    digests.begin(order(claim=RIVAL), b"here")
+
+    def is_awaited(wanted: proofs.Digest | proofs.Verify) -> bool:
+        assert isinstance(wanted, proofs.Digest)
+        return wanted.prove.claim == RIVAL or len(slow.begun) < 2
+
+    ended = [digests.poll(is_awaited) for _ in range(10)]
+    ((dropped, first), (_, second)) = [one for turn in ended for one in turn]
+    assert (first, second) == (b"gone", b"here")
+    assert dropped == proofs.Digested(asked(), refusal="nobody waits for it any more")
+    assert slow.begun == [CLAIM] * 2 + [RIVAL] * 3
+    assert digests.take_counts()["digests"] == 1
+
+
+def test_a_digest_is_made_while_one_of_its_readers_waits(digests: Digests) -> None:
+    for rank in range(2):
+        digests.begin(order(reader=reader(rank)))
+    ended = digests.poll(lambda one: one.prove.reader.rank == 1)  # type: ignore[union-attr]
+    assert [one.refusal for one, _ in ended] == [None, None]
 
 
 def test_counts_are_taken_once(digests: Digests) -> None:
@@ -414,12 +505,12 @@ def test_a_block_that_the_cache_does_not_have_is_refused(digests: Digests, block
     assert digests.patience is None
 
 
-def test_a_comparison_that_is_refused_is_a_difference(cache: Cache, digests: Digests) -> None:
+def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: Digests) -> None:
     theirs = made(digests, order())
     wanted = comparison(theirs, excerpts=(replace(FULL, layer="layer.9"),))
     refused = Digests(cache.layout).begin(wanted)
     assert refused == proofs.Verified(
-        D1, Rank(3), wanted.proof.claim, "layer 'layer.9' is not on this rank"
+        D1, Rank(3), wanted.proof.claim, refusal="layer 'layer.9' is not on this rank"
     )
 
 

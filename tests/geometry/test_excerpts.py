@@ -70,6 +70,18 @@ def test_a_group_without_entries_is_not_read() -> None:
 # --- where it stands
 
 
+def test_a_strip_of_an_opaque_region_ends_with_a_block() -> None:
+    """Only its own kernel knows which bytes of a block are the last token's."""
+    known = layout()
+    regions = (region("a"), replace(region("b", 1), opaque=True))
+    mixed = replace(known, groups=(replace(known.groups[0], regions=regions), known.groups[1]))
+    for end, stop in ((13, 16), (16, 16), (17, 20)):
+        wanted = [Excerpt("a", 2, 3, 0), Excerpt("b", 2, 3, 8)]
+        found = strips(mixed, wanted, tables([5, 3, 1], []), end=end)
+        assert [strip.end for strip in found] == [end, end, stop, stop]
+        assert {len(strip.ids) * BLOCK + strip.first_token for strip in found} == {stop}
+
+
 def test_one_strip_for_each_part() -> None:
     wanted = [Excerpt("c", 3, 5, 4), Excerpt("a", 2, 6, 8)]
     found = strips(layout(), wanted, tables([5, 3], [7, 8, 1, 2]), end=14)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.excerpts import BlockTable, Excerpt, strips
@@ -151,5 +152,5 @@ def test_each_flipped_bit_is_seen() -> None:
 def test_what_the_kernel_cannot_read_is_refused_in_words() -> None:
     parts = (Part(0, 2, 128, 32, 2),)
     region = Region("layer.0", 1 << 20, 4096, 4096, 256, 0, 1, parts)
-    with pytest.raises(ValueError, match=r"layer\.0.*128 pieces of 2 bytes"):
-        device_digests.check([region])
+    with pytest.raises(DigestError, match=r"layer\.0.*128 pieces of 2 bytes"):
+        device_digests._check(region)

@@ -66,6 +66,7 @@ LAYOUT_WIRE = {
                     "first_head": 0,
                     "num_heads": 2,
                     "parts": [part(0), part(4)],
+                    "opaque": False,
                 }
             ],
             "window": 0,

@@ -65,6 +65,7 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.lateness import DRAIN_S, SILENCE_S
 from nixl_kv.protocol.messages import Message, Reader
 from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S
+from nixl_kv.protocol.proving import is_awaited
 from nixl_kv.protocol.receiver import Receiver
 from nixl_kv.protocol.receiving import HOLDING, POSTED, TRANSITIONS, Cause, Source, State
 from nixl_kv.protocol.request import ASK_AGAIN_S, Request, Time
@@ -353,6 +354,48 @@ def test_what_differs_is_a_failure(proving: Receiver) -> None:
     proving.answered(proof(), at(0), 110.7)
     assert proving.handle(verified("K of head 0"), 110.8) == [Send(at(0), abort()), failed(CORRUPT)]
     assert is_forgotten(proving)
+
+
+def test_what_cannot_be_compared_is_a_failure_of_another_kind(proving: Receiver) -> None:
+    """Nothing says that the bytes are wrong."""
+    proving.answered(proof(), at(0), 110.7)
+    event = replace(verified(), refusal="no memory")
+    ((sent, loaded),) = [proving.handle(event, 110.8)]
+    assert sent == Send(at(0), abort())
+    told = "what was read from prefill rank 0 cannot be verified: no memory"
+    assert isinstance(loaded, Loaded)
+    assert loaded.failure == Failure(Why.INTERNAL, told)
+    assert is_forgotten(proving)
+
+
+LOSSES: dict[str, Callable[[Receiver], list[events.Action]]] = {
+    "connection": lambda r: r.handle(EndpointLost(at(0), "gone"), 110.8),
+    "lease": lambda r: r.answered(renewed(1, CLAIM), at(0), 110.8),
+    "denial": lambda r: r.answered(deny(), at(0), 110.8),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_comparison_needs_prefill_no_more(proving: Receiver, loss: str) -> None:
+    """What is compared was held until it was here, and so was what it is compared with."""
+    proving.answered(proof(), at(0), 110.7)
+    assert LOSSES[loss](proving) == []
+    assert proving.handle(verified(), 110.9) == [Send(at(0), done()), PROVEN]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_without_a_proof_what_is_lost_stays_unproven(proving: Receiver, loss: str) -> None:
+    assert LOSSES[loss](proving) != []
+    assert is_forgotten(proving)
+
+
+def test_a_comparison_is_awaited_until_its_load_is_over(proving: Receiver) -> None:
+    wanted = verify()
+    assert is_awaited(proving.requests.get(wanted.request), wanted)
+    another = replace(wanted, proof=proof(claim=RIVAL))
+    assert not is_awaited(proving.requests.get(wanted.request), another)
+    proving.handle(drop(), 110.8)
+    assert not is_awaited(proving.requests.get(wanted.request), wanted)
 
 
 def test_a_proof_that_comes_twice_is_compared_once(proving: Receiver) -> None:

@@ -443,6 +443,18 @@ def test_nothing_is_proven_to_whom_it_is_not_granted(granted: Sender, asked: Pro
     ]
 
 
+def test_who_has_not_asked_gets_no_proof(shared: Sender) -> None:
+    """Or else it could ask as any number of lives, each of them for a digest of its own."""
+    theirs = prove(reader=SECOND)
+    assert shared.handle(theirs, 100.5) == denied(NOT_GRANTED, reader=SECOND)
+    assert not shared.awaits(theirs)
+    shared.handle(ask(reader=SECOND, readers=BOTH), 100.6)
+    assert shared.handle(theirs, 100.7) == [Digest(theirs, TABLES)]
+    assert shared.awaits(theirs)
+    life = prove(reader=Reader(SECOND.engine, OTHER_LIFE, SECOND.rank))
+    assert not shared.awaits(life)
+
+
 def test_nothing_is_proven_before_it_is_granted(offered: Sender) -> None:
     assert offered.handle(prove(), 100.5) == denied(NOT_GRANTED)
 

@@ -111,14 +111,14 @@ def test_a_stuck_read_is_reported_only_when_its_agent_is_gone(
     memory: MakeTransport, make_pair: Pair, fabric: Fabric
 ) -> None:
     """NIXL has no abort: until nothing can write into its blocks, they are not handed back."""
-    prefill, decode = make_pair(memory, times=Times(timeout_s=0.3))
+    prefill, decode = make_pair(memory, times=Times(timeout_s=1.0))
     fabric.stuck, fabric.unending = True, True
     decode.fetch("d1", prefill.offer("p1", [5], num_tokens=4))
     decode.load("d1", [6])
     decode.wait(lambda _: decode.machinery.data.agents.departures)
     assert decode.thread.take() == []
     fabric.unending = False
-    assert decode.outcome("d1") == "no KV within 0.3 s"
+    assert decode.outcome("d1") == "no KV within 1 s"
     assert prefill.wait_sent("p1").how is How.ABORTED
     fabric.stuck = False
     before = decode.cache.view.copy()
@@ -130,15 +130,15 @@ def test_reads_of_others_go_on_while_one_is_stuck(
     memory: MakeTransport, make_pair: Pair, fabric: Fabric
 ) -> None:
     """On the agent that drains, and on the one that comes after it."""
-    prefill, decode = make_pair(memory, times=Times(timeout_s=0.3))
+    prefill, decode = make_pair(memory, times=Times(timeout_s=1.0))
     stopped, _ = make_pair(memory)
     fabric.stuck_peers.add(stopped.machinery.serving.metadata().decode())
     decode.fetch("stuck", stopped.offer("p0", [5], num_tokens=4))
     decode.load("stuck", [8])
-    for number in range(20):
+    for number in range(28):
         check_one_transfer(prefill, decode, names=(f"p{number + 1}", f"d{number}"))
         time.sleep(0.1)  # so that the reads are spread over all that happens
-    assert decode.outcome("stuck") == "no KV within 0.3 s"
+    assert decode.outcome("stuck") == "no KV within 1 s"
 
 
 def test_a_dead_prefill_fails_the_read(
