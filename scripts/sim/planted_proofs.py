@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 from nixl_kv.connector import digests
 from nixl_kv.geometry import digest
-from nixl_kv.protocol import events, messages, proving, request, sender
+from nixl_kv.protocol import proving, request, sender
 from sim.planting import Planted, replaced
 
 
@@ -13,16 +13,14 @@ def proven_though_released() -> Planted:
     """A digest is a proof, whether its blocks are still held or not."""
 
     def make(before: Any) -> Any:
-        def digested(self: Any, event: Any) -> Any:
-            if event.refusal is not None:
-                return before(self, event)
-            asked = event.prove
-            head = (asked.version, self._incarnation, asked.nonce, asked.claim, asked.reader)
-            return [events.Reply(messages.Proof(*head, event.rows, event.columns))]
+        def awaits(self: Any, prove: Any) -> bool:
+            del self, prove
+            return True
 
-        return digested
+        del before
+        return awaits
 
-    return replaced(sender.Sender, "_digested", make)
+    return replaced(sender.Sender, "awaits", make)
 
 
 def not_compared() -> Planted:
