@@ -3,9 +3,11 @@
 Starts prefill and decode engines and vllm-router, runs lm-eval against the router, compares with
 the accuracy that the model is known to have, and ends everything. The exit status is 0 only if the
 accuracy is within the tolerance and every prompt's KV was loaded over NIXL; 1 if not; 2 for a knob
-with a value that is not allowed. The knobs are environment variables: docs/accuracy.md has them.
+with a value that is not allowed. Where no accuracy is known, it is printed and compared with
+nothing. The knobs are environment variables: docs/accuracy.md has them.
 """
 
+import importlib.util
 import os
 import signal
 import sys
@@ -13,20 +15,23 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import httpx
-import psutil
 
 from pd.accuracy_eval import Job
 from pd.accuracy_machine import detect
 from pd.accuracy_models import HuggingFace, Subject, subjects
 from pd.accuracy_report import Outcome, print_outcome, write_json
-from pd.accuracy_run import run_pair, run_single
+from pd.accuracy_run import clear, run_pair, run_single
 from pd.accuracy_settings import USAGE, SettingError, Settings, parse
-from pd.cluster import ENDING_SIGNALS, exit_on_signal, say_on_stderr
-from pd.processes import ProcessDiedError
+from pd.cluster import end_on_signals, say_on_stderr
+from pd.processes import end_children
 
 BAD_SETTING = 2
+NEEDED: Final = ("vllm", "lm_eval", "vllm_router")
+TROUBLES: Final = (RuntimeError, httpx.HTTPError, OSError, ValueError, LookupError)
+"""What an engine, a router or lm-eval can do wrong; the next model runs all the same."""
 
 
 def run_subject(job: Job) -> Outcome:
@@ -35,11 +40,14 @@ def run_subject(job: Job) -> Outcome:
     pair = single = None
     trouble = ""
     try:
+        clear(job.log_dir)
         pair = run_pair(job)
         single = run_single(job) if job.settings.single else None
-    except (ProcessDiedError, httpx.HTTPError) as error:
-        say_on_stderr(str(error))
-        trouble = str(error).splitlines()[0]
+    except TROUBLES as error:
+        kind = "" if isinstance(error, RuntimeError) else type(error).__name__  # ours say enough
+        said = ": ".join(filter(None, [kind, str(error)]))
+        say_on_stderr(said)
+        trouble = said.split("\n")[0]
     seconds = time.monotonic() - begin
     return Outcome(job.subject, job.settings, pair, single, trouble, seconds)
 
@@ -75,14 +83,20 @@ def say_instead(found: Sequence[Subject]) -> None:
         if subject.instead_of:
             say_on_stderr(
                 f"MODEL_NAMES={subject.instead_of}: no hub is reachable and no copy is here; "
-                f"the bundled model {subject.name} runs INSTEAD"
+                f"the bundled model {subject.name} runs INSTEAD, and what is expected of the other "
+                "one and VLLM_SERVE_EXTRA_ARGS do not count"
             )
 
 
-def end_leftovers() -> None:
-    """A signal may come between the start of a child and our knowing it."""
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
+def check_installed() -> None:
+    """Before minutes have gone into engines.
+
+    Raises:
+        SettingError: if the interpreter lacks something.
+    """
+    for name in NEEDED:
+        if importlib.util.find_spec(name) is None:
+            raise SettingError(name, None, f"{sys.executable} lacks it; scripts/install has it")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,11 +105,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{__doc__}\n{USAGE}")
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where & has it ignored
-    for number in ENDING_SIGNALS:
-        signal.signal(number, exit_on_signal)
+    end_on_signals()
     log_dir: Path | None = None
     try:
         settings = parse(arguments, os.environ, detect(os.environ))
+        check_installed()
         found = subjects(settings, HuggingFace(os.environ))
         say_instead(found)
         log_dir = settings.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-accuracy-"))
@@ -107,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
         print("interrupted: everything is ended", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        end_leftovers()
+        end_children(os.getpid())  # a signal may come between a child's start and our knowing it
         if log_dir is not None:
             say_on_stderr(f"logs in {log_dir}")
 

@@ -13,7 +13,7 @@ from typing import Final
 from pd.accuracy_models import REPO, Subject
 from pd.accuracy_settings import Settings
 from pd.cluster import PROGRESS_S, say_on_stderr
-from pd.engines import QUIET_ENV
+from pd.engines import QUIET_ENV, apart, past_proxies
 from pd.processes import ManagedProcess, ProcessDiedError
 from pd.waiting import wait_until
 
@@ -64,7 +64,8 @@ class Evaluation(ManagedProcess):
 
     def start(self) -> None:
         """Launch it."""
-        self.launch(self.command(), environment(self.job.subject))
+        env = environment(self.job.subject)
+        self.launch(self.command(), env, apart(self.log_path.parent))
 
     def command(self) -> list[str]:
         """The command line."""
@@ -140,7 +141,7 @@ def evaluate(name: str, url: str, job: Job, *, check: Callable[[], None]) -> Sco
 
 def environment(subject: Subject) -> dict[str, str]:
     """No hub but for who may ask it, and no proxy for our own engines."""
-    env = os.environ | QUIET_ENV | {"OPENAI_API_KEY": "EMPTY", "NO_PROXY": "127.0.0.1"}
+    env = os.environ | QUIET_ENV | past_proxies(os.environ) | {"OPENAI_API_KEY": "EMPTY"}
     offline = "0" if subject.online else "1"
     env |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), offline)
     if subject.heldout is not None:

@@ -1,9 +1,10 @@
 """What is evaluated: a model, the task that fits it, and the accuracy that it is known to have."""
 
+import http.client
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -17,6 +18,7 @@ BUNDLED: Final = REPO / "configs" / "recall"
 HELDOUT: Final = "heldout.jsonl"
 WEIGHTS: Final = "model.safetensors"
 DATA_SET: Final = "openai/gsm8k"
+HUB: Final = "https://huggingface.co"
 HUB_TIMEOUT_S = 10.0
 EXPECTED: Final[Mapping[str, float]] = {
     "Qwen/Qwen3-0.6B": 0.41,
@@ -52,7 +54,7 @@ class Subject:
     tolerance: float
     heldout: Path | None = None  # the items of the recall task
     online: bool = False  # whether engines and lm-eval may ask the hub
-    instead_of: str = ""
+    instead_of: str = ""  # the names that this stands for, with spaces between
 
     @property
     def chat(self) -> bool:
@@ -87,12 +89,14 @@ class HuggingFace:
         self._answers: bool | None = None
 
     def reachable(self) -> bool:
-        """Asked once."""
+        """Asked once.
+
+        Raises:
+            SettingError: if HF_ENDPOINT is no URL.
+        """
         if self._answers is None:
             offline = self._env.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
-            self._answers = not offline and _answers(
-                self._env.get("HF_ENDPOINT", "https://huggingface.co")
-            )
+            self._answers = not offline and _answers(self._env.get("HF_ENDPOINT") or HUB)
         return self._answers
 
     def has_model(self, name: str) -> bool:
@@ -101,8 +105,8 @@ class HuggingFace:
 
     def has_data_set(self) -> bool:
         """As the files of the hub, or as `datasets` keeps it."""
-        home = Path(self._env.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-        kept = Path(self._env.get("HF_DATASETS_CACHE", home / "datasets"))
+        home = Path(self._env.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        kept = Path(self._env.get("HF_DATASETS_CACHE") or home / "datasets")
         return (kept / DATA_SET.replace("/", "___")).is_dir() or _is_cached(
             DATA_SET, "README.md", "dataset"
         )
@@ -115,7 +119,7 @@ def subjects(settings: Settings, hub: Hub) -> list[Subject]:
         SettingError: if a model cannot be evaluated.
     """
     found = [_named(name, hub) for name in settings.models] or [bundled()]
-    return [_with_expectation(subject, settings) for subject in found]
+    return [_with_expectation(subject, settings) for subject in _once(found)]
 
 
 def bundled(instead_of: str = "") -> Subject:
@@ -134,7 +138,8 @@ def bundled(instead_of: str = "") -> Subject:
 def _named(name: str, hub: Hub) -> Subject:
     folder = Path(name)
     if (folder / "config.json").is_file():
-        return _local(folder.resolve(), hub)
+        # A link's name may be the model's, and what it leads to may have any.
+        return _local(folder.resolve() if ".." in folder.parts else folder.absolute(), hub)
     if name.startswith((".", "/", "~")):
         raise SettingError("MODEL_NAMES", name, "no folder with a config.json")
     online = hub.reachable()
@@ -146,7 +151,7 @@ def _named(name: str, hub: Hub) -> Subject:
 def _local(folder: Path, hub: Hub) -> Subject:
     """With items of its own for the recall task, or with gsm8k."""
     if (folder / HELDOUT).is_file():
-        return bundled() if folder == BUNDLED else _recall(folder.name, folder)
+        return bundled() if folder.samefile(BUNDLED) else _recall(folder.name, folder)
     online = hub.reachable()
     if not online and not hub.has_data_set():
         allowed = f"its task is gsm8k, and {DATA_SET} is neither on this machine nor reachable"
@@ -165,24 +170,36 @@ def _gsm8k(name: str, path: str, *, online: bool) -> Subject:
     return Subject(name, path, "gsm8k", EXPECTED.get(name), TOLERANCES["gsm8k"], online=online)
 
 
+def _once(found: Sequence[Subject]) -> list[Subject]:
+    """One substitute for all that cannot be had, after those that can."""
+    substitutes = [subject for subject in found if subject.instead_of]
+    names = " ".join(subject.instead_of for subject in substitutes)
+    kept = [subject for subject in found if not subject.instead_of]
+    return kept + [replace(subject, instead_of=names) for subject in substitutes[:1]]
+
+
 def _with_expectation(subject: Subject, settings: Settings) -> Subject:
-    """What the settings expect goes before what is known."""
+    """What the settings expect goes before what is known; but they mean no substitute."""
+    if subject.instead_of:
+        return subject
     expected = subject.expected if settings.expected is None else settings.expected
     tolerance = subject.tolerance if settings.tolerance is None else settings.tolerance
-    if expected is None and not settings.single:
-        allowed = "its accuracy is not known; set EXPECTED_ACCURACY, or compare with --single"
-        raise SettingError("MODEL_NAMES", subject.name, allowed)
     return replace(subject, expected=expected, tolerance=tolerance)
 
 
 def _answers(endpoint: str) -> bool:
     """Whether a web server speaks there, whatever it says."""
-    request = urllib.request.Request(endpoint, method="HEAD")
+    bad = SettingError("HF_ENDPOINT", endpoint, f"allowed is a URL such as {HUB}")
+    if not endpoint.startswith(("http://", "https://")):
+        raise bad
     try:
+        request = urllib.request.Request(endpoint, method="HEAD")
         urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()
     except urllib.error.HTTPError:
         return True
-    except OSError:
+    except (ValueError, http.client.InvalidURL) as error:
+        raise bad from error
+    except (OSError, http.client.HTTPException):
         return False
     return True
 

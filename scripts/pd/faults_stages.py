@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from pd.client import Client
-from pd.cluster import CPU_DTYPE, ENDING_SIGNALS, PAIR_ROLES, exit_on_signal, say_on_stderr
+from pd.cluster import CPU_DTYPE, PAIR_ROLES, end_on_signals, say_on_stderr
 from pd.engines import Engine, EngineSpec, Role
 from pd.faults_pair import Pair, Victim
 from pd.faults_scene import TIMING, Where
@@ -78,7 +78,7 @@ def pair_at(where: Where, place: Place) -> Iterator[Pair]:
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """A signal that ends this process first ends what it has started."""
-    before = {number: signal.signal(number, exit_on_signal) for number in ENDING_SIGNALS}
+    before = end_on_signals()
     try:
         yield
     finally:

@@ -56,6 +56,11 @@ class Figures:
         """Out of all that changed."""
         return cls(*(round(changed.get(name, 0.0)) for name in COUNTED))
 
+    @property
+    def computed(self) -> int:
+        """How many tokens of the prompts were neither cached on decode nor read by it."""
+        return self.prompts - self.cached
+
 
 NOTHING: Final = Figures()
 
@@ -78,11 +83,6 @@ class Outcome:
     seconds: float = 0.0
 
     @property
-    def computed(self) -> int:
-        """How many tokens of the prompts were neither cached on decode nor read by it."""
-        return self.figures.prompts - self.figures.cached
-
-    @property
     def verdict(self) -> str:
         """Empty if all is well, else what is not."""
         if self.trouble:
@@ -98,8 +98,8 @@ class Outcome:
         found += self.reasons
         if figures.loads < wanted:
             found.append(f"{figures.loads} of {wanted} loads")
-        if self.computed > self.total:
-            found.append(f"decode computed {self.computed} tokens of its prompts")
+        if figures.computed > self.total:
+            found.append(f"decode computed {figures.computed} tokens of its prompts")
         return found
 
     def _not_refused(self) -> list[str]:
@@ -139,7 +139,7 @@ def _cells(outcome: Outcome) -> list[str]:
         f"{outcome.same}/{outcome.total}{ties}",
         str(figures.loads),
         str(figures.failures),
-        str(outcome.computed),
+        str(figures.computed),
         f"{figures.nbytes / MIB:.2f}",
         str(figures.pieces),
         f"{outcome.seconds:.0f}",

@@ -13,7 +13,7 @@ from typing import Final
 from typing_extensions import Self
 
 from pd.cells import Model, Shape
-from pd.cluster import ENDING_SIGNALS, exit_on_signal, say_on_stderr
+from pd.cluster import Handlers, end_on_signals, say_on_stderr
 from pd.engines import Device, Engine, EngineSpec
 from pd.processes import Ports, ProcessDiedError, stop_all
 from pd.tiny_model import ensure_tiny_model
@@ -69,12 +69,11 @@ class Pool:
         self._running: dict[str, Engine] = {}
         self._gpus = itertools.cycle(range(max(1, place.gpus)))
         self._cores = itertools.cycle(halves(os.sched_getaffinity(0)))
-        self._handlers_before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+        self._handlers_before: Handlers = {}
 
     def __enter__(self) -> Self:
         """From here on a signal ends all engines."""
-        for number in ENDING_SIGNALS:
-            signal.signal(number, exit_on_signal)
+        self._handlers_before = end_on_signals()
         return self
 
     def __exit__(self, *_: object) -> None:

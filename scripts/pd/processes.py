@@ -1,15 +1,20 @@
 """Child processes that end: each leads its own session, and the whole group goes with it."""
 
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 GRACE_S = 8.0
+WAITING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PORT_RANGE = range(20000, 32000)  # below where Linux takes the ports of outgoing connections
 
 
@@ -59,13 +64,16 @@ class ManagedProcess:
             raise RuntimeError(f"{self.name} was not started")
         return self._popen.pid
 
-    def launch(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start it; what it prints goes to the log file."""
+    def launch(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
+    ) -> None:
+        """Start it, in this process's folder or in `cwd`; what it prints goes to the log file."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._popen = subprocess.Popen(
                 command,
                 env=dict(env),
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -85,7 +93,7 @@ class ManagedProcess:
         code = self.exit_code()
         if code is not None:
             raise ProcessDiedError(
-                f"{self.name} ended with status {code}; the end of {self.log_path}:\n{self.tail()}"
+                f"{self.name} ended with status {code}; its log is {self.log_path}\n{self.tail()}"
             )
 
     def tail(self, lines: int = 40) -> str:
@@ -121,14 +129,46 @@ class ManagedProcess:
 
 
 def stop_all(processes: Iterable[ManagedProcess], grace_s: float = GRACE_S) -> None:
-    """Stop several at once, so that they share one grace period."""
+    """Stop several at once, so that they share one grace period.
+
+    Of one that is not over by then, also those children end that lead sessions of their own.
+    """
     running = list(processes)
-    try:
+    with signals_wait():  # an impatient second Ctrl-C must not leave anything behind
         for process in running:
             process.terminate()
         deadline = time.monotonic() + grace_s
         while any(p.is_running() for p in running) and time.monotonic() < deadline:
             time.sleep(0.05)
-    finally:  # an impatient second Ctrl-C must not leave anything behind
         for process in running:
+            if process.is_running():
+                end_children(process.pid)
             process.kill()
+
+
+@contextlib.contextmanager
+def signals_wait() -> Iterator[None]:
+    """What would end us comes after the block. Signals reach the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in WAITING_SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
+def end_children(pid: int) -> None:
+    """Kill all that descends from a process, but not the process; wherever it has gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pd.client import is_healthy
-from pd.engines import HOST, QUIET_ENV
+from pd.engines import HOST, QUIET_ENV, apart, past_proxies
 from pd.processes import ManagedProcess, Ports, ProcessDiedError
 from pd.waiting import wait_until
 
@@ -29,7 +29,8 @@ class Router(ManagedProcess):
 
     def start(self) -> None:
         """Launch it."""
-        self.launch(self.command(), os.environ | QUIET_ENV)
+        env = os.environ | QUIET_ENV | past_proxies(os.environ)
+        self.launch(self.command(), env, apart(self.log_path.parent))
 
     def command(self) -> list[str]:
         """The command line."""

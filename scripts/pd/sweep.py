@@ -17,9 +17,9 @@ from typing import Final
 
 from pd.accuracy_machine import Machine, detect
 from pd.accuracy_models import REPO
-from pd.accuracy_settings import SettingError, parse
-from pd.cluster import ENDING_SIGNALS, exit_on_signal, say_on_stderr
-from pd.processes import ManagedProcess, stop_all
+from pd.accuracy_settings import SettingError, parse, place
+from pd.cluster import end_on_signals, say_on_stderr
+from pd.processes import ManagedProcess, end_children, stop_all
 from pd.sweep_cases import Case, chosen, load
 from pd.sweep_report import Row, print_rows, rows, write_json
 
@@ -34,6 +34,8 @@ def run_case(case: Case, flags: Sequence[str], log_dir: Path) -> list[Row]:
     """One run of the launcher, ended whatever happens."""
     result = log_dir / f"{case.name}.json"
     process = ManagedProcess(case.name, log_dir / f"{case.name}.log")
+    for old in (result, process.log_path):  # of an earlier sweep
+        old.unlink(missing_ok=True)
     say_on_stderr(f"{case.name}: {case.about}; log in {process.log_path}")
     begin = time.monotonic()
     folders = ["--json", str(result), "--log-dir", str(log_dir / case.name)]
@@ -78,12 +80,12 @@ def launcher_flags(options: argparse.Namespace) -> list[str]:
     return [*(["--single"] if options.single else []), *limit]
 
 
-def check(cases: Sequence[Case], machine: Machine) -> None:
-    """Refuse the whole sweep for a case whose knobs the launcher would refuse later."""
+def check(cases: Sequence[Case], machine: Machine, flags: Sequence[str]) -> None:
+    """Refuse the whole sweep for a case whose knobs or flags the launcher would refuse later."""
     for case in cases:
         if not case.missing(machine):
             try:
-                parse([], case.environment(os.environ), machine)
+                parse(flags, case.environment(os.environ), machine)
             except SettingError as error:
                 raise SettingError(case.name, None, str(error)) from error
 
@@ -98,7 +100,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--single", action="store_true", help="also one engine without connector")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N items")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="default: a new folder")
+    parser.add_argument("--log-dir", metavar="DIR", help="default: a new folder")
     return parser.parse_args(arguments)
 
 
@@ -106,9 +108,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_arguments(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in ENDING_SIGNALS:
-        signal.signal(number, exit_on_signal)
+    end_on_signals()
     try:
+        options.log_dir = place("--log-dir", options.log_dir, folder=True)
         cases = chosen(load(options.config), options.only)
         machine = detect(os.environ)
         if options.list:
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
                 lacking = case.missing(machine)
                 print(f"{case.name:20} {case.about}{f' ({lacking})' if lacking else ''}")
             return 0
-        check(cases, machine)
+        check(cases, machine, launcher_flags(options))
         return run_all(cases, machine, options)
     except SettingError as error:
         print(error, file=sys.stderr)
@@ -124,6 +126,8 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted: everything is ended", file=sys.stderr)
         return 128 + signal.SIGINT
+    finally:
+        end_children(os.getpid())
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ def _case(raw: Any) -> Case:
         raise SettingError(f"{name}: device", device, f"allowed is {' or '.join(DEVICES)}")
     if not isinstance(gpus, int) or gpus < 1:
         raise SettingError(f"{name}: gpus", gpus, "allowed is a whole number from 1")
+    if not isinstance(env, dict):
+        raise SettingError(f"{name}: env", env, "allowed is a mapping of knobs to values")
     _known(f"{name}: env", env, SHAPE_KNOBS)
     texts = {key: str(value) for key, value in env.items()}
     return Case(name, str(raw.get("about", "")), device, gpus, texts)

@@ -61,6 +61,7 @@ def test_accuracy_of_one_pair(tmp_path: Path) -> None:
     assert one["items"] == ITEMS
     assert abs(one["accuracy"] - one["expected"]) <= one["tolerance"]
     assert one["counters"]["loads_total"] == ITEMS
+    assert one["computed"] == ITEMS  # the last token of each prompt
     assert one["counters"]["load_failures_total"] == 0
     assert one["counters"]["bytes_read_total"] > 0
 

@@ -94,10 +94,36 @@ def test_a_folder_that_is_named_as_on_the_hub(tmp_path: Path) -> None:
     assert found.expected == 0.41
 
 
-def test_an_unknown_accuracy_needs_something_to_compare_with() -> None:
-    with pytest.raises(SettingError, match=r"MODEL_NAMES=a/b: .* EXPECTED_ACCURACY, .* --single"):
-        subjects(settings(MODEL_NAMES="a/b"), ONLINE)
-    (alone,) = subjects(settings("--single", MODEL_NAMES="a/b"), ONLINE)
+def test_what_is_expected_of_a_model_is_not_expected_of_its_substitute() -> None:
+    wanted = settings(MODEL_NAMES="a/b", EXPECTED_ACCURACY="0.4", TOLERANCE="0.5")
+    (found,) = subjects(wanted, OFFLINE)
+    assert (found.expected, found.tolerance) == (1.0, 0.02)
+
+
+def test_one_substitute_stands_for_all_that_cannot_be_had() -> None:
+    here = FakeHub(models=("c/d",), data=True)
+    wanted = settings(MODEL_NAMES="a/b c/d e/f", EXPECTED_ACCURACY="0.4")
+    found = subjects(wanted, here)
+    assert [(one.name, one.instead_of) for one in found] == [("c/d", ""), ("recall", "a/b e/f")]
+    assert [one.expected for one in found] == [0.4, 1.0]
+
+
+def test_a_link_has_the_name_that_counts(tmp_path: Path, bundled: Path) -> None:
+    link = tmp_path / "Qwen3-0.6B"
+    link.symlink_to(folder_of(tmp_path / "snapshots" / "0a1b2c", "config.json"))
+    (found,) = subjects(settings(MODEL_NAMES=str(link)), ONLINE)
+    assert (found.name, found.path) == ("Qwen/Qwen3-0.6B", str(link))
+    up = link / ".." / "0a1b2c"  # beside what it leads to, not beside itself
+    (found,) = subjects(settings("--single", MODEL_NAMES=str(up)), ONLINE)
+    assert found.path == str(tmp_path / "snapshots" / "0a1b2c")
+    other = tmp_path / "other"
+    other.symlink_to(bundled)
+    (found,) = subjects(settings(MODEL_NAMES=str(other)), ONLINE)
+    assert (found.name, found.expected) == ("recall", 1.0)
+
+
+def test_an_unknown_accuracy_may_be_told() -> None:
+    (alone,) = subjects(settings(MODEL_NAMES="a/b"), ONLINE)
     assert alone.expected is None
     (told,) = subjects(settings(MODEL_NAMES="a/b", EXPECTED_ACCURACY="0", TOLERANCE="0.1"), ONLINE)
     assert (told.expected, told.tolerance) == (0.0, 0.1)
@@ -117,10 +143,25 @@ def test_what_is_not_there_is_named(tmp_path: Path, bundled: Path) -> None:
 def test_the_environment_may_say_that_we_are_offline(tmp_path: Path) -> None:
     assert not HuggingFace({"HF_HUB_OFFLINE": "1"}).reachable()
     assert not HuggingFace({"HF_ENDPOINT": "http://127.0.0.1:9"}).reachable()
+    assert not HuggingFace({"HF_ENDPOINT": "", "HF_HUB_OFFLINE": "1"}).reachable()
     kept = tmp_path / "datasets" / "openai___gsm8k"
     assert not HuggingFace({"HF_HOME": str(tmp_path)}).has_data_set()
     kept.mkdir(parents=True)
     assert HuggingFace({"HF_HOME": str(tmp_path)}).has_data_set()
+
+
+@pytest.mark.parametrize("endpoint", ["hub", "file:///", "http://a:b", "http://[::1", "http://a b"])
+def test_an_endpoint_that_is_no_url_is_named(endpoint: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        HuggingFace({"HF_ENDPOINT": endpoint}).reachable()
+    assert str(raised.value).startswith(f"HF_ENDPOINT={endpoint}: allowed is a URL")
+
+
+def test_an_empty_endpoint_is_the_hubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(accuracy_models, "_answers", lambda url: bool(asked.append(url)))
+    assert not HuggingFace({"HF_ENDPOINT": ""}).reachable()
+    assert asked == ["https://huggingface.co"]
 
 
 def test_the_items_are_found_from_any_folder(

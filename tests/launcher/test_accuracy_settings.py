@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_every_knob_is_read() -> None:
         "DECODE_BLOCK_SIZE": "64",
         "EXPECTED_ACCURACY": "0.5",
         "GPU_MEMORY_UTILIZATION": "0.1",
-        "MODEL_NAMES": "a/b  c/d",
+        "MODEL_NAMES": "a/b  c/d,e/f, ",
         "NUM_CONCURRENT": "7",
         "NUM_DECODE_INSTANCES": "3",
         "NUM_PREFILL_INSTANCES": "4",
@@ -58,14 +59,14 @@ def test_every_knob_is_read() -> None:
         "PREFILLER_TP_SIZE": "1",
         "PREFILL_BLOCK_SIZE": "16",
         "TOLERANCE": "0",
-        "VERIFY": "sample:0.1",
+        "VERIFY": " sample:0.1 ",
         "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
         "VLLM_KV_CACHE_LAYOUT": "HND",
-        "VLLM_SERVE_EXTRA_ARGS": "--max-model-len,8192",
+        "VLLM_SERVE_EXTRA_ARGS": "--max-model-len, 8192,",
     }
     assert env.keys() == SHAPE_KNOBS | OTHER_KNOBS
     found = parse(["--single", "--limit", "20"], env, TWO_GPUS)
-    assert found.models == ("a/b", "c/d")
+    assert found.models == ("a/b", "c/d", "e/f")
     assert (found.prefill.instances, found.decode.instances) == (4, 3)
     assert (found.prefill.tensor_parallel, found.decode.tensor_parallel) == (1, 2)
     assert (found.prefill.block_size, found.decode.block_size) == (16, 64)
@@ -118,6 +119,10 @@ def test_empty_variables_are_not_set_but_verify_may_be_left_out() -> None:
         (CPU, "VLLM_KV_CACHE_LAYOUT", "NHD", "HND, LBHNC"),
         (ONE_GPU, "DECODER_KV_LAYOUT", "DHN", "BHLNC"),
         (CPU, "NUM_CONCURRENT", "0", "from 1"),
+        (CPU, "NUM_CONCURRENT", "9" * 5000, "from 1"),
+        (CPU, "DP_EP", "1", "never data parallel"),
+        (ONE_GPU, "CROSS_LAYERS_BLOCKS", "True", "do not span layers, allowed is False"),
+        (ONE_GPU, "ENFORCE_EAGER", "0", "without CUDA graphs, allowed is 1"),
         (CPU, "VERIFY", "some", "off, sample:RATE"),
         (CPU, "VERIFY", "sample:2", "from 0 to 1"),
         (CPU, "EXPECTED_ACCURACY", "41", "from 0 up to 1"),
@@ -145,11 +150,30 @@ def test_what_is_not_allowed_is_named_with_its_value(
         (CPU, ("--sing",), "--sing: there is no such flag"),
         (CPU, ("--limit", "0"), "--limit=0: allowed is a whole number from 1"),
         (CPU, ("--limit",), "argument --limit: expected one argument: usage"),
+        (CPU, ("--limit", ""), r"--limit=\(nothing\): allowed is a whole number from 1"),
+        (CPU, ("--json", ""), "--json=: allowed is a file"),
+        (CPU, ("--json", "/"), "--json=/: allowed is a file"),
+        (CPU, ("--json", f"{__file__}/x.json"), "--json=.*: allowed is a file"),
+        (CPU, ("--log-dir", ""), "--log-dir=: allowed is a folder"),
+        (CPU, ("--log-dir", __file__), "--log-dir=.*: allowed is a folder"),
+        (CPU, ("--log-dir", f"{__file__}/logs"), "--log-dir=.*: allowed is a folder"),
     ],
 )
 def test_flags_that_are_not_allowed(machine: Machine, flags: tuple[str, ...], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         settings(machine, *flags)
+
+
+def test_files_and_folders_may_be_there_or_not(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "a" / "b"):
+        assert settings(CPU, "--log-dir", str(place)).log_dir == place
+    for file in (Path(__file__), tmp_path / "a" / "b.json"):
+        assert settings(CPU, "--json", str(file)).json_path == file
+
+
+def test_knobs_of_vllms_launcher_that_change_nothing() -> None:
+    same = {"DP_EP": "", "CROSS_LAYERS_BLOCKS": "False", "ENFORCE_EAGER": "1"}
+    assert settings(ONE_GPU, **same) == settings(ONE_GPU)
 
 
 def test_the_device_may_be_named() -> None:
@@ -180,6 +204,10 @@ def test_engines_that_share_a_gpu_must_fit_into_it() -> None:
     with pytest.raises(SettingError, match=r"GPU_MEMORY_UTILIZATION=0.6: 2 engines .* up to 0.5"):
         settings(ONE_GPU, GPU_MEMORY_UTILIZATION="0.6")
     assert settings(TWO_GPUS, GPU_MEMORY_UTILIZATION="0.9").gpus() == [("0",), ("1",)]
+    six = {"NUM_PREFILL_INSTANCES": "5"}
+    with pytest.raises(SettingError, match=r"6 engines share a GPU, allowed is up to 0.166$"):
+        settings(ONE_GPU, GPU_MEMORY_UTILIZATION="0.167", **six)
+    assert settings(ONE_GPU, GPU_MEMORY_UTILIZATION="0.166", **six).gpus() == [("0",)] * 6
 
 
 def test_gpus_are_named_as_the_environment_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +275,30 @@ def test_the_single_engine_has_no_connector(tmp_path: Path) -> None:
     assert Engine(spec, tmp_path, Ports()).kv_transfer_config() is None
     assert spec.tensor_parallel == 1
     assert spec.extra_env == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_an_engine_has_the_layout_of_its_side_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def layouts(**env: str) -> list[str | None]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        mine = job(settings(ONE_GPU, **env), tmp_path)
+        pair = pair_spec(mine)
+        specs = (*pair.prefill, *pair.decode, single_spec(mine))
+        found = [Engine(spec, tmp_path, Ports()).environment() for spec in specs]
+        return [env.get("VLLM_KV_CACHE_LAYOUT") for env in found]
+
+    assert layouts(VLLM_KV_CACHE_LAYOUT="") == [None, None, None]
+    assert layouts(VLLM_KV_CACHE_LAYOUT="NHD") == ["NHD", "NHD", None]
+    assert layouts(VLLM_KV_CACHE_LAYOUT="", DECODER_KV_LAYOUT="HND") == [None, "HND", None]
+
+
+def test_arguments_for_a_model_are_not_for_its_substitute(tmp_path: Path) -> None:
+    wanted = job(settings(VLLM_SERVE_EXTRA_ARGS="--max-model-len,8192"), tmp_path)
+    instead = replace(wanted, subject=replace(wanted.subject, instead_of="a/b"))
+    assert pair_spec(wanted).decode[0].extra_args[-2:] == ("--max-model-len", "8192")
+    assert "--max-model-len" not in pair_spec(instead).decode[0].extra_args
 
 
 def test_lm_eval_asks_the_router_and_no_hub(tmp_path: Path) -> None:

@@ -1,18 +1,27 @@
 """When a run is good: the accuracy, and that it was reached over NIXL."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
+from pd import accuracy, accuracy_run
 from pd.accuracy_eval import Evaluation, Job, Score
 from pd.accuracy_machine import Machine
 from pd.accuracy_models import Subject
 from pd.accuracy_report import Outcome, print_outcome, write_json
-from pd.accuracy_run import Part, add_up
+from pd.accuracy_run import Part, add_up, clear, run_pair
 from pd.accuracy_settings import parse
+from typing_extensions import Self
 
 SUBJECT = Subject("m", "/models/m", "recall", 0.9, 0.02)
-GOOD = {"loads_total": 10.0, "loads_verified_total": 10.0, "bytes_read_total": 1e6}
+GOOD = {
+    "loads_total": 10.0,
+    "loads_verified_total": 10.0,
+    "tokens_loaded_total": 90.0,
+    "bytes_read_total": 1e6,
+}
 
 
 def score(accuracy: float = 0.9, *, errors: int = 0, right: int = 9) -> Score:
@@ -60,6 +69,7 @@ def test_the_accuracy_is_near_the_single_engines() -> None:
         ({"tickets_missing_total": 3.0}, "3 prompts came to decode without a ticket"),
         ({"loads_total": 0.0}, "nothing was loaded over NIXL"),
         ({"bytes_read_total": 0.0}, "nothing was loaded over NIXL"),
+        ({"tokens_loaded_total": 0.0}, "nothing was loaded over NIXL"),
         ({"loads_total": 9.0}, "only 9 of 10 loads"),
         ({"loads_verified_total": 9.0}, "only 9 of 10 loads were verified"),
     ],
@@ -78,6 +88,48 @@ def test_each_rank_of_decode_loads() -> None:
     assert "only 10 of 20 loads" in outcome(DECODER_TP_SIZE="2").verdict
 
 
+@pytest.mark.parametrize(("computed", "good"), [(0, True), (10, True), (11, False)])
+def test_decode_computes_one_token_of_each_prompt(computed: int, *, good: bool) -> None:
+    found = outcome()
+    assert found.pair is not None
+    found = replace(found, pair=replace(found.pair, computed=computed))
+    assert (found.verdict == "") is good
+    assert good or found.verdict == f"decode computed {computed} tokens of 10 prompts itself"
+
+
+class FakeCluster:
+    """Two decode engines, by their URLs."""
+
+    router_url = "http://router"
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.decode = [type("E", (), {"url": f"http://decode-{number}"}) for number in range(2)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def check_alive(self) -> None:
+        pass
+
+
+def test_what_decode_computed_is_what_it_neither_had_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = {
+        "vllm:nixl_kv_loads_total": 5.0,
+        "vllm:prompt_tokens_total": 500.0,
+        "vllm:prompt_tokens_cached_total": 480.0,
+    }
+    monkeypatch.setattr(accuracy_run, "Cluster", FakeCluster)
+    monkeypatch.setattr(accuracy_run, "evaluate", lambda *_, **__: score())
+    monkeypatch.setattr(accuracy_run, "_counters", lambda _: counted)
+    part = run_pair(Job(SUBJECT, parse([], {}, Machine()), tmp_path))
+    assert (part.computed, part.counters) == (40, {"loads_total": 10.0})
+
+
 def test_what_was_not_asked_to_be_verified_need_not_be() -> None:
     counters = GOOD | {"loads_verified_total": 0.0}
     assert outcome(counters=counters, VERIFY="").verdict == ""
@@ -86,6 +138,57 @@ def test_what_was_not_asked_to_be_verified_need_not_be() -> None:
 
 def test_requests_that_were_sent_again_are_told() -> None:
     assert outcome(score(errors=1)).verdict == "1 requests failed and were sent again"
+
+
+def test_an_accuracy_that_is_compared_with_nothing_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = replace(outcome(), subject=replace(SUBJECT, expected=None))
+    assert found.verdict == ""
+    print_outcome(found)
+    assert "0.9000 was compared with NOTHING: no accuracy is known" in capsys.readouterr().out
+    print_outcome(replace(found, single=Part(score(), 1.0)))
+    assert "NOTHING" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        (
+            RuntimeError("http://decode/metrics: HTTP 500: no\nmore"),
+            "http://decode/metrics: HTTP 500: no",
+        ),
+        (httpx.ReadTimeout(""), "ReadTimeout"),
+        (KeyError("exact_match,none"), "KeyError: 'exact_match,none'"),
+        (PermissionError(13, "Permission denied"), "PermissionError: [Errno 13] Permission denied"),
+    ],
+)
+def test_trouble_with_one_model_is_its_verdict_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, verdict: str
+) -> None:
+    def run(job: Job) -> Part:
+        if job.subject.name == "bad":
+            raise error
+        return Part(score(), 1.0, GOOD)
+
+    monkeypatch.setattr(accuracy, "run_pair", run)
+    result = tmp_path / "result.json"
+    settings = parse(["--json", str(result)], {}, Machine())
+    found = [replace(SUBJECT, name=name) for name in ("bad", "good")]
+    assert accuracy.run_all(found, settings, tmp_path) == 1
+    written = json.loads(result.read_text(encoding="utf-8"))
+    assert [one["verdict"] for one in written] == [verdict, "ok"]
+
+
+def test_what_an_earlier_run_left_is_cleared(tmp_path: Path) -> None:
+    old = tmp_path / "lm-eval" / "m"
+    old.mkdir(parents=True)
+    for path in (tmp_path / "lm-eval.log", tmp_path / "decode-0.log", old / "results_1.json"):
+        path.write_text("API request failed\n", encoding="utf-8")
+    (tmp_path / "notes.txt").touch()
+    clear(tmp_path)
+    clear(tmp_path / "nowhere")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_counters_are_added_up_over_engines() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pd.accuracy_machine import Machine
 from pd.accuracy_settings import SettingError, parse
-from pd.sweep import CONFIG
+from pd.sweep import CONFIG, check
 from pd.sweep_cases import Case, chosen, load
 from pd.sweep_report import Row, print_rows, rows
 
@@ -55,6 +55,7 @@ def test_a_case_means_the_same_in_every_environment() -> None:
         ("cases: [{name: a, device: tpu}]", "a: device=tpu: allowed is cpu or cuda"),
         ("cases: [{name: a, gpus: none}]", "a: gpus=none: allowed is a whole number"),
         ("cases: [{name: a, env: {DECODE_TP: 2}}]", "a: env=DECODE_TP: allowed are ATTENTION"),
+        ("cases: [{name: a, env: [DECODER_TP_SIZE]}]", "a: env=['DECODER_TP_SIZE']: allowed is a"),
         ("cases: [{name: a}, {name: a}]", "name=a: each case needs a name of its own"),
         ("cases: [", "cannot be read"),
     ],
@@ -65,6 +66,12 @@ def test_what_is_not_allowed_is_named(tmp_path: Path, text: str, said: str) -> N
     with pytest.raises(SettingError) as raised:
         load(path)
     assert said in str(raised.value)
+
+
+def test_what_the_launcher_would_refuse_is_refused_at_once() -> None:
+    check(CASES, CPU, ["--single", "--limit", "1"])
+    with pytest.raises(SettingError, match=r"tp1-tp1: --limit=0: allowed is a whole number from 1"):
+        check(CASES, CPU, ["--limit", "0"])
 
 
 def test_some_cases_are_chosen_by_name() -> None:
