@@ -66,6 +66,7 @@ def test_accuracy_of_one_pair(tmp_path: Path) -> None:
     assert one["counters"]["bytes_read_total"] > 0
 
 
+@pytest.mark.slow  # with stubs for engines: tests/launcher/test_ending.py
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     with (tmp_path / "said").open("wb") as said:

@@ -1,6 +1,7 @@
 """Real engines of different shapes: some cells of scripts/matrix, which has all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from pd.cells import chosen
@@ -10,18 +11,15 @@ from pd.pool import Place, Pool
 
 pytestmark = pytest.mark.e2e
 
-CELLS = ("qwen3/block-128-64", "qwen3/tp-1-2", "qwen3/tp-2-1", "gemma3/same")
+CELLS = ("qwen3/block-128-64", "qwen3/tp-1-2", "qwen3/tp-2-1")
+WINDOWED = "gemma3/same"  # engines of its own; test_sharing.py has a model with windows too
 MOST_RANKS = 4
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
     """All cells in one go: the engines are shared."""
-    found: list[Outcome] = []
-    with Pool(Place("cpu", None, 0, tmp_path_factory.mktemp("shapes"))) as pool:
-        for model, cells in chosen("cpu", CELLS, gpus=0):
-            Runner(pool, model, found).run(cells, MOST_RANKS)
-    return {f"{outcome.model.name}/{outcome.cell.name}": outcome for outcome in found}
+    return run(CELLS, tmp_path_factory.mktemp("shapes"))
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -29,3 +27,17 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     outcomes: Mapping[str, Outcome], cell: str
 ) -> None:
     assert not outcomes[cell].verdict
+
+
+@pytest.mark.slow
+def test_a_model_with_sliding_windows(tmp_path: Path) -> None:
+    assert not run([WINDOWED], tmp_path)[WINDOWED].verdict
+
+
+def run(names: Sequence[str], log_dir: Path) -> Mapping[str, Outcome]:
+    """What came of these cells, by name."""
+    found: list[Outcome] = []
+    with Pool(Place("cpu", None, 0, log_dir)) as pool:
+        for model, cells in chosen("cpu", names, gpus=0):
+            Runner(pool, model, found).run(cells, MOST_RANKS)
+    return {f"{outcome.model.name}/{outcome.cell.name}": outcome for outcome in found}
