@@ -11,8 +11,8 @@ from pd.pool import Place, Pool
 
 pytestmark = pytest.mark.e2e
 
-CELLS = ("qwen3/block-128-64", "qwen3/tp-1-2", "qwen3/tp-2-1")
-WINDOWED = "gemma3/same"  # engines of its own; test_sharing.py has a model with windows too
+CELLS = ("qwen3/tp-1-2", "qwen3/tp-2-1")
+SLOW_CELLS = ("qwen3/block-128-64", "gemma3/same")  # each with engines of its own
 MOST_RANKS = 4
 
 
@@ -30,8 +30,9 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
 
 
 @pytest.mark.slow
-def test_a_model_with_sliding_windows(tmp_path: Path) -> None:
-    assert not run([WINDOWED], tmp_path)[WINDOWED].verdict
+@pytest.mark.parametrize("cell", SLOW_CELLS)
+def test_the_same_for_more_shapes(tmp_path: Path, cell: str) -> None:
+    assert not run([cell], tmp_path)[cell].verdict
 
 
 def run(names: Sequence[str], log_dir: Path) -> Mapping[str, Outcome]:
