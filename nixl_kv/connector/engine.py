@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.connector.dataplane import DataPlane
+from nixl_kv.connector.digests import Order
 from nixl_kv.connector.ledger import Ledger
 from nixl_kv.connector.results import Counts, LoadResult, Result
 from nixl_kv.connector.seldom import Seldom
@@ -192,7 +193,7 @@ class Loop:
             for action in self._handle(event):
                 self._execute(action, route)
 
-    def _is_awaited(self, order: proofs.Digest | proofs.Verify) -> bool:
+    def _is_awaited(self, order: Order) -> bool:
         if isinstance(order, proofs.Digest):
             return self._m.sender.awaits(order.prove)
         return proving.is_awaited(self._m.receiver.requests.get(order.request), order)

@@ -78,8 +78,7 @@ class Digest:
     def empty(cls, found: Sequence[Strip], end: int) -> "Digest":
         """Of nothing yet."""
         num_rows = sum(strip.num_heads for strip in found)
-        num_columns = -(-end // column(end))
-        return cls(np.zeros(num_rows, np.uint64), np.zeros(num_columns, np.uint64))
+        return cls(np.zeros(num_rows, np.uint64), np.zeros(num_columns(end), np.uint64))
 
 
 def column(end: int) -> int:
@@ -88,6 +87,11 @@ def column(end: int) -> int:
     while -(-end // tokens) > MAX_COLUMNS:
         tokens *= 2
     return tokens
+
+
+def num_columns(end: int) -> int:
+    """Of a prompt of so many tokens."""
+    return -(-end // column(end))
 
 
 def weight(row: int) -> int:
@@ -183,7 +187,7 @@ def _where(columns: npt.NDArray[np.int64], strip: Strip, end: int) -> str:
     last = min(end, (int(columns[-1]) + 1) * tokens) - 1
     return (
         f"differs in tokens {begin} to {last} (blocks {begin // size} to {last // size} "
-        f"of the request; {len(columns)} of {-(-end // tokens)} columns of {tokens} tokens)"
+        f"of the request; {len(columns)} of {num_columns(end)} columns of {tokens} tokens)"
     )
 
 
