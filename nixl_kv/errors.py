@@ -2,12 +2,13 @@
 
 The type says whose fault it was, because that decides what happens next: a ConfigError stops the
 start, IncompatiblePeer and RemoteProtocolError cost the peer's requests a recompute,
-TransportError costs the transfer, DigestError the proof, and a LocalProtocolError is a bug of ours.
+TransportError costs the transfer, DigestError the comparison, and a LocalProtocolError is a bug of
+ours.
 """
 
 
 class NixlKVError(Exception):
-    """Base of all of them; nothing else leaves this package on purpose."""
+    """The base of all of them; nothing else leaves this package on purpose."""
 
 
 class ConfigError(NixlKVError):

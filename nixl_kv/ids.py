@@ -6,7 +6,7 @@ All random ones are 128 bits from the operating system: they are never guessed a
 import hashlib
 import secrets
 from collections.abc import Iterable
-from typing import NewType
+from typing import Final, NewType
 
 EngineId = NewType("EngineId", str)
 """One vLLM engine, as its operator or vLLM named it. Survives a restart."""
@@ -21,7 +21,7 @@ Nonce = NewType("Nonce", str)
 """One finished prefill on offer: 32 hex digits, made by the prefill scheduler."""
 
 Claim = NewType("Claim", str)
-"""One attempt of a decode engine to take an offer: 32 hex digits, shared by its ranks."""
+"""One attempt of a decode engine to read an offer: 32 hex digits, shared by its ranks."""
 
 Rank = NewType("Rank", int)
 """A worker inside its engine, 0 to pp * tp - 1, pipeline stage major."""
@@ -29,7 +29,13 @@ Rank = NewType("Rank", int)
 Generation = NewType("Generation", bytes)
 """16 random bytes that stand in a slot for as long as a grant holds."""
 
-GENERATION_BYTES = 16
+Endpoint = NewType("Endpoint", str)
+"""An address of the control plane, such as `tcp://10.0.0.1:5600`; IPv6 literals have brackets."""
+
+GENERATION_BYTES: Final = 16
+
+ANY_INCARNATION: Final = Incarnation("0" * 32)
+"""Whatever incarnation. No engine has it, since theirs are random, and no ticket."""
 
 
 def new_incarnation() -> Incarnation:
@@ -43,7 +49,7 @@ def new_nonce() -> Nonce:
 
 
 def new_claim() -> Claim:
-    """A name for one attempt to take an offer."""
+    """A name for one attempt to read an offer."""
     return Claim(secrets.token_hex(16))
 
 
@@ -56,12 +62,22 @@ def engine_incarnation(ranks: Iterable[Incarnation]) -> Incarnation:
     """The engine's incarnation, derived from those of its ranks in rank order.
 
     Each worker makes its own, because no channel leads from the scheduler to a worker before the
-    first step; the engine lives anew as soon as one of them does.
+    first step; the engine has a new life as soon as one of them has.
     """
     digest = hashlib.blake2b("".join(ranks).encode(), digest_size=16)
     return Incarnation(digest.hexdigest())
 
 
-def shown(secret: str) -> str:
-    """The first digits of a nonce or claim, for logs."""
+def short(secret: str) -> str:
+    """The first digits of a nonce, claim or incarnation, for logs."""
     return secret[:8]
+
+
+def endpoint_at(host: str, port: int) -> Endpoint:
+    """The endpoint of an IP literal and a port."""
+    return Endpoint(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+
+
+def endpoint_host(endpoint: str) -> str:
+    """The host of an endpoint, without brackets."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")

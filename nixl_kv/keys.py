@@ -111,15 +111,15 @@ def _read(path: str | Path) -> tuple[str | None, bytes]:
         os.close(descriptor)
 
 
-def _obstacle(found: os.stat_result) -> str | None:
+def _obstacle(status: os.stat_result) -> str | None:
     """Why an opened file is not to be trusted, or its content already known to others."""
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISREG(found.st_mode):
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
         return "it is no regular file"
     if mode not in MODES:
         return f"its mode is {mode:04o}"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"its owner is the user {found.st_uid}"
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"its owner is the user {status.st_uid}"
     return None
 
 

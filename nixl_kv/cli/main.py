@@ -1,22 +1,34 @@
 """The console script `nixl-kv`.
 
 Exit status of `plan`: 0 if decode can read prefill, 1 if it cannot, 2 if the question makes no
-sense; of `keygen`: 0, or 2 if no key was written.
+sense; of `status`: 0 if all ranks answered, 1 if some did not, 2 if the engine did not; of
+`keygen`: 0, or 2 if no key was written.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from nixl_kv.cli import engines, models, picture, tables
-from nixl_kv.cli.figures import Comparison, compare
-from nixl_kv.cli.options import EngineOptions, ModelOptions, OutputOptions, takes_records
+from nixl_kv.cli import comparison_report, model_config, running, status_report
+from nixl_kv.cli.comparison import Comparison, compare
+from nixl_kv.cli.engines import Engine, engine_from_description, engine_from_numbers
+from nixl_kv.cli.options import (
+    EngineOptions,
+    ModelOptions,
+    OutputOptions,
+    StatusOptions,
+    with_options_of_records,
+)
 from nixl_kv.errors import ConfigError, IncompatiblePeer
 from nixl_kv.keys import write_key_file
 
 CANNOT: Final = 1
+NO_ANSWER: Final = 1
 NONSENSE: Final = 2
 
 app = typer.Typer(
@@ -33,20 +45,44 @@ def main() -> None:
 
 
 @app.command()
-@takes_records
-def plan(model: ModelOptions, two: EngineOptions, output: OutputOptions) -> None:
+@with_options_of_records
+def plan(model: ModelOptions, engines: EngineOptions, output: OutputOptions) -> None:
     """Show who reads what from whom, and in how many pieces.
 
     Two engines are given by numbers, or run and are asked. Nothing is transferred.
     """
-    try:
-        found = _answer(model, two, output)
-    except (ValueError, IncompatiblePeer) as error:
-        typer.echo(f"error: {error}", err=True)
-        refused = isinstance(error, IncompatiblePeer)
-        raise typer.Exit(CANNOT if refused else NONSENSE) from error
-    if found.mismatches:
+    with _errors_exit():
+        prefill, decode = _engines(model, engines)
+        comparison = compare(decode, prefill, output.tokens)
+        if output.json:
+            record = comparison_report.comparison_as_json(comparison, prefill, decode)
+            typer.echo(json.dumps(record, indent=2))
+        else:
+            comparison_report.print_comparison(comparison, prefill, decode)
+        if output.svg and comparison.pairs:
+            _draw(output.svg, comparison, prefill, decode)
+    if comparison.mismatches:
         raise typer.Exit(CANNOT)
+
+
+@app.command()
+@with_options_of_records
+def status(options: StatusOptions) -> None:
+    """Show what a running engine is doing, and what happened to a request.
+
+    Prints the peers, links, offers and loads of each rank, and what each waits for.
+    """
+    with _errors_exit():
+        keys = running.read_keys(options.key_file)
+        description = running.describe_at(options.at, option="--at", keys=keys)
+    answers = running.rank_statuses(description, keys, options.request or "")
+    if options.json:
+        record = status_report.status_as_json(description, answers)
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        status_report.print_status(description, answers, options.request)
+    if any(isinstance(answer, Exception) for _, answer in answers):
+        raise typer.Exit(NO_ANSWER)
 
 
 @app.command()
@@ -54,11 +90,8 @@ def keygen(
     path: Annotated[Path, typer.Argument(help="A new file; never one that exists already.")],
 ) -> None:
     """Make the key that prefill and decode engines share."""
-    try:
+    with _errors_exit():
         keys = write_key_file(path)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(NONSENSE) from error
     typer.echo(
         f"{path} has a new key, with the fingerprint {keys.fingerprint}. Whoever can read this "
         "file can do what an engine can.\n\n"
@@ -70,32 +103,70 @@ def keygen(
     )
 
 
-def _answer(model: ModelOptions, two: EngineOptions, output: OutputOptions) -> Comparison:
-    """Print it, and draw it if that is asked for."""
-    prefill, decode = _engines(model, two)
-    found = compare(decode, prefill, output.tokens)
-    if output.json:
-        typer.echo(json.dumps(tables.as_json(found, prefill, decode), indent=2))
-    else:
-        tables.print_comparison(found, prefill, decode)
-    if output.svg and found.links:
-        try:
-            output.svg.write_text(picture.draw(found, prefill, decode), encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--svg {output.svg}: {error}") from error
-    return found
+@contextlib.contextmanager
+def _errors_exit() -> Iterator[None]:
+    """Print an error, and end the program with its status."""
+    try:
+        yield
+    except (ValueError, ConfigError, IncompatiblePeer) as error:
+        typer.echo(f"error: {error}", err=True)
+        code = CANNOT if isinstance(error, IncompatiblePeer) else NONSENSE
+        raise typer.Exit(code) from error
 
 
-def _engines(model: ModelOptions, two: EngineOptions) -> tuple[engines.Engine, engines.Engine]:
-    """Prefill and decode."""
-    if engines.running(two):
-        engines.check_no_model(model)
-        return (
-            engines.asked(str(two.prefill_at), option="--prefill-at", key_file=two.key_file),
-            engines.asked(str(two.decode_at), option="--decode-at", key_file=two.key_file),
+def _engines(model: ModelOptions, engines: EngineOptions) -> tuple[Engine, Engine]:
+    """Prefill and decode.
+
+    Raises:
+        ValueError: names the option that is missing, or too many, or wrong.
+    """
+    numbers = engines.prefill, engines.decode
+    addresses = engines.prefill_at, engines.decode_at
+    if all(addresses) and not any(numbers):
+        _check_no_model(model)
+        keys = running.read_keys(engines.key_file)
+        prefill, decode = (
+            running.describe_at(str(where), option=option, keys=keys)
+            for where, option in zip(addresses, ("--prefill-at", "--decode-at"), strict=True)
         )
-    shape = models.model_shape(model)
+        return engine_from_description(prefill), engine_from_description(decode)
+    if not all(numbers) or any(addresses):
+        raise ValueError(
+            "allowed: --prefill and --decode with a model's numbers, "
+            "or --prefill-at and --decode-at"
+        )
+    shape, blocks = model_config.model_shape(model), engines.blocks
     return (
-        engines.planned(str(two.prefill), shape, option="--prefill", blocks=two.blocks),
-        engines.planned(str(two.decode), shape, option="--decode", blocks=two.blocks),
+        engine_from_numbers(str(numbers[0]), shape, option="--prefill", blocks=blocks),
+        engine_from_numbers(str(numbers[1]), shape, option="--decode", blocks=blocks),
     )
+
+
+def _check_no_model(options: ModelOptions) -> None:
+    """Running engines know their model.
+
+    Raises:
+        ValueError: names the first option of a model.
+    """
+    given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
+    if given:
+        option = given[0].replace("_", "-")
+        raise ValueError(f"--{option} is given; allowed: no model's numbers with running engines")
+
+
+def _draw(path: Path, comparison: Comparison, prefill: Engine, decode: Engine) -> None:
+    """Write the picture.
+
+    Raises:
+        ValueError: if it cannot be written, or matplotlib is missing.
+    """
+    try:
+        from nixl_kv.cli import drawing  # noqa: PLC0415 - matplotlib: a second, and an extra
+
+        path.write_text(drawing.draw(comparison, prefill, decode), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--svg {path}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--svg needs {error.name}: install the extra `plot`, pip install 'nixl_kv[plot]'"
+        ) from error

@@ -1,14 +1,14 @@
 """The options of the commands, as records.
 
-A command takes a few records; typer wants one parameter for each option. `takes_records` turns the
-one into the other: each field of each record becomes an option.
+A command has a few records as parameters; typer wants one parameter for each option.
+`with_options_of_records` turns the one into the other: each field of each record is an option.
 """
 
 import functools
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -78,7 +78,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What is to be said, and how."""
+    """What is printed or drawn, and how."""
 
     tokens: Annotated[
         int | None,
@@ -88,13 +88,32 @@ class OutputOptions:
             "Default: 16384, or what the caches have room for.",
         ),
     ] = None
-    svg: Annotated[Path | None, _output(help="Draw it into this file.")] = None
+    svg: Annotated[
+        Path | None, _output(help="Draw it into this file; needs the extra nixl_kv[plot].")
+    ] = None
     json: Annotated[bool, _output("--json", help="Print JSON, with all figures as numbers.")] = (
         False
     )
 
 
-def takes_records(command: Command) -> Command:
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """A running engine, and what to print of it."""
+
+    at: Annotated[
+        str, Option(metavar="HOST:PORT", help="Where the engine is described, as it logs at start.")
+    ]
+    key_file: Annotated[Path | None, Option(help="The key of the engine, if it has one.")] = None
+    request: Annotated[
+        str | None,
+        Option(
+            metavar="ID", help="Also tell what happened to the requests whose id contains this."
+        ),
+    ] = None
+    json: Annotated[bool, Option("--json", help="Print JSON, with all fields.")] = False
+
+
+def with_options_of_records(command: Command) -> Command:
     """A function that typer can read, which calls the command with its records."""
     records = typing.get_type_hints(command)
     del records["return"]
@@ -116,8 +135,12 @@ def takes_records(command: Command) -> Command:
 
 def _parameters(record: type) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(record, include_extras=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
     return [
-        inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
         for field in fields(record)
     ]

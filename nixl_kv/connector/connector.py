@@ -24,10 +24,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from nixl_kv.connector import translate
-from nixl_kv.connector.commands import StepCommands
+from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
+from nixl_kv.connector.vllm_config import (
+    required_layout,
+)
 from nixl_kv.connector.worker import Worker
 from nixl_kv.errors import LocalProtocolError
 
@@ -49,39 +51,39 @@ class _SchedulerHooks:
 
     def on_new_request(self, request: Request) -> None:
         """On arrival, before anything is allocated."""
-        self._scheduler.arrived(request)
+        self._scheduler.on_arrival(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """For each waiting request, in each step until it is allocated."""
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self._scheduler.count_matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
         """After each allocation of a waiting request, so also a second time, after its load."""
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.on_allocation(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Once a step, also an empty one."""
-        return self._scheduler.step(scheduler_output)
+        return self._scheduler.on_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """After each step, with what all workers have reported."""
-        self._scheduler.sent(connector_output.finished_sending or ())
+        self._scheduler.on_offers_ended(connector_output.finished_sending)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """For models with one cache group, by versions of vLLM that tell them apart."""
-        return self._scheduler.finished(request, (block_ids,))
+        return self._scheduler.on_finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """On every end of a request, also an abort."""
-        return self._scheduler.finished(request, block_ids)
+        return self._scheduler.on_finish(request, block_ids)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """After all workers have registered; vLLM 0.33 calls it again after a wake-up."""
@@ -117,8 +119,8 @@ class _WorkerHooks:
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward of each step, which `start_load_kv` is not."""
-        if isinstance(connector_metadata, StepCommands):
-            self._worker.swap(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            self._worker.on_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads were handed over with the step's metadata."""
@@ -136,7 +138,7 @@ class _WorkerHooks:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """At the end of each step."""
-        return self._worker.results()
+        return self._worker.pop_results()
 
 
 class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, SupportsHMA):
@@ -165,7 +167,7 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What either role has counted since the last step."""
-        return (self._scheduler_role or self._worker).stats()
+        return (self._scheduler_role or self._worker).pop_stats()
 
     def shutdown(self) -> None:
         """At the end of the process, if vLLM gets to it."""
@@ -174,7 +176,7 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The physical order to ask for; vLLM warns and goes on if a backend cannot have it."""
-        return translate.required_layout(vllm_config)
+        return required_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -193,8 +195,8 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
 
 def _log_like_vllm() -> None:
     """Use vLLM's handlers and level, which it gives only to loggers under its own name."""
-    ours, theirs = logging.getLogger("nixl_kv"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = theirs.propagate
+    logger, vllm_logger = logging.getLogger("nixl_kv"), logging.getLogger("vllm")
+    if not logger.handlers:
+        logger.handlers = list(vllm_logger.handlers)
+        logger.setLevel(vllm_logger.level)
+        logger.propagate = vllm_logger.propagate

@@ -1,138 +1,173 @@
 """The scheduler's side of decode: which requests load KV, and into which blocks."""
 
-import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from vllm.v1.request import Request
-
-from nixl_kv.connector.translate import context_extras
-from nixl_kv.connector.trust import Trust
+from nixl_kv.connector.block_pinning import table_bytes
+from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.geometry import blocks
 from nixl_kv.ids import Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import Ticket, context_hash
-
-logger = logging.getLogger(__name__)
+from nixl_kv.protocol.ticket import Ticket
 
 REMEMBER_S: Final = 600.0
 """How long a used nonce is remembered here. Later than that prefill denies it anyway."""
 
 
 @dataclass
-class _Incoming:
-    """A request with a ticket that holds."""
+class _Load:
+    """A request with a valid ticket."""
 
-    ticket: Ticket
-    local: int = 0  # tokens that vLLM found in its own cache, by its last question
-    loading: bool = False
+    num_tokens: int  # to be loaded at most: all but the last of the prompt
+    local: int = 0  # tokens that vLLM has in its own cache, by its last question
+    is_started: bool = False
 
 
 class DecodeScheduler:
     """Decides loads. `entry_sizes` are the tokens per block table entry, per group."""
 
-    def __init__(self, entry_sizes: Sequence[int], trust: Trust, *, verify: float = 0.0) -> None:
-        """Begin with nothing to load. `verify` is the share of loads that are verified."""
-        self._verify = verify
+    def __init__(
+        self,
+        entry_sizes: Sequence[int],
+        check: Callable[[Ticket], None],
+        *,
+        verify: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """Start with nothing to load.
+
+        Args:
+            entry_sizes: see above.
+            check: raises RemoteProtocolError for a ticket that is not to be trusted.
+            verify: the share of loads that are verified.
+            clock: monotonic seconds.
+            draw: a random number from 0 to 1 (excluded), for that share.
+        """
         self._entry_sizes = entry_sizes
-        self._trust = trust
-        self._incoming: dict[RequestId, _Incoming] = {}
+        self._check_trust = check
+        self._verify = verify
+        self._clock = clock
+        self._draw = draw
+        self._loads: dict[RequestId, _Load] = {}
         self._used: OrderedDict[Nonce, float] = OrderedDict()
         self._commands: list[events.Command] = []
 
-    def arrived(self, request: Request, params: object) -> None:
+    def on_arrival(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
         """A request brings a ticket: ask for its blocks at once, so that they wait for it.
 
+        Args:
+            prompt: of the request.
+            params: what the client sent as `kv_transfer_params`.
+            is_rejected: vLLM's frontend has refused it, and put another prompt in its place: it
+                only releases its offer.
+
         Raises:
-            RemoteProtocolError: if the ticket does not hold; the request is computed here.
+            RemoteProtocolError: if the ticket is not valid; the request is computed here.
         """
         ticket = Ticket.parse(params)
-        self._trust.check(ticket)  # before anything is connected to where it leads
-        request_id = RequestId(request.request_id)
-        if getattr(request, "abort_immediately", False):
-            # Refused by the frontend, with another prompt in its place: only release the offer.
-            self._commands += [events.Fetch(request_id, ticket, new_claim())]
-            self._commands += [events.Drop(request_id)]
+        self._check_trust(ticket)  # before anything is connected to where it leads
+        prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
+        if is_rejected:
+            self._commands += [prepare, events.CancelLoad(prompt.request)]
             return
-        self._check(request, ticket)
-        self._used[Nonce(ticket.nonce)] = time.monotonic()
-        self._incoming[request_id] = _Incoming(ticket)
-        self._commands.append(events.Fetch(request_id, ticket, new_claim()))
+        self._check(prompt, ticket)
+        self._used[ticket.nonce] = self._clock()
+        self._loads[prompt.request] = _Load(min(ticket.num_tokens, prompt.num_tokens - 1))
+        self._commands.append(prepare)
 
-    def matched(self, request: Request, local: int) -> tuple[int, bool]:
-        """How many tokens to load beyond the `local` ones. May be asked often, changes nothing.
+    def count_matched(self, request: RequestId, local: int) -> tuple[int, bool]:
+        """How many tokens to load beyond the `local` ones. May be asked often, starts nothing.
 
         At most all but the last of the prompt: that one is computed here, for its logits.
         """
-        incoming = self._incoming.get(RequestId(request.request_id))
-        if incoming is None or incoming.loading:
+        load = self._loads.get(request)
+        if load is None or load.is_started:
             return 0, False
-        incoming.local = local
-        load = min(incoming.ticket.num_tokens, request.num_prompt_tokens - 1) - local
-        return (load, True) if load > 0 else (0, False)
+        load.local = local
+        num_tokens = load.num_tokens - local
+        return (num_tokens, True) if num_tokens > 0 else (0, False)
 
-    def allocated(self, request: Request, tables: Sequence[Sequence[int]], load: int) -> None:
+    def on_allocation(
+        self, request: RequestId, tables: Sequence[Sequence[int]], num_tokens: int
+    ) -> None:
         """The request has blocks. Only its first allocation decides: load, or release prefill.
 
         Args:
             request: of vLLM.
             tables: its whole block table, for each group that is transferred.
-            load: the tokens to be loaded, 0 for none.
+            num_tokens: to be loaded, 0 for none.
         """
-        request_id = RequestId(request.request_id)
-        incoming = self._incoming.get(request_id)
-        if incoming is None or incoming.loading:
+        load = self._loads.get(request)
+        if load is None or load.is_started:
             return
-        if load == 0:
-            self._release(request_id)
+        if num_tokens == 0:
+            self._release(request)
             return
-        incoming.loading = True
-        begin, end = incoming.local, incoming.local + load
-        spans = [blocks.entries(begin, load, size) for size in self._entry_sizes]
-        wanted = [
-            blocks.to_bytes(blocks.block_ids(table[span.start : span.stop]))
-            for table, span in zip(tables, spans, strict=True)
-        ]
-        verify = random.random() < self._verify  # noqa: S311 - one decision for all ranks
-        self._commands.append(events.Load(request_id, begin, end, tuple(wanted), verify))
+        load.is_started = True
+        spans = [blocks.entries(load.local, num_tokens, size) for size in self._entry_sizes]
+        self._commands.append(
+            events.StartLoad(
+                request,
+                load.local,
+                load.local + num_tokens,
+                tuple(
+                    table_bytes(table[span.start : span.stop])
+                    for table, span in zip(tables, spans, strict=True)
+                ),
+                verify=self._draw() < self._verify,  # one decision for all ranks
+            )
+        )
 
-    def finished(self, request: Request) -> None:
-        """A request is over, perhaps before it loaded, or while it does."""
-        request_id = RequestId(request.request_id)
-        if request_id in self._incoming:
-            self._release(request_id)
+    def on_finish(self, request: RequestId) -> None:
+        """A request is over, perhaps before its load, or during it."""
+        if request in self._loads:
+            self._release(request)
 
-    def take(self) -> list[events.Command]:
+    def pop_commands(self) -> list[events.Command]:
         """The commands for the next step."""
         commands, self._commands = self._commands, []
         return commands
 
-    def _release(self, request_id: RequestId) -> None:
-        """A drop of what was loaded and reported long ago does nothing."""
-        del self._incoming[request_id]
-        self._commands.append(events.Drop(request_id))
+    def _release(self, request: RequestId) -> None:
+        """To cancel what was loaded and reported long ago does nothing."""
+        del self._loads[request]
+        self._commands.append(events.CancelLoad(request))
 
-    def _check(self, request: Request, ticket: Ticket) -> None:
+    def _check(self, prompt: Prompt, ticket: Ticket) -> None:
         """A ticket is good for one request, and for its own prompt."""
-        nonce = Nonce(ticket.nonce)
         self._forget_used()
-        if nonce in self._used:
+        if ticket.nonce in self._used:
             raise RemoteProtocolError("kv_transfer_params: nonce was used before")
-        if ticket.num_tokens > request.num_prompt_tokens:
+        if ticket.num_tokens > prompt.num_tokens:
             raise RemoteProtocolError(
                 f"kv_transfer_params: num_tokens is {ticket.num_tokens}; "
-                f"allowed: up to the prompt's {request.num_prompt_tokens}"
+                f"allowed: up to the prompt's {prompt.num_tokens}"
             )
-        context = context_hash(nonce, request.prompt_token_ids, context_extras(request))
-        if context != ticket.context:
+        if prompt.context(ticket.nonce) != ticket.context:
             raise RemoteProtocolError("kv_transfer_params: context is another prompt's")
 
     def _forget_used(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         while self._used and next(iter(self._used.values())) + REMEMBER_S < now:
             self._used.popitem(last=False)
+
+
+class NoDecode(DecodeScheduler):
+    """An engine that only prefills: it loads nothing, and refuses who brings a ticket."""
+
+    def on_arrival(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
+        """Refuse.
+
+        Raises:
+            RemoteProtocolError: always.
+        """
+        del prompt, params, is_rejected
+        raise RemoteProtocolError(
+            "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
+        )

@@ -1,20 +1,17 @@
 """The scheduler's side of prefill: which requests are offered, and with which ticket."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
-
-from nixl_kv.connector.holds import NULL_BLOCK, PromptBlocks
-from nixl_kv.connector.pressure import Pressure
-from nixl_kv.connector.translate import context_extras
-from nixl_kv.connector.trust import Trust
-from nixl_kv.ids import Incarnation, Nonce, RequestId, new_nonce
+from nixl_kv.connector.block_pinning import NULL_BLOCK, PinnedBlocks
+from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.prompt import Prompt
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import Ticket, context_hash
+from nixl_kv.protocol.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +20,25 @@ logger = logging.getLogger(__name__)
 class Address:
     """What every ticket of this life of the engine says."""
 
-    engine: str
+    engine: EngineId
     incarnation: Incarnation
     host: str
     port: int
 
 
+@dataclass(frozen=True)
+class Progress:
+    """A request in a step: how many tokens were computed before it, and are after it."""
+
+    request: RequestId
+    before: int
+    after: int
+
+
 @dataclass
-class _Offered:
-    request: Request
+class _Offer:
+    request: RequestId
+    num_tokens: int
     nonce: Nonce
     context: str
     tables: tuple[bytes, ...] = ()  # as prepared; empty until the prompt's last step
@@ -40,107 +47,116 @@ class _Offered:
 class PrefillScheduler:
     """Makes offers, from the blocks of vLLM's cache manager."""
 
-    def __init__(self, pressure: Pressure, trust: Trust) -> None:
-        """Begin with nothing on offer; `address` and `blocks` are set before any request."""
-        self._pressure = pressure
-        self._trust = trust
-        self._offered: dict[RequestId, _Offered] = {}
+    def __init__(self, quota: OfferQuota, seal: Callable[[Ticket], Ticket]) -> None:
+        """Start with nothing on offer; `address` and `blocks` are set before any request.
+
+        Args:
+            quota: of the blocks that offers may hold.
+            seal: adds a ticket's MAC.
+        """
+        self._quota = quota
+        self._seal = seal
+        self._offers: dict[RequestId, _Offer] = {}
         self._commands: list[events.Command] = []
         self.address: Address | None = None
-        self.blocks: PromptBlocks | None = None
+        self.blocks: PinnedBlocks | None = None
 
-    def arrived(self, request: Request) -> None:
+    def on_arrival(self, prompt: Prompt) -> None:
         """A request asks to be decoded elsewhere. Its nonce is made now; nobody knows it yet."""
         nonce = new_nonce()
-        context = context_hash(nonce, request.prompt_token_ids, context_extras(request))
-        self._offered[RequestId(request.request_id)] = _Offered(request, nonce, context)
+        context = prompt.context(nonce)
+        self._offers[prompt.request] = _Offer(prompt.request, prompt.num_tokens, nonce, context)
 
-    def scheduled(self, output: SchedulerOutput) -> None:
+    def on_step(self, preempted: Iterable[RequestId], scheduled: Iterable[Progress]) -> None:
         """Tell the workers of the requests whose prompt this step completes, with their blocks."""
-        self.release(output.preempted_req_ids or ())
-        for new in output.scheduled_new_reqs:
-            self._prepare(output, new.req_id, new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._prepare(output, request, computed)
+        self.on_end(preempted)
+        for progress in scheduled:
+            offer = self._offers.get(progress.request)
+            if offer is not None and self.blocks is not None:
+                self._prepare(offer, progress, self.blocks)
 
-    def finished(
-        self, request: Request, tables: Sequence[Sequence[int]]
+    def on_finish(
+        self, request: RequestId, tables: Sequence[Sequence[int]], *, obstacle: str
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: pin its blocks and hand out its ticket, or withdraw the offer.
 
         Args:
             request: of vLLM.
             tables: its block table, for each group that is transferred.
+            obstacle: why its KV is not complete, in words; empty if it is.
         """
-        offered = self._offered.pop(RequestId(request.request_id), None)
-        if offered is None:
+        offer = self._offers.pop(request, None)
+        if offer is None:
             return False, None
-        address, obstacle = self.address, self._obstacle(offered, tables)
-        if address is None or obstacle is not None:
-            logger.info("request %s is not offered: %s", request.request_id, obstacle)
-            self._commands.append(events.Withdraw(offered.nonce))
-            self.release([request.request_id])
+        obstacle = obstacle or self._obstacle(offer, tables)
+        if obstacle or self.address is None:
+            logger.info("request %s is not offered: %s", request, obstacle)
+            self._commands.append(events.WithdrawOffer(offer.nonce))
+            self.on_end([request])
             return False, None
-        self._commands.append(events.Offer(offered.nonce, RequestId(request.request_id)))
-        self._press(offered, tables)
+        self._commands.append(events.PublishOffer(offer.nonce, request))
+        self._enforce_quota(offer, tables)
         ticket = Ticket(
-            remote_engine_id=address.engine,
-            remote_host=address.host,
-            remote_port=address.port,
-            incarnation=address.incarnation,
-            nonce=offered.nonce,
-            num_tokens=request.num_prompt_tokens,
-            context=offered.context,
+            remote_engine_id=self.address.engine,
+            remote_host=self.address.host,
+            remote_port=self.address.port,
+            incarnation=self.address.incarnation,
+            nonce=offer.nonce,
+            num_tokens=offer.num_tokens,
+            context=offer.context,
         )
-        return True, self._trust.seal(ticket).params()
+        return True, self._seal(ticket).params()
 
-    def release(self, requests: Iterable[str]) -> None:
+    def on_end(self, requests: Iterable[RequestId]) -> None:
         """Offers have ended, or their blocks were taken away: nothing is held for them."""
         requests = list(requests)
-        self._pressure.ended(requests)
+        self._quota.remove(requests)
         if self.blocks is not None:
-            self.blocks.release_all(requests)
+            self.blocks.unpin(requests)
 
-    def take(self) -> list[events.Command]:
+    def pop_commands(self) -> list[events.Command]:
         """The commands for the next step."""
         commands, self._commands = self._commands, []
         return commands
 
-    def _press(self, offered: _Offered, tables: Sequence[Sequence[int]]) -> None:
-        """Another offer holds blocks: older ones may have to go."""
-        held = {block for table in tables for block in table} - {NULL_BLOCK}
-        self._pressure.offer(RequestId(offered.request.request_id), offered.nonce, held)
-        self._commands += [events.Revoke(nonce) for nonce in self._pressure.revocable()]
-
-    def _prepare(self, output: SchedulerOutput, request_id: str, computed: int) -> None:
-        offered = self._offered.get(RequestId(request_id))
-        if offered is None or self.blocks is None:
+    def _prepare(self, offer: _Offer, progress: Progress, blocks: PinnedBlocks) -> None:
+        blocks.pin(offer.request, offer.num_tokens)
+        if not progress.before < offer.num_tokens <= progress.after:
             return
-        prompt = offered.request.num_prompt_tokens
-        completes = computed < prompt <= computed + output.num_scheduled_tokens[request_id]
-        self.blocks.hold(RequestId(request_id), prompt)
-        if not completes:
-            return
-        offered.tables = self.blocks.tables(RequestId(request_id), prompt)
+        offer.tables = blocks.tables(offer.request, offer.num_tokens)
         self._commands.append(
-            events.Prepare(
-                offered.nonce, RequestId(request_id), offered.context, prompt, offered.tables
+            events.PrepareOffer(
+                offer.nonce, offer.request, offer.context, offer.num_tokens, offer.tables
             )
         )
 
-    def _obstacle(self, offered: _Offered, tables: Sequence[Sequence[int]]) -> str | None:
-        """Why a finished request cannot be offered."""
-        request = offered.request
+    def _enforce_quota(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> None:
+        """Another offer holds blocks: older ones may have to end."""
+        held = {block for table in tables for block in table} - {NULL_BLOCK}
+        self._quota.add(offer.request, offer.nonce, held)
+        self._commands += [events.RevokeOffer(nonce) for nonce in self._quota.pop_excess()]
+
+    def _obstacle(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
+        """Why a request whose KV is complete cannot be offered; empty if it can."""
         if self.address is None:
             return "this engine is not described yet"
-        if request.status not in (
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-            RequestStatus.FINISHED_STOPPED,
-        ):
-            return f"it ended as {request.status}"
-        if request.num_computed_tokens < request.num_prompt_tokens or not offered.tables:
-            return f"{request.num_computed_tokens} of {request.num_prompt_tokens} tokens computed"
-        if self.blocks is None or self.blocks.changed(offered.tables, tables):
+        if not offer.tables:
+            return "its prompt was not computed in a step"
+        if self.blocks is None or self.blocks.have_changed(offer.tables, tables):
             return "its blocks changed since its prompt was computed"
-        return None
+        return ""
+
+
+class NoPrefill(PrefillScheduler):
+    """An engine that only decodes: it offers nothing, and refuses who asks for that."""
+
+    def on_arrival(self, prompt: Prompt) -> None:
+        """Refuse.
+
+        Raises:
+            RemoteProtocolError: always.
+        """
+        del prompt
+        raise RemoteProtocolError(
+            "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
+        )

@@ -1,7 +1,7 @@
-"""The scheduler role: sends each request to the prefill or the decode side, and publishes.
+"""The scheduler role: sends each request to prefill or decode, and describes the engine.
 
 vLLM ends the engine for an exception from any of these hooks, so what a client sent never raises
-beyond `arrived`.
+beyond `on_arrival`.
 """
 
 import logging
@@ -13,20 +13,28 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from nixl_kv.connector import translate
-from nixl_kv.connector.commands import Handshake, StepCommands
-from nixl_kv.connector.decode import DecodeScheduler
-from nixl_kv.connector.holds import PromptBlocks
-from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.connector.pressure import Pressure
-from nixl_kv.connector.publisher import Publisher
-from nixl_kv.connector.shards import shape
+from nixl_kv.connector.block_pinning import PinnedBlocks
+from nixl_kv.connector.decode import DecodeScheduler, NoDecode
+from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
+from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.prefill import Address, NoPrefill, PrefillScheduler
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.trust import Trust
+from nixl_kv.connector.vllm_config import (
+    model_facts,
+    obstacle_to_offer,
+    pagings,
+    parallel_shape,
+    parse_config,
+    progress,
+    prompt_of,
+    request_ids,
+)
 from nixl_kv.errors import RemoteProtocolError, TransportError
-from nixl_kv.ids import Incarnation, engine_incarnation
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import WIRE_VERSION, Description, decode_rank
+from nixl_kv.protocol.messages import decode_rank
+from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
+from nixl_kv.transfer.trust import Trust
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +46,19 @@ class Scheduler:
         """Check the configuration; nothing listens before the workers have described themselves."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._config = translate.config(vllm_config)
+        self._config = parse_config(vllm_config)
         self._trust = Trust.of(self._config)
+        self._pagings = pagings(kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._pagings = translate.pagings(kv_cache_config)
+        self._is_prefill = bool(transfer.is_kv_producer)
+        quota = OfferQuota(kv_cache_config.num_blocks, self._config.offer_share)
+        prefill = PrefillScheduler if transfer.is_kv_producer else NoPrefill
+        self._prefill = prefill(quota, self._trust.seal)
         sizes = [paging.block_size for paging in self._pagings]
-        pressure = Pressure(kv_cache_config.num_blocks, self._config.offer_share)
-        self._prefill = PrefillScheduler(pressure, self._trust) if transfer.is_kv_producer else None
-        verify = self._config.verify
-        decode = DecodeScheduler(sizes, self._trust, verify=verify)
-        self._decode = decode if transfer.is_kv_consumer else None
-        self._publisher: Publisher | None = None
-        self._siblings: list[events.Siblings] = []  # until the next step takes them to the workers
+        decode = DecodeScheduler if transfer.is_kv_consumer else NoDecode
+        self._decode = decode(sizes, self._trust.check, verify=self._config.verify)
+        self._directory: DirectoryServer | None = None
+        self._next_step: list[events.Command] = []
         self._stats = Stats()
         if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
             logger.warning(
@@ -59,137 +68,123 @@ class Scheduler:
             )
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """Take the cache manager: offers are made from its block tables."""
-        if self._prefill is not None:
-            self._prefill.blocks = PromptBlocks(kv_cache_manager, self._pagings)
+        """Keep the cache manager: offers are made from its block tables."""
+        self._prefill.blocks = PinnedBlocks(kv_cache_manager, self._pagings)
 
-    def sent(self, requests: Iterable[str]) -> None:
-        """The workers have reported these offers as ended."""
-        if self._prefill is not None:
-            self._prefill.release(requests)
+    def on_offers_ended(self, requests: Iterable[str] | None) -> None:
+        """All workers have reported these offers as ended."""
+        self._prefill.on_end(request_ids(requests))
 
-    def arrived(self, request: Request) -> None:
-        """A request is new. A ticket that does not hold costs a log line and a counter."""
-        params = request.kv_transfer_params
+    def on_arrival(self, request: Request) -> None:
+        """A request is new. A ticket that is not valid costs a log line and a counter."""
         try:
-            self._sort(request, params)
+            self._dispatch(request, request.kv_transfer_params)
         except RemoteProtocolError as error:
             self._stats.count("tickets_refused")
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
-    def matched(self, request: Request, local: int) -> tuple[int, bool]:
-        """See `DecodeScheduler.matched`."""
-        return (0, False) if self._decode is None else self._decode.matched(request, local)
+    def count_matched(self, request: Request, local: int) -> tuple[int, bool]:
+        """See `DecodeScheduler.count_matched`."""
+        return self._decode.count_matched(RequestId(request.request_id), local)
 
-    def allocated(self, request: Request, tables: Sequence[list[int]], load: int) -> None:
-        """See `DecodeScheduler.allocated`; `tables` are those of all groups."""
-        if self._decode is not None:
-            self._decode.allocated(request, self._select(tables), load)
+    def on_allocation(self, request: Request, tables: Sequence[list[int]], num_tokens: int) -> None:
+        """See `DecodeScheduler.on_allocation`; `tables` are those of all groups."""
+        request_id = RequestId(request.request_id)
+        self._decode.on_allocation(request_id, self._select(tables), num_tokens)
 
-    def step(self, output: SchedulerOutput) -> StepCommands:
+    def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """The commands of this step, in the order in which things happened."""
-        commands = StepCommands(list(self._siblings))
-        self._siblings.clear()
-        if self._prefill is not None:
-            self._prefill.scheduled(output)
-            commands.commands += self._prefill.take()
-        if self._decode is not None:
-            commands.commands += self._decode.take()
-        return commands
+        preempted = request_ids(output.preempted_req_ids)
+        self._prefill.on_step(preempted, progress(output))
+        commands, self._next_step = self._next_step, []
+        return StepMetadata(
+            [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()]
+        )
 
-    def finished(
+    def on_finish(
         self, request: Request, tables: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether to keep the blocks, and the ticket for them; `tables` are those of all groups."""
-        if self._decode is not None:
-            self._decode.finished(request)
-        if self._prefill is None:
-            return False, None
-        return self._prefill.finished(request, self._select(tables))
+        request_id = RequestId(request.request_id)
+        self._decode.on_finish(request_id)
+        return self._prefill.on_finish(
+            request_id, self._select(tables), obstacle=obstacle_to_offer(request)
+        )
 
-    def publish(self, handshakes: Mapping[tuple[int, int], Handshake]) -> None:
+    def publish(self, handshakes: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
         """The workers' parts are here, by (pp, tp) rank: for each other, and for peers."""
         if not handshakes:
             return
-        ranks = tuple(decode_rank(handshakes[key].rank_description) for key in sorted(handshakes))
-        self._siblings = [events.Siblings(tuple(rank.layout for rank in ranks))]
-        engine = self._vllm_config.kv_transfer_config.engine_id
-        incarnation = engine_incarnation(Incarnation(rank.incarnation) for rank in ranks)
-        publisher = self._publisher = self._publisher or self._listen()
-        publisher.publish(
-            Description(
-                WIRE_VERSION,
-                incarnation,
-                engine,
-                translate.model_facts(self._vllm_config),
-                shape(self._vllm_config),
-                ranks,
-            )
+        ranks = [decode_rank(handshakes[key].rank_description) for key in sorted(handshakes)]
+        self._next_step = [events.SetEngineLayouts(tuple(rank.layout for rank in ranks))]
+        description = describe_engine(
+            self._vllm_config.kv_transfer_config.engine_id,
+            model_facts(self._vllm_config),
+            parallel_shape(self._vllm_config),
+            ranks,
         )
-        address = Address(engine, incarnation, publisher.host, publisher.port)
-        if self._prefill is not None:
-            self._prefill.address = address
+        if self._directory is None:
+            self._directory = self._listen()
+            self._directory.start()
+        self._directory.publish(description)
+        self._prefill.address = Address(
+            description.engine,
+            description.incarnation,
+            self._directory.host,
+            self._directory.port,
+        )
         logger.info(
             "engine %s is described at %s:%d; it has %s",
-            engine,
-            address.host,
-            address.port,
+            description.engine,
+            self._directory.host,
+            self._directory.port,
             self._trust,
         )
 
-    def stats(self) -> Stats | None:
+    def pop_stats(self) -> Stats | None:
         """What was counted since the last step."""
-        if self._stats.is_empty():
-            return None
         stats, self._stats = self._stats, Stats()
-        return stats
+        return None if stats.is_empty() else stats
 
     def stop(self) -> None:
         """Stop listening."""
-        if self._publisher is not None:
-            self._publisher.stop()
+        if self._directory is not None:
+            self._directory.stop()
 
-    def _sort(self, request: Request, params: object) -> None:
-        """By what it asks for, and by what this engine is.
+    def _dispatch(self, request: Request, params: object) -> None:
+        """By what a request asks for.
 
         Raises:
-            RemoteProtocolError: if the parameters do not hold.
+            RemoteProtocolError: if the parameters are not valid.
         """
         if params is None:
             self._note_plain(request)
         elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:
-            if self._prefill is None:
-                raise RemoteProtocolError(
-                    "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
-                )
-            self._prefill.arrived(request)
-        elif self._decode is not None:
-            self._decode.arrived(request, params)
+            self._prefill.on_arrival(prompt_of(request))
         else:
-            raise RemoteProtocolError(
-                "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
-            )
+            is_rejected = bool(getattr(request, "abort_immediately", False))
+            self._decode.on_arrival(prompt_of(request), params, is_rejected=is_rejected)
 
     def _note_plain(self, request: Request) -> None:
         """On an engine that only decodes, a request without parameters is worth a line."""
-        if self._prefill is None:
+        if not self._is_prefill:
             self._stats.count("tickets_missing")
             logger.info(
                 "request %s is computed here: it has no kv_transfer_params", request.request_id
             )
 
-    def _listen(self) -> Publisher:
+    def _listen(self) -> DirectoryServer:
         """Tickets name this port. An engine that only decodes is asked by tools alone."""
         port = self._config.port
         # Data-parallel engines of one host have a port each.
         port = port and port + self._vllm_config.parallel_config.data_parallel_index
         control = self._trust.control()
         try:
-            return Publisher(self._config.host, port, control)
+            return DirectoryServer(control, self._config.host, port)
         except TransportError:
-            if self._prefill is not None:
+            if self._is_prefill:
                 raise
-            return Publisher(self._config.host, 0, control)
+            return DirectoryServer(control, self._config.host, 0)
 
     def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The groups that are transferred."""

@@ -4,6 +4,7 @@ Workers and the scheduler fill a `Stats` each step; vLLM adds them up and shows 
 """
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,8 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from nixl_kv.protocol import events
+
 COUNTERS: Final = {
-    "loads": "Requests whose KV was read from a prefill engine, every byte proven held.",
+    "loads": "Requests whose KV was read from a prefill engine, every byte while it was held.",
     "loads_verified": "Of these: with bytes that are prefill's, by a digest.",
     "load_failures": "Requests whose KV could not be read; recomputed or failed by policy.",
     "load_failures_denied": "Of these: prefill had no such offer (used, expired, revoked).",
@@ -66,8 +69,37 @@ class Stats(KVConnectorStats):
         """Add to a counter."""
         self.data[name] = self.data.get(name, 0) + amount
 
-    def transferred(self, seconds: float) -> None:
-        """Note how long one load's reads took, from the first post to the slot's proof."""
+    def count_commands(self, commands: Iterable[events.Command]) -> None:
+        """Count what a step hands to the transfer engine."""
+        for command in commands:
+            if isinstance(command, events.PublishOffer):
+                self.count("offers")
+
+    def count_results(self, results: Iterable[events.Result]) -> None:
+        """Count what the transfer engine has reported."""
+        for result in results:
+            match result:
+                case events.LoadEnded():
+                    self._count_load(result)
+                case events.OfferEnded():
+                    self.count(f"offers_{result.end.value}")
+                case events.Counts():
+                    for name, amount in result.counts.items():
+                        self.count(name, amount)
+
+    def _count_load(self, load: events.LoadEnded) -> None:
+        if load.failure is not None:
+            self.count("load_failures")
+            self.count(f"load_failures_{load.failure.kind.value}")
+            return
+        self.count("loads")
+        if load.verified:
+            self.count("loads_verified")
+        self.count("tokens_loaded", load.num_tokens)
+        for read in load.reads:
+            self.count("bytes_read", read.num_bytes)
+            self.count("descriptors", read.num_runs)
+        seconds = max((read.seconds for read in load.reads), default=0.0)
         self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
 
     def reset(self) -> None:
@@ -85,12 +117,12 @@ class Stats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """The numbers of vLLM's log line."""
-        shown: dict[str, int | float] = {n: v for n, v in self.data.items() if n in COUNTERS}
+        numbers: dict[str, int | float] = {n: v for n, v in self.data.items() if n in COUNTERS}
         seconds = self.data.get(TRANSFER_SECONDS, [])
         if seconds:
-            shown["median transfer ms"] = round(statistics.median(seconds) * 1000, 2)
-            shown["GB/s"] = round(self.data.get("bytes_read", 0) / sum(seconds) / 1e9, 2)
-        return shown
+            numbers["median transfer ms"] = round(statistics.median(seconds) * 1000, 2)
+            numbers["GB/s"] = round(self.data.get("bytes_read", 0) / sum(seconds) / 1e9, 2)
+        return numbers
 
     def is_empty(self) -> bool:
         """Whether nothing happened."""
@@ -115,7 +147,7 @@ class PromMetrics(KVConnectorPromMetrics):
         self._seconds = create_metric_per_engine(
             self._histogram_cls(
                 name="vllm:nixl_kv_transfer_seconds",
-                documentation="Seconds from the first read posted to the proof that it holds.",
+                documentation="Seconds from the first read posted until all data has landed.",
                 buckets=_BUCKETS,
                 labelnames=self._labelnames,
             ),

@@ -1,21 +1,30 @@
-"""The worker role: swaps commands and results with the transfer thread on vLLM's step thread."""
+"""The worker role: swaps commands and results with the transfer engine on vLLM's step thread."""
 
 import logging
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.utils.network_utils import get_ip
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from nixl_kv.connector import translate
-from nixl_kv.connector.caches import cache_layout
-from nixl_kv.connector.commands import Handshake, StepCommands
-from nixl_kv.connector.reports import Reports
-from nixl_kv.connector.setup import build
+from nixl_kv.connector.kv_layout import cache_layout
+from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.thread import TransferThread
+from nixl_kv.connector.vllm_config import (
+    check_supported,
+    model_facts,
+    parse_config,
+    worker_rank,
+)
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import encode_rank
+from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.trust import Trust
+from nixl_kv.transport.base import Transport
+from nixl_kv.transport.connection_limit import is_local
 
 logger = logging.getLogger(__name__)
 
@@ -25,23 +34,23 @@ class Worker:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         """Check the configuration; nothing starts before the cache exists."""
-        translate.check_supported(vllm_config, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._thread: TransferThread | None = None
-        self._handshake: Handshake | None = None
-        self._reports = Reports()
+        self._engine: TransferEngine | None = None
+        self._handshake: HandshakeMetadata | None = None
+        self._stats = Stats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the cache and start the transfer thread; again after a wake-up, as a new life.
+        """Register the cache and start the transfer engine; again after a wake-up, as a new life.
 
         Raises:
             NixlKVError: if the cache cannot be served, or NIXL or a socket fails.
         """
         self.stop()
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._thread = TransferThread(partial(build, self._vllm_config, layout))
-        self._handshake = Handshake(self._thread.start().description)
+        self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
+        self._handshake = HandshakeMetadata(encode_rank(self._engine.start()))
         logger.info(
             "registered %.2f GiB of KV cache: %d layers, %d blocks of %d tokens, %s",
             sum(span.length for span in layout.spans) / 2**30,
@@ -51,28 +60,74 @@ class Worker:
             layout.element,
         )
 
-    def handshake(self) -> Handshake | None:
+    def handshake(self) -> HandshakeMetadata | None:
         """What the scheduler publishes of this rank."""
         return self._handshake
 
-    def swap(self, step: StepCommands) -> None:
+    def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""
-        self._reports.expect(step.commands)
-        if self._thread is not None:
-            self._thread.submit(step.commands)
+        if self._engine is not None:
+            self._engine.submit(step.commands)
+            self._stats.count_commands(step.commands)
 
-    def results(self) -> KVConnectorTransferResults:
+    def pop_results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""
-        if self._thread is not None:
-            self._reports.note(self._thread.take())
-        return self._reports.take()
+        results = [] if self._engine is None else self._engine.pop_results()
+        self._stats.count_results(results)
+        return transfer_results(results)
 
-    def stats(self) -> Stats | None:
+    def pop_stats(self) -> Stats | None:
         """What was counted since the last step."""
-        return self._reports.take_stats()
+        stats, self._stats = self._stats, Stats()
+        return None if stats.is_empty() else stats
 
     def stop(self) -> None:
-        """End the transfer thread."""
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
+        """End the transfer engine."""
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine = None
+
+
+def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
+    """What this worker's transfer engine is made of; to be called in a worker only.
+
+    All ranks get the same configuration, but the ranks of one engine may run on several nodes:
+    where the configured host is not this node's, the rank listens on an address of its own node.
+
+    Raises:
+        ConfigError: if the key file is not one.
+    """
+    config = parse_config(vllm_config)
+    transfer = vllm_config.kv_transfer_config
+
+    def make_transport() -> Transport:
+        from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - only where it is used
+
+        return nixl_transport(config)
+
+    return RankSpec(
+        engine=transfer.engine_id,
+        rank=worker_rank(vllm_config),
+        layout=layout,
+        model=model_facts(vllm_config),
+        config=config,
+        host=config.host if is_local(config.host) else get_ip(),
+        is_prefill=transfer.is_kv_producer,
+        is_decode=transfer.is_kv_consumer,
+        make_transport=make_transport,
+        make_control=Trust.of(config).control,
+    )
+
+
+def transfer_results(results: Iterable[events.Result]) -> KVConnectorTransferResults:
+    """As vLLM wants them: what failed is a part of what was received."""
+    transferred = KVConnectorTransferResults()
+    for result in results:
+        match result:
+            case events.LoadEnded():
+                transferred.finished_recving.add(result.request)
+                if result.failure is not None:
+                    transferred.failed_recving.add(result.request)
+            case events.OfferEnded():
+                transferred.finished_sending.add(result.request)
+    return transferred

@@ -1,1 +1,1 @@
-"""Pure arithmetic: which bytes a rank holds, and which of them a peer must read."""
+"""Pure arithmetic: which bytes of KV a rank has, and which of them it reads from a peer."""

@@ -1,22 +1,21 @@
-"""Why two engines cannot exchange KV, in words.
+"""Why two engines cannot exchange KV.
 
-Nothing is guessed and nothing is hashed together: each differing field is named with both values,
-so that the person who reads the log knows which flag to change. How the engines are cut (tensor
-and pipeline parallel sizes, block sizes, physical orders, how layers are grouped) may differ.
+Each field that differs is named with both values, so that the person who reads the log knows which
+flag to change. Nothing is guessed, and nothing is hidden in a hash. What may differ: tensor and
+pipeline parallel sizes, block sizes, physical orders, the grouping of layers.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
-from nixl_kv.geometry.blocks import num_stretches
+from nixl_kv.geometry.blocks import num_token_segments
 from nixl_kv.geometry.layout import WINDOW_EDGE, CacheLayout, Group, Region
 from nixl_kv.geometry.runs import Heads
 
-MAX_STRETCHES: Final = 512
-"""Into how many stretches two block sizes may cut tokens before the edges of both meet again."""
-
-_Ranges: TypeAlias = tuple[Heads, ...]
+MAX_TOKEN_SEGMENTS: Final = 512
+"""Into how many token segments two block sizes may cut one period."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,12 @@ class Mismatch:
     remote: object
 
     def __str__(self) -> str:
-        """As it stands in a log line."""
+        """The text for a log line."""
         return f"{self.field} is {self.local!r} here and {self.remote!r} there"
 
 
 def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:
-    """Compare what the engines say of their models, field by field."""
+    """Compare two engines' facts about their models, field by field."""
     names = sorted(set(local) | set(remote))
     return [
         Mismatch(name, local.get(name), remote.get(name))
@@ -42,26 +41,28 @@ def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> lis
     ]
 
 
-def mismatches(local: Sequence[CacheLayout], remote: Sequence[CacheLayout]) -> list[Mismatch]:
-    """Every reason why an engine cannot read another, in the order of what explains most.
+def layout_mismatches(
+    local: Sequence[CacheLayout], remote: Sequence[CacheLayout]
+) -> list[Mismatch]:
+    """Every reason why one engine cannot read another; what explains most comes first.
 
     Args:
-        local: the caches of all ranks of this engine.
-        remote: the caches of all ranks of the other one.
+        local: the layouts of all ranks of this engine.
+        remote: the layouts of all ranks of the other engine.
     """
     mine, theirs = _layers(local), _layers(remote)
-    found = _differing("KV cache dtype", _elements(local), _elements(remote))
-    only = [sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())]
-    if any(only):
-        found.append(Mismatch("what only one side has of the layers", _few(only[0]), _few(only[1])))
-    by_words: dict[Mismatch, list[str]] = {}
+    mismatches = _compare("KV cache dtype", _elements(local), _elements(remote))
+    unmatched = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
+    if any(unmatched):
+        mismatches.append(Mismatch("layer that one side lacks", *map(_shorten, unmatched)))
+    layers: dict[Mismatch, list[str]] = {}
     for layer in sorted(mine.keys() & theirs.keys()):
         for mismatch in _layer_mismatches(mine[layer], theirs[layer]):
-            by_words.setdefault(mismatch, []).append(layer)
-    for mismatch, names in sorted(by_words.items(), key=lambda item: min(item[1])):
-        words = f"{mismatch.field} of {_few(sorted(names))}"
-        found.append(Mismatch(words, mismatch.local, mismatch.remote))
-    return found
+            layers.setdefault(mismatch, []).append(layer)
+    for mismatch, names in sorted(layers.items(), key=lambda item: min(item[1])):
+        field = f"{mismatch.field} of {_shorten(sorted(names))}"
+        mismatches.append(Mismatch(field, mismatch.local, mismatch.remote))
+    return mismatches
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,13 @@ class _Kind:
 
 @dataclass
 class _Layer:
-    """A layer in one engine: what all its ranks hold of it."""
+    """A layer in one engine, from all of its ranks."""
 
     kinds: set[_Kind]
-    heads: _Ranges
+    heads: tuple[Heads, ...]
 
     def add(self, region: Region, group: Group) -> None:
-        """Another rank holds this."""
+        """Add what another rank has of the layer."""
         lengths = tuple(part.content for part in region.parts)
         self.kinds.add(_Kind(lengths, group.block_size, group.entry_size, group.window))
         merged: list[Heads] = []
@@ -95,59 +96,51 @@ class _Layer:
 
 
 def _layers(layouts: Sequence[CacheLayout]) -> dict[str, _Layer]:
-    found: dict[str, _Layer] = {}
+    layers: dict[str, _Layer] = {}
     for layout in layouts:
         for group in layout.groups:
             for region in group.regions:
-                found.setdefault(region.layer, _Layer(set(), ())).add(region, group)
-    return found
+                layers.setdefault(region.layer, _Layer(set(), ())).add(region, group)
+    return layers
 
 
 def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
-    pairs = [(here, there) for here in mine.kinds for there in theirs.kinds]
-    return [
-        *(
-            m
-            for here, there in pairs
-            for m in _differing("bytes per head", here.lengths, there.lengths)
-        ),
-        *_differing("number of KV heads", _number(mine.heads), _number(theirs.heads)),
-        *(m for pair in pairs for m in (*_windows(*pair), *_block_sizes(*pair))),
-    ]
+    pairs = list(itertools.product(mine.kinds, theirs.kinds))
+    lengths = [_compare("bytes per head", here.lengths, there.lengths) for here, there in pairs]
+    heads = _compare("number of KV heads", _count_heads(mine.heads), _count_heads(theirs.heads))
+    blocks = [_block_mismatches(here, there) for here, there in pairs]
+    return list(itertools.chain(*lengths, heads, *blocks))
 
 
-def _differing(field: str, mine: object, theirs: object) -> list[Mismatch]:
+def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
     return [] if mine == theirs else [Mismatch(field, mine, theirs)]
 
 
-def _windows(mine: _Kind, theirs: _Kind) -> list[Mismatch]:
-    """Prefill must keep at least what decode looks at."""
-    enough = not theirs.window or 0 < mine.window <= theirs.window
-    return [] if enough else [Mismatch("sliding window", mine.window or None, theirs.window)]
-
-
-def _block_sizes(mine: _Kind, theirs: _Kind) -> list[Mismatch]:
-    found = []
-    if num_stretches(mine.block_size, theirs.block_size) > MAX_STRETCHES:
-        words = "block size, whose edges hardly ever meet,"
-        found.append(Mismatch(words, mine.block_size, theirs.block_size))
-    # Decode fills its blocks from their first token on: prefill must have kept that.
+def _block_mismatches(mine: _Kind, theirs: _Kind) -> list[Mismatch]:
+    mismatches = []
+    # Prefill must keep all tokens that decode looks back at.
+    if theirs.window and not 0 < mine.window <= theirs.window:
+        mismatches.append(Mismatch("sliding window", mine.window or None, theirs.window))
+    if num_token_segments(mine.block_size, theirs.block_size) > MAX_TOKEN_SEGMENTS:
+        field = f"block size (makes more than {MAX_TOKEN_SEGMENTS} token segments)"
+        mismatches.append(Mismatch(field, mine.block_size, theirs.block_size))
+    # Decode fills its blocks from their first token on, so prefill must have kept that token.
     if theirs.window and WINDOW_EDGE % mine.entry_size and theirs.entry_size % mine.entry_size:
-        words = f"block size, which must divide {WINDOW_EDGE} or prefill's for a sliding window,"
-        found.append(Mismatch(words, mine.entry_size, theirs.entry_size))
-    return found
+        field = f"block size (for a sliding window it must divide {WINDOW_EDGE} or prefill's)"
+        mismatches.append(Mismatch(field, mine.entry_size, theirs.entry_size))
+    return mismatches
 
 
 def _elements(layouts: Sequence[CacheLayout]) -> str:
     return ", ".join(sorted({name for layout in layouts for name in layout.element.split(", ")}))
 
 
-def _number(heads: _Ranges) -> object:
-    """Where some are missing, which there are: half-open ranges."""
+def _count_heads(heads: tuple[Heads, ...]) -> object:
+    """The number of heads; or, where some are missing, the ranges of those that are there."""
     return heads[0][1] if len(heads) == 1 and heads[0][0] == 0 else heads
 
 
-def _few(layers: Sequence[str]) -> str:
-    """The first of them by name, the others by number."""
+def _shorten(layers: Sequence[str]) -> str:
+    """The name of the first layer, and the number of the others."""
     more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
     return f"{layers[0]}{more}" if layers else "nothing"

@@ -1,15 +1,15 @@
-"""Where each byte of KV lives on one rank, as bases and strides.
+"""Where each byte of KV is on one rank, as base addresses and strides.
 
-Every element of KV is (layer, part, head, token), where a part is K, or V, or both in one piece
-where they are never apart (as in a latent cache). A rank keeps the element at
+An element of KV is (layer, part, head, token). A part is K, or V, or both in one piece where they
+are never apart (as in a latent cache). A rank keeps the element at
 
     region.base + part.offset + block * block_stride + head * head_stride + slot * token_stride
 
-with `block` from the request's block table at `token // block_size`, `slot = token % block_size`
-and `head` counted from the region's first. `part.length` bytes stand there in one piece; the rest
-of the part, if it has more of them, in pieces `part.stride` bytes apart.
+where `block` is the entry of the request's block table at `token // block_size`, `slot` is
+`token % block_size`, and `head` counts from the region's first head. `part.length` bytes are there
+in one piece. If the part has more pieces, each is `part.stride` bytes after the one before.
 
-That one formula covers all of these, told apart by numbers alone, never by a backend's name:
+This one formula covers all of the following. Only numbers tell them apart, never a backend's name:
 
     vLLM's packed view [B, H, N, K+V] in any physical order   V's offset is K's length
     separate K and V, [2, B, H, N, D]                         V's offset is half of the tensor
@@ -18,7 +18,7 @@ That one formula covers all of these, told apart by numbers alone, never by a ba
     K transposed within the block, [B, H, D, N]               K has D pieces of one element, and a
                                                               token_stride of its own
 
-These records come from peers too, so each checks its own numbers and raises ValueError.
+These records also come from peers. So each checks its own numbers, and raises ValueError.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,13 @@ MAX_ADDRESS = 2**63
 MAX_COUNT = 2**31
 
 WINDOW_EDGE = 256
-"""Prefill keeps what a sliding window needs from a multiple of this many tokens on."""
+"""Prefill keeps what a sliding window needs, from a multiple of this many tokens on."""
 
 Memory = Literal["VRAM", "DRAM"]
 
 
-def _check(name: str, value: int, *, low: int = 1, high: int) -> None:
+def check_range(name: str, value: int, *, low: int = 1, high: int) -> None:
+    """Raise ValueError unless `low <= value < high`."""
     if not low <= value < high:
         raise ValueError(f"{name} is {value}; allowed: {low} to {high - 1}")
 
@@ -42,7 +43,7 @@ def _check(name: str, value: int, *, low: int = 1, high: int) -> None:
 class Part:
     """A part of one head's content of one token: `count` pieces of `length` bytes.
 
-    The first is at `offset`, the others follow `stride` bytes apart. A `token_stride` of 0 means
+    The first piece is at `offset`; the pieces are `stride` bytes apart. A `token_stride` of 0 means
     the region's.
     """
 
@@ -54,11 +55,11 @@ class Part:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _check("part offset", self.offset, low=0, high=MAX_ADDRESS)
-        _check("part length", self.length, high=MAX_COUNT)
-        _check("part count", self.count, high=1 << 16)
-        _check("part stride", self.stride, low=0, high=MAX_ADDRESS)
-        _check("part token_stride", self.token_stride, low=0, high=MAX_ADDRESS)
+        check_range("part offset", self.offset, low=0, high=MAX_ADDRESS)
+        check_range("part length", self.length, high=MAX_COUNT)
+        check_range("part count", self.count, high=1 << 16)
+        check_range("part stride", self.stride, low=0, high=MAX_ADDRESS)
+        check_range("part token_stride", self.token_stride, low=0, high=MAX_ADDRESS)
 
     @property
     def content(self) -> int:
@@ -70,8 +71,9 @@ class Part:
 class Region:
     """One layer's KV on one rank. All strides are bytes; heads are counted over the whole model.
 
-    Where it is `opaque`, only its own kernel knows which bytes of a head's block are which token's:
-    strides and parts say no more than which bytes the block has. It is moved, and looked at, whole.
+    In an `opaque` region, only the layer's own kernel knows which bytes of a head's block belong to
+    which token. Its strides and parts say only which bytes a block has. Such a block is read, and
+    compared, as a whole.
     """
 
     layer: str
@@ -86,12 +88,12 @@ class Region:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _check("base", self.base, high=MAX_ADDRESS)
+        check_range("base", self.base, high=MAX_ADDRESS)
         for name in ("block_stride", "head_stride", "token_stride"):
-            _check(name, getattr(self, name), high=MAX_ADDRESS)
-        _check("first_head", self.first_head, low=0, high=1 << 16)
-        _check("num_heads", self.num_heads, high=1 << 16)
-        _check("number of parts", len(self.parts), high=9)
+            check_range(name, getattr(self, name), high=MAX_ADDRESS)
+        check_range("first_head", self.first_head, low=0, high=1 << 16)
+        check_range("num_heads", self.num_heads, high=1 << 16)
+        check_range("number of parts", len(self.parts), high=9)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -103,14 +105,22 @@ class Region:
         """Bytes of one head of one token, all parts together."""
         return sum(part.content for part in self.parts)
 
+    def head_offset(self, head: int) -> int:
+        """Bytes from the base to this head of the model."""
+        return (head - self.first_head) * self.head_stride
+
+    def token_stride_of(self, part: Part) -> int:
+        """Bytes from one token to the next in this part."""
+        return part.token_stride or self.token_stride
+
 
 @dataclass(frozen=True)
 class Group:
     """Layers that share one block table; a pipeline stage may have none of them.
 
     `block_size` (in tokens) and `num_blocks` are those of the regions. Where vLLM's block table
-    counts larger blocks, each of them is `blocks_per_entry` consecutive ones of ours. Of tokens
-    that lie `window` or more before the last one nothing is kept; 0 means that all are.
+    counts larger blocks, each entry is `blocks_per_entry` consecutive blocks of a region. Of a
+    prompt, tokens that are `window` or more before the last one are not kept; 0 means: all are.
     """
 
     block_size: int
@@ -121,15 +131,15 @@ class Group:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _check("block_size", self.block_size, high=1 << 20)
-        _check("num_blocks", self.num_blocks, high=MAX_COUNT)
-        _check("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
-        _check("number of regions", len(self.regions), low=0, high=1 << 14)
-        _check("window", self.window, low=0, high=MAX_COUNT)
+        check_range("block_size", self.block_size, high=1 << 20)
+        check_range("num_blocks", self.num_blocks, high=MAX_COUNT)
+        check_range("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
+        check_range("number of regions", len(self.regions), low=0, high=1 << 14)
+        check_range("window", self.window, low=0, high=MAX_COUNT)
 
     @property
     def num_entries(self) -> int:
-        """How many different ids a block table may hold."""
+        """How many different ids a block table may have."""
         return self.num_blocks // self.blocks_per_entry
 
     @property
@@ -147,15 +157,15 @@ class Span:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        _check("span address", self.address, high=MAX_ADDRESS)
-        _check("span length", self.length, high=MAX_ADDRESS)
+        check_range("span address", self.address, high=MAX_ADDRESS)
+        check_range("span length", self.length, high=MAX_ADDRESS)
 
 
 @dataclass(frozen=True)
 class CacheLayout:
     """The whole KV cache of one rank.
 
-    `device` is the ordinal of the device that holds the memory, 0 for DRAM; `element` names the
+    `device` is the ordinal of the device that has the memory, 0 for DRAM; `element` names the
     stored type.
     """
 
@@ -166,12 +176,12 @@ class CacheLayout:
     spans: tuple[Span, ...]
 
     def __post_init__(self) -> None:
-        """Check the numbers, and that every block of every region lies in one span."""
-        _check("number of groups", len(self.groups), high=65)
-        _check("device", self.device, low=0, high=1 << 10)
+        """Check the numbers, and that every block of every region is inside one span."""
+        check_range("number of groups", len(self.groups), high=65)
+        check_range("device", self.device, low=0, high=1 << 10)
         num_regions = sum(len(group.regions) for group in self.groups)
-        # Each region is looked for in all spans.
-        _check("regions times spans", (num_regions + 1) * len(self.spans), low=0, high=1 << 20)
+        # The check below compares each region with all spans.
+        check_range("regions times spans", (num_regions + 1) * len(self.spans), low=0, high=1 << 20)
         for group in self.groups:
             for region in group.regions:
                 self._check_inside(group, region)
@@ -194,7 +204,7 @@ def extent(region: Region, group: Group) -> int:
             part.offset
             + part.length
             + (part.count - 1) * part.stride
-            + (group.block_size - 1) * (part.token_stride or region.token_stride)
+            + (group.block_size - 1) * region.token_stride_of(part)
             for part in region.parts
         )
     )

@@ -1,20 +1,21 @@
-"""What to copy from one peer rank, as maximal contiguous runs.
+"""What to copy from one remote rank, as maximal contiguous runs.
 
-`plan(local, remote)` is made once per peer rank: it finds the runs that every block is made of,
-and describes all blocks at once by one strided row per run and side. `Plan.reads` is made once per
-request: it only turns block ids into indices into those rows.
+`plan(local, remote)` is called once per remote rank. It finds the runs that every block consists
+of, and describes all blocks at once by one strided row per run and side. `Plan.reads` is called
+once per request. It only turns block ids into indices into those rows.
 
 A row is (address, length, device, stride, count): `count` pieces of `length` bytes, `stride` bytes
 apart, one piece per block. The pieces of all rows are numbered in row order, and a request names
-the ones it wants by number. Where a row is dense (stride == length) on both sides, pieces of
+the pieces that it reads by number. Where a row is dense (stride == length) on both sides, pieces of
 neighbouring blocks are neighbours in memory, and merge.
 
-How it is put together: regions of one layer meet (`Meeting`); layers of a group whose blocks are
-equally far apart are a `Bundle`; a `Lane` is a bundle's rows for one stretch of tokens.
+A plan is put together in three steps. The local and the remote region of a layer have an `Overlap`.
+Layers of a group whose blocks are equally far apart make an `OverlapGroup`. The rows of an overlap
+group for one token segment are `PagedRows`.
 
-Where the two sides' blocks are of different sizes, each stretch of tokens between two edges
-(`blocks.stretches`) has rows of its own; or, where all tokens of the cache stand in one line, a
-dense row of finer pieces, several for each block.
+Where the two sides have different block sizes, each token segment (`blocks.token_segments`) has
+rows of its own. But where all tokens of the cache are in one line, one dense row of smaller pieces,
+several for each block, is enough.
 """
 
 import math
@@ -25,33 +26,37 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.blocks import BlockIds, Stretch, Table, stretches
+from nixl_kv.geometry.blocks import BlockIds, BlockTable, TokenSegment, token_segments
 from nixl_kv.geometry.layout import CacheLayout, Group, Region
-from nixl_kv.geometry.runs import Bundle, Heads, Ints, bundles
+from nixl_kv.geometry.runs import Heads, Ints, OverlapGroup, group_overlaps
 
 Rows = npt.NDArray[np.uint64]
-"""Shape (n, 5), uint64: address, length, device, stride, count."""
+"""Shape (n, 5), uint64; the columns are ADDRESS, LENGTH, DEVICE, STRIDE, COUNT."""
+
+ADDRESS, LENGTH, DEVICE, STRIDE, COUNT = range(5)
+"""The columns of rows: the address of the first piece, the bytes of a piece, the device's ordinal,
+the bytes from one piece to the next, the number of pieces."""
 
 Share = Mapping[str, Heads]
-"""What one rank reads from another: for each layer a range of heads that both hold."""
+"""What one rank reads from another: for each layer a range of heads that both have."""
 
 MAX_INDEX = 2**31 - 1
 MAX_ROWS = 1 << 20
-"""In one list: where blocks hardly ever meet, small caches have more rows than blocks."""
+"""In one list. Where block sizes have few common edges, a small cache has more rows than blocks."""
 
 
-class Scratch:
-    """Memory for indices, for one request after the other.
+class IndexBuffer:
+    """Memory for the indices of one request after another.
 
-    For thousands of blocks, the kernel's fresh pages cost ten times what the arithmetic does.
+    For thousands of blocks, fresh pages from the kernel cost ten times as much as the arithmetic.
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without memory."""
         self._memory = np.empty(0, dtype=np.int32)
 
-    def take(self, count: int) -> BlockIds:
-        """Room for so many indices; what was taken before is overwritten."""
+    def reserve(self, count: int) -> BlockIds:
+        """Room for `count` indices. It overwrites the indices of the last call."""
         if count > len(self._memory):
             self._memory = np.empty(2 * count, dtype=np.int32)
         return self._memory[:count]
@@ -59,33 +64,33 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Reads:
-    """One request's transfer: equally long int32 index arrays into the two lists of rows."""
+    """One request's transfer: int32 index arrays of equal length into the two lists of rows."""
 
     local: BlockIds
     remote: BlockIds
     num_bytes: int
-    num_runs: int  # maximal contiguous runs, which is what the link sees
+    num_runs: int  # maximal contiguous runs: what the link transfers
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Rows that move the same stretches of tokens, by the numbers of their first pieces."""
+class PagedRows:
+    """Rows that move the same token segment. Pairs are (local, remote)."""
 
-    groups: tuple[int, int]  # numbers of the local and of the remote group
-    stretch: Stretch
+    groups: tuple[int, int]  # the numbers of the groups
+    segment: TokenSegment
     per_block: tuple[int, int]  # pieces of a row for each block
-    first: tuple[BlockIds, BlockIds]
-    stretch_bytes: int
-    dense_rows: int
+    first: tuple[BlockIds, BlockIds]  # for each row the number of its first piece
+    segment_bytes: int
+    dense_rows: int  # how many of the rows are dense on both sides
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to read one rank's share of what a peer rank and this one have in common."""
+    """How to read one rank's share of what a remote rank and this one have in common."""
 
     local: Rows
     remote: Rows
-    lanes: tuple[Lane, ...]
+    paged_rows: tuple[PagedRows, ...]
     groups: tuple[tuple[Group, ...], tuple[Group, ...]]  # local, remote
 
     def reads(
@@ -94,18 +99,18 @@ class Plan:
         remote: Sequence[BlockIds],
         tokens: range,
         *,
-        scratch: Scratch | None = None,
+        buffer: IndexBuffer | None = None,
     ) -> Reads:
-        """Indices for one request, which needs these tokens of its prompt.
+        """The indices for one request, which needs these tokens of its prompt.
 
         Args:
-            local: for each local group the entries of the block table from the one that holds
-                `tokens.start` on; -1 where it has no block, as where a sliding window has passed.
-            remote: for each remote group the whole block table, likewise.
-            tokens: begins at an edge of an entry of each local group's table. Beyond the end, up
-                to the next edge of a block on either side is read too: it belongs to the same
+            local: for each local group, the block table from the entry of `tokens.start` on; an
+                entry is absent where there is no block, as where a sliding window has passed.
+            remote: for each remote group, the whole block table, likewise.
+            tokens: they begin at the edge of an entry in each local group's table. Tokens after the
+                end, up to the next block edge of either side, are read too: they belong to the same
                 request on both sides.
-            scratch: where the indices are to stand; they are good until it is used again.
+            buffer: where to put the indices. They are valid until the buffer's next use.
 
         Raises:
             ValueError: for a table that is too short, a block id that the caches do not have
@@ -117,163 +122,164 @@ class Plan:
                 raise ValueError(
                     f"{len(tables)} block tables; allowed: {len(self.groups[side])}, one per group"
                 )
-        picked = [(lane, *self._pick(lane, (local, remote), tokens)) for lane in self.lanes]
-        count = sum(len(lane.first[0]) * len(here) for lane, here, _ in picked)
-        indices = (scratch or Scratch()).take(2 * count).reshape(2, count)
-        _fill(indices[0], [(lane.first[0], here) for lane, here, _ in picked])
-        _fill(indices[1], [(lane.first[1], there) for lane, _, there in picked])
+        pieces = [(rows, *self._pieces(rows, (local, remote), tokens)) for rows in self.paged_rows]
+        count = sum(len(rows.first[0]) * len(mine) for rows, mine, _ in pieces)
+        indices = (buffer or IndexBuffer()).reserve(2 * count).reshape(2, count)
+        _fill(indices[0], [(rows.first[0], mine) for rows, mine, _ in pieces])
+        _fill(indices[1], [(rows.first[1], theirs) for rows, _, theirs in pieces])
         return Reads(
             indices[0],
             indices[1],
-            sum(lane.stretch_bytes * len(here) for lane, here, _ in picked),
-            sum(_count_runs(lane, here, there) for lane, here, there in picked),
+            sum(rows.segment_bytes * len(mine) for rows, mine, _ in pieces),
+            sum(_count_runs(rows, mine, theirs) for rows, mine, theirs in pieces),
         )
 
-    def _pick(
-        self, lane: Lane, tables: tuple[Sequence[BlockIds], Sequence[BlockIds]], tokens: range
+    def _pieces(
+        self, rows: PagedRows, tables: tuple[Sequence[BlockIds], Sequence[BlockIds]], tokens: range
     ) -> tuple[BlockIds, BlockIds]:
-        """The pieces of one lane's rows, on both sides.
+        """The pieces of these rows that a request reads, on both sides.
 
-        Where pieces can merge they come in ascending order of the local ones: an allocator hands
-        out runs, but often backwards.
+        Where pieces can merge, they are in ascending order of the local ones: an allocator hands
+        out neighbouring blocks, but often backwards.
         """
-        mine, theirs = (self.groups[side][lane.groups[side]] for side in (0, 1))
+        mine, theirs = (self.groups[side][rows.groups[side]] for side in (0, 1))
         first = tokens.start // mine.entry_size
-        starts = lane.stretch.starts(range(first * mine.entry_size, tokens.stop))
-        here = Table(tables[0][lane.groups[0]], mine, first).pieces(starts, lane.per_block[0])
-        there = Table(tables[1][lane.groups[1]], theirs).pieces(starts, lane.per_block[1])
-        wanted = here >= 0
-        if not wanted.all():
-            here, there = here[wanted], there[wanted]
-        if there.size and there.min() < 0:
-            missing = np.array(starts)[wanted][there < 0][0]
+        starts = rows.segment.starts(range(first * mine.entry_size, tokens.stop))
+        local_table = BlockTable(tables[0][rows.groups[0]], mine, first)
+        remote_table = BlockTable(tables[1][rows.groups[1]], theirs)
+        local = local_table.piece_numbers(starts, rows.per_block[0])
+        remote = remote_table.piece_numbers(starts, rows.per_block[1])
+        present = local >= 0
+        if not present.all():
+            local, remote = local[present], remote[present]
+        if remote.size and remote.min() < 0:
+            missing = np.array(starts)[present][remote < 0][0]
             raise ValueError(f"the remote block of token {missing} is absent; it is wanted here")
-        if not lane.dense_rows or (here[1:] > here[:-1]).all():
-            return here, there
-        # Sorted as pairs in one word each, which is several times faster than by an order.
-        pairs = (here.astype(np.int64) << 32) | there
+        if not rows.dense_rows or (local[1:] > local[:-1]).all():
+            return local, remote
+        # A sort of pairs, each in one word, is several times faster than an argsort.
+        pairs = (local.astype(np.int64) << 32) | remote
         pairs.sort()
         return (pairs >> 32).astype(np.int32), (pairs & MAX_INDEX).astype(np.int32)
 
 
-def _fill(indices: BlockIds, lanes: list[tuple[BlockIds, BlockIds]]) -> None:
-    """Row-major indices: NIXL merges only neighbours in this order."""
+def _fill(indices: BlockIds, rows: list[tuple[BlockIds, BlockIds]]) -> None:
+    """Write indices row by row: NIXL merges neighbours only in this order."""
     start = 0
-    for first, pieces in lanes:
+    for first, pieces in rows:
         end = start + len(first) * len(pieces)
         room = indices[start:end].reshape(len(first), len(pieces))
         np.add(first[:, None], pieces, out=room)
         start = end
 
 
-def _count_runs(lane: Lane, local: BlockIds, remote: BlockIds) -> int:
-    if not len(local):
-        return 0
-    loose = (len(lane.first[0]) - lane.dense_rows) * len(local)
-    if not lane.dense_rows:
-        return loose
+def _count_runs(rows: PagedRows, local: BlockIds, remote: BlockIds) -> int:
+    separate = (len(rows.first[0]) - rows.dense_rows) * len(local)
+    if not rows.dense_rows or not len(local):
+        return separate
     breaks = (local[1:] - local[:-1] != 1) | (remote[1:] - remote[:-1] != 1)
-    return loose + lane.dense_rows * (int(np.count_nonzero(breaks)) + 1)
+    return separate + rows.dense_rows * (int(np.count_nonzero(breaks)) + 1)
 
 
 def plan(local: CacheLayout, remote: CacheLayout, share: Share | None = None) -> Plan:
-    """Intersect two ranks' maps.
+    """Find what two ranks' caches have in common, and how to read it.
+
+    `compat.layout_mismatches` must have found no difference between their engines.
 
     Args:
-        local: of this rank.
-        remote: of the peer rank.
-        share: what to read; by default all that both ranks hold.
+        local: the layout of this rank.
+        remote: the layout of the remote rank.
+        share: what to read; by default all that both ranks have.
 
     Raises:
-        IncompatiblePeer: if the lists of rows are too long to be indexed by int32. That the ranks
-            fit each other is for `compat.mismatches` to say, before.
+        IncompatiblePeer: if int32 cannot number all pieces, or the lists of rows are too long.
     """
-    drafts = [
-        draft
-        for numbers, pairs in _meetings(local, remote, share)
-        for bundle in bundles((local.groups[numbers[0]], remote.groups[numbers[1]]), pairs)
-        for draft in _drafts(bundle, numbers)
+    unplaced = [
+        rows
+        for (mine, theirs), pairs in _common_layers(local, remote, share)
+        for overlaps in group_overlaps((local.groups[mine], remote.groups[theirs]), pairs)
+        for rows in _rows_of_segments(overlaps, (mine, theirs))
     ]
-    lists = _List(local.device), _List(remote.device)
-    lanes = tuple(draft.lane(lists) for draft in drafts)
-    return Plan(lists[0].rows(), lists[1].rows(), lanes, (local.groups, remote.groups))
+    lists = _RowList(local.device), _RowList(remote.device)
+    paged_rows = tuple(rows.place(lists) for rows in unplaced)
+    return Plan(lists[0].rows(), lists[1].rows(), paged_rows, (local.groups, remote.groups))
 
 
-def _meetings(
+def _common_layers(
     local: CacheLayout, remote: CacheLayout, share: Share | None
 ) -> Iterator[tuple[tuple[int, int], list[tuple[Region, Region, Heads]]]]:
-    """For each pair of groups that have layers in common: their regions, and the heads to read."""
-    there = {r.layer: (number, r) for number, g in enumerate(remote.groups) for r in g.regions}
+    """For each pair of groups with layers in common: their regions, and the heads to read."""
+    remote_regions = {r.layer: (n, r) for n, g in enumerate(remote.groups) for r in g.regions}
     for number, group in enumerate(local.groups):
         by_group: dict[int, list[tuple[Region, Region, Heads]]] = {}
         for mine in group.regions:
-            peer_number, theirs = there.get(mine.layer, (-1, mine))
-            heads = _common(mine, theirs) if share is None else share.get(mine.layer, (0, 0))
-            if peer_number >= 0 and heads[0] < heads[1]:
-                by_group.setdefault(peer_number, []).append((mine, theirs, heads))
-        for peer_number, pairs in by_group.items():
-            yield (number, peer_number), pairs
+            remote_number, theirs = remote_regions.get(mine.layer, (-1, mine))
+            heads = _common_heads(mine, theirs) if share is None else share.get(mine.layer, (0, 0))
+            if remote_number >= 0 and heads[0] < heads[1]:
+                by_group.setdefault(remote_number, []).append((mine, theirs, heads))
+        for remote_number, pairs in by_group.items():
+            yield (number, remote_number), pairs
 
 
-def _common(mine: Region, theirs: Region) -> Heads:
+def _common_heads(mine: Region, theirs: Region) -> Heads:
     return max(mine.heads[0], theirs.heads[0]), min(mine.heads[1], theirs.heads[1])
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """A lane whose rows have no place in the lists yet."""
+class _UnplacedRows:
+    """The rows of a token segment, before they have places in the lists."""
 
-    bundle: Bundle
-    numbers: tuple[int, int]
-    stretch: Stretch
+    overlaps: OverlapGroup
+    groups: tuple[int, int]
+    segment: TokenSegment
     per_block: tuple[int, int] = (1, 1)
 
-    def lane(self, lists: "tuple[_List, _List]") -> Lane:
-        """Give the rows their places."""
-        slots = [self.stretch.start % group.block_size for group in self.bundle.groups]
-        runs = self.bundle.runs(self.stretch.length, (slots[0], slots[1]))
-        mine = self._rows(0, runs.local, runs.length)
-        theirs = self._rows(1, runs.remote, runs.length)
-        dense = (mine[:, 1] == mine[:, 2]) & (theirs[:, 1] == theirs[:, 2])
-        return Lane(
-            self.numbers,
-            self.stretch,
+    def place(self, lists: "tuple[_RowList, _RowList]") -> PagedRows:
+        """Add the rows to the lists."""
+        slots = [self.segment.start % group.block_size for group in self.overlaps.groups]
+        runs = self.overlaps.runs(self.segment.length, (slots[0], slots[1]))
+        local = self._rows(0, lists[0].device, runs.local, runs.length)
+        remote = self._rows(1, lists[1].device, runs.remote, runs.length)
+        dense = (local[:, LENGTH] == local[:, STRIDE]) & (remote[:, LENGTH] == remote[:, STRIDE])
+        return PagedRows(
+            self.groups,
+            self.segment,
             self.per_block,
-            (lists[0].place(mine), lists[1].place(theirs)),
+            (lists[0].place(local), lists[1].place(remote)),
             int(runs.length.sum()),
             int(np.count_nonzero(dense)),
         )
 
-    def _rows(self, side: int, address: Ints, length: Ints) -> Ints:
-        """Columns (address, length, stride, count)."""
+    def _rows(self, side: int, device: int, address: Ints, length: Ints) -> Ints:
         per_block = self.per_block[side]
-        rows = np.empty((len(address), 4), dtype=np.int64)
-        rows[:, 0] = address
-        rows[:, 1] = length
-        rows[:, 2] = self.bundle.block_strides[side] // per_block
-        rows[:, 3] = self.bundle.groups[side].num_blocks * per_block
+        rows = np.empty((len(address), 5), dtype=np.int64)
+        rows[:, ADDRESS] = address
+        rows[:, LENGTH] = length
+        rows[:, DEVICE] = device
+        rows[:, STRIDE] = self.overlaps.block_strides[side] // per_block
+        rows[:, COUNT] = self.overlaps.groups[side].num_blocks * per_block
         return rows
 
 
-def _drafts(bundle: Bundle, numbers: tuple[int, int]) -> Iterator[_Draft]:
-    """One lane for each stretch, or a single one where all tokens stand in one line."""
-    sizes = [group.block_size for group in bundle.groups]
-    cut = stretches(sizes[0], sizes[1])
+def _rows_of_segments(overlaps: OverlapGroup, groups: tuple[int, int]) -> Iterator[_UnplacedRows]:
+    """Rows for each token segment, or one set for all where all tokens are in one line."""
+    sizes = [group.block_size for group in overlaps.groups]
+    segments = token_segments(sizes[0], sizes[1])
     step = math.gcd(*sizes)
-    if len(cut) > 1 and bundle.is_linear(step):
+    if len(segments) > 1 and overlaps.is_linear(step):
         per_block = (sizes[0] // step, sizes[1] // step)
-        yield _Draft(bundle, numbers, Stretch(0, step, step), per_block)
+        yield _UnplacedRows(overlaps, groups, TokenSegment(0, step, step), per_block)
     else:
-        for stretch in cut:
-            yield _Draft(bundle, numbers, stretch)
+        for segment in segments:
+            yield _UnplacedRows(overlaps, groups, segment)
 
 
 @dataclass
-class _List:
-    """One side's list of rows as it grows; equal sets of rows stand in it once."""
+class _RowList:
+    """One side's list of rows while it grows. Equal sets of rows are in it once."""
 
     device: int
-    length: int = 0
+    num_pieces: int = 0
     num_rows: int = 0
     chunks: list[Ints] = field(default_factory=list)
     places: dict[bytes, BlockIds] = field(default_factory=dict)
@@ -287,19 +293,18 @@ class _List:
                 raise IncompatiblePeer(
                     f"a block has {self.num_rows} runs or more; allowed: {MAX_ROWS}"
                 )
-            total = self.length + sum(rows[:, 3].tolist())
+            total = self.num_pieces + sum(rows[:, COUNT].tolist())
             if total > MAX_INDEX:
                 raise IncompatiblePeer(
                     f"the runs of all blocks make {total} pieces or more; allowed: {MAX_INDEX}"
                 )
-            ends = self.length + np.cumsum(rows[:, 3])
-            self.places[key] = (ends - rows[:, 3]).astype(np.int32)
+            ends = self.num_pieces + np.cumsum(rows[:, COUNT])
+            self.places[key] = (ends - rows[:, COUNT]).astype(np.int32)
             self.chunks.append(rows)
-            self.length = total
+            self.num_pieces = total
         return self.places[key]
 
     def rows(self) -> Rows:
-        """All rows, with the device."""
-        together = np.concatenate(self.chunks) if self.chunks else np.empty((0, 4), dtype=np.int64)
-        device = np.full(len(together), self.device)
-        return np.insert(together, 2, device, axis=1).astype(np.uint64)
+        """All rows."""
+        rows: Ints = np.concatenate([np.empty((0, 5), dtype=np.int64), *self.chunks])
+        return rows.astype(np.uint64)

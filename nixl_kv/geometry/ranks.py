@@ -1,8 +1,9 @@
-"""Which ranks exchange KV with which, from nothing but what each of them holds.
+"""Which ranks exchange KV with which, from nothing but the heads that each rank holds.
 
-A rank holds, of each of its layers, a range of the model's KV heads. Tensor parallelism cuts the
-heads, and copies them where there are more ranks than heads; pipeline parallelism cuts the layers.
-Here neither has a name: a reader covers what it lacks from what the sources hold.
+A rank holds, for each of its layers, a range of the model's KV heads. Tensor parallelism divides
+the heads, and copies them where there are more ranks than heads. Pipeline parallelism divides the
+layers. No function here distinguishes the two: a reader covers its own heads from those that the
+remote ranks hold.
 
 Ranks are numbered `pp_rank * tp + tp_rank`.
 """
@@ -12,26 +13,25 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, check_range
 from nixl_kv.geometry.runs import Heads
 from nixl_kv.ids import Rank
 
-Holding: TypeAlias = Mapping[str, Heads]
+HeldHeads: TypeAlias = Mapping[str, Heads]
 """What one rank holds: for each of its layers a half-open range of the model's KV heads."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How an engine is cut: `tp` ranks side by side in each of `pp` pipeline stages."""
+class ParallelShape:
+    """How an engine is divided: `tp` ranks in each of `pp` pipeline stages."""
 
     tp: int
     pp: int
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name, value in (("tp", self.tp), ("pp", self.pp)):
-            if not 1 <= value <= 1024:  # noqa: PLR2004
-                raise ValueError(f"{name} is {value}; allowed: 1 to 1024")
+        check_range("tp", self.tp, high=1025)
+        check_range("pp", self.pp, high=1025)
 
     @property
     def size(self) -> int:
@@ -39,113 +39,115 @@ class Shape:
         return self.tp * self.pp
 
 
-def holding(layout: CacheLayout) -> Holding:
+def held_heads(layout: CacheLayout) -> HeldHeads:
     """What a rank with this cache holds."""
     return {region.layer: region.heads for group in layout.groups for region in group.regions}
 
 
 @dataclass(frozen=True)
 class Route:
-    """A source that somebody reads, or that one reader must release because nobody does."""
+    """A remote rank that has readers, or that one reader must release because it has none."""
 
-    source: Rank
-    readers: tuple[Rank, ...]  # none: to be released
+    remote_rank: Rank
+    readers: tuple[Rank, ...]  # none: release it
     share: Mapping[str, Heads] = field(default_factory=dict)  # what is read, by layer
 
 
 def routes(
-    reader: Rank, readers: Sequence[Holding], sources: Sequence[Holding]
+    reader: Rank, readers: Sequence[HeldHeads], remotes: Sequence[HeldHeads]
 ) -> tuple[Route, ...]:
-    """What one rank has to do with each rank of a prefill engine.
+    """What one rank of a decode engine does with each rank of a prefill engine.
 
     Every rank of the decode engine computes the same assignment from the same records, so that
-    each source can be told who its readers are. A source that nobody reads (a copy too many) is
-    released by the reader `source mod number of readers`.
+    each of them can tell a remote rank who its readers are. A remote rank that nobody reads (an
+    extra copy) is released by the reader `remote rank mod number of readers`.
 
     Args:
         reader: the rank that asks.
         readers: what each rank of its engine holds.
-        sources: what each rank of the other engine holds.
+        remotes: what each rank of the other engine holds.
 
     Raises:
-        ValueError: if a reader holds heads that no source does.
+        ValueError: if a reader holds heads that no remote rank holds.
     """
-    shares = assign(readers, sources)
-    found = []
-    for number in range(len(sources)):
-        source = Rank(number)
-        reading = tuple(Rank(rank) for rank, share in enumerate(shares) if source in share)
+    shares = assign(readers, remotes)
+    result = []
+    for remote_rank in map(Rank, range(len(remotes))):
+        reading = tuple(Rank(rank) for rank, share in enumerate(shares) if remote_rank in share)
         if reader in reading:
-            found.append(Route(source, reading, shares[reader][source]))
-        elif not reading and number % len(readers) == reader:
-            found.append(Route(source, ()))
-    return tuple(found)
+            result.append(Route(remote_rank, reading, shares[reader][remote_rank]))
+        elif not reading and remote_rank % len(readers) == reader:
+            result.append(Route(remote_rank, ()))
+    return tuple(result)
 
 
 def assign(
-    readers: Sequence[Holding], sources: Sequence[Holding]
+    readers: Sequence[HeldHeads], remotes: Sequence[HeldHeads]
 ) -> list[dict[Rank, dict[str, Heads]]]:
-    """For each reader, which heads of which layers it reads from which source.
+    """For each reader, which heads of which layers it reads from which remote rank.
 
     Each head is read once by each reader that holds it. Readers of the same heads are spread over
-    the sources that hold copies of them, and a reader goes to as few sources as it can.
+    the remote ranks that hold copies of them. A reader reads from as few remote ranks as it can.
 
     Raises:
-        ValueError: if a reader holds heads that no source does.
+        ValueError: if a reader holds heads that no remote rank holds.
     """
+    # Layers with the same heads on all ranks of both engines are assigned together.
     layers: dict[tuple[tuple[Heads | None, ...], tuple[Heads | None, ...]], list[str]] = {}
     for layer in sorted({layer for held in readers for layer in held}):
-        pattern = _column(readers, layer), _column(sources, layer)
+        pattern = _heads_of_layer(readers, layer), _heads_of_layer(remotes, layer)
         layers.setdefault(pattern, []).append(layer)
     shares: list[dict[Rank, dict[str, Heads]]] = [{} for _ in readers]
-    busy: Counter[Rank] = Counter()  # how many readers each source has
-    # Layers that leave the least choice come first: the others follow to the same sources.
-    for (wanted, held), names in sorted(layers.items(), key=lambda item: _copies(item[0][1])):
+    num_readers: Counter[Rank] = Counter()  # of each remote rank
+    # Layers with the fewest copies come first: the others then use the same remote ranks.
+    for (wanted, held), names in sorted(layers.items(), key=lambda item: _num_copies(item[0][1])):
         for reader, heads in enumerate(wanted):
             share = shares[reader]
-            turn = Turn(reader, share, busy)
-            for source, part in _cover(heads or (0, 0), held, turn):
-                busy[source] += source not in share
-                share.setdefault(source, {}).update(dict.fromkeys(names, part))
+            choice = _Choice(reader, share, num_readers)
+            for remote_rank, part in _cover(heads or (0, 0), held, choice):
+                num_readers[remote_rank] += remote_rank not in share
+                share.setdefault(remote_rank, {}).update(dict.fromkeys(names, part))
     return shares
 
 
-def _copies(held: Sequence[Heads | None]) -> float:
-    """On how many sources each of a layer's ranges stands, on average."""
+def _num_copies(held: Sequence[Heads | None]) -> float:
+    """How many remote ranks hold each of a layer's ranges, on average."""
     ranges = [heads for heads in held if heads]
     return len(ranges) / len(set(ranges)) if ranges else 0
 
 
-def _column(holdings: Sequence[Holding], layer: str) -> tuple[Heads | None, ...]:
-    return tuple(held.get(layer) for held in holdings)
+def _heads_of_layer(ranks: Sequence[HeldHeads], layer: str) -> tuple[Heads | None, ...]:
+    return tuple(held.get(layer) for held in ranks)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Whose turn it is to choose among sources, and what counts for the choice."""
+class _Choice:
+    """Which reader chooses among remote ranks, and what its choice depends on."""
 
     reader: int
-    known: Container[Rank]  # whom it reads anyway
-    busy: Mapping[Rank, int]  # how many readers each source has
+    already_read: Container[Rank]  # the remote ranks that it reads anyway
+    num_readers: Mapping[Rank, int]  # of each remote rank
 
 
-def _cover(wanted: Heads, held: Sequence[Heads | None], turn: Turn) -> list[tuple[Rank, Heads]]:
-    """Cover a range from left to right, each time by the source that is best for what comes next.
+def _cover(
+    wanted: Heads, held: Sequence[Heads | None], choice: _Choice
+) -> list[tuple[Rank, Heads]]:
+    """Cover a range from left to right, each time by the best remote rank for the next head.
 
-    Best is who is read anyway, then who reaches farthest, then who has the fewest readers; of
-    equal copies the first reader takes the first one, the second the second.
+    Best is a rank that is read anyway, then the one whose range ends last, then the one with the
+    fewest readers. Of equal copies the first reader chooses the first, the second the second.
     """
-    found: list[tuple[Rank, Heads]] = []
+    cover: list[tuple[Rank, Heads]] = []
     head = wanted[0]
     while head < wanted[1]:
         able = [(Rank(n), h[1]) for n, h in enumerate(held) if h and h[0] <= head < h[1]]
         if not able:
-            raise ValueError(f"no source holds KV head {head}")
-        able = able[turn.reader % len(able) :] + able[: turn.reader % len(able)]
-        source, reach = max(
-            able, key=lambda a: (a[0] in turn.known, min(a[1], wanted[1]), -turn.busy[a[0]])
+            raise ValueError(f"no remote rank holds KV head {head}")
+        able = able[choice.reader % len(able) :] + able[: choice.reader % len(able)]
+        remote_rank, end = max(
+            ((rank, min(end, wanted[1])) for rank, end in able),
+            key=lambda a: (a[0] in choice.already_read, a[1], -choice.num_readers[a[0]]),
         )
-        end = min(reach, wanted[1])
-        found.append((source, (head, end)))
+        cover.append((remote_rank, (head, end)))
         head = end
-    return found
+    return cover

@@ -1,13 +1,13 @@
 """From a tensor's shape and strides to a `Region`. The caller names the axes; nothing is guessed.
 
-    "BHNC"     vLLM's packed view: K and V follow each other inside of the content
+    "BHNC"     vLLM's packed view: V follows K inside the content
     "2BHNC"    K and V in two halves
-    "B2HNC"    K and V of a block side by side; "B2NHC" the same with tokens outside of heads
-    "BNC"      a latent cache: one head, no axis for it
-    "BHCN"     tokens inside of the content, as kernels like K to be
+    "B2HNC"    K and V of a block side by side; "B2NHC" is the same with tokens outside heads
+    "BNC"      a latent cache: one head, and no axis for it
+    "BHCN"     tokens inside the content, as some kernels want K
 
-B is the block, 2 tells K from V, H is the head, N the token within the block, C the content. A
-shape alone does not tell these apart: a cache may have two blocks.
+B is the block, 2 separates K from V, H is the head, N is the token within the block, C is the
+content. A shape alone does not tell these apart: a cache may have two blocks.
 """
 
 import itertools
@@ -22,7 +22,7 @@ REQUIRED: Final = frozenset("BNC")
 
 
 class Tensor(Protocol):
-    """What is asked of a tensor; torch's has it."""
+    """The methods of torch's tensors that are used here."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -38,7 +38,7 @@ class Tensor(Protocol):
         """Address of the first element."""
 
 
-def region(
+def region_from_tensor(
     layer: str,
     tensor: Tensor,
     axes: str,
@@ -50,10 +50,10 @@ def region(
 
     Args:
         layer: its name, the same on all ranks.
-        tensor: its cache, a view of any strides.
+        tensor: its cache, a view with any strides.
         axes: one letter per axis of the tensor, as above.
-        first_head: which of the model's KV heads the tensor's first one is.
-        content: where K and V follow each other along C, the bytes of each; by default one piece.
+        first_head: the number of the tensor's first head among the model's KV heads.
+        content: where V follows K along C, the bytes of each; by default one piece.
 
     Raises:
         ValueError: if the axes or the content do not fit the tensor.
@@ -76,28 +76,28 @@ def region(
         token_stride=strides["N"],
         first_head=first_head,
         num_heads=shape.get("H", 1),
-        parts=parts + _moved(parts, strides["2"]) if "2" in shape else parts,
+        parts=parts + _shifted(parts, strides["2"]) if "2" in shape else parts,
     )
 
 
-def together(key: Region, value: Region) -> Region:
-    """One region for K and V of a layer that were described apart.
+def join_kv(key: Region, value: Region) -> Region:
+    """Make one region of a layer's K and V, which were described apart.
 
     Raises:
-        ValueError: if their blocks or heads are not equally far apart, or not the same ones.
+        ValueError: if K and V have different strides of blocks or heads, or different heads.
     """
     names = ["layer", "block_stride", "first_head", "num_heads"]
     if key.num_heads > 1:
         names.append("head_stride")
     for name in names:
-        mine, theirs = getattr(key, name), getattr(value, name)
-        if mine != theirs:
-            raise ValueError(f"{name} of K is {mine!r} and of V {theirs!r}; allowed: the same")
+        of_key, of_value = getattr(key, name), getattr(value, name)
+        if of_key != of_value:
+            raise ValueError(f"{name} of K is {of_key!r} and of V {of_value!r}; allowed: the same")
     base = min(key.base, value.base)
     parts = [
-        replace(part, token_stride=part.token_stride or region.token_stride)
+        replace(part, token_stride=region.token_stride_of(part))
         for region in (key, value)
-        for part in _moved(region.parts, region.base - base)
+        for part in _shifted(region.parts, region.base - base)
     ]
     return replace(key, base=base, parts=tuple(parts))
 
@@ -105,7 +105,7 @@ def together(key: Region, value: Region) -> Region:
 def _parts(
     count: int, stride: int, *, size: int, content: Sequence[int] | None
 ) -> tuple[Part, ...]:
-    """Of `count` elements, `stride` bytes apart: the content's lengths, or a single part."""
+    """The parts of `count` elements, `stride` bytes apart: one for each length in the content."""
     if stride != size and count > 1:
         if content:
             raise ValueError(f"content is {tuple(content)}; allowed: none where C has strides")
@@ -117,5 +117,5 @@ def _parts(
     return tuple(Part(end - length, length) for end, length in zip(ends, content, strict=True))
 
 
-def _moved(parts: Sequence[Part], distance: int) -> tuple[Part, ...]:
+def _shifted(parts: Sequence[Part], distance: int) -> tuple[Part, ...]:
     return tuple(replace(part, offset=part.offset + distance) for part in parts)

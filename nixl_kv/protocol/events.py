@@ -1,25 +1,58 @@
 """What goes into the machines and what comes out of them, besides the wire's messages.
 
-Commands come from vLLM's step, events from the data plane and the sockets; actions are carried out
-by whoever runs the machines. All are frozen records, so that tests compare whole lists of them.
+Commands come from the caller (vLLM's step), events from the data plane and the sockets; actions
+are carried out by whoever runs the machines, results among them go back to the caller. All are
+frozen records, so that tests compare whole lists of them.
 """
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Route
-from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
-from nixl_kv.protocol.messages import Description, Grant, Message
-from nixl_kv.protocol.proofs import Digest, ReadBegun, Verified, Verify
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.protocol.messages import (
+    Answer,
+    Description,
+    DigestReply,
+    DigestRequest,
+    Grant,
+    Message,
+    ToRank,
+)
 from nixl_kv.protocol.ticket import Ticket
 
-# --- commands of vLLM's step on decode
+
+class Transition(NamedTuple):
+    """A machine's state changed: of an offer, of a load, or of what it reads from one rank.
+
+    `peer` is whom it concerns, empty for none; `cause` is the type of the event that led to it,
+    with a detail where there is one; `num_bytes` is what was read.
+    """
+
+    request: str
+    peer: str
+    before: str
+    after: str
+    cause: str
+    num_bytes: int = 0
+
+
+Record: TypeAlias = Callable[[Transition], None]
+"""Keeps a transition; `transfer.event_log` does."""
+
+OVER = "OVER"
+"""The state of what is forgotten."""
+
+
+# --- commands of the caller on decode
 
 
 @dataclass(frozen=True)
-class Fetch:
+class PrepareLoad:
     """A request with a ticket arrived: ask for its blocks."""
 
     request: RequestId
@@ -28,12 +61,13 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Load:
+class StartLoad:
     """The request has blocks of its own now: read the tokens [begin, end) into them.
 
     For each cache group, `tables[g]` (little-endian int32) are the local block table's entries
-    from the one that holds `begin` to the one that holds `end - 1`. With `verify` the bytes are
-    compared with prefill's, by a digest, before the load counts as good.
+    from the one that holds `begin` to the one that holds `end - 1`, ABSENT where there is no
+    block. With `verify` the bytes are compared with prefill's, by a digest, before the load
+    counts as good.
     """
 
     request: RequestId
@@ -42,30 +76,39 @@ class Load:
     tables: tuple[bytes, ...]
     verify: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are to be read."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
-class Drop:
-    """The request needs nothing (any more): release it on prefill. A load is still reported."""
+class CancelLoad:
+    """The request needs nothing (any more): release it on prefill.
+
+    A load that was started is still reported.
+    """
 
     request: RequestId
 
 
 @dataclass(frozen=True)
-class Siblings:
+class SetEngineLayouts:
     """The caches of all ranks of this engine, in rank order; comes before any request."""
 
     layouts: tuple[CacheLayout, ...]
 
 
-# --- commands of vLLM's step on prefill
+# --- commands of the caller on prefill
 
 
 @dataclass(frozen=True)
-class Prepare:
+class PrepareOffer:
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
     Sent before the ticket exists: whoever asks with this nonce has the ticket, and the ticket left
-    only after that step was complete and the blocks were pinned.
+    only after that step was complete and the blocks were pinned. `tables` has one block table for
+    each cache group (little-endian int32, ABSENT where there is no block).
     """
 
     nonce: Nonce
@@ -76,7 +119,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Offer:
+class PublishOffer:
     """The ticket is out and the blocks are pinned: the offer's time runs from now."""
 
     nonce: Nonce
@@ -84,20 +127,47 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Withdraw:
+class WithdrawOffer:
     """No ticket went out: forget the preparation."""
 
     nonce: Nonce
 
 
 @dataclass(frozen=True)
-class Revoke:
-    """Blocks are scarce: take the offer back, unless it is claimed by now."""
+class RevokeOffer:
+    """Blocks are scarce: end the offer, unless it is claimed by now."""
 
     nonce: Nonce
 
 
-# --- events of the data plane and the sockets
+# --- events of the sockets
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A message came to this rank; `route` leads back to its sender."""
+
+    route: bytes
+    message: ToRank
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An endpoint that this side talks to has sent a message."""
+
+    endpoint: Endpoint
+    message: Answer
+
+
+@dataclass(frozen=True)
+class EndpointLost:
+    """The connection to an endpoint is gone, or none came about."""
+
+    endpoint: Endpoint
+    reason: str
+
+
+# --- events of the data plane
 
 
 @dataclass(frozen=True)
@@ -110,7 +180,11 @@ class PeerKey:
 
     engine: EngineId
     incarnation: Incarnation
-    endpoint: str
+    endpoint: Endpoint
+
+    def __str__(self) -> str:
+        """For logs."""
+        return f"engine {self.engine!r} at {self.endpoint}"
 
 
 @dataclass(frozen=True)
@@ -131,19 +205,23 @@ class PeerRefused:
 
 
 @dataclass(frozen=True)
-class EndpointLost:
-    """The connection to an endpoint is gone, or none came about."""
+class ReadStarted:
+    """A read whose bytes are to be verified is under way: this is what it reads."""
 
-    endpoint: str
-    reason: str
+    request: RequestId
+    rank: Rank
+    slices: tuple[KVSlice, ...]
 
 
 @dataclass(frozen=True)
 class ReadDone:
-    """All bytes of a data read have landed."""
+    """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`."""
 
     request: RequestId
-    source: Rank
+    rank: Rank
+    num_bytes: int = 0
+    num_runs: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +229,7 @@ class ReadFailed:
     """A read of data or of a slot has ended, and nothing of it will land any more."""
 
     request: RequestId
-    source: Rank
+    rank: Rank
     reason: str
 
 
@@ -160,8 +238,34 @@ class SlotRead:
     """What stood in the slot after all data had landed."""
 
     request: RequestId
-    source: Rank
+    rank: Rank
     generation: Generation
+
+
+@dataclass(frozen=True)
+class DigestMade:
+    """What a reader asked a digest of: sums as in `DigestReply`. `refusal`: why there are none."""
+
+    route: bytes
+    digest_request: DigestRequest
+    rows: bytes = b""
+    columns: bytes = b""
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class DigestCompared:
+    """The bytes that landed were compared with prefill's; `difference` says where, in words.
+
+    Nobody waits for a comparison to end: its claim tells one of an earlier attempt. `refusal`: they
+    cannot be compared, and why.
+    """
+
+    request: RequestId
+    rank: Rank
+    claim: Claim
+    difference: str | None = None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -174,16 +278,17 @@ class Tick:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message to a prefill endpoint, connecting if need be."""
+    """Send a message to an endpoint, connecting if need be."""
 
-    endpoint: str
+    endpoint: Endpoint
     message: Message
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer whoever sent the message that is being handled."""
+    """Answer whoever sent the message that came by this route."""
 
+    route: bytes
     message: Message
 
 
@@ -191,11 +296,11 @@ class Reply:
 class Disconnect:
     """Close the connection to an endpoint."""
 
-    endpoint: str
+    endpoint: Endpoint
 
 
 @dataclass(frozen=True)
-class AddPeer:
+class JoinPeer:
     """Check a description and make its memory readable; answered by PeerJoined or PeerRefused."""
 
     peer: PeerKey
@@ -211,30 +316,49 @@ class DropPeer:
 
 @dataclass(frozen=True)
 class StartRead:
-    """Read the data; answered by ReadDone or ReadFailed, after ReadBegun if it is verified."""
+    """Read the data; answered by ReadDone or ReadFailed, after ReadStarted if it is verified."""
 
     peer: PeerKey
-    source: Rank
+    rank: Rank
     grant: Grant
-    load: Load
+    load: StartLoad
 
 
 @dataclass(frozen=True)
-class Abandon:
+class AbandonRead:
     """A read has not ended in its time: stop it by whatever stops it; answered by ReadFailed."""
 
     request: RequestId
-    source: Rank
+    rank: Rank
 
 
 @dataclass(frozen=True)
-class CheckSlot:
-    """Read the slot; answered by SlotRead or ReadFailed."""
+class ReadSlot:
+    """Read a generation slot; answered by SlotRead or ReadFailed."""
 
     peer: PeerKey
-    source: Rank
+    rank: Rank
     request: RequestId
     slot: int
+
+
+@dataclass(frozen=True)
+class MakeDigest:
+    """Digest what a reader reads from an offer's blocks; answered by DigestMade."""
+
+    route: bytes
+    digest_request: DigestRequest
+    tables: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class CompareDigest:
+    """Compare what landed, of the load's tokens, with prefill's; answered by DigestCompared."""
+
+    rank: Rank
+    slices: tuple[KVSlice, ...]
+    load: StartLoad
+    digest_reply: DigestReply
 
 
 @dataclass(frozen=True)
@@ -252,8 +376,19 @@ class ClearSlot:
     slot: int
 
 
-class Why(enum.Enum):
-    """What a load failed of; the values are the counters' names."""
+@dataclass(frozen=True)
+class AskDenied:
+    """An ask was denied; the reason stays on this side."""
+
+    nonce: Nonce
+    reason: str
+
+
+# --- results: actions that go back to the caller
+
+
+class FailureKind(enum.Enum):
+    """Why a load failed; the values are the counters' names."""
 
     DENIED = "denied"
     LEASE_LOST = "lease_lost"
@@ -271,20 +406,21 @@ class Why(enum.Enum):
 class Failure:
     """Why a load failed, to count and to read."""
 
-    why: Why
+    kind: FailureKind
     detail: str
 
     def __str__(self) -> str:
         """For people."""
-        return self.detail
+        return f"{self.detail} ({self.kind.value})"
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Report a load to vLLM: no read can write into its blocks any more.
+class LoadEnded:
+    """A load that was started is over: no read can write into its blocks any more.
 
-    `failure` is None if every byte was read while P held it, and equals P's if `verified`; `peer`
-    is whom it was read from, None if nobody was ever asked.
+    `failure` is None if every byte was read while prefill held it, and equals prefill's if
+    `verified`; `peer` is whom it was read from, None if nobody was ever asked; `reads` are the data
+    reads that ended well, one for each prefill rank.
     """
 
     request: RequestId
@@ -292,9 +428,10 @@ class Loaded:
     failure: Failure | None
     peer: PeerKey | None = None
     verified: bool = False
+    reads: tuple[ReadDone, ...] = ()
 
 
-class How(enum.Enum):
+class OfferEnd(enum.Enum):
     """How an offer ended; the values are the counters' names."""
 
     READ = "read"
@@ -307,41 +444,40 @@ class How(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Report to vLLM that a finished request's blocks may be used again."""
+class OfferEnded:
+    """The blocks of an offer that was published may be used again."""
 
+    nonce: Nonce
     request: RequestId
-    how: How
+    end: OfferEnd
 
 
 @dataclass(frozen=True)
-class Denied:
-    """An ask was denied; the detail stays on this side."""
+class Counts:
+    """How often things happened since the last such result, by counter."""
 
-    nonce: Nonce
-    reason: str
+    counts: Mapping[str, float]
 
 
-DecodeCommand: TypeAlias = Fetch | Load | Drop
-PrefillCommand: TypeAlias = Prepare | Offer | Withdraw | Revoke
-Command: TypeAlias = DecodeCommand | PrefillCommand | Siblings
+DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
+PrefillCommand: TypeAlias = PrepareOffer | PublishOffer | WithdrawOffer | RevokeOffer
+Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
 DataEvent: TypeAlias = (
-    PeerJoined | PeerRefused | ReadBegun | ReadDone | ReadFailed | SlotRead | Verified
+    PeerJoined | PeerRefused | ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
 )
+DecodeEvent: TypeAlias = DecodeCommand | Answered | EndpointLost | DataEvent | Tick
+PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | Tick
+DataAction: TypeAlias = JoinPeer | DropPeer | StartRead | AbandonRead | ReadSlot
+DigestAction: TypeAlias = MakeDigest | CompareDigest
+ControlAction: TypeAlias = Send | Reply | Disconnect
 Action: TypeAlias = (
-    Send
-    | Reply
-    | Disconnect
-    | AddPeer
-    | DropPeer
-    | StartRead
-    | Abandon
-    | CheckSlot
-    | Verify
-    | Digest
+    ControlAction
+    | DataAction
+    | DigestAction
     | WriteSlot
     | ClearSlot
-    | Loaded
-    | Sent
-    | Denied
+    | AskDenied
+    | LoadEnded
+    | OfferEnded
 )
+Result: TypeAlias = LoadEnded | OfferEnded | Counts

@@ -1,204 +1,290 @@
 """The wire between decode and prefill: tagged msgpack arrays, version first.
 
-To the scheduler of a prefill engine:    Describe     -> Description | Refusal
-To a worker of a prefill engine:         Ask          -> Grant | Deny
-                                         Prove        -> Proof | Deny
-                                         Renew        -> Renewed
-                                         Done, Abort  (hints; a lost one costs a lease)
+To the scheduler of an engine:         Describe       -> Description | Refusal
+To a rank of a prefill engine:         Ask            -> Grant | Deny
+                                       DigestRequest  -> DigestReply | Deny
+                                       Renew          -> Renewed
+                                       Release        (a hint; a lost one costs a lease)
+To a rank of any engine, from a tool:  StatusRequest  -> Status
 
 Every length is bounded. ZMQ's routing ids mean nothing: a message itself names the incarnation it
-is meant for, the offer, the claim and the reader.
-
-WIRE_VERSION history
-1  first
-2  groups have a window, and may have no layers on a rank; ranks need not pair one to one
-3  Prove and Proof
+is meant for, the offer, the claim and the reader. WIRE_VERSION has its history in `ticket`.
 """
 
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.geometry.digest import MAX_COLUMNS
-from nixl_kv.geometry.excerpts import Excerpt
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.ranks import Shape
-from nixl_kv.protocol.ticket import Hex32, Name
-
-WIRE_VERSION = 3
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank
+from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
 
 MAX_CLAIMS = 65536
 MAX_RANKS = 1024
 MAX_ROWS = 1 << 17
-MAX_EXCERPTS = 1 << 12
+MAX_SLICES = 1 << 12
+MAX_LISTED = 1000
+"""Of offers, loads and so on that one `Status` lists."""
 
-Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
-Count = Annotated[int, Meta(ge=0, le=2**62)]
-RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-Endpoint = Annotated[
-    str, Meta(pattern=r"^(tcp://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):[0-9]{1,5})?\Z", max_length=128)
+_Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
+_Incarnation = Annotated[Incarnation, HEX32]
+_Nonce = Annotated[Nonce, HEX32]
+_Claim = Annotated[Claim, HEX32]
+_Engine = Annotated[EngineId, NAME]
+_Rank = Annotated[Rank, Meta(ge=0, lt=MAX_RANKS)]
+_Ranks = Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+_Table = Annotated[bytes, Meta(max_length=4 << 20)]
+_Text = Annotated[str, Meta(max_length=512)]
+_LISTED = Meta(max_length=MAX_LISTED)
+_Endpoint = Annotated[
+    Endpoint, Meta(pattern=r"^tcp://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):[0-9]{1,5}\Z", max_length=128)
 ]
-Table = Annotated[bytes, Meta(max_length=4 << 20)]
 
 
-class Reader(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of one life of a decode engine."""
-
-    engine: Name
-    incarnation: Hex32
-    rank: RankNumber
+class _Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A part of messages."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Version and the incarnation that is spoken to (or that speaks) come first."""
 
-    version: Version
-    incarnation: Hex32
+    version: _Version = WIRE_VERSION
+    incarnation: _Incarnation
 
 
-class Describe(_Message, frozen=True, array_like=True, tag=True):
-    """Decode asks an engine who it is. Tools ask for the incarnation ANY, of whatever engine."""
+class Reader(_Record, frozen=True, kw_only=True):
+    """One rank of one life of a decode engine."""
 
-    engine: Name
+    engine: _Engine
+    incarnation: _Incarnation
+    rank: _Rank
 
 
-class Slots(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank's generation slots stand: `count` slots of 16 bytes from `address`, in DRAM."""
+class Describe(_Message, frozen=True, kw_only=True):
+    """Decode asks an engine who it is. Tools ask with ANY_INCARNATION, whatever the engine."""
+
+    engine: _Engine
+
+
+class Slots(_Record, frozen=True, kw_only=True):
+    """Where a rank's generation slots are: `count` slots of 16 bytes from `address`, in DRAM."""
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
     count: Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
-class RankDescription(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader must know of one rank. The endpoint of a rank that nobody reads is empty."""
+class RankDescription(_Record, frozen=True, kw_only=True):
+    """What a reader must know of one rank. `agent` is empty where the rank cannot be read."""
 
-    incarnation: Hex32
-    endpoint: Endpoint
+    incarnation: _Incarnation
+    endpoint: _Endpoint
     agent: Annotated[bytes, Meta(max_length=1 << 20)]
     slots: Slots
     layout: CacheLayout
 
 
-class Description(_Message, frozen=True, array_like=True, tag=True):
-    """A prefill engine: its model's facts, its shape, its ranks in rank order."""
+class Description(_Message, frozen=True, kw_only=True):
+    """An engine: its model's facts, its parallel shape, its ranks in rank order."""
 
-    engine: Name
-    model: Annotated[dict[Name, Annotated[str, Meta(max_length=4096)]], Meta(max_length=256)]
-    shape: Shape
+    engine: _Engine
+    model: Annotated[
+        dict[Annotated[str, NAME], Annotated[str, Meta(max_length=4096)]], Meta(max_length=256)
+    ]
+    shape: ParallelShape
     ranks: Annotated[tuple[RankDescription, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
-class Refusal(_Message, frozen=True, array_like=True, tag=True):
+class Refusal(_Message, frozen=True, kw_only=True):
     """The engine at this address is not the one that was asked for, whose names it echoes."""
 
-    engine: Name
-    reason: Annotated[str, Meta(max_length=512)]
+    engine: _Engine
+    reason: _Text
 
 
-class Ask(_Message, frozen=True, array_like=True, tag=True):
+class Ask(_Message, frozen=True, kw_only=True):
     """A reader asks one rank for the blocks of one offer.
 
     `number` counts this reader's asks and renews at this rank; `readers` are all ranks of the
     reader's engine that will read this rank under the claim.
     """
 
-    nonce: Hex32
-    claim: Hex32
-    context: Hex32
+    nonce: _Nonce
+    claim: _Claim
+    context: Context
     reader: Reader
-    number: Count
-    readers: Annotated[tuple[RankNumber, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    number: _Count
+    readers: _Ranks
 
 
-class Grant(_Message, frozen=True, array_like=True, tag=True):
+class Grant(_Message, frozen=True, kw_only=True):
     """The blocks are held for the claim while `generation` stands in `slot`.
 
-    `lease_s` is how long P holds on without a renew; `tables` has one block table per cache group,
-    little-endian int32, from the prompt's first token on.
+    `lease_s` is how long prefill holds on without a renew; `tables` has one block table per cache
+    group, little-endian int32, from the prompt's first token on, ABSENT where there is no block.
     """
 
-    nonce: Hex32
-    claim: Hex32
+    nonce: _Nonce
+    claim: _Claim
     reader: Reader
-    num_tokens: Count
     lease_s: Annotated[float, Meta(gt=0, le=3600)]
-    tables: Annotated[tuple[Table, ...], Meta(min_length=1, max_length=64)]
+    tables: Annotated[tuple[_Table, ...], Meta(min_length=1, max_length=64)]
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
-    generation: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    generation: Annotated[Generation, Meta(min_length=16, max_length=16)]
 
 
-class Deny(_Message, frozen=True, array_like=True, tag=True):
-    """No blocks. `gone`: compute locally. `incarnation`: this rank began a new life since."""
+class Deny(_Message, frozen=True, kw_only=True):
+    """No blocks, or no digest, for this claim. Why, only prefill's log says."""
 
-    nonce: Hex32
-    claim: Hex32
+    nonce: _Nonce
+    claim: _Claim
     reader: Reader
-    reason: Literal["gone", "incarnation"]
 
 
-class Prove(_Message, frozen=True, array_like=True, tag=True):
+class DigestRequest(_Message, frozen=True, kw_only=True):
     """What the reader reads under its claim, up to token `end`: which digest does it have?"""
 
-    nonce: Hex32
-    claim: Hex32
+    nonce: _Nonce
+    claim: _Claim
     reader: Reader
     end: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    excerpts: Annotated[tuple[Excerpt, ...], Meta(min_length=1, max_length=MAX_EXCERPTS)]
+    slices: Annotated[tuple[KVSlice, ...], Meta(min_length=1, max_length=MAX_SLICES)]
 
 
-class Proof(_Message, frozen=True, array_like=True, tag=True):
+class DigestReply(_Message, frozen=True, kw_only=True):
     """The digest (`geometry.digest`, its key is the claim) of just that, as little-endian uint64.
 
     The blocks were held while it was made.
     """
 
-    nonce: Hex32
-    claim: Hex32
+    nonce: _Nonce
+    claim: _Claim
     reader: Reader
     rows: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_ROWS)]
     columns: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_COLUMNS)]
 
 
-class Renew(_Message, frozen=True, array_like=True, tag=True):
+class Renew(_Message, frozen=True, kw_only=True):
     """All claims that the reader holds at this rank. One that is missing is released."""
 
     reader: Reader
-    number: Count
-    claims: Annotated[tuple[Hex32, ...], Meta(max_length=MAX_CLAIMS)]
+    number: _Count
+    claims: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]
 
 
-class Renewed(_Message, frozen=True, array_like=True, tag=True):
+class Renewed(_Message, frozen=True, kw_only=True):
     """The answer to a renew: which of its claims this rank does not hold."""
 
     reader: Reader
-    number: Count
-    lost: Annotated[tuple[Hex32, ...], Meta(max_length=MAX_CLAIMS)]
+    lost: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]
 
 
-class Done(_Message, frozen=True, array_like=True, tag=True):
-    """The reader has read and checked all it wanted."""
+class Release(_Message, frozen=True, kw_only=True):
+    """The reader has ended, and no read of its is under way.
 
-    nonce: Hex32
-    claim: Hex32
+    `complete`: it has read and checked all that it wanted, which is nothing where the engine reads
+    another rank's copy; else it does not want the blocks any more.
+    """
+
+    nonce: _Nonce
+    claim: _Claim
     reader: Reader
+    complete: bool
 
 
-class Abort(_Message, frozen=True, array_like=True, tag=True):
-    """The reader does not want the blocks any more, and no read of its is under way."""
+class StatusRequest(_Message, frozen=True, kw_only=True):
+    """What is this rank doing? And what happened to `request`, if one is named?"""
 
-    nonce: Hex32
-    claim: Hex32
-    reader: Reader
+    request: _Text = ""
+
+
+class PeerStatus(_Record, frozen=True, kw_only=True):
+    """A remote engine that this rank reads from; `detail` says why it cannot, if it cannot."""
+
+    engine: str
+    incarnation: str
+    endpoint: str
+    state: str
+    detail: str
+
+
+class LinkStatus(_Record, frozen=True, kw_only=True):
+    """A connection to an endpoint: messages in both directions, and seconds since the last one."""
+
+    endpoint: str
+    sent: int
+    received: int
+    idle_s: float
+
+
+class OfferStatus(_Record, frozen=True, kw_only=True):
+    """An offer, what it waits for, and the seconds until it ends by itself (None: it does not)."""
+
+    request: str
+    nonce: str
+    state: str
+    num_tokens: int
+    waits_for: str
+    ends_in_s: float | None
+
+
+class LoadStatus(_Record, frozen=True, kw_only=True):
+    """A load, what it waits for, and the seconds until it is late (negative: it is).
+
+    None: it lacks nothing but blocks to read into, for which it waits as long as it takes.
+    """
+
+    request: str
+    nonce: str
+    peer: str
+    reads: tuple[tuple[int, str], ...]  # prefill rank, state
+    waits_for: str
+    late_in_s: float | None
+
+
+class EventRecord(_Record, frozen=True, kw_only=True):
+    """One transition of a machine. `time` is in seconds since the epoch."""
+
+    time: float
+    request: str
+    peer: str
+    before: str
+    after: str
+    cause: str
+    num_bytes: int
+
+
+class Status(_Message, frozen=True, kw_only=True):
+    """What one rank is doing, with at most MAX_LISTED of a kind; `totals` count all of them.
+
+    `story` is what happened to the request that was named; events are kept from `events_since` on,
+    in seconds since the epoch (None: there was none).
+    """
+
+    engine: str
+    rank: int
+    roles: str
+    uptime_s: float
+    totals: dict[str, int]
+    peers: Annotated[tuple[PeerStatus, ...], _LISTED]
+    links: Annotated[tuple[LinkStatus, ...], _LISTED]
+    offers: Annotated[tuple[OfferStatus, ...], _LISTED]
+    loads: Annotated[tuple[LoadStatus, ...], _LISTED]
+    events_since: float | None
+    story: Annotated[tuple[EventRecord, ...], _LISTED]
 
 
 ToEngine: TypeAlias = Describe
 FromEngine: TypeAlias = Description | Refusal
-ToRank: TypeAlias = Ask | Prove | Renew | Done | Abort
-FromRank: TypeAlias = Grant | Deny | Proof | Renewed
+ToRank: TypeAlias = Ask | DigestRequest | Renew | Release
+FromRank: TypeAlias = Grant | Deny | DigestReply | Renewed
 Answer: TypeAlias = FromEngine | FromRank
-Message: TypeAlias = ToEngine | ToRank | Answer
+Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | Status
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -212,8 +298,11 @@ _head_decoder = msgspec.msgpack.Decoder(_Head)
 _encoder = msgspec.msgpack.Encoder()
 # One for each kind of socket: what nobody may send there is never built.
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_to_rank: msgspec.msgpack.Decoder[ToRank | StatusRequest] = msgspec.msgpack.Decoder(
+    ToRank | StatusRequest
+)
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_status: msgspec.msgpack.Decoder[Status] = msgspec.msgpack.Decoder(Status)
 
 _Decoded = TypeVar("_Decoded")
 
@@ -232,8 +321,8 @@ def decode_to_engine(payload: bytes) -> ToEngine:
     return _decode(_to_engine, payload)
 
 
-def decode_to_rank(payload: bytes) -> ToRank:
-    """Parse and check a message that came to a worker.
+def decode_to_rank(payload: bytes) -> ToRank | StatusRequest:
+    """Parse and check a message that came to a rank.
 
     Raises:
         RemoteProtocolError: names the first field that is wrong, or the foreign version.
@@ -242,7 +331,7 @@ def decode_to_rank(payload: bytes) -> ToRank:
 
 
 def decode_answer(payload: bytes) -> Answer:
-    """Parse and check what an engine or a worker of it answers.
+    """Parse and check what an engine or a rank of it answers.
 
     Raises:
         RemoteProtocolError: names the first field that is wrong, or the foreign version.
@@ -250,11 +339,13 @@ def decode_answer(payload: bytes) -> Answer:
     return _decode(_answer, payload)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], payload: bytes) -> _Decoded:
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(_explain(payload, error)) from error
+def decode_status(payload: bytes) -> Status:
+    """Parse and check what a rank answers to a tool.
+
+    Raises:
+        RemoteProtocolError: names the first field that is wrong, or the foreign version.
+    """
+    return _decode(_status, payload)
 
 
 def encode_rank(description: RankDescription) -> bytes:
@@ -265,6 +356,13 @@ def encode_rank(description: RankDescription) -> bytes:
 def decode_rank(payload: bytes) -> RankDescription:
     """The same, back."""
     return msgspec.msgpack.decode(payload, type=RankDescription)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], payload: bytes) -> _Decoded:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(_explain(payload, error)) from error
 
 
 def _explain(payload: bytes, error: Exception) -> str:

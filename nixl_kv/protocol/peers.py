@@ -1,23 +1,36 @@
-"""The life of one remote engine, as a decode rank sees it.
+"""The remote engines that a decode rank knows, and the life of each.
 
-    UNKNOWN     never wanted, or forgotten
-    CONNECTING  its description is asked for, or its memory is being added
+    CONNECTING  its description is asked for, or its memory is being made readable
     READY       described, compatible, its memory can be read
-    BACKOFF     could not be reached or used; requests fail at once until the pause is over
+    BACKOFF     could not be reached or used; loads fail at once until the pause is over
     GONE        was READY, and its connection broke; forgotten when no read of it is under way
 
 A peer is one life: engine id *and* incarnation. A restarted engine is another peer, so nothing of
-the old one (a pause, a memory address) is ever taken for the new one.
+the old one (a pause, a memory address) is ever used for the new one.
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.ranks import Route
-from nixl_kv.protocol.events import Failure, PeerKey
-from nixl_kv.protocol.messages import Description
+from nixl_kv.ids import Endpoint, EngineId, Incarnation
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import (
+    OVER,
+    EndpointLost,
+    Failure,
+    FailureKind,
+    PeerJoined,
+    PeerKey,
+    PeerRefused,
+    Record,
+    Tick,
+    Transition,
+)
+from nixl_kv.protocol.messages import Describe, Description, Refusal
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
@@ -26,31 +39,25 @@ BACKOFF_S: Final = 1.0
 class State(enum.Enum):
     """See the module's head."""
 
-    UNKNOWN = enum.auto()
     CONNECTING = enum.auto()
     READY = enum.auto()
     BACKOFF = enum.auto()
     GONE = enum.auto()
 
 
-class Cause(enum.Enum):
-    """What moves a peer on."""
-
-    WANTED = enum.auto()
-    JOINED = enum.auto()
-    UNUSABLE = enum.auto()
-    PAUSE_OVER = enum.auto()
-    LOST = enum.auto()
-    FORGOTTEN = enum.auto()
-
-
-TRANSITIONS: Final = {
-    State.UNKNOWN: {Cause.WANTED: State.CONNECTING},
-    State.CONNECTING: {Cause.JOINED: State.READY, Cause.UNUSABLE: State.BACKOFF},
-    State.READY: {Cause.LOST: State.GONE},
-    State.BACKOFF: {Cause.PAUSE_OVER: State.UNKNOWN},
-    State.GONE: {Cause.FORGOTTEN: State.UNKNOWN},
+TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
+    State.CONNECTING: {
+        PeerJoined: State.READY,
+        PeerRefused: State.BACKOFF,
+        Refusal: State.BACKOFF,
+        EndpointLost: State.BACKOFF,
+        Tick: State.BACKOFF,
+    },
+    State.READY: {EndpointLost: State.GONE},
+    State.BACKOFF: {Tick: None},
+    State.GONE: {Tick: None},
 }
+"""For each state, which event leads to which; None: the peer is forgotten."""
 
 
 @dataclass
@@ -58,27 +65,142 @@ class Peer:
     """One life of a remote engine. `until` ends CONNECTING and BACKOFF, in monotonic seconds."""
 
     key: PeerKey
-    until: float = 0.0
-    state: State = State.UNKNOWN
+    until: float
+    state: State = State.CONNECTING
     failure: Failure | None = None  # why it cannot be used, in BACKOFF and GONE
     description: Description | None = None
     routes: tuple[Route, ...] = ()
 
-    def move(self, cause: Cause) -> None:
-        """The one place where the state changes.
-
-        Raises:
-            LocalProtocolError: if the table has no such move.
-        """
-        following = TRANSITIONS[self.state].get(cause)
-        if following is None:
-            raise LocalProtocolError(
-                f"peer {self.key.engine!r} cannot be {cause.name} in state {self.state.name}; "
-                f"allowed: {[c.name for c in TRANSITIONS[self.state]]}"
-            )
-        self.state = following
-
     @property
-    def endpoints(self) -> list[str]:
+    def endpoints(self) -> list[Endpoint]:
         """Where its ranks answer."""
         return [rank.endpoint for rank in self.description.ranks] if self.description else []
+
+
+class PeerBook:
+    """Peers by key. `now` is monotonic, in seconds."""
+
+    def __init__(self, record: Record) -> None:
+        """Start with no peer."""
+        self._record = record
+        self._peers: dict[PeerKey, Peer] = {}
+
+    def __repr__(self) -> str:
+        """Each peer and its state."""
+        states = ", ".join(f"{p.key.engine}: {p.state.name}" for p in self._peers.values())
+        return f"<PeerBook: {states or 'empty'}>"
+
+    @property
+    def has_timers(self) -> bool:
+        """Whether a time-out or a pause is running, or a peer waits to be forgotten."""
+        return any(peer.state is not State.READY for peer in self._peers.values())
+
+    def all(self) -> list[Peer]:
+        """Every peer that is known."""
+        return list(self._peers.values())
+
+    def clear(self) -> None:
+        """Forget all peers."""
+        self._peers.clear()
+
+    def get_or_connect(self, key: PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
+        """Find a peer; one that is not known yet is asked for its description."""
+        peer = self._peers.get(key)
+        if peer is not None:
+            return peer, []
+        peer = self._peers[key] = Peer(key, now + CONNECT_TIMEOUT_S)
+        self._record(Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
+        describe = Describe(incarnation=key.incarnation, engine=key.engine)
+        return peer, [events.Send(key.endpoint, describe)]
+
+    def is_connecting(self, key: PeerKey) -> bool:
+        """Whether this peer was asked for its description, and has not joined yet."""
+        peer = self._peers.get(key)
+        return peer is not None and peer.state is State.CONNECTING
+
+    def on_description(self, message: Description, endpoint: Endpoint) -> list[events.Action]:
+        """An engine described itself; one that was not asked is ignored."""
+        key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
+        if not self.is_connecting(key):
+            return []
+        return [events.JoinPeer(key, message), *self._disconnect(key)]
+
+    def on_joined(self, event: PeerJoined) -> None:
+        """A peer that is CONNECTING can be read."""
+        peer = self._peers[event.peer]
+        self._move(peer, event, f"{len(event.routes)} of {len(event.description.ranks)} ranks")
+        peer.description = event.description
+        peer.routes = event.routes
+
+    def on_unusable(
+        self,
+        key: PeerKey,
+        event: PeerRefused | Refusal | EndpointLost | Tick,
+        failure: Failure,
+        now: float,
+    ) -> list[events.Action]:
+        """A peer that is CONNECTING could not be reached or does not fit: not again for a while."""
+        peer = self._peers[key]
+        self._move(peer, event, failure.detail)
+        peer.failure = failure
+        peer.until = now + BACKOFF_S
+        return self._disconnect(key)
+
+    def on_endpoint_lost(self, event: EndpointLost) -> list[PeerKey]:
+        """A connection broke. Returns the peers that could not be reached because of it."""
+        unreachable = []
+        for peer in self._peers.values():
+            if peer.state is State.CONNECTING and peer.key.endpoint == event.endpoint:
+                unreachable.append(peer.key)
+            elif peer.state is State.READY and event.endpoint in peer.endpoints:
+                self._move(peer, event, event.reason)
+                peer.failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
+        return unreachable
+
+    def overdue(self, now: float) -> list[PeerKey]:
+        """The peers that did not describe themselves in time."""
+        return [
+            peer.key
+            for peer in self._peers.values()
+            if peer.state is State.CONNECTING and peer.until <= now
+        ]
+
+    def forget(self, tick: Tick, in_use: set[PeerKey], now: float) -> list[events.Action]:
+        """Forget peers whose pause is over, and gone ones that nothing reads."""
+        actions: list[events.Action] = []
+        for peer in self.all():
+            if peer.state is State.BACKOFF and peer.until <= now:
+                self._move(peer, tick)
+            elif peer.state is State.GONE and peer.key not in in_use:
+                self._move(peer, tick)
+                actions.append(events.DropPeer(peer.key))
+                actions += [events.Disconnect(endpoint) for endpoint in peer.endpoints]
+        return actions
+
+    def _move(self, peer: Peer, event: object, detail: str = "") -> None:
+        """The one place where a peer's state changes.
+
+        Raises:
+            LocalProtocolError: if the table has no such transition.
+        """
+        moves = TRANSITIONS[peer.state]
+        if type(event) not in moves:
+            raise LocalProtocolError(
+                f"peer {peer.key.engine!r} got {type(event).__name__} in state "
+                f"{peer.state.name}; allowed: {[kind.__name__ for kind in moves]}"
+            )
+        after, before = moves[type(event)], peer.state.name
+        cause = f"{type(event).__name__}: {detail}" if detail else type(event).__name__
+        name = OVER if after is None else after.name
+        self._record(Transition("", str(peer.key), before, name, cause))
+        if after is None:
+            del self._peers[peer.key]
+        else:
+            peer.state = after
+
+    def _disconnect(self, key: PeerKey) -> list[events.Action]:
+        """Close a description's connection, unless another life is being asked for there."""
+        others = (other for other in self._peers if other != key)
+        if any(o.endpoint == key.endpoint and self.is_connecting(o) for o in others):
+            return []
+        return [events.Disconnect(key.endpoint)]

@@ -4,9 +4,12 @@ It stands in the request body as `kv_transfer_params`, so it comes back from a c
 names no block and no address; it says whom to ask, for which offer, and what the KV depends on.
 Where engines share a key, a MAC over all of it proves that one of them made it.
 
-TICKET_VERSION history
+WIRE_VERSION history (of tickets and messages alike)
 1  first
-2  has a MAC
+2  groups have a window, and may have no layers on a rank; ranks need not pair one to one; a MAC
+3  digests
+4  one release message in place of two; block tables mark absent blocks; tickets name this version;
+   fields that nobody used are gone; status
 """
 
 import hashlib
@@ -14,22 +17,22 @@ import hmac
 import ipaddress
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import Nonce
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce
 
-TICKET_VERSION = 2
-MAC_BYTES = 16
+WIRE_VERSION: Final = 4
+MAC_BYTES: Final = 16
 
-Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-ANY = "0" * 32
-"""Whatever incarnation: of no engine, since theirs are random, and in no ticket."""
+HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
+NAME: Final = Meta(min_length=1, max_length=256)
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Context = Annotated[str, HEX32]
+"""A hash of everything that the KV of a prompt depends on, see `context_hash`."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,14 +43,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     do_remote_prefill: Literal[True] = True
     do_remote_decode: Literal[False] = False
-    remote_engine_id: Name
+    remote_engine_id: Annotated[EngineId, NAME]
     remote_host: Annotated[str, Meta(min_length=2, max_length=64)]
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
-    ticket_version: Annotated[int, Meta(ge=TICKET_VERSION, le=TICKET_VERSION)] = TICKET_VERSION
-    incarnation: Hex32
-    nonce: Hex32
+    wire_version: Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)] = WIRE_VERSION
+    incarnation: Annotated[Incarnation, HEX32]
+    nonce: Annotated[Nonce, HEX32]
     num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    context: Hex32
+    context: Context
     mac: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         ipaddress.ip_address(self.remote_host)
         if not self.remote_engine_id.isprintable():
             raise ValueError("remote_engine_id has characters that cannot be printed")
-        if self.incarnation == ANY:
+        if self.incarnation == ANY_INCARNATION:
             raise ValueError("incarnation is all zeros; no engine's is")
 
     @classmethod
@@ -74,25 +77,25 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             raise RemoteProtocolError(
                 f"kv_transfer_params is of type {type(params).__name__}; allowed: an object"
             )
-        required = ("ticket_version", "do_remote_prefill")
-        missing = [name for name in required if name not in params]
-        if missing:
-            raise RemoteProtocolError(f"kv_transfer_params lacks the field {missing[0]!r}")
+        for name in ("wire_version", "do_remote_prefill"):
+            if name not in params:
+                raise RemoteProtocolError(f"kv_transfer_params lacks the field {name!r}")
+        version = params["wire_version"]
+        if isinstance(version, int) and version != WIRE_VERSION and abs(version) < 1 << 31:
+            raise RemoteProtocolError(
+                f"kv_transfer_params: wire_version is {version!r}; "
+                f"this engine speaks {WIRE_VERSION}"
+            )
         try:
-            ticket = msgspec.convert(params, cls, strict=True)
+            return msgspec.convert(params, cls, strict=True)
         except (msgspec.ValidationError, ValueError) as error:
             raise RemoteProtocolError(f"kv_transfer_params: {error}") from error
-        if ticket.incarnation == ANY:
-            raise RemoteProtocolError(
-                "kv_transfer_params: incarnation is all zeros; no engine's is"
-            )
-        return ticket
 
     def seal(self, key: bytes) -> "Ticket":
-        """The same with its MAC."""
+        """The same ticket with its MAC."""
         return msgspec.structs.replace(self, mac=self._mac(key))
 
-    def verify(self, key: bytes | None) -> None:
+    def check_mac(self, key: bytes | None) -> None:
         """Check the MAC; without a key there must be none.
 
         Raises:
@@ -114,30 +117,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         message = msgspec.msgpack.encode(values)
         return hashlib.blake2b(message, digest_size=MAC_BYTES, key=key).hexdigest()
 
-    @property
-    def endpoint(self) -> str:
-        """Where the engine describes itself, as ZMQ writes it."""
-        return endpoint(self.remote_host, self.remote_port)
-
     def params(self) -> dict[str, Any]:
         """The `kv_transfer_params` of prefill's answer."""
-        builtins: dict[str, Any] = msgspec.to_builtins(self)
-        return builtins
-
-
-def endpoint(host: str, port: int) -> str:
-    """ZMQ's way to write an address; IPv6 literals need brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def endpoint_host(address: str) -> str:
-    """The host of an endpoint, without brackets."""
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
-def bind_address(host: str) -> str:
-    """The same without a port."""
-    return endpoint(host, 0).rsplit(":", 1)[0]
+        params: dict[str, Any] = msgspec.to_builtins(self)
+        return params
 
 
 def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:

@@ -1,16 +1,36 @@
-"""What the data plane must be able to do. NIXL is one way; memory inside one process another.
+"""The two interfaces to the world: `Transport` moves bytes, `ControlPlane` carries messages.
 
-A list holds rows as `geometry.plan.Rows` describes them, shape (n, 5): address, length, device,
-stride, count. A read names pieces of a local and of a remote list by number, in int32.
+NIXL is one transport and ZMQ one control plane; `memory` and `memory_control` are both of them
+inside one process.
+
+A list of a transport holds rows as `geometry.plan.Rows` describes them, shape (n, 5): address,
+length, device, stride, count. A read names pieces of a local and of a remote list by number, in
+int32.
 """
 
-from typing import Any, NewType, Protocol
+from dataclasses import dataclass
+from typing import Any, NewType, Protocol, TypeAlias
 
 from nixl_kv.geometry.blocks import BlockIds as Indices
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.plan import Rows
+from nixl_kv.ids import Endpoint
 
-__all__ = ["Indices", "ListHandle", "PeerName", "ReadHandle", "Rows", "Transport"]
+__all__ = [
+    "Bounds",
+    "ControlPlane",
+    "FromEndpoint",
+    "FromPeer",
+    "Indices",
+    "Link",
+    "ListHandle",
+    "Lost",
+    "PeerName",
+    "ReadHandle",
+    "Received",
+    "Rows",
+    "Transport",
+]
 
 PeerName = NewType("PeerName", str)
 """How a transport names a peer that was added."""
@@ -25,7 +45,7 @@ ReadHandle = Any
 class Transport(Protocol):
     """One-sided reads. All methods are called on one thread; errors are TransportErrors.
 
-    There is no abort: a read that was begun may write into local memory until `poll` has told its
+    There is no abort: a read that was started may write into local memory until `poll` has told its
     end, whatever is released or dropped meanwhile, or until `close` has returned.
     """
 
@@ -47,7 +67,7 @@ class Transport(Protocol):
     def read(
         self, local: ListHandle, remote: ListHandle, indices: tuple[Indices, Indices]
     ) -> ReadHandle:
-        """Begin to copy remote pieces into local ones, pair by pair: (local, remote) indices."""
+        """Start to copy remote pieces into local ones, pair by pair: (local, remote) indices."""
 
     def poll(self, read: ReadHandle) -> bool:
         """Whether the read has ended well; raises PeerLost or TransportError if it ended badly."""
@@ -61,3 +81,86 @@ class Transport(Protocol):
         When it returns nothing writes into local memory any more. If that cannot be proven it
         raises a TransportError, and may be called again.
         """
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one stranger may cost at a listening port."""
+
+    message_bytes: int = 4 << 20
+    """Of the longest message; a longer one ends its connection."""
+
+    requests: int = 1000
+    """Of a connection that wait to be handled; more wait at their sender."""
+
+    answers: int = 1000
+    """Of a connection that wait to be taken; more are dropped."""
+
+
+@dataclass(frozen=True)
+class FromPeer:
+    """A message to this side's port; `route` leads back to its sender while it is connected."""
+
+    route: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class FromEndpoint:
+    """A message from an endpoint that this side talks to."""
+
+    endpoint: Endpoint
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An endpoint's connection is gone; the next `send` to it makes a new one."""
+
+    endpoint: Endpoint
+    reason: str
+
+
+Received: TypeAlias = FromPeer | FromEndpoint | Lost
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection to an endpoint: messages in both directions, seconds since the last one."""
+
+    endpoint: Endpoint
+    sent: int
+    received: int
+    idle_s: float
+
+
+class ControlPlane(Protocol):
+    """Messages between processes: a port of this side, and links to endpoints of others.
+
+    It carries opaque payloads; what they mean is the protocol's affair. All methods but `wake` are
+    called on one thread; errors are TransportErrors.
+    """
+
+    def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
+        """Listen on an IP literal and a port, 0 for any free one. Returns the port."""
+
+    def send(self, endpoint: Endpoint, payload: bytes) -> None:
+        """Queue a message for an endpoint, connecting if need be; never waits."""
+
+    def reply(self, route: bytes, payload: bytes) -> None:
+        """Answer a message; an answer to somebody who has left meanwhile is dropped."""
+
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        """Wait for messages, losses or a wake-up; None waits for ever."""
+
+    def disconnect(self, endpoint: Endpoint) -> None:
+        """Close the link to an endpoint, if there is one; what is queued for it is dropped."""
+
+    def links(self) -> list[Link]:
+        """The links that are open."""
+
+    def wake(self) -> None:
+        """End a wait of the owning thread; may be called from any thread."""
+
+    def close(self) -> None:
+        """Close everything."""

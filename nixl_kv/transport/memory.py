@@ -14,6 +14,7 @@ import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.geometry.plan import COUNT
 from nixl_kv.transport.base import Indices, PeerName, Rows
 
 
@@ -21,7 +22,7 @@ from nixl_kv.transport.base import Indices, PeerName, Rows
 class Fabric:
     """The link between transports of one process, and its faults."""
 
-    polls: int = 0  # a read lands at this poll after it was begun
+    polls: int = 0  # a read lands at this poll after it was started
     stuck: bool = False  # no read lands
     stuck_peers: set[str] = field(default_factory=set)  # no read of theirs lands
     unending: bool = False  # a transport with reads under way cannot be closed
@@ -38,7 +39,7 @@ class _List:
 
     def piece(self, index: int) -> tuple[int, int]:
         """Address and length of the piece with this number."""
-        ends = np.cumsum(self.rows[:, 4].astype(np.int64))
+        ends = np.cumsum(self.rows[:, COUNT].astype(np.int64))
         if not 0 <= index < ends[-1]:
             raise TransportError(f"index {index}; allowed: 0 to {ends[-1] - 1}")
         row = int(np.searchsorted(ends, index, side="right"))
@@ -98,13 +99,15 @@ class MemoryTransport:
         return prepared
 
     def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
-        """Begin a copy that lands after the fabric's number of polls."""
-        here = [local.piece(int(index)) for index in indices[0]]
-        there = [remote.piece(int(index)) for index in indices[1]]
-        pairs = list(zip(here, there, strict=False))
-        if not pairs or len(here) != len(there):
-            raise TransportError(f"{len(here)} local and {len(there)} remote pieces")
-        if any(mine[1] != theirs[1] for mine, theirs in pairs):
+        """Start a copy that lands after the fabric's number of polls."""
+        local_pieces = [local.piece(int(index)) for index in indices[0]]
+        remote_pieces = [remote.piece(int(index)) for index in indices[1]]
+        pairs = list(zip(local_pieces, remote_pieces, strict=False))
+        if not pairs or len(local_pieces) != len(remote_pieces):
+            raise TransportError(
+                f"{len(local_pieces)} local and {len(remote_pieces)} remote pieces"
+            )
+        if any(local[1] != remote[1] for local, remote in pairs):
             raise TransportError("pieces of different lengths")
         return _Read(pairs, remote.owner, self._fabric.polls)
 

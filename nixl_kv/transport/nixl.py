@@ -17,15 +17,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final, Generic, TypeAlias, TypeVar
 
 import nixl._api as api
 import nixl._bindings as bindings
 import numpy as np
 
+from nixl_kv.config import Config
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Memory, Span
-from nixl_kv.transport.base import Indices, PeerName, Rows
+from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
+from nixl_kv.transport.paced import SEGMENT_CONFIG, PacedTransport
 
 UCX_OPTIONS: Final = {
     "ucx_error_handling_mode": "peer",
@@ -34,12 +36,27 @@ UCX_OPTIONS: Final = {
 }
 """With threads, `read` returns at once; a batch of fewer merged pieces is copied by the caller."""
 
+UCX_ENGINE_CONFIG: Final = (
+    # Read directly also between GPUs, or within one, on a host without NVLink. There UCX prefers
+    # writes over reads where it has the choice; a READ then goes through TCP and the owner's memory
+    # copies instead, at 0.4 GB/s on an H100 (docs/benchmarks.md).
+    "CUDA_IPC_ENABLE_GET_ZCOPY=on,"
+    # Over TCP, connect in the background: to a host that is cut off, UCX otherwise holds the
+    # calling thread for two minutes. And let reads from such a host end, which they otherwise do
+    # not: a connection fails on which nothing was acknowledged for 4 s.
+    "TCP_CONN_NB=y,TCP_USER_TIMEOUT=4s,TCP_KEEPIDLE=2s,TCP_KEEPINTVL=1s,TCP_KEEPCNT=3"
+)
+"""Settings of UCX, without its prefix."""
+
 _PEER_ERRORS: Final = (bindings.nixlRemoteDisconnectError, bindings.nixlCancelledError)
 _ERRORS: Final = tuple(
     getattr(bindings, name)
     for name in dir(bindings)
     if name.startswith("nixl") and name.endswith("Error")
 )
+
+
+_Native = TypeVar("_Native", api.nixl_prepped_dlist_handle, api.nixl_xfer_handle)
 
 
 @contextmanager
@@ -53,17 +70,48 @@ def _translated(doing: str) -> Iterator[None]:
         raise TransportError(f"{doing}: {type(error).__name__}: {error}") from error
 
 
-def _tell(gone: threading.Event) -> Callable[[object], None]:
+def _set_when_collected(gone: threading.Event) -> Callable[[object], None]:
     """A weak reference's callback that refers to nothing else."""
     return lambda _: gone.set()
 
 
-class _Held:
-    """A list or a read of NIXL's. Each keeps its agent alive, so the transport can take it back."""
+def nixl_transport(config: Config) -> Transport:
+    """An agent as configured: it reads one piece at a time if `paced_reads` says so.
 
-    def __init__(self, handle: Any) -> None:
-        """Hold it."""
-        self.handle = handle
+    Raises:
+        TransportError: if a backend cannot be created.
+    """
+    if not config.paced_reads:
+        return NixlTransport(config.backends, engine_config=UCX_ENGINE_CONFIG)
+    settings = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}"
+    return PacedTransport(NixlTransport(config.backends, engine_config=settings))
+
+
+class _Handle(Generic[_Native]):
+    """A list or a read of NIXL's. Each keeps its agent alive, so the transport can let it go."""
+
+    def __init__(self, native: _Native) -> None:
+        """Keep NIXL's own handle."""
+        self._native: _Native | None = native
+
+    @property
+    def native(self) -> _Native:
+        """NIXL's own handle.
+
+        Raises:
+            TransportError: if the transport was closed.
+        """
+        if self._native is None:
+            raise TransportError("the NIXL agent is closed")
+        return self._native
+
+    def drop(self) -> None:
+        """Refer to it no longer."""
+        self._native = None
+
+
+_List: TypeAlias = _Handle[api.nixl_prepped_dlist_handle]
+_Read: TypeAlias = _Handle[api.nixl_xfer_handle]
 
 
 class NixlTransport:
@@ -93,20 +141,27 @@ class NixlTransport:
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
         )
         with _translated("creating the agent"):
-            self._agent: Any = api.nixl_agent(self.name, config)
-            self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+            agent = api.nixl_agent(self.name, config)
+            self._open_agent: api.nixl_agent | None = agent
+            self._handles: weakref.WeakSet[_List | _Read] = weakref.WeakSet()
             # Told when the destructor of the C++ object has run; the wrapper may go before that.
             self._gone = threading.Event()
-            self._proof = weakref.ref(self._agent.agent, _tell(self._gone))
+            self._proof = weakref.ref(agent.agent, _set_when_collected(self._gone))
             for backend in backends:
                 options = dict(ucx_options) if backend == "UCX" else {}
                 if options and engine_config:
                     options["engine_config"] = engine_config
-                self._agent.create_backend(backend, options)
+                agent.create_backend(backend, options)
 
     def __repr__(self) -> str:
         """The agent's name."""
         return f"<NixlTransport {self.name}>"
+
+    @property
+    def _agent(self) -> api.nixl_agent:
+        if self._open_agent is None:
+            raise TransportError(f"NIXL agent {self.name} is closed")
+        return self._open_agent
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         """Register memory with every backend that can use it."""
@@ -122,37 +177,37 @@ class NixlTransport:
         """Load a peer's metadata; 10 to 140 ms."""
         with _translated("adding a peer"):
             name = self._agent.add_remote_agent(metadata)
-            return PeerName(name.decode() if isinstance(name, bytes) else str(name))
+            return PeerName(name.decode() if isinstance(name, bytes) else name)
 
     def drop_peer(self, peer: PeerName) -> None:
         """Remove a peer's metadata and connections."""
         with _translated("dropping a peer"):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _Held:
+    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
         """Prepare a strided list: microseconds for any number of blocks."""
         with _translated(f"preparing {len(rows)} rows of {memory}"):
-            handle = self._agent.prep_xfer_dlist(
+            native = self._agent.prep_xfer_dlist(
                 peer or "NIXL_INIT_AGENT", np.ascontiguousarray(rows), memory
             )
-        return self._hold(handle)
+        return self._keep(native)
 
-    def read(self, local: _Held, remote: _Held, indices: tuple[Indices, Indices]) -> _Held:
+    def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
         """Make and post one READ; NIXL merges neighbours of dense rows itself."""
         with _translated(f"reading {len(indices[0])} pieces"):
-            handle = self._agent.make_prepped_xfer(
-                "READ", local.handle, indices[0], remote.handle, indices[1]
+            native = self._agent.make_prepped_xfer(
+                "READ", local.native, indices[0], remote.native, indices[1]
             )
-            self._agent.transfer(handle)
-        return self._hold(handle)
+            self._agent.transfer(native)
+        return self._keep(native)
 
-    def poll(self, read: _Held) -> bool:
+    def poll(self, read: _Read) -> bool:
         """Ask for the state, which also lets the read progress; a handle that ended is released."""
         with _translated("reading"):
-            state = self._agent.check_xfer_state(read.handle)
+            state = self._agent.check_xfer_state(read.native)
             if state == "PROC":
                 return False
-            read.handle.release()
+            read.native.release()
         return True
 
     def progress(self) -> None:
@@ -168,15 +223,15 @@ class NixlTransport:
         Raises:
             TransportError: if something else still refers to it, so that it lives on.
         """
-        for held in list(self._held):
-            held.handle = None
-        self._agent = None
+        for handle in list(self._handles):
+            handle.drop()
+        self._open_agent = None
         if not self._gone.is_set():
             gc.collect()
         if not self._gone.is_set():
             raise TransportError(f"NIXL agent {self.name} is still referred to")
 
-    def _hold(self, handle: Any) -> _Held:
-        held = _Held(handle)
-        self._held.add(held)
-        return held
+    def _keep(self, native: _Native) -> _Handle[_Native]:
+        handle = _Handle(native)
+        self._handles.add(handle)
+        return handle

@@ -15,6 +15,7 @@ import numpy as np
 
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle, Rows, Transport
 
 PIECE_BYTES: Final = 1 << 20
@@ -23,37 +24,37 @@ SEGMENT_CONFIG: Final = "TCP_TX_SEG_SIZE=2m,TCP_RX_SEG_SIZE=2m"
 the reader expects aborts the reader."""
 
 _Step: TypeAlias = tuple[list[int], list[int]]
-"""What is read at once: numbers of pieces below, (local, remote)."""
+"""What is read at once: numbers of pieces of the inner lists, (local, remote)."""
 
 
 @dataclass(frozen=True)
 class _List:
     """Rows cut into pieces of bounded length. Piece i of row r is `counts[r]` pieces after `first`.
 
-    Parts of one row follow each other in the list below: part j of its piece i has there the number
-    `below[r] + j * count[r] + i`.
+    Parts of one row follow each other in the inner list: part j of its piece i has there the number
+    `inner_first[r] + j * count[r] + i`.
     """
 
     handle: ListHandle
     peer: PeerName | None
     first: Indices  # shape (rows,): number of each row's first piece, in the caller's counting
-    below: Indices  # shape (rows,): the same in the list below
+    inner_first: Indices  # shape (rows,): the same in the inner list
     rows: Rows
 
     def parts(self, index: int) -> list[int]:
-        """The numbers below of one piece's parts, in the order of their addresses."""
+        """The inner numbers of one piece's parts, in the order of their addresses."""
         row = int(np.searchsorted(self.first, index, side="right")) - 1
-        length, count = int(self.rows[row, 1]), int(self.rows[row, 4])
+        length, count = int(self.rows[row, LENGTH]), int(self.rows[row, COUNT])
         within = index - int(self.first[row])
         if index < 0 or within >= count:
             raise TransportError(f"index {index} is in no row")
-        start = int(self.below[row]) + within
+        start = int(self.inner_first[row]) + within
         return [start + part * count for part in range(-(-length // PIECE_BYTES))]
 
     def length_if_followed(self, index: int) -> int:
         """The length of a piece whose successor's bytes follow its own; 0 for any other."""
         row = int(np.searchsorted(self.first, index, side="right")) - 1
-        length, stride, count = (int(value) for value in self.rows[row, [1, 3, 4]])
+        length, stride, count = (int(value) for value in self.rows[row, [LENGTH, STRIDE, COUNT]])
         last = index - int(self.first[row]) == count - 1
         return 0 if last or length != stride or length > PIECE_BYTES else length
 
@@ -72,32 +73,32 @@ class _Read:
 class PacedTransport:
     """See `Transport`, and the module's head."""
 
-    below: Transport
-    lines: dict[PeerName, deque[_Read]] = field(default_factory=dict)
+    inner: Transport
+    queues: dict[PeerName, deque[_Read]] = field(default_factory=dict)
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
-        """As below."""
-        self.below.register(span, memory, device)
+        """As the inner transport."""
+        self.inner.register(span, memory, device)
 
     def metadata(self) -> bytes:
-        """As below."""
-        return self.below.metadata()
+        """As the inner transport."""
+        return self.inner.metadata()
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        """As below."""
-        return self.below.add_peer(metadata)
+        """As the inner transport."""
+        return self.inner.add_peer(metadata)
 
     def drop_peer(self, peer: PeerName) -> None:
-        """As below; its reads have ended."""
-        self.lines.pop(peer, None)
-        self.below.drop_peer(peer)
+        """As the inner transport; its reads have ended."""
+        self.queues.pop(peer, None)
+        self.inner.drop_peer(peer)
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
         """Cut what is longer than a piece."""
         cut = [_cut(row) for row in np.asarray(rows, dtype=np.uint64)]
-        sizes = np.array([int(part[:, 4].sum()) for part in cut], dtype=np.int64)
-        counts = rows[:, 4].astype(np.int64)
-        handle = self.below.prepare(np.concatenate(cut), memory, peer)
+        sizes = np.array([int(part[:, COUNT].sum()) for part in cut], dtype=np.int64)
+        counts = rows[:, COUNT].astype(np.int64)
+        handle = self.inner.prepare(np.concatenate(cut), memory, peer)
         return _List(handle, peer, _starts(counts), _starts(sizes), rows)
 
     def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
@@ -106,36 +107,36 @@ class PacedTransport:
             raise TransportError(f"{len(indices[0])} local and {len(indices[1])} remote pieces")
         copied = (indices[0].copy(), indices[1].copy())  # the caller uses their memory again
         read = _Read((local, remote), _steps((local, remote), copied), remote.peer)
-        self.lines.setdefault(remote.peer, deque()).append(read)
+        self.queues.setdefault(remote.peer, deque()).append(read)
         return read
 
     def poll(self, read: _Read) -> bool:
         """Go on with it if it is its turn."""
-        line = self.lines[read.peer]
-        if line[0] is not read:
+        queue = self.queues[read.peer]
+        if queue[0] is not read:
             return False
         try:
             ended = self._advance(read)
         except TransportError:
-            line.popleft()
+            queue.popleft()
             raise
         if ended:
-            line.popleft()
+            queue.popleft()
         return ended
 
     def progress(self) -> None:
-        """As below."""
-        self.below.progress()
+        """As the inner transport."""
+        self.inner.progress()
 
     def close(self) -> None:
-        """As below."""
-        for line in self.lines.values():
-            for read in line:
+        """As the inner transport."""
+        for queue in self.queues.values():
+            for read in queue:
                 read.current = None
-        self.below.close()
+        self.inner.close()
 
     def _advance(self, read: _Read) -> bool:
-        if read.current is not None and not self.below.poll(read.current):
+        if read.current is not None and not self.inner.poll(read.current):
             return False
         read.current = None
         step = next(read.steps, None)
@@ -143,7 +144,7 @@ class PacedTransport:
             return True
         local, remote = read.lists
         pieces = (np.array(step[0], dtype=np.int32), np.array(step[1], dtype=np.int32))
-        read.current = self.below.read(local.handle, remote.handle, pieces)
+        read.current = self.inner.read(local.handle, remote.handle, pieces)
         return False
 
 

@@ -8,14 +8,14 @@ from nixl_kv.geometry.layout import Span
 from nixl_kv.ids import GENERATION_BYTES, Generation
 from nixl_kv.transport.base import Rows
 
-_NOTHING = Generation(bytes(GENERATION_BYTES))
+_EMPTY = Generation(bytes(GENERATION_BYTES))
 
 
 class SlotPage:
     """`count` slots, all clear at first."""
 
     def __init__(self, count: int) -> None:
-        """Take zeroed memory, on a page boundary of its own."""
+        """Allocate zeroed memory, on a page boundary of its own."""
         size = count * GENERATION_BYTES
         self._memory = np.zeros(size + 4096, dtype=np.uint8)
         self.address = (self._memory.ctypes.data + 4095) // 4096 * 4096
@@ -38,14 +38,14 @@ class SlotPage:
 
     def clear(self, slot: int) -> None:
         """Make a grant invalid."""
-        self.write(slot, _NOTHING)
+        self.write(slot, _EMPTY)
 
     def clear_all(self) -> None:
         """Make every grant invalid."""
         ctypes.memset(self.address, 0, self.count * GENERATION_BYTES)
 
     def read(self, slot: int) -> Generation:
-        """What stands in a slot."""
+        """What is in a slot."""
         return Generation(ctypes.string_at(self._at(slot), GENERATION_BYTES))
 
     def _at(self, slot: int) -> int:

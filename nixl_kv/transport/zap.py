@@ -12,7 +12,7 @@ from typing import Final
 VERSION: Final = b"1.0"
 DOMAIN: Final = b"nixl_kv"
 QUESTION_FRAMES: Final = 8
-"""Way back, empty, version, number, domain, address, identity, mechanism; then credentials."""
+"""Route, empty, version, number, domain, address, identity, mechanism; then credentials."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Gatekeeper:
         """The frames that answer a question; None to those that cannot be answered."""
         if len(frames) < QUESTION_FRAMES or frames[1]:
             return None
-        way_back, number, admitted = frames[0], frames[3], self._admits(frames)
+        route, number, admitted = frames[0], frames[3], self._admits(frames)
         status = [b"200", b"OK"] if admitted else [b"400", b"not admitted"]
-        return [way_back, b"", VERSION, number, *status, b"", b""]
+        return [route, b"", VERSION, number, *status, b"", b""]
 
     def _admits(self, frames: Sequence[bytes]) -> bool:
         _, _, version, _, domain, address, _, mechanism, *credentials = frames
@@ -41,5 +41,5 @@ class Gatekeeper:
             return False
         if self.client is None:
             return mechanism == b"NULL" and not credentials
-        shown = credentials[0] if len(credentials) == 1 else b""
-        return mechanism == b"CURVE" and hmac.compare_digest(shown, self.client)
+        key = credentials[0] if len(credentials) == 1 else b""
+        return mechanism == b"CURVE" and hmac.compare_digest(key, self.client)

@@ -1,0 +1,190 @@
+"""Compares two engines: what a transfer from one to the other consists of.
+
+Every figure is taken from a plan of the planner that the connector uses, or from the reads that it
+plans for an example request. Nothing of what the planner does is computed a second time here.
+
+Pairs are (decode, prefill).
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from nixl_kv.cli.engines import Engine
+from nixl_kv.geometry import compat, ranks
+from nixl_kv.geometry.blocks import ABSENT, BlockIds, entries
+from nixl_kv.geometry.compat import Mismatch
+from nixl_kv.geometry.layout import Group
+from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Plan, Reads, plan
+from nixl_kv.geometry.runs import Heads, Ints
+from nixl_kv.ids import Rank
+
+TOKENS: Final = 16_384
+
+EntrySizes: TypeAlias = tuple[int, ...]
+"""Tokens per entry of the block table, of each group that differs in it."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one decode rank reads from one prefill rank.
+
+    `period` is in tokens: after that many, block edges of both sides coincide again. The runs of a
+    period are counted where no two blocks are neighbours and no window has passed.
+    """
+
+    layers: int
+    heads: tuple[Heads, ...]
+    spans: tuple[int, int]
+    rows: tuple[int, int]
+    entry_sizes: tuple[EntrySizes, EntrySizes]
+    period: int
+    runs_per_period: int
+    run_bytes: tuple[int, float, int]  # least, median, most
+    bytes_per_token: float
+    request_bytes: int
+    index_bytes: int
+    descriptors: int
+    descriptors_in_a_row: int
+
+
+@dataclass(frozen=True)
+class RankPair:
+    """One decode rank reads one prefill rank."""
+
+    decode_rank: Rank
+    prefill_rank: Rank
+    share: Mapping[str, Heads]
+    plan: Plan
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What decode reads from prefill; or why it cannot.
+
+    `unread` are the prefill ranks that no rank reads, each with the decode rank that releases it.
+    """
+
+    tokens: int
+    mismatches: tuple[Mismatch, ...]
+    pairs: tuple[RankPair, ...] = ()
+    unread: tuple[tuple[Rank, Rank], ...] = ()
+
+
+def compare(decode: Engine, prefill: Engine, tokens: int | None) -> Comparison:
+    """What every decode rank reads from the prefill ranks.
+
+    Args:
+        decode: the engine that reads.
+        prefill: the engine that is read.
+        tokens: of the prompt that descriptors are counted for; None for TOKENS, or as many as fit.
+
+    Raises:
+        ValueError: if the caches have no room for the prompt.
+        IncompatiblePeer: if there are more pieces than can be numbered.
+    """
+    layouts = (*decode.layouts, *prefill.layouts)
+    room = min(g.num_entries * g.entry_size for layout in layouts for g in layout.groups)
+    tokens = tokens or min(TOKENS, room)
+    if not 1 <= tokens <= room:
+        raise ValueError(f"tokens is {tokens}; allowed: 1 to {room}, for which there is room")
+    mismatches = compat.model_mismatches(decode.model, prefill.model)
+    mismatches += compat.layout_mismatches(decode.layouts, prefill.layouts)
+    if mismatches:
+        return Comparison(tokens, tuple(mismatches))
+    held = [[ranks.held_heads(layout) for layout in e.layouts] for e in (decode, prefill)]
+    pairs, unread = [], []
+    for decode_rank in map(Rank, range(len(decode.layouts))):
+        for route in ranks.routes(decode_rank, *held):
+            if route.readers:
+                pairs.append(_compare_ranks((decode, prefill), decode_rank, route, tokens=tokens))
+            else:
+                unread.append((route.remote_rank, decode_rank))
+    return Comparison(tokens, (), tuple(pairs), tuple(sorted(unread)))
+
+
+def run_lengths(plan: Plan, reads: Reads) -> Ints:
+    """The bytes of each run of a request: neighbouring pieces of a dense row are one run."""
+    sides = ((plan.local, reads.local), (plan.remote, reads.remote))
+    rows = [np.searchsorted(np.cumsum(table[:, COUNT]), ids, side="right") for table, ids in sides]
+    length = plan.local[rows[0], LENGTH].astype(np.int64)
+    follows = np.ones(len(length) - 1, dtype=bool)
+    for (table, ids), row in zip(sides, rows, strict=True):
+        dense = table[row, LENGTH] == table[row, STRIDE]
+        follows &= (np.diff(ids) == 1) & (np.diff(row) == 0) & dense[1:]
+    return np.add.reduceat(length, np.concatenate(([0], np.flatnonzero(~follows) + 1)))
+
+
+@dataclass(frozen=True)
+class ExampleRequest:
+    """A prompt of so many tokens, whose blocks are scattered over the caches, or in a row."""
+
+    tokens: int
+    scattered: bool = True
+    windows: bool = True
+
+    def reads(self, plan: Plan) -> Reads:
+        """What the planner makes of it.
+
+        Raises:
+            ValueError: if a cache has no room for the prompt.
+        """
+        mine = [self._drop_passed(self._block_ids(group), group) for group in plan.groups[0]]
+        theirs = [self._block_ids(group) for group in plan.groups[1]]
+        if self.scattered:  # in no order either
+            theirs = [ids[::-1] for ids in theirs]
+        return plan.reads(mine, theirs, range(self.tokens))
+
+    def _block_ids(self, group: Group) -> BlockIds:
+        """Scattered ones are as far apart as the cache allows."""
+        count = len(entries(0, self.tokens, group.entry_size))
+        if count > group.num_entries:
+            raise ValueError(
+                f"{self.tokens} tokens take {count} blocks; allowed: up to {group.num_entries}"
+            )
+        step = group.num_entries // count if self.scattered else 1
+        return np.arange(count, dtype=np.int32) * np.int32(step)
+
+    def _drop_passed(self, ids: BlockIds, group: Group) -> BlockIds:
+        """Without the blocks that the group's window has passed."""
+        if self.windows and group.window:
+            ids[: max(0, self.tokens - group.window) // group.entry_size] = ABSENT
+        return ids
+
+
+def _compare_ranks(
+    engines: tuple[Engine, Engine], decode_rank: Rank, route: ranks.Route, *, tokens: int
+) -> RankPair:
+    layouts = engines[0].layouts[decode_rank], engines[1].layouts[route.remote_rank]
+    rank_plan = plan(layouts[0], layouts[1], route.share)
+    sizes = _entry_sizes(rank_plan, 0), _entry_sizes(rank_plan, 1)
+    period = math.lcm(*itertools.chain(*sizes))
+    one_period = ExampleRequest(period, windows=False).reads(rank_plan)
+    lengths = run_lengths(rank_plan, one_period)
+    scattered = ExampleRequest(tokens).reads(rank_plan)
+    figures = Figures(
+        layers=len(route.share),
+        heads=tuple(sorted(set(route.share.values()))),
+        spans=(len(layouts[0].spans), len(layouts[1].spans)),
+        rows=(len(rank_plan.local), len(rank_plan.remote)),
+        entry_sizes=sizes,
+        period=period,
+        runs_per_period=one_period.num_runs,
+        run_bytes=(int(lengths.min()), float(np.median(lengths)), int(lengths.max())),
+        bytes_per_token=one_period.num_bytes / period,
+        request_bytes=scattered.num_bytes,
+        index_bytes=scattered.local.nbytes + scattered.remote.nbytes,
+        descriptors=scattered.num_runs,
+        descriptors_in_a_row=ExampleRequest(tokens, scattered=False).reads(rank_plan).num_runs,
+    )
+    return RankPair(decode_rank, route.remote_rank, route.share, rank_plan, figures)
+
+
+def _entry_sizes(rank_plan: Plan, side: int) -> EntrySizes:
+    groups = rank_plan.groups[side]
+    return tuple(sorted({groups[rows.groups[side]].entry_size for rows in rank_plan.paged_rows}))

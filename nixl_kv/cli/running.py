@@ -1,0 +1,177 @@
+"""Asks running engines, over the control plane that they use among each other.
+
+The directory of an engine answers with its description. That has the endpoint of each rank, and a
+rank answers with its status. Engines that have a key answer only those who have it too.
+"""
+
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from nixl_kv.errors import ConfigError, NixlKVError, TransportError
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
+from nixl_kv.keys import Keys, read_key_file
+from nixl_kv.protocol.messages import (
+    Describe,
+    Description,
+    RankDescription,
+    Refusal,
+    Status,
+    StatusRequest,
+    decode_answer,
+    decode_status,
+    encode,
+)
+from nixl_kv.transport.base import FromEndpoint, Lost
+from nixl_kv.transport.zmq import ZmqControl
+
+ANSWER_TIMEOUT_S: Final = 5.0
+
+ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
+MAX_PORT: Final = 65_535
+
+RankAnswer: TypeAlias = tuple[RankDescription, Status | NixlKVError]
+"""A rank, and its status; or why there is none."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where an engine's directory listens: a name or an IP literal, and a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, *, option: str) -> "Address":
+        """Read `HOST:PORT`, where an IPv6 literal has brackets.
+
+        Raises:
+            ValueError: names the option, its value and what is allowed.
+        """
+        match = ADDRESS.fullmatch(text)
+        if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
+            raise ValueError(f"{option} is {text!r}; allowed: HOST:PORT")
+        return cls(match["ipv6"] or match["host"], int(match["port"]))
+
+    def resolve(self) -> list[Endpoint]:
+        """All endpoints that it may mean.
+
+        Raises:
+            TransportError: if there is no such host.
+        """
+        try:
+            infos = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise TransportError(f"{self.host}: {getattr(error, 'strerror', error)}") from error
+        return list(dict.fromkeys(endpoint_at(str(info[4][0]), self.port) for info in infos))
+
+
+def read_keys(path: Path | None) -> Keys | None:
+    """The keys of `--key-file`, if it is given.
+
+    Raises:
+        ValueError: names the option, the path and what is wrong with the file.
+    """
+    try:
+        return None if path is None else read_key_file(path)
+    except ConfigError as error:
+        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error
+
+
+def describe_at(where: str, *, option: str, keys: Keys | None) -> Description:
+    """The description of the engine at `HOST:PORT`.
+
+    Raises:
+        ValueError: names the option, the address and what went wrong.
+    """
+    address = Address.parse(where, option=option)
+    try:
+        return _describe_any(address.resolve(), keys)
+    except NixlKVError as error:
+        raise ValueError(f"{option} {where}: {error}") from error
+
+
+def describe(endpoint: Endpoint, keys: Keys | None = None) -> Description:
+    """The description of the engine whose directory is at this endpoint.
+
+    Raises:
+        NixlKVError: if nobody answers, or not with a description.
+    """
+    question = encode(Describe(incarnation=ANY_INCARNATION, engine=EngineId("any")))
+    payload = _exchange({endpoint: question}, keys)[endpoint]
+    if isinstance(payload, TransportError):
+        raise payload
+    message = decode_answer(payload)
+    if isinstance(message, Refusal):
+        raise TransportError(f"refused: {message.reason}")
+    if not isinstance(message, Description):
+        raise TransportError(f"answered with {type(message).__name__}")
+    return message
+
+
+def rank_statuses(
+    description: Description, keys: Keys | None = None, request: str = ""
+) -> list[RankAnswer]:
+    """What each rank of an engine says of itself, in rank order.
+
+    Args:
+        description: the engine's.
+        keys: the engine's, if it has any.
+        request: tell the story of requests whose id contains this; empty for none.
+    """
+    questions = {
+        rank.endpoint: encode(StatusRequest(incarnation=rank.incarnation, request=request))
+        for rank in description.ranks
+    }
+    answers = _exchange(questions, keys)
+    return [(rank, _status(answers[rank.endpoint])) for rank in description.ranks]
+
+
+def _describe_any(endpoints: list[Endpoint], keys: Keys | None) -> Description:
+    """The first description that one of the endpoints of an engine gives."""
+    errors: list[str] = []
+    for endpoint in endpoints:
+        try:
+            return describe(endpoint, keys)
+        except NixlKVError as error:  # noqa: PERF203 - the next one may answer
+            errors.append(str(error))
+    raise TransportError("; ".join(dict.fromkeys(errors)))
+
+
+def _status(answer: bytes | TransportError) -> Status | NixlKVError:
+    if isinstance(answer, TransportError):
+        return answer
+    try:
+        return decode_status(answer)
+    except NixlKVError as error:
+        return error
+
+
+def _exchange(
+    questions: Mapping[Endpoint, bytes], keys: Keys | None
+) -> dict[Endpoint, bytes | TransportError]:
+    """Send each endpoint a message, and wait for one answer of each."""
+    answers: dict[Endpoint, bytes | TransportError] = {}
+    control = ZmqControl(keys)
+    try:
+        for endpoint, question in questions.items():
+            try:
+                control.send(endpoint, question)
+            except TransportError as error:  # noqa: PERF203 - the others may be reached
+                answers[endpoint] = error
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while len(answers) < len(questions) and (left_s := deadline - time.monotonic()) > 0:
+            for item in control.poll(left_s):
+                match item:
+                    case FromEndpoint():
+                        answers.setdefault(item.endpoint, item.payload)
+                    case Lost():
+                        answers.setdefault(item.endpoint, TransportError(item.reason))
+    finally:
+        control.close()
+    silence = TransportError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+    return {endpoint: answers.get(endpoint, silence) for endpoint in questions}

@@ -1,0 +1,108 @@
+"""The blocks of a prompt on prefill: its block tables, and pins on what a sliding window passes by.
+
+vLLM frees a block once no token to come looks at it, and does so for the last time right before a
+request is handed over: with p tokens computed, what lies before p - window + 1 is gone. But decode
+computes the prompt's last token itself, so it looks back one token further, and its own blocks may
+be larger than prefill's. So each block of the last `window` tokens is pinned by one reference more
+from the step that fills it, until the offer has ended. The range begins at a whole edge of
+`WINDOW_EDGE` tokens: decode fills its blocks from their first token on, and those may be larger.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nixl_kv.geometry import blocks
+from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.layout import WINDOW_EDGE
+from nixl_kv.ids import RequestId
+
+NULL_BLOCK: Final = 0
+"""vLLM's placeholder in a block table, where a sliding window has passed. It ends here."""
+
+
+@dataclass(frozen=True)
+class Paging:
+    """How vLLM pages one cache group: its number, tokens per block, the window (0: all)."""
+
+    group: int
+    block_size: int
+    window: int
+
+    def wanted(self, num_tokens: int) -> range:
+        """The entries of a block table that decode may ask for, of a prompt of so many tokens."""
+        start = num_tokens - self.window if self.window else 0
+        begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
+        return blocks.entries(begin, num_tokens - begin, self.block_size)
+
+
+def table_bytes(block_ids: Sequence[int]) -> bytes:
+    """A block table of vLLM's as the protocol has it: ABSENT in place of the null block."""
+    ids = [ABSENT if block == NULL_BLOCK else block for block in block_ids]
+    return blocks.to_bytes(blocks.block_ids(ids))
+
+
+class PinnedBlocks:
+    """Reads vLLM's block tables, and pins blocks. Runs on the scheduler's thread alone."""
+
+    def __init__(self, manager: Any, pagings: Sequence[Paging]) -> None:
+        """`manager` is vLLM's KVCacheManager; `pagings` are the groups that are transferred."""
+        self._manager = manager
+        self._pagings = pagings
+        self._pinned: dict[RequestId, dict[tuple[int, int], Any]] = {}
+
+    def __repr__(self) -> str:
+        """How many blocks are pinned for how many requests."""
+        count = sum(map(len, self._pinned.values()))
+        return f"<PinnedBlocks: {count} for {len(self._pinned)} requests>"
+
+    def pin(self, request: RequestId, num_tokens: int) -> None:
+        """Pin what the table has by now of the windows' blocks; to be called with each step."""
+        windowed = [paging for paging in self._pagings if paging.window]
+        if not windowed:
+            return
+        pinned = self._pinned.setdefault(request, {})
+        tables = self._manager.get_blocks(request).blocks
+        for paging in windowed:
+            table = tables[paging.group]
+            for entry in paging.wanted(num_tokens):
+                is_known = (paging.group, entry) in pinned
+                if entry < len(table) and not table[entry].is_null and not is_known:
+                    self._manager.block_pool.touch([table[entry]])
+                    pinned[paging.group, entry] = table[entry]
+
+    def tables(self, request: RequestId, num_tokens: int) -> tuple[bytes, ...]:
+        """The tables to offer: what is certain to stay until the offer ends."""
+        tables = self._manager.get_block_ids(request)
+        return tuple(
+            table_bytes(
+                self._window_ids(request, paging, num_tokens)
+                if paging.window
+                else tables[paging.group][: paging.wanted(num_tokens).stop]
+            )
+            for paging in self._pagings
+        )
+
+    def have_changed(self, prepared: Sequence[bytes], tables: Sequence[Sequence[int]]) -> bool:
+        """Whether vLLM's tables are others by now. What is pinned may leave them: it stays."""
+        pairs = zip(self._pagings, prepared, tables, strict=True)
+        return any(
+            before != table_bytes(ids)[: len(before)]
+            for paging, before, ids in pairs
+            if not paging.window
+        )
+
+    def unpin(self, requests: Iterable[RequestId]) -> None:
+        """Give the blocks of these requests back; of one that has none, do nothing."""
+        for request in requests:
+            pinned = self._pinned.pop(request, {})
+            # The last blocks first: a prefix is of use for longer than what follows it.
+            self._manager.block_pool.free_blocks(reversed(list(pinned.values())))
+
+    def _window_ids(self, request: RequestId, paging: Paging, num_tokens: int) -> list[int]:
+        """Only what is pinned."""
+        wanted = paging.wanted(num_tokens)
+        pinned = self._pinned.get(request, {})
+        entries = [pinned.get((paging.group, entry)) for entry in wanted]
+        ids = [NULL_BLOCK if block is None else int(block.block_id) for block in entries]
+        return [NULL_BLOCK] * wanted.start + ids

@@ -1,0 +1,250 @@
+"""From vLLM's cache tensors to a `CacheLayout`: where this rank's KV lives.
+
+Every backend gets a view [blocks, heads, tokens, content] of each layer, but not every one keeps
+in it what the axes say. What is known of their backends stands here, as data. A backend that is not
+known is exchanged in whole blocks, between engines that are cut alike.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingWindowMLASpec
+
+from nixl_kv.connector.vllm_config import (
+    dtype_name,
+    layer_spec,
+    parallel_shape,
+    window,
+    worker_rank,
+)
+from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Region, Span
+from nixl_kv.geometry.views import join_kv, region_from_tensor
+
+AXES: Final = "BHNC"
+"""Of the views that vLLM registers: K and V follow each other in the content."""
+
+PLAIN: Final = frozenset(
+    (
+        "FLASH_ATTN",
+        "FLASH_ATTN_DIFFKV",
+        "FLASHINFER",
+        "FLEX_ATTENTION",
+        "TRITON_ATTN",
+        "TRITON_ATTN_DIFFKV",
+    )
+)
+"""Backends whose caches are what the axes say."""
+
+WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
+"""Types of latent caches that keep a token in one piece; quantised ones may put scales apart."""
+
+TRANSPOSED_K: Final = frozenset(("vec", "vec16"))
+"""Of CPU_ATTN's instruction sets those that keep a head's block as K [D, N], then V [N, D]."""
+
+HEAD_COUNT: Final = re.compile(r"(key_value|kv)_heads$|^n_head_kv$|^num_attention_groups$")
+"""Names under which models' configurations say how many KV heads some or all layers have."""
+
+Groups: TypeAlias = list[tuple[Any, dict[str, torch.Tensor]]]
+"""Each group's spec, and its layers' caches."""
+
+
+def cache_layout(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> CacheLayout:
+    """Where this rank's KV lives, from its tensors' shapes and strides.
+
+    Layers are taken from the groups, never from `kv_caches`, which names a layer that shares
+    another one's cache a second time.
+
+    Args:
+        vllm_config: of this engine.
+        kv_cache_config: its cache groups.
+        kv_caches: by layer, a strided view of shape [blocks, heads, tokens, content].
+
+    Raises:
+        ConfigError: for a cache of another shape, or a rank without any.
+    """
+    groups: Groups = [
+        (group.kv_cache_spec, {n: kv_caches[n] for n in group.layer_names if n in kv_caches})
+        for group in kv_cache_config.transfer_groups
+    ]
+    tensors = [tensor for _, layers in groups for tensor in layers.values()]
+    if not tensors:
+        raise ConfigError("this rank has no layer with a KV cache; allowed: one or more")
+    backends = _Backends(vllm_config)
+    first = tensors[0]
+    memory: Memory = "DRAM" if first.device.type == "cpu" else "VRAM"
+    return CacheLayout(
+        groups=tuple(
+            _group(spec, layers, backends, num_entries=kv_cache_config.num_blocks)
+            for spec, layers in groups
+        ),
+        element=", ".join(sorted(set(_elements(groups, backends)))),
+        memory=memory,
+        device=first.device.index or 0,
+        spans=_spans(tensors),
+    )
+
+
+class _Backends:
+    """What the layers' attention backends keep in their views."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """To be made in a worker only."""
+        self.vllm_config = vllm_config
+        self.shards = _HeadShards(vllm_config)
+
+    def is_transposed(self, layer: str, spec: Any) -> bool:
+        """Whether K is transposed within each head's block."""
+        plain = self._backend(layer) == "CPU_ATTN" and not spec.kv_quant_mode
+        return plain and self._isa(spec) in TRANSPOSED_K
+
+    def opaque_kind(self, layer: str, spec: Any) -> str:
+        """What makes a layer's blocks meaningful to its like only; empty if nothing does."""
+        backend = self._backend(layer)
+        latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+        known = spec.dtype in WIDE if latent else backend in PLAIN
+        packed = spec.num_head_slots is not None or spec.state_content_bytes is not None
+        if self.is_transposed(layer, spec) or (known and not packed):
+            return ""
+        kind = f"{backend} {self._isa(spec)}" if backend == "CPU_ATTN" else backend
+        shards = self.shards.number(layer, spec)
+        return f"in {kind} blocks of {spec.block_size} tokens and {shards} shards"
+
+    def _isa(self, spec: Any) -> str:
+        """Which code path CPU_ATTN takes, by which it lays out its blocks."""
+        try:
+            from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - CPU only
+                _get_attn_isa,
+            )
+        except ImportError:
+            return "of an unknown version"
+        dtype = self.vllm_config.model_config.dtype
+        return str(_get_attn_isa(dtype, spec.block_size, spec.head_size))
+
+    def _backend(self, layer: str) -> str:
+        module = self.vllm_config.compilation_config.static_forward_context.get(layer)
+        backend = getattr(module, "attn_backend", None)
+        return str(backend.get_name()) if backend is not None else "an unknown backend"
+
+
+def _group(
+    spec: Any, layers: Mapping[str, torch.Tensor], backends: _Backends, *, num_entries: int
+) -> Group:
+    sizes = {(tensor.shape[0], tensor.shape[2]) for tensor in layers.values()}
+    if len(sizes) > 1:
+        raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
+    blocks, tokens = sizes.pop() if sizes else (num_entries, spec.block_size)
+    return Group(
+        block_size=tokens,
+        num_blocks=blocks,
+        blocks_per_entry=blocks // num_entries,
+        regions=tuple(
+            _region(name, tensor, layer_spec(spec, name), backends=backends)
+            for name, tensor in layers.items()
+        ),
+        window=window(spec),
+    )
+
+
+def _region(layer: str, tensor: torch.Tensor, spec: Any, *, backends: _Backends) -> Region:
+    if tensor.dim() != len(AXES):
+        raise ConfigError(
+            f"the KV cache of layer {layer!r} has the shape {tuple(tensor.shape)}; "
+            "allowed: [blocks, heads, tokens, content]"
+        )
+    first_head = backends.shards.first_head(layer, spec, num_heads=tensor.shape[1])
+    if not backends.is_transposed(layer, spec):
+        content = _content(spec, tensor.shape[3] * tensor.element_size())
+        region = region_from_tensor(layer, tensor, AXES, first_head=first_head, content=content)
+        return replace(region, opaque=bool(backends.opaque_kind(layer, spec)))
+    blocks, heads, tokens, _ = tensor.shape
+    key, value = tensor.view(blocks, heads, 2, -1).unbind(2)
+    key, value = key.view(blocks, heads, -1, tokens), value.view(blocks, heads, tokens, -1)
+    return join_kv(
+        region_from_tensor(layer, key, "BHCN", first_head=first_head),
+        region_from_tensor(layer, value, AXES, first_head=first_head),
+    )
+
+
+def _content(spec: Any, content: int) -> tuple[int, ...]:
+    """Bytes of K and of V, where they fill the content; else one piece, as of a latent."""
+    size = spec.dtype.itemsize
+    key, value = spec.head_size * size, (spec.head_size_v or 0) * size
+    return (key, value) if value and key + value == content else (content,)
+
+
+def _elements(groups: Groups, backends: _Backends) -> Iterator[str]:
+    """The stored types of all layers, such as 'bfloat16' or 'uint8 FP8_PER_TENSOR'."""
+    for group_spec, layers in groups:
+        for layer in layers:
+            spec = layer_spec(group_spec, layer)
+            quantised = spec.kv_quant_mode.name if spec.kv_quant_mode else ""
+            words = (dtype_name(spec.dtype), quantised, backends.opaque_kind(layer, spec))
+            yield " ".join(filter(None, words))
+
+
+def _spans(tensors: list[torch.Tensor]) -> tuple[Span, ...]:
+    """The storages behind the views: all layers are usually views of one."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return tuple(Span(address, length) for address, length in storages.items())
+
+
+class _HeadShards:
+    """Tells, for each layer, which heads this tensor-parallel rank holds.
+
+    vLLM cuts a layer's heads into as many shards as there are ranks; where there are more ranks
+    than heads, neighbouring ranks hold the same one.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """To be made in a worker only."""
+        self._model = vllm_config.model_config
+        self._tp = parallel_shape(vllm_config).tp
+        self._place = worker_rank(vllm_config) % self._tp
+
+    def first_head(self, layer: str, spec: Any, *, num_heads: int) -> int:
+        """The model's number of the first head in a layer's cache, which has `num_heads`.
+
+        Raises:
+            ConfigError: if the model's configuration leaves open how many heads there are.
+        """
+        return self._place * self.number(layer, spec) // self._tp * num_heads
+
+    def number(self, layer: str, spec: Any) -> int:
+        """How many different sets of heads the tensor-parallel ranks hold of a layer."""
+        if spec.max_tp_shards is not None:
+            return int(min(self._tp, spec.max_tp_shards))
+        if self._tp == 1 or spec.num_kv_heads > 1:
+            return self._tp
+        # One head per rank: as many heads as ranks, or copies of fewer.
+        fitting = {count for count in self._head_counts(layer) if self._tp % count == 0}
+        if len(fitting) != 1:
+            raise ConfigError(
+                f"layer {layer!r} has one KV head on each of {self._tp} ranks, and the model's "
+                f"configuration speaks of {sorted(fitting)} KV heads; allowed: one such number"
+            )
+        return fitting.pop()
+
+    def _head_counts(self, layer: str) -> Iterator[int]:
+        """What the model's configuration says of this layer, or of any layer at all."""
+        architecture = self._model.model_arch_config
+        if architecture.per_layer_overrides is not None:
+            yield architecture[extract_layer_index(layer)].total_num_kv_heads
+            return
+        yield architecture.total_num_kv_heads
+        configs = [self._model.hf_text_config.to_dict()]
+        while configs:
+            for key, value in configs.pop().items():
+                if isinstance(value, dict):
+                    configs.append(value)
+                elif HEAD_COUNT.search(str(key)) and isinstance(value, int) and value > 0:
+                    yield value

@@ -1,0 +1,526 @@
+"""One load on a decode rank: what it reads from each prefill rank, and the one report it owes.
+
+A load is prepared on arrival of its request, before there are blocks to read into, so that
+prefill's answer is there when the blocks are. For each prefill rank that it reads it has a
+`RankRead`:
+
+    ASKING     the rank was asked
+    GRANTED    it holds the blocks; there are no local blocks yet
+    READING    data is landing in the local blocks
+    CHECKING   all data has landed; the generation slot is being read
+    VERIFYING  the slot was still valid after the last byte; the bytes are being compared with
+               prefill's, where that is wanted
+    DRAINING   no longer wanted, but a read may still write
+    DONE       the slot was valid: the bytes are right
+    FAILED     nothing of it can write any more, and nothing of it may be used
+
+There is no way from READING or CHECKING to an end but through the end of the read itself: NIXL has
+no abort, so a block goes back to the caller only when no read can write into it. One failure
+cancels the reads from all other ranks. The load is over when every read has ended; then it is
+reported (`LoadEnded`) if it was started, and forgotten without a word if it was cancelled before
+that.
+"""
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.ranks import Route
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import (
+    DigestCompared,
+    EndpointLost,
+    Failure,
+    FailureKind,
+    PeerKey,
+    ReadDone,
+    ReadFailed,
+    ReadStarted,
+    Record,
+    SlotRead,
+    StartLoad,
+    Transition,
+)
+from nixl_kv.protocol.messages import (
+    Ask,
+    Deny,
+    Description,
+    DigestReply,
+    DigestRequest,
+    Grant,
+    Reader,
+    Release,
+    Renewed,
+)
+from nixl_kv.protocol.ticket import Ticket
+
+ASK_AGAIN_S: Final = 1.0
+
+SILENCE_S: Final = 2.0
+"""How long a read may go on whose prefill rank is unreachable: it may have landed long ago."""
+
+DRAIN_S: Final = 1.0
+"""How long a read may take to end by itself after its time, before its agent is given up for it."""
+
+DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """Nobody wants what is read any more: an event of the load's own."""
+
+    failure: Failure
+
+
+class State(enum.Enum):
+    """See the module's head."""
+
+    ASKING = enum.auto()
+    GRANTED = enum.auto()
+    READING = enum.auto()
+    CHECKING = enum.auto()
+    VERIFYING = enum.auto()
+    DRAINING = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+_FAILED: Final = (State.FAILED,)
+
+TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State, ...]]]] = {
+    State.ASKING: {
+        Grant: (State.GRANTED,),
+        Deny: _FAILED,
+        EndpointLost: _FAILED,
+        Cancelled: _FAILED,
+    },
+    State.GRANTED: {
+        StartLoad: (State.READING,),
+        Deny: _FAILED,
+        Renewed: _FAILED,
+        EndpointLost: _FAILED,
+        Cancelled: _FAILED,
+    },
+    State.READING: {
+        ReadDone: (State.CHECKING,),
+        ReadFailed: _FAILED,
+        Cancelled: (State.DRAINING,),
+    },
+    State.CHECKING: {
+        SlotRead: (State.DONE, State.VERIFYING, State.FAILED),
+        ReadFailed: _FAILED,
+        Cancelled: (State.DRAINING,),
+    },
+    State.VERIFYING: {
+        DigestCompared: (State.DONE, State.FAILED),
+        Deny: _FAILED,
+        Renewed: _FAILED,
+        EndpointLost: _FAILED,
+        Cancelled: _FAILED,
+    },
+    State.DRAINING: {ReadDone: _FAILED, SlotRead: _FAILED, ReadFailed: _FAILED},
+    State.DONE: {},
+    State.FAILED: {},
+}
+"""For each state, which event may lead to which states."""
+
+POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
+"""States in which a read may write into local memory."""
+
+HOLDING: Final = POSTED | {State.ASKING, State.GRANTED, State.VERIFYING}
+"""States in which the prefill rank may hold blocks for this side: the claim is renewed."""
+
+
+@dataclass
+class RankRead:
+    """What one load reads from one prefill rank, as its engine described it.
+
+    `readers` are all ranks of this engine that read it, this one among them.
+    """
+
+    rank: Rank
+    incarnation: Incarnation
+    endpoint: Endpoint
+    readers: tuple[Rank, ...]
+    state: State = State.ASKING
+    ask_again_at: float = -math.inf
+    unreachable_since: float | None = None  # its connection broke, and it has said nothing since
+    abandoned: bool = False
+    grant: Grant | None = None
+    done: ReadDone | None = None  # what was read, once all data has landed
+    slices: tuple[KVSlice, ...] | None = None  # what is to be compared; None: nothing is
+    digest: DigestReply | None = None  # prefill's, of these slices
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in (State.DONE, State.FAILED)
+
+    @property
+    def awaits_prefill(self) -> bool:
+        """Whether a refusal by prefill ends it: nothing is being read, and something is missing.
+
+        Reads under way go on: the slot decides. A comparison goes on too: the bytes that it
+        compares were held, and both digests are on this side.
+        """
+        return self.state in HOLDING - POSTED and not (
+            self.state is State.VERIFYING and self.digest is not None
+        )
+
+
+@dataclass
+class Load:
+    """See the module's head. `reads` is None until the peer is known; times are monotonic."""
+
+    reader: Reader
+    request: RequestId
+    ticket: Ticket
+    claim: Claim
+    peer: PeerKey
+    deadline: float
+    record: Record = field(repr=False)
+    reads: dict[Rank, RankRead] | None = None
+    start: StartLoad | None = None  # once there are blocks
+    is_cancelled: bool = False
+    failure: Failure | None = None  # the first one; the others follow from it
+    overdue_since: float | None = None
+
+    def __post_init__(self) -> None:
+        """Record that it exists."""
+        self.record(Transition(self.request, str(self.peer), "", "PREPARED", "PrepareLoad"))
+
+    @property
+    def rank_reads(self) -> list[RankRead]:
+        """What is read from each prefill rank; nothing before the peer is known."""
+        return list((self.reads or {}).values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no read can write any more, and none will be started."""
+        if self.reads is None:
+            return self.failure is not None
+        return all(read.has_ended for read in self.reads.values())
+
+    @property
+    def waits_for(self) -> str:
+        """What happens next, in words."""
+        if self.is_over:
+            return "its caller, to start or to cancel it"
+        if self.reads is None:
+            return f"the description of {self.peer}"
+        waits = [_WAITS_FOR[read.state] for read in self.rank_reads if not read.has_ended]
+        return ", ".join(dict.fromkeys(waits))
+
+    @property
+    def lacks_only_blocks(self) -> bool:
+        """Whether all is granted, and blocks to read into are missing: then it is never late."""
+        states = {read.state for read in self.rank_reads}
+        return self.start is None and self.reads is not None and states <= {State.GRANTED}
+
+    def fail(self, failure: Failure) -> None:
+        """Keep the first failure."""
+        if self.failure is None:
+            self.failure = failure
+
+    # --- from arrival to the grant
+
+    def open(self, description: Description, routes: Iterable[Route]) -> list[events.Action]:
+        """The peer is known: some of its ranks are read, others this side only releases."""
+        self.reads = {}
+        actions: list[events.Action] = []
+        for route in routes:
+            remote = description.ranks[route.remote_rank]
+            read = RankRead(
+                rank=route.remote_rank,
+                incarnation=remote.incarnation,
+                endpoint=remote.endpoint,
+                readers=route.readers,
+            )
+            if route.readers:
+                self.reads[read.rank] = read
+                name = _rank_name(read)
+                self.record(Transition(self.request, name, "", read.state.name, "PeerJoined"))
+            else:
+                actions.append(self._release(read, complete=True))
+        return actions
+
+    def ask(self, read: RankRead, number: int, now: float) -> events.Send:
+        """Ask one rank for the blocks, or ask it again."""
+        read.ask_again_at = now + ASK_AGAIN_S
+        ask = Ask(
+            incarnation=read.incarnation,
+            nonce=self.ticket.nonce,
+            claim=self.claim,
+            context=self.ticket.context,
+            reader=self.reader,
+            number=number,
+            readers=read.readers,
+        )
+        return events.Send(read.endpoint, ask)
+
+    def on_grant(self, read: RankRead, grant: Grant) -> list[events.Action]:
+        """A grant; one that comes twice, or too late, changes nothing."""
+        if read.state is State.FAILED:
+            return [self._release(read, complete=False)]
+        if read.state is not State.ASKING:
+            return []
+        read.grant = grant
+        self._move(read, State.GRANTED, grant)
+        return self._start_reads()
+
+    def on_blocks(self, start: StartLoad, deadline: float) -> list[events.Action]:
+        """There are blocks: read whatever is granted."""
+        self.start, self.deadline = start, deadline
+        return self._start_reads()
+
+    def _start_reads(self) -> list[events.Action]:
+        actions: list[events.Action] = []
+        for read in self.rank_reads:
+            if self.start and read.grant and read.state is State.GRANTED:
+                self._move(read, State.READING, self.start)
+                actions.append(events.StartRead(self.peer, read.rank, read.grant, self.start))
+        return actions
+
+    def on_refusal(
+        self, read: RankRead, event: Deny | Renewed | EndpointLost, failure: Failure
+    ) -> None:
+        """The rank does not grant, or no longer."""
+        if read.awaits_prefill:
+            self.fail(failure)
+            self._move(read, State.FAILED, event)
+
+    # --- the read and its proof
+
+    def on_read_done(self, read: RankRead, event: ReadDone) -> list[events.Action]:
+        """All data has landed; the slot tells whether the blocks were held until now."""
+        if read.state is State.DRAINING or read.grant is None:
+            self._move(read, State.FAILED, event)
+            return [self._release(read, complete=False)]
+        self._move(read, State.CHECKING, event)
+        read.done = event
+        return [events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)]
+
+    def on_slot(self, read: RankRead, event: SlotRead) -> list[events.Action]:
+        """The slot was read."""
+        slot_valid = read.grant is not None and event.generation == read.grant.generation
+        if not slot_valid:
+            self.fail(
+                Failure(
+                    FailureKind.FENCED,
+                    f"prefill rank {read.rank} took its blocks back while they were read",
+                )
+            )
+        if read.state is State.DRAINING or not slot_valid:
+            self._move(read, State.FAILED, event)
+            return [self._release(read, complete=False)]
+        if read.slices is not None:
+            self._move(read, State.VERIFYING, event)
+            return self._compare(read)
+        self._move(read, State.DONE, event)
+        return [self._release(read, complete=True)]
+
+    def on_read_failed(self, read: RankRead, event: ReadFailed) -> list[events.Action]:
+        """The read ended in an error."""
+        self.fail(
+            Failure(FailureKind.BROKEN, f"reading prefill rank {read.rank} failed: {event.reason}")
+        )
+        self._move(read, State.FAILED, event)
+        return [self._release(read, complete=False)]
+
+    # --- the comparison of digests
+
+    def on_read_started(
+        self, read: RankRead, event: ReadStarted, now: float
+    ) -> list[events.Action]:
+        """A read to be verified is under way: prefill digests while the bytes travel."""
+        read.slices = event.slices
+        return self.ask_digest(read, now)
+
+    def ask_digest(self, read: RankRead, now: float) -> list[events.Action]:
+        """Ask for the digest of what is read, or ask again."""
+        if self.start is None or read.slices is None:
+            return []
+        read.ask_again_at = now + ASK_AGAIN_S
+        request = DigestRequest(
+            incarnation=read.incarnation,
+            nonce=self.ticket.nonce,
+            claim=self.claim,
+            reader=self.reader,
+            end=self.start.end,
+            slices=read.slices,
+        )
+        return [events.Send(read.endpoint, request)]
+
+    def is_digest_overdue(self, read: RankRead, now: float) -> bool:
+        """Whether only prefill's digest is missing, and does not come."""
+        missing = read.state is State.VERIFYING and read.digest is None
+        return missing and read.ask_again_at <= now
+
+    def on_digest(self, read: RankRead, reply: DigestReply) -> list[events.Action]:
+        """Prefill's digest is here; one that comes twice, or too late, changes nothing."""
+        if read.slices is None or read.digest is not None:
+            return []
+        read.digest = reply
+        return self._compare(read)
+
+    def _compare(self, read: RankRead) -> list[events.Action]:
+        """Compare, once both the bytes and prefill's digest are here."""
+        if read.state is not State.VERIFYING or self.start is None:
+            return []
+        if read.slices is None or read.digest is None:
+            return []
+        return [events.CompareDigest(read.rank, read.slices, self.start, read.digest)]
+
+    def is_comparing(self, action: events.CompareDigest) -> bool:
+        """Whether anything depends on this comparison."""
+        read = (self.reads or {}).get(action.rank)
+        current = self.claim == action.digest_reply.claim
+        return current and read is not None and read.state is State.VERIFYING
+
+    def on_compared(self, read: RankRead, event: DigestCompared) -> list[events.Action]:
+        """The bytes were compared; perhaps nobody wants to know any more."""
+        if read.state is not State.VERIFYING or event.claim != self.claim:
+            return []
+        subject = f"what was read from prefill rank {read.rank}"
+        if event.refusal is not None:
+            detail = f"{subject} cannot be verified: {event.refusal}"
+            self.fail(Failure(FailureKind.INTERNAL, detail))
+        elif event.difference is not None:
+            detail = f"{subject} is not what it has: {event.difference}"
+            self.fail(Failure(FailureKind.CORRUPT, detail))
+        is_equal = event.refusal is None and event.difference is None
+        self._move(read, State.DONE if is_equal else State.FAILED, event)
+        return [self._release(read, complete=is_equal)]
+
+    # --- the end
+
+    def cancel(self, failure: Failure) -> list[events.Action]:
+        """Nobody wants it any more. What was asked is released now, what is read when drained."""
+        self.fail(failure)
+        actions: list[events.Action] = []
+        for read in self.rank_reads:
+            if read.has_ended or read.state is State.DRAINING:
+                continue
+            if read.state in POSTED:
+                self._move(read, State.DRAINING, Cancelled(failure))
+            else:
+                self._move(read, State.FAILED, Cancelled(failure))
+                actions.append(self._release(read, complete=False))
+        return actions
+
+    def on_cancel(self) -> list[events.Action]:
+        """The request is over. Before the peer is known there is nobody to release."""
+        self.is_cancelled = True
+        return [] if self.reads is None else self.cancel(DROPPED)
+
+    def lateness(self, now: float, timeout_s: float) -> Failure | None:
+        """Why its time is over; None while it is not."""
+        if now >= self.deadline and not self.lacks_only_blocks:
+            return Failure(FailureKind.LATE, f"no KV within {timeout_s:g} s")
+        since = [
+            read.unreachable_since
+            for read in self.rank_reads
+            if read.state in POSTED and read.unreachable_since is not None
+        ]
+        if since and now >= min(since) + SILENCE_S:
+            return Failure(FailureKind.LATE, "prefill fell silent while it was read")
+        return None
+
+    def on_late(self, failure: Failure, now: float) -> list[events.Action]:
+        """Cancel it. A read that then does not end by itself is abandoned, once."""
+        actions = self.cancel(failure)
+        if self.overdue_since is None:
+            self.overdue_since = now
+        if now < self.overdue_since + DRAIN_S:
+            return actions
+        for read in self.rank_reads:
+            if read.state in POSTED and not read.abandoned:
+                read.abandoned = True
+                actions.append(events.AbandonRead(self.request, read.rank))
+        return actions
+
+    def end(self) -> events.LoadEnded | None:
+        """Record its end; the report that it owes, if it was started."""
+        after = "LOADED" if self.failure is None else "FAILED"
+        cause = "" if self.failure is None else str(self.failure)
+        self.record(Transition(self.request, str(self.peer), "", after, cause))
+        if self.start is None:
+            return None
+        reads = tuple(read.done for read in self.rank_reads if read.done is not None)
+        return events.LoadEnded(
+            self.request,
+            self.start.num_tokens,
+            self.failure,
+            self.peer,
+            verified=self.start.verify and self.failure is None,
+            reads=reads if self.failure is None else (),
+        )
+
+    def validate(self) -> None:
+        """Check what must hold between any two events.
+
+        Raises:
+            LocalProtocolError: says what does not.
+        """
+        for read in self.rank_reads:
+            if read.state in POSTED and (self.start is None or read.grant is None):
+                raise LocalProtocolError(f"{read.state.name} without blocks or grant")
+            if read.state is State.FAILED and self.failure is None:
+                raise LocalProtocolError("FAILED without a reason")
+
+    def _move(self, read: RankRead, after: State, event: object) -> None:
+        """The one place where the state of a read changes.
+
+        Raises:
+            LocalProtocolError: if the table has no such transition.
+        """
+        moves = TRANSITIONS[read.state]
+        if after not in moves.get(type(event), ()):
+            allowed = [f"{kind.__name__} to {s.name}" for kind in moves for s in moves[kind]]
+            raise LocalProtocolError(
+                f"load {self.request!r}, prefill rank {read.rank}: {type(event).__name__} leads "
+                f"from {read.state.name} to {after.name}; allowed: {allowed}"
+            )
+        self.record(
+            Transition(
+                self.request,
+                _rank_name(read),
+                read.state.name,
+                after.name,
+                type(event).__name__,
+                event.num_bytes if isinstance(event, ReadDone) else 0,
+            )
+        )
+        read.state = after
+
+    def _release(self, read: RankRead, *, complete: bool) -> events.Send:
+        """Tell prefill that this reader has ended. A lost message costs prefill a lease."""
+        return events.Send(
+            read.endpoint,
+            Release(
+                incarnation=read.incarnation,
+                nonce=self.ticket.nonce,
+                claim=self.claim,
+                reader=self.reader,
+                complete=complete,
+            ),
+        )
+
+
+def _rank_name(read: RankRead) -> str:
+    return f"rank {read.rank} at {read.endpoint}"
+
+
+_WAITS_FOR: Final[Mapping[State, str]] = {
+    State.ASKING: "a grant",
+    State.GRANTED: "blocks of its own",
+    State.READING: "data",
+    State.CHECKING: "the generation slot",
+    State.VERIFYING: "a digest",
+    State.DRAINING: "the end of a read that is no longer wanted",
+}

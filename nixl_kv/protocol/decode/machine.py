@@ -1,0 +1,261 @@
+"""The decode side of the protocol: the caller's commands and prefill's answers in, actions out."""
+
+from typing import Final
+
+from nixl_kv.ids import Endpoint, EngineId, Incarnation, endpoint_at
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.load import DROPPED, Load
+from nixl_kv.protocol.decode.loads import LoadBook
+from nixl_kv.protocol.events import Failure, FailureKind, PeerKey
+from nixl_kv.protocol.messages import (
+    Answer,
+    Deny,
+    Description,
+    DigestReply,
+    Grant,
+    Reader,
+    Refusal,
+    Release,
+    Renewed,
+)
+from nixl_kv.protocol.peers import PeerBook
+from nixl_kv.protocol.peers import State as PeerState
+
+GONE: Final = Failure(FailureKind.UNREACHABLE, "its engine has gone")
+NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
+
+
+class DecodeMachine:
+    """One decode rank. `handle` alone changes its state; nothing here waits."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        record: events.Record,
+        *,
+        timeout_s: float,
+        renew_interval_s: float,
+    ) -> None:
+        """Start with no load and no peer. `record` keeps each transition."""
+        self._reader = reader
+        self.loads = LoadBook(
+            reader, record, timeout_s=timeout_s, renew_interval_s=renew_interval_s
+        )
+        self.peers = PeerBook(record)
+
+    @property
+    def has_timers(self) -> bool:
+        """Whether a `Tick` may do anything."""
+        return bool(len(self.loads)) or self.peers.has_timers
+
+    def handle(self, event: events.DecodeEvent, now: float) -> list[events.Action]:
+        """All commands, messages and events go through here. `now` is monotonic, in seconds."""
+        match event:
+            case events.PrepareLoad():
+                return self._prepare(event, now)
+            case events.StartLoad():
+                return self._start(event, now)
+            case events.CancelLoad():
+                return self._cancel(event)
+            case events.Answered():
+                return self._on_answer(event.message, event.endpoint, now)
+            case events.PeerJoined():
+                return self._on_joined(event, now)
+            case events.PeerRefused():
+                failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
+                return self._on_unusable(event.peer, event, failure, now=now)
+            case events.EndpointLost():
+                return self._on_endpoint_lost(event, now)
+            case events.Tick():
+                return self._on_tick(event, now)
+            case _:
+                return self._on_read_event(event, now)
+
+    def clear(self) -> None:
+        """Forget everything, whatever state it is in."""
+        self.loads.clear()
+        self.peers.clear()
+
+    # --- commands
+
+    def _prepare(self, command: events.PrepareLoad, now: float) -> list[events.Action]:
+        ticket = command.ticket
+        key = PeerKey(
+            ticket.remote_engine_id,
+            ticket.incarnation,
+            endpoint_at(ticket.remote_host, ticket.remote_port),
+        )
+        load = self.loads.add(command, key, now)
+        peer, actions = self.peers.get_or_connect(key, now)
+        if peer.state is PeerState.READY and peer.description is not None:
+            joined = events.PeerJoined(key, peer.description, peer.routes)
+            return actions + self._open(load, joined, now)
+        if peer.state is not PeerState.CONNECTING:
+            load.fail(peer.failure or GONE)
+        return actions
+
+    def _start(self, command: events.StartLoad, now: float) -> list[events.Action]:
+        """The request has blocks. Its time runs anew from here."""
+        load = self.loads.get(command.request)
+        if load is None:
+            failure = Failure(FailureKind.INTERNAL, "it was not prepared, or forgotten since")
+            return [events.LoadEnded(command.request, command.num_tokens, failure)]
+        actions = load.on_blocks(command, now + self.loads.timeout_s)
+        return actions + self.loads.settle(load)
+
+    def _cancel(self, command: events.CancelLoad) -> list[events.Action]:
+        load = self.loads.get(command.request)
+        return [] if load is None else load.on_cancel() + self.loads.settle(load)
+
+    # --- peers
+
+    def _on_joined(self, event: events.PeerJoined, now: float) -> list[events.Action]:
+        if not self.peers.is_connecting(event.peer):
+            return [events.DropPeer(event.peer)]
+        self.peers.on_joined(event)
+        loads = self.loads.waiting_for(event.peer)
+        return [action for load in loads for action in self._open(load, event, now)]
+
+    def _open(self, load: Load, joined: events.PeerJoined, now: float) -> list[events.Action]:
+        """The peer is known: ask its ranks."""
+        actions = load.open(joined.description, joined.routes)
+        if load.is_cancelled or load.failure is not None:
+            actions += load.cancel(DROPPED)
+        else:
+            actions += self.loads.ask_all(load, now)
+        return actions + self.loads.settle(load)
+
+    def _on_unusable(
+        self,
+        peer: PeerKey,
+        event: events.PeerRefused | Refusal | events.EndpointLost | events.Tick,
+        failure: Failure,
+        *,
+        now: float,
+    ) -> list[events.Action]:
+        if not self.peers.is_connecting(peer):
+            return []
+        actions = self.peers.on_unusable(peer, event, failure, now)
+        for load in self.loads.waiting_for(peer):
+            load.fail(failure)
+            actions += self.loads.settle(load)
+        return actions
+
+    def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.Action]:
+        actions: list[events.Action] = []
+        for load, read in self.loads.at(event.endpoint):
+            detail = f"prefill rank {read.rank} is unreachable: {event.reason}"
+            if read.unreachable_since is None:
+                read.unreachable_since = now
+            load.on_refusal(read, event, Failure(FailureKind.UNREACHABLE, detail))
+            actions += self.loads.settle(load)
+        failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
+        for peer in self.peers.on_endpoint_lost(event):
+            actions += self._on_unusable(peer, event, failure, now=now)
+        return actions
+
+    # --- messages
+
+    def _on_answer(self, message: Answer, endpoint: Endpoint, now: float) -> list[events.Action]:
+        match message:
+            case Description():
+                return self.peers.on_description(message, endpoint)
+            case Refusal():
+                peer = PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
+                failure = Failure(FailureKind.UNREACHABLE, message.reason)
+                return self._on_unusable(peer, message, failure, now=now)
+            case Renewed():
+                return self._on_renewed(message, endpoint)
+            case Grant() | Deny() | DigestReply():
+                return self._on_claim_answer(message, endpoint)
+
+    def _on_claim_answer(
+        self, message: Grant | Deny | DigestReply, endpoint: Endpoint
+    ) -> list[events.Action]:
+        """A grant for a claim that this side does not hold is released: nobody waits for us."""
+        if message.reader != self._reader:
+            return []
+        at_endpoint = self.loads.at(endpoint)
+        match_ = next(((lo, rd) for lo, rd in at_endpoint if lo.claim == message.claim), None)
+        if match_ is None:
+            return [_release_unknown(message, endpoint)] if isinstance(message, Grant) else []
+        load, read = match_
+        actions: list[events.Action] = []
+        match message:
+            case Grant():
+                actions = load.on_grant(read, message)
+            case DigestReply():
+                actions = load.on_digest(read, message)
+            case Deny():
+                detail = f"prefill rank {read.rank} denied"
+                load.on_refusal(read, message, Failure(FailureKind.DENIED, detail))
+        return actions + self.loads.settle(load)
+
+    def _on_renewed(self, message: Renewed, endpoint: Endpoint) -> list[events.Action]:
+        """An ask on its way is not lost; a read that is under way ends by the slot."""
+        if message.reader != self._reader:
+            return []
+        actions: list[events.Action] = []
+        for load, read in self.loads.at(endpoint):
+            if read.incarnation == message.incarnation:
+                read.unreachable_since = None
+            if load.claim in message.lost and read.grant is not None:
+                detail = f"prefill rank {read.rank} let the lease run out"
+                load.on_refusal(read, message, Failure(FailureKind.LEASE_LOST, detail))
+                actions += self.loads.settle(load)
+        return actions
+
+    # --- reads
+
+    def _on_read_event(
+        self,
+        event: events.ReadStarted
+        | events.ReadDone
+        | events.ReadFailed
+        | events.SlotRead
+        | events.DigestCompared,
+        now: float,
+    ) -> list[events.Action]:
+        load = self.loads.get(event.request)
+        read = load.reads.get(event.rank) if load is not None and load.reads else None
+        if load is None or read is None:
+            return []
+        match event:
+            case events.ReadStarted():
+                actions = load.on_read_started(read, event, now)
+            case events.ReadDone():
+                actions = load.on_read_done(read, event)
+            case events.SlotRead():
+                actions = load.on_slot(read, event)
+            case events.DigestCompared():
+                actions = load.on_compared(read, event)
+            case events.ReadFailed():
+                actions = load.on_read_failed(read, event)
+        return actions + self.loads.settle(load)
+
+    # --- time
+
+    def is_comparing(self, action: events.CompareDigest) -> bool:
+        """Whether any load waits for this comparison."""
+        load = self.loads.get(action.load.request)
+        return load is not None and load.is_comparing(action)
+
+    def _on_tick(self, tick: events.Tick, now: float) -> list[events.Action]:
+        actions: list[events.Action] = []
+        for peer in self.peers.overdue(now):
+            actions += self._on_unusable(peer, tick, NO_DESCRIPTION, now=now)
+        actions += self.loads.on_tick(now)
+        return actions + self.peers.forget(tick, self.loads.peers_in_use(), now)
+
+
+def _release_unknown(grant: Grant, endpoint: Endpoint) -> events.Action:
+    return events.Send(
+        endpoint,
+        Release(
+            incarnation=grant.incarnation,
+            nonce=grant.nonce,
+            claim=grant.claim,
+            reader=grant.reader,
+            complete=False,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""The prefill side of the protocol: offers, and who may read them."""

@@ -1,0 +1,220 @@
+"""The prefill side of the protocol: the caller's commands and readers' messages in, actions out."""
+
+from nixl_kv.ids import Claim, Incarnation, short
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import OfferEnd
+from nixl_kv.protocol.messages import (
+    Ask,
+    Deny,
+    DigestReply,
+    DigestRequest,
+    Grant,
+    Release,
+    Renew,
+    Renewed,
+)
+from nixl_kv.protocol.prefill.offer import Binding, Offer, State
+from nixl_kv.protocol.prefill.offers import OfferBook
+
+
+class PrefillMachine:
+    """One prefill rank. Its state is changed by `handle` alone; nothing here waits."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        record: events.Record,
+        *,
+        num_slots: int,
+        offer_ttl_s: float,
+        lease_s: float,
+    ) -> None:
+        """Start the life that `incarnation` names, with no offer. `record` keeps transitions."""
+        self._incarnation = incarnation
+        self.offers = OfferBook(
+            record, num_slots=num_slots, offer_ttl_s=offer_ttl_s, lease_s=lease_s
+        )
+
+    def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
+        """All commands, messages and events go through here. `now` is monotonic, in seconds."""
+        match event:
+            case events.PrepareOffer():
+                self.offers.prepare(event)
+            case events.PublishOffer():
+                self.offers.publish(event, now)
+            case events.WithdrawOffer():
+                self.offers.withdraw(event)
+            case events.RevokeOffer():
+                return self._revoke(event)
+            case events.Tick():
+                return self.offers.on_tick(event, now)
+            case events.DigestMade():
+                return self._on_digest_made(event)
+            case events.Asked():
+                return self._on_message(event, now)
+        return []
+
+    def clear(self) -> None:
+        """Forget everything, whatever state it is in."""
+        self.offers.clear()
+
+    def is_digest_wanted(self, request: DigestRequest) -> bool:
+        """Whether its digest may still be sent."""
+        return self._granted_to(request) is not None
+
+    def _revoke(self, command: events.RevokeOffer) -> list[events.Action]:
+        """Its blocks are wanted back; it may have ended, or be granted, by now."""
+        offer = self.offers.get(command.nonce)
+        if offer is None:
+            return []
+        if offer.state is State.GRANTED:
+            offer.move(State.GRANTED, command)
+            return []
+        return self.offers.end_unclaimed(offer, command, OfferEnd.REVOKED)
+
+    def _on_message(self, event: events.Asked, now: float) -> list[events.Action]:
+        match event.message:
+            case Ask() as ask:
+                return self._on_ask(ask, event.route, now)
+            case DigestRequest() as request:
+                return self._on_digest_request(request, event.route)
+            case Renew() as renew:
+                return self._on_renew(renew, event.route, now)
+            case Release() as release:
+                return self._on_release(release)
+
+    # --- asks
+
+    def _on_ask(self, ask: Ask, route: bytes, now: float) -> list[events.Action]:
+        if ask.incarnation != self._incarnation:
+            return self._deny(ask, route, f"meant for incarnation {short(ask.incarnation)}")
+        offer = self.offers.get(ask.nonce)
+        if offer is None:
+            return self._deny(ask, route, "no such offer: used, expired, or never made")
+        if offer.prepared.context != ask.context:
+            return self._deny(ask, route, "another prompt")
+        if offer.binding is not None:
+            return self._grant(offer, offer.binding, ask, route=route, now=now)
+        return self._bind(offer, ask, route, now=now)
+
+    def _bind(self, offer: Offer, ask: Ask, route: bytes, *, now: float) -> list[events.Action]:
+        """The first ask binds the offer to its claim."""
+        if ask.reader.rank not in ask.readers:
+            detail = f"rank {ask.reader.rank} is not among its own readers"
+            return self._deny(ask, route, detail)
+        write_slot = self.offers.bind(offer, ask, now)
+        if write_slot is None or offer.binding is None:
+            return self._deny(ask, route, "all generation slots are granted")
+        return [write_slot, *self._grant(offer, offer.binding, ask, route=route, now=now)]
+
+    def _grant(
+        self, offer: Offer, binding: Binding, ask: Ask, *, route: bytes, now: float
+    ) -> list[events.Action]:
+        """Also for an ask that comes again: the grant may have been lost."""
+        if not binding.expects(ask.claim, ask.reader):
+            return self._deny(ask, route, "claimed by another, or ended for this reader")
+        rank = ask.reader.rank
+        binding.leases[rank] = now + self.offers.lease_s
+        binding.lives[rank] = ask.reader.incarnation
+        binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
+        grant = Grant(
+            incarnation=self._incarnation,
+            nonce=ask.nonce,
+            claim=ask.claim,
+            reader=ask.reader,
+            lease_s=self.offers.lease_s,
+            tables=offer.prepared.tables,
+            slot=binding.slot,
+            generation=binding.generation,
+        )
+        return [events.Reply(route, grant)]
+
+    def _deny(self, message: Ask | DigestRequest, route: bytes, reason: str) -> list[events.Action]:
+        """The reason stays in this side's log: strangers learn nothing from a denial."""
+        deny = Deny(
+            incarnation=self._incarnation,
+            nonce=message.nonce,
+            claim=message.claim,
+            reader=message.reader,
+        )
+        return [events.AskDenied(message.nonce, reason), events.Reply(route, deny)]
+
+    # --- digests
+
+    def _granted_to(self, request: DigestRequest) -> Offer | None:
+        """The offer, while it is granted to this reader, who has asked for it."""
+        offer = self.offers.get(request.nonce)
+        if offer is None or offer.binding is None or request.incarnation != self._incarnation:
+            return None
+        has_asked = request.reader.rank in offer.binding.lives
+        is_expected = offer.binding.expects(request.claim, request.reader)
+        return offer if has_asked and is_expected else None
+
+    def _on_digest_request(self, request: DigestRequest, route: bytes) -> list[events.Action]:
+        """Digest what a reader reads, if it may."""
+        offer = self._granted_to(request)
+        if offer is None:
+            return self._deny(request, route, "a digest of what is not granted to it")
+        num_tokens = offer.prepared.num_tokens
+        if request.end > num_tokens:
+            return self._deny(request, route, f"a digest up to token {request.end} of {num_tokens}")
+        return [events.MakeDigest(route, request, offer.prepared.tables)]
+
+    def _on_digest_made(self, event: events.DigestMade) -> list[events.Action]:
+        """The blocks were held until now, or else the digest may be of anything."""
+        request = event.digest_request
+        if not self.is_digest_wanted(request):
+            return self._deny(request, event.route, "it was released while it was digested")
+        if event.refusal is not None:
+            return self._deny(request, event.route, event.refusal)
+        reply = DigestReply(
+            incarnation=self._incarnation,
+            nonce=request.nonce,
+            claim=request.claim,
+            reader=request.reader,
+            rows=event.rows,
+            columns=event.columns,
+        )
+        return [events.Reply(event.route, reply)]
+
+    # --- leases
+
+    def _on_renew(self, renew: Renew, route: bytes, now: float) -> list[events.Action]:
+        """Extend the leases of the claims that are named, and end those that no longer are.
+
+        One that is meant for a former life says nothing about this one's claims.
+        """
+        if renew.incarnation != self._incarnation:
+            return [self._renewed(renew, renew.claims, route)]
+        named = set(renew.claims)
+        rank = renew.reader.rank
+        held: set[Claim] = set()
+        actions: list[events.Action] = []
+        for offer, binding in self.offers.held_by(renew.reader):
+            held.add(binding.claim)
+            if binding.claim in named:
+                binding.leases[rank] = now + self.offers.lease_s
+            elif binding.numbers.get(rank, renew.number) < renew.number:
+                binding.ended.add(rank)
+                actions += self.offers.settle(offer, renew, OfferEnd.ABORTED)
+        lost = tuple(claim for claim in renew.claims if claim not in held)
+        return [*actions, self._renewed(renew, lost, route)]
+
+    def _renewed(self, renew: Renew, lost: tuple[Claim, ...], route: bytes) -> events.Reply:
+        answer = Renewed(incarnation=self._incarnation, reader=renew.reader, lost=lost)
+        return events.Reply(route, answer)
+
+    def _on_release(self, release: Release) -> list[events.Action]:
+        """A reader has ended, also one who did not ask: then nobody of its engine reads this rank.
+
+        It is then read from other ranks (`complete`), or the whole engine gives it up.
+        """
+        offer = self.offers.get(release.nonce)
+        if offer is None or release.incarnation != self._incarnation:
+            return []
+        if offer.binding is None:
+            return self.offers.end_unclaimed(offer, release, OfferEnd.NOT_NEEDED)
+        if offer.binding.expects(release.claim, release.reader):
+            offer.binding.ended.add(release.reader.rank)
+        end = OfferEnd.READ if release.complete else OfferEnd.ABORTED
+        return self.offers.settle(offer, release, end)

@@ -1,0 +1,161 @@
+"""All offers of one prefill rank: which exist, who holds them, in which generation slot."""
+
+from collections.abc import Iterator
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Nonce, new_generation
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import OfferEnd, OfferEnded, PrepareOffer, Record
+from nixl_kv.protocol.messages import Ask, Reader, Release, Renew
+from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
+
+
+class OfferBook:
+    """Offers and generation slots. Methods that end something return what must be done, in order.
+
+    `lease_s` and `offer_ttl_s` are seconds; `now` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self, record: Record, *, num_slots: int, offer_ttl_s: float, lease_s: float
+    ) -> None:
+        """Start with nothing on offer."""
+        self.lease_s = lease_s
+        self._record = record
+        self._offer_ttl_s = offer_ttl_s
+        self._num_slots = num_slots
+        self._free_slots = list(range(num_slots))
+        self._offers: dict[Nonce, Offer] = {}
+
+    def __repr__(self) -> str:
+        """How many offers are in which state."""
+        states = [offer.state.name for offer in self._offers.values()]
+        counts = ", ".join(f"{states.count(name)} {name}" for name in sorted(set(states)))
+        return f"<OfferBook: {counts or 'none'}>"
+
+    def __len__(self) -> int:
+        """How many offers there are."""
+        return len(self._offers)
+
+    def get(self, nonce: Nonce) -> Offer | None:
+        """The offer, while it lives."""
+        return self._offers.get(nonce)
+
+    def all(self) -> list[Offer]:
+        """Every offer that lives."""
+        return list(self._offers.values())
+
+    def held_by(self, reader: Reader) -> Iterator[tuple[Offer, Binding]]:
+        """The offers that this reader may be reading."""
+        for offer in self.all():
+            binding = offer.binding
+            if binding is not None and binding.expects(binding.claim, reader):
+                yield offer, binding
+
+    @property
+    def any_granted(self) -> bool:
+        """Whether somebody may be reading this rank's memory."""
+        return any(offer.state is State.GRANTED for offer in self._offers.values())
+
+    @property
+    def has_timers(self) -> bool:
+        """Whether some offer or lease runs out by itself."""
+        return any(offer.state is not State.PREPARED for offer in self._offers.values())
+
+    def prepare(self, command: PrepareOffer) -> None:
+        """Add an offer to come; again after a preemption, then with other blocks.
+
+        Raises:
+            LocalProtocolError: if its ticket is out already.
+        """
+        offer = self._offers.get(command.nonce)
+        if offer is None:
+            self._offers[command.nonce] = Offer(command, self._record)
+        else:
+            offer.prepare(command)
+
+    def publish(self, command: events.PublishOffer, now: float) -> None:
+        """Start the offer's time. One that is unknown was read already: readers can be quicker."""
+        offer = self._offers.get(command.nonce)
+        if offer is None:
+            return
+        granted = offer.state is State.GRANTED
+        offer.move(State.GRANTED if granted else State.OFFERED, command)
+        if not granted:
+            offer.ends_at = now + self._offer_ttl_s
+
+    def withdraw(self, command: events.WithdrawOffer) -> None:
+        """Forget an offer whose ticket never went out."""
+        offer = self._offers.get(command.nonce)
+        if offer is not None:
+            offer.move(None, command)
+            del self._offers[command.nonce]
+
+    def clear(self) -> None:
+        """Forget everything, whatever state this is in; all slots must have been cleared before."""
+        self._offers.clear()
+        self._free_slots = list(range(self._num_slots))
+
+    def bind(self, offer: Offer, ask: Ask, now: float) -> events.WriteSlot | None:
+        """Grant to the ask's claim, a lease for each expected reader; None if no slot is free."""
+        if not self._free_slots:
+            return None
+        offer.binding = Binding(
+            ask.claim,
+            ask.reader.engine,
+            self._free_slots.pop(),
+            new_generation(),
+            dict.fromkeys(ask.readers, now + self.lease_s),
+        )
+        offer.ends_at = None
+        offer.move(State.GRANTED, ask, peer=reader_name(ask.reader))
+        return events.WriteSlot(offer.binding.slot, offer.binding.generation)
+
+    def settle(
+        self, offer: Offer, event: Release | Renew | events.Tick, end: OfferEnd
+    ) -> list[events.Action]:
+        """End the offer if all its readers have ended: first the slot, then the blocks."""
+        binding = offer.binding
+        if binding is None or binding.reading:
+            return []
+        peer = f"engine {binding.engine!r}"
+        offer.move(None, event, peer=peer, detail=end.value)
+        offer.binding = None
+        self._free_slots.append(binding.slot)
+        del self._offers[offer.nonce]
+        return [
+            events.ClearSlot(binding.slot),
+            OfferEnded(offer.nonce, offer.request, end),
+        ]
+
+    def end_unclaimed(
+        self, offer: Offer, event: Release | events.Tick | events.RevokeOffer, end: OfferEnd
+    ) -> list[events.Action]:
+        """End an offer that nobody was granted: nobody can be reading it."""
+        offer.move(None, event, detail=end.value)
+        offer.ends_at = None
+        del self._offers[offer.nonce]
+        return [OfferEnded(offer.nonce, offer.request, end)]
+
+    def on_tick(self, tick: events.Tick, now: float) -> list[events.Action]:
+        """End what has run out of time."""
+        actions: list[events.Action] = []
+        for offer in self.all():
+            if offer.binding is not None:
+                offer.binding.expire(now)
+                actions += self.settle(offer, tick, OfferEnd.EXPIRED)
+            elif offer.ends_at is not None and offer.ends_at <= now:
+                actions += self.end_unclaimed(offer, tick, OfferEnd.UNCLAIMED)
+        return actions
+
+    def validate(self) -> None:
+        """Check every offer, and that each slot is granted once or free.
+
+        Raises:
+            LocalProtocolError: says what does not hold.
+        """
+        bound = [o.binding.slot for o in self._offers.values() if o.binding is not None]
+        if sorted(bound + self._free_slots) != list(range(self._num_slots)):
+            raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
+        for offer in self._offers.values():
+            offer.validate()

@@ -1,0 +1,210 @@
+"""The agents of one rank that read: one that all new reads use, and those before it, which drain.
+
+Nothing stops a read but the end of the agent that posted it. So when a read is abandoned, a new
+agent is made, which all reads use from then on, and the old one drains. As soon as nothing is left
+on it but abandoned reads it is destroyed, and only on the proof that it is gone these are said to
+have failed: their blocks may be used again. Reads from other peers go on all the while.
+
+Agents are made and destroyed in the background, since either may take a second. All else runs on
+the transfer thread alone.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError
+from nixl_kv.ids import Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.transfer.read_agent import OpenedTransport, ReadAgent, open_transport
+from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+TRY_AGAIN_S: Final = 1.0
+
+
+@dataclass
+class _Closing:
+    """An agent that is being destroyed."""
+
+    agent: ReadAgent
+    closed: Future[None]
+    started_at: float
+
+
+class Agents:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        make_transport: Callable[[], Transport],
+        peers: RemotePeers,
+        counts: defaultdict[str, float],
+        *,
+        clock: Callable[[], float],
+        background: Executor,
+    ) -> None:
+        """Start without an agent: an engine that only prefills never needs one.
+
+        Args:
+            make_transport: makes one with nothing registered.
+            peers: that this rank may read, and its own cache.
+            counts: agents that were destroyed to stop a read are added to them.
+            clock: monotonic seconds.
+            background: where agents are made and destroyed.
+        """
+        self.peers = peers
+        self._counts = counts
+        self._make_transport = make_transport
+        self._clock = clock
+        self._background = background
+        self._current: ReadAgent | None = None
+        self._draining: list[ReadAgent] = []
+        self._closing: list[_Closing] = []
+        self._opening: Future[OpenedTransport] | None = None
+        self._open_again_at = 0.0
+
+    def __repr__(self) -> str:
+        """The agents."""
+        return f"<Agents: {self._current!r}, {self._draining}, {len(self._closing)} closing>"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a read is under way, or an agent is being made or destroyed."""
+        return bool(self._closing or self._opening) or any(a.reads for a in self.polled())
+
+    def open(self) -> None:
+        """Make the first agent, and wait for it.
+
+        Raises:
+            TransportError: if it cannot be made.
+        """
+        opened = open_transport(self._make_transport, self.peers.layout)
+        self._current = ReadAgent(opened, self.peers, self._clock)
+
+    def execute(self, action: events.DataAction) -> list[events.DataEvent]:
+        """Do what the decode machine decided; the events that are known at once."""
+        match action:
+            case events.JoinPeer():
+                return [self._join(action)]
+            case events.DropPeer():
+                self._drop(action.peer)
+            case events.StartRead():
+                return self.current.start_read(action)
+            case events.ReadSlot():
+                return self.current.read_slot(action)
+            case events.AbandonRead():
+                self.abandon(action.request, action.rank)
+        return []
+
+    def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
+        """Nobody waits for these reads any longer; they will fail when they have been stopped."""
+        for agent in self.polled():
+            for read in agent.reads:
+                if read.request == request and rank in (None, read.rank):
+                    read.is_abandoned = True
+
+    def poll(self) -> list[events.DataEvent]:
+        """Look after all reads and agents; reads that ended become events."""
+        ended = [event for agent in self.polled() for event in agent.poll()]
+        self._replace_current()
+        self._close_drained()
+        return ended + self._poll_closing()
+
+    def is_read(self, request: RequestId) -> bool:
+        """Whether a read may still write into the blocks of a request."""
+        agents = [*self.polled(), *(closing.agent for closing in self._closing)]
+        return any(read.request == request for agent in agents for read in agent.reads)
+
+    def close(self) -> None:
+        """Destroy all agents, whatever they read."""
+        self._background.shutdown(wait=False)
+        for agent in self.polled():
+            agent.transport.close()
+
+    def polled(self) -> Iterator[ReadAgent]:
+        """All agents whose reads are polled."""
+        if self._current is not None:
+            yield self._current
+        yield from list(self._draining)
+
+    @property
+    def current(self) -> ReadAgent:
+        """The agent that all new reads use.
+
+        Raises:
+            LocalProtocolError: if there is none: this engine only prefills.
+        """
+        if self._current is None:
+            raise LocalProtocolError("this rank has no agent to read with")
+        return self._current
+
+    def _join(self, action: events.JoinPeer) -> events.DataEvent:
+        """Check a description, load the peer's metadata, plan, and prepare the lists."""
+        peer, description = action.peer, action.description
+        try:
+            self.peers.check(description)
+            self.current.peers.prepare(peer, description)
+            routes = self.peers.routes(description)
+        except (NixlKVError, ValueError) as error:
+            return events.PeerRefused(peer, str(error))
+        self.peers.add(peer, description)
+        return events.PeerJoined(peer, description, routes)
+
+    def _drop(self, peer: events.PeerKey) -> None:
+        self.peers.remove(peer)
+        for agent in self.polled():
+            agent.peers.drop(peer)
+
+    def _replace_current(self) -> None:
+        """Make another agent when a read of the current one is abandoned."""
+        if self._opening is None:
+            abandoned = self._current is not None and self._current.has_abandoned_read
+            if abandoned and self._clock() >= self._open_again_at:
+                logger.warning("a read does not end: making another NIXL agent")
+                self._opening = self._background.submit(
+                    open_transport, self._make_transport, self.peers.layout
+                )
+        elif self._opening.done():
+            opening, self._opening = self._opening, None
+            try:
+                agent = ReadAgent(opening.result(), self.peers, self._clock)
+            except TransportError as error:
+                self._open_again_at = self._clock() + TRY_AGAIN_S
+                logger.error("no other NIXL agent: %s; blocks stay held, trying again", error)  # noqa: TRY400 - it says all
+                return
+            self._draining.append(self.current)
+            self._current = agent
+
+    def _close_drained(self) -> None:
+        """Destroy each agent on which nobody waits for anything."""
+        for agent in [agent for agent in self._draining if agent.has_only_abandoned_reads]:
+            self._draining.remove(agent)
+            self._close(agent)
+
+    def _close(self, agent: ReadAgent) -> None:
+        """Destroy an agent; nothing else uses it any more."""
+        closed = self._background.submit(agent.transport.close)
+        self._closing.append(_Closing(agent, closed, self._clock()))
+
+    def _poll_closing(self) -> list[events.DataEvent]:
+        """The ends of the reads of agents that are gone. Without proof their blocks stay held."""
+        failed: list[events.DataEvent] = []
+        for closing in [closing for closing in self._closing if closing.closed.done()]:
+            error = closing.closed.exception()
+            seconds = self._clock() - closing.started_at
+            if error is None:
+                self._closing.remove(closing)
+                self._counts["agents_recycled"] += 1
+                logger.warning("a NIXL agent was destroyed in %.2f s; its reads stopped", seconds)
+                failed += closing.agent.fail_all()
+            elif seconds >= TRY_AGAIN_S:
+                self._closing.remove(closing)
+                logger.error("a NIXL agent is not gone: %s; blocks stay held", error)
+                self._close(closing.agent)
+        return failed

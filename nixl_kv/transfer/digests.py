@@ -1,0 +1,252 @@
+"""Digests of this rank's cache: for readers who verify what they read, and of what was read here.
+
+They are made one after the other, each in steps of about a millisecond, so that the transfer thread
+stays free for messages and reads. A digest that nobody waits for any more is dropped, so that under
+overload those behind it are still in time. A digest only reads memory: until then it does no harm.
+"""
+
+import ctypes
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from nixl_kv.errors import DigestError
+from nixl_kv.geometry import blocks, digest, slices
+from nixl_kv.geometry.blocks import BlockTable
+from nixl_kv.geometry.digest import Bytes, Digest, Key
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.slices import LocalSlice
+from nixl_kv.protocol.events import (
+    CompareDigest,
+    DigestAction,
+    DigestCompared,
+    DigestMade,
+    MakeDigest,
+)
+
+Steps: TypeAlias = Generator[None, None, Digest]
+DigestEvent: TypeAlias = DigestMade | DigestCompared
+
+
+class Digester(Protocol):
+    """Digests memory where the cache is."""
+
+    pause_s: float
+    """How long to wait between two steps, in seconds; 0 where each step is work."""
+
+    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
+        """The digest, at the end of the steps.
+
+        Raises:
+            DigestError: if that cannot be digested; also in a step.
+        """
+
+    def close(self) -> None:
+        """Return when the cache is not read any more."""
+
+
+class HostDigester:
+    """Digests memory that this process can read itself."""
+
+    pause_s = 0.0
+
+    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
+        """See `geometry.digest.digest_steps`."""
+        return digest.digest_steps(key, local_slices, _memory_view)
+
+    def close(self) -> None:
+        """Nothing: it reads in its steps only."""
+
+
+class NoDigester:
+    """Digests nothing: here it cannot be done."""
+
+    pause_s = 0.0
+
+    def __init__(self, reason: str) -> None:
+        """`reason` is what everybody is told who wants a digest."""
+        self._reason = reason
+
+    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
+        """Refuse.
+
+        Raises:
+            DigestError: always.
+        """
+        del key, local_slices
+        raise DigestError(self._reason)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@dataclass
+class _Job:
+    actions: list[DigestAction]  # all want the same digest
+    slices: Sequence[LocalSlice]
+    steps: Steps
+    started_at: float | None = None
+
+
+class DigestQueue:
+    """See the module's head. Runs on the transfer thread alone."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        digester: Digester,
+        counts: defaultdict[str, float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with none to make. What is made is added to `counts`."""
+        self._layout = layout
+        self._digester = digester
+        self._clock = clock
+        self._jobs: deque[_Job] = deque()
+        self._counts = counts
+
+    def __repr__(self) -> str:
+        """How many are to be made."""
+        return f"<DigestQueue: {len(self._jobs)} to make>"
+
+    def __len__(self) -> int:
+        """How many are to be made."""
+        return len(self._jobs)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long the thread may wait before the next step, in seconds; None for ever."""
+        return self._digester.pause_s if self._jobs else None
+
+    def add(self, action: DigestAction) -> DigestEvent | None:
+        """Queue a digest; an event if it cannot be made.
+
+        One that is asked for again while it is made is made once, for each claim and rank.
+        """
+        pending = [(job, one) for job in self._jobs for one in job.actions]
+        if any(_requester(one) == _requester(action) for _, one in pending):
+            return None
+        for job, one in pending:
+            if _subject(one) == _subject(action):
+                job.actions.append(action)
+                return None
+        try:
+            local_slices = self._find_slices(action)
+            steps = self._digester(_key(action), local_slices)
+        except (DigestError, ValueError) as error:
+            return _refused(action, str(error))
+        self._jobs.append(_Job([action], local_slices, steps))
+        return None
+
+    def poll(self, is_wanted: Callable[[DigestAction], bool]) -> list[DigestEvent]:
+        """Do one step of the next digest that is wanted; what has ended."""
+        if not self._jobs:
+            return []
+        job = self._jobs[0]
+        if not any(map(is_wanted, job.actions)):
+            return self._fail_job("nobody waits for it any more")
+        job.started_at = job.started_at or self._clock()
+        try:
+            next(job.steps)
+        except StopIteration as end:
+            self._jobs.popleft()
+            self._count(job, self._clock() - job.started_at)
+            return [_finished(action, job.slices, end.value) for action in job.actions]
+        except (DigestError, MemoryError) as error:
+            return self._fail_job(str(error) or type(error).__name__)
+        return []
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._jobs.clear()
+
+    def close(self) -> None:
+        """Return when the cache is not read any more."""
+        self._digester.close()
+
+    def _fail_job(self, reason: str) -> list[DigestEvent]:
+        job = self._jobs.popleft()
+        return [_refused(action, reason) for action in job.actions]
+
+    def _count(self, job: _Job, seconds: float) -> None:
+        self._counts["digests"] += 1
+        self._counts["digest_bytes"] += sum(each.num_bytes for each in job.slices)
+        self._counts["digest_seconds"] += seconds
+
+    def _find_slices(self, action: DigestAction) -> list[LocalSlice]:
+        """What is to be digested.
+
+        Raises:
+            ValueError: if it is not all here.
+        """
+        if isinstance(action, CompareDigest):
+            begin, end, wanted = action.load.begin, action.load.end, action.slices
+            tables = block_tables(self._layout, action.load.tables, begin)
+        else:
+            end, wanted = action.digest_request.end, action.digest_request.slices
+            tables = block_tables(self._layout, action.tables, 0)
+        return slices.find_slices(self._layout, wanted, tables, end=end)
+
+
+def block_tables(layout: CacheLayout, tables: Sequence[bytes], begin: int) -> list[BlockTable]:
+    """Each group's block table; they start at the entry that holds token `begin`."""
+    return [
+        BlockTable(blocks.block_ids(table), group, begin // group.entry_size)
+        for group, table in zip(layout.groups, tables, strict=True)
+    ]
+
+
+def _requester(action: DigestAction) -> tuple[object, ...]:
+    if isinstance(action, CompareDigest):
+        return action.load.request, action.rank, action.digest_reply.claim
+    return action.digest_request.reader, action.digest_request.claim
+
+
+def _subject(action: DigestAction) -> tuple[object, ...]:
+    """Several readers of the same heads get the same digest."""
+    if isinstance(action, CompareDigest):
+        return _requester(action)
+    request = action.digest_request
+    return request.claim, request.end, request.slices, action.tables
+
+
+def _key(action: DigestAction) -> Key:
+    """The claim is random, and both sides know it."""
+    message = action.digest_reply if isinstance(action, CompareDigest) else action.digest_request
+    return Key(message.claim)
+
+
+def _finished(
+    action: DigestAction, local_slices: Sequence[LocalSlice], result: Digest
+) -> DigestEvent:
+    if isinstance(action, MakeDigest):
+        rows, columns = _to_bytes(result.rows), _to_bytes(result.columns)
+        return DigestMade(action.route, action.digest_request, rows, columns)
+    reply = action.digest_reply
+    remote = Digest(_from_bytes(reply.rows), _from_bytes(reply.columns))
+    difference = digest.describe_difference(result, remote, local_slices)
+    return DigestCompared(action.load.request, action.rank, reply.claim, difference=difference)
+
+
+def _refused(action: DigestAction, reason: str) -> DigestEvent:
+    if isinstance(action, MakeDigest):
+        return DigestMade(action.route, action.digest_request, refusal=reason)
+    claim = action.digest_reply.claim
+    return DigestCompared(action.load.request, action.rank, claim, refusal=reason)
+
+
+def _to_bytes(sums: digest.U64) -> bytes:
+    return sums.astype("<u8", copy=False).tobytes()
+
+
+def _from_bytes(payload: bytes) -> digest.U64:
+    """A payload that is no whole number of sums is cut, and so differs."""
+    return np.frombuffer(payload[: len(payload) // 8 * 8], dtype="<u8").astype(np.uint64)
+
+
+def _memory_view(address: int, length: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))

@@ -1,0 +1,121 @@
+"""Serves the engine's description: a thread in the scheduler's process that answers Describe.
+
+It sleeps until somebody asks. The description is replaced whole after a wake-up.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from nixl_kv.errors import RemoteProtocolError, TransportError
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.ids import ANY_INCARNATION, EngineId, engine_incarnation, short
+from nixl_kv.log_limit import LimitedLog
+from nixl_kv.protocol.messages import (
+    Describe,
+    Description,
+    RankDescription,
+    Refusal,
+    decode_to_engine,
+    encode,
+)
+from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S: Final = 5.0
+
+BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
+"""A question is short, and who asks takes the answer, which is long, before asking again."""
+
+
+def describe_engine(
+    engine: EngineId,
+    model: Mapping[str, str],
+    shape: ParallelShape,
+    ranks: Sequence[RankDescription],
+) -> Description:
+    """An engine's description, from those of its ranks in rank order."""
+    return Description(
+        incarnation=engine_incarnation(rank.incarnation for rank in ranks),
+        engine=engine,
+        model=dict(model),
+        shape=shape,
+        ranks=tuple(ranks),
+    )
+
+
+class DirectoryServer:
+    """Listens on the engine's host and port."""
+
+    def __init__(self, control: ControlPlane, host: str, port: int) -> None:
+        """Listen.
+
+        Args:
+            control: what to listen with; the server closes it.
+            host: an IP literal.
+            port: 0 takes any free one.
+
+        Raises:
+            TransportError: if the address cannot be bound.
+        """
+        self._control = control
+        self.host = host
+        self.port = control.listen(host, port, BOUNDS)
+        self._description: Description | None = None
+        self._is_stopping = False
+        self._is_closed = False
+        self._log = LimitedLog(logger, time.monotonic)
+        self._thread = threading.Thread(target=self._main, name="nixl-kv-directory", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that answers."""
+        self._thread.start()
+
+    def publish(self, description: Description) -> None:
+        """What to answer from now on."""
+        self._description = description
+
+    def stop(self) -> None:
+        """End the thread and close the socket. May be called again."""
+        self._is_stopping = True
+        if self._thread.is_alive():
+            self._control.wake()
+            self._thread.join(timeout=STOP_TIMEOUT_S)
+        if not self._thread.is_alive() and not self._is_closed:
+            self._is_closed = True
+            self._control.close()
+
+    def turn(self, timeout_s: float | None) -> None:
+        """Wait for questions, and answer them. Whatever a stranger sends raises nothing."""
+        for item in self._control.poll(timeout_s):
+            if not isinstance(item, FromPeer):
+                continue
+            try:
+                answer = self._answer(decode_to_engine(item.payload))
+                self._control.reply(item.route, encode(answer))
+            except (RemoteProtocolError, TransportError) as error:
+                self._log.warning("request for a description dropped: %s", error)
+
+    def _main(self) -> None:
+        while not self._is_stopping:
+            self.turn(None)
+
+    def _answer(self, message: Describe) -> Description | Refusal:
+        description = self._description
+        if description is None:
+            reason = "this engine is still starting"
+        elif message.incarnation == ANY_INCARNATION:
+            return description
+        elif message.engine != description.engine:
+            reason = f"remote_engine_id is {message.engine!r}, but here is {description.engine!r}"
+        elif message.incarnation != description.incarnation:
+            reason = (
+                f"incarnation is {short(message.incarnation)}, but {description.engine!r} "
+                f"has begun the life {short(description.incarnation)} since"
+            )
+        else:
+            return description
+        return Refusal(incarnation=message.incarnation, engine=message.engine, reason=reason)

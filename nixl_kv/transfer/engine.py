@@ -1,0 +1,218 @@
+"""A rank's transfer engine: what it is made of, put together in this one place.
+
+engine = TransferEngine(RankSpec(...))
+description = engine.start()      # for the engine's directory, see `directory_server`
+engine.submit([...])              # commands, see `protocol.events`
+engine.pop_results()              # loads and offers that have ended, and counts
+engine.stop()
+"""
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.config import Config
+from nixl_kv.errors import ConfigError, DigestError
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.messages import RankDescription, Reader, Slots, encode
+from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.transfer.agents import Agents
+from nixl_kv.transfer.digests import Digester, DigestQueue, HostDigester, NoDigester
+from nixl_kv.transfer.event_log import EventLog
+from nixl_kv.transfer.loop import Loop, Parts
+from nixl_kv.transfer.read_agent import register
+from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transfer.status import StatusReporter
+from nixl_kv.transfer.thread import TransferThread
+from nixl_kv.transport.base import ControlPlane, Transport
+from nixl_kv.transport.slots import SlotPage
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS: Final = 16384
+"""Offers that may be granted at the same time: 256 KiB of memory."""
+
+
+def _background_thread() -> Executor:
+    return ThreadPoolExecutor(1, "nixl-kv-agents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One rank of an engine, and what its transfer engine is made of."""
+
+    engine: EngineId
+    """The same for all ranks, and different from every other engine's."""
+
+    rank: Rank
+    layout: CacheLayout
+    """Of this rank's cache."""
+
+    model: Mapping[str, str]
+    """Facts of the model that two engines must agree on, to mean the same by the same bytes."""
+
+    config: Config
+    host: str
+    """The IP literal on which this rank listens."""
+
+    is_prefill: bool
+    is_decode: bool
+    make_transport: Callable[[], Transport]
+    make_control: Callable[[], ControlPlane]
+
+    # What simulations replace:
+    num_slots: int = NUM_SLOTS
+    make_slots: Callable[[int], SlotPage] = SlotPage
+    make_background: Callable[[], Executor] = _background_thread
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def roles(self) -> str:
+        """For people."""
+        roles = ("prefill", self.is_prefill), ("decode", self.is_decode)
+        return " and ".join(name for name, is_one in roles if is_one)
+
+
+class TransferEngine:
+    """Moves the KV of one rank. All methods are for the caller's thread, and none waits."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        """Prepare; `start` starts it."""
+        self.spec = spec
+        self.loop: Loop | None = None
+        self._commands: deque[events.Command] = deque()
+        self._results: deque[events.Result] = deque()
+        self._thread = TransferThread(self._build_loop)
+
+    def start(self) -> RankDescription:
+        """Start the transfer thread, and wait until the rank can be read. To be called once.
+
+        Raises:
+            NixlKVError: if a transport or a socket fails, or the cache cannot be digested although
+                that is asked for.
+        """
+        self.loop = self._thread.start()
+        return self.loop.parts.description
+
+    def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
+        """Start without a thread: the caller runs the turns of the loop. For simulation.
+
+        `results` is where results go, in place of `pop_results`.
+        """
+        if results is not None:
+            self._results = results
+        self.loop = self._build_loop()
+        return self.loop
+
+    def submit(self, commands: Iterable[events.Command]) -> None:
+        """Hand over commands, in order. They are carried out even if no result is ever popped."""
+        before = len(self._commands)
+        self._commands.extend(commands)
+        if self.loop is not None and len(self._commands) > before:
+            self.loop.wake()
+
+    def pop_results(self) -> list[events.Result]:
+        """The results since the last call, in order.
+
+        One for each load that was started, one for each offer that was published, and counts.
+        """
+        return [self._results.popleft() for _ in range(len(self._results))]
+
+    def stop(self) -> None:
+        """End the thread, and release everything."""
+        self._thread.stop()
+
+    def _build_loop(self) -> Loop:
+        """On the transfer thread, which owns all of it."""
+        spec = self.spec
+        parts = build_parts(spec)
+        status = StatusReporter(parts, spec.engine, spec.rank, spec.roles, spec.clock)
+        return Loop(
+            parts,
+            self._commands,
+            self._results,
+            clock=spec.clock,
+            report_status=lambda request: encode(status.report(request)),
+        )
+
+
+def build_parts(spec: RankSpec) -> Parts:
+    """Agents, sockets and machines of one life of a rank.
+
+    Raises:
+        NixlKVError: see `TransferEngine.start`.
+    """
+    config, layout = spec.config, spec.layout
+    event_log, counts = EventLog(), defaultdict[str, float](float)
+    incarnation = new_incarnation()
+    digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
+    peers = RemotePeers(layout, spec.rank, spec.model, config.allowed_hosts)
+    agents = Agents(
+        spec.make_transport, peers, counts, clock=spec.clock, background=spec.make_background()
+    )
+    if spec.is_decode:
+        agents.open()
+    slots = spec.make_slots(spec.num_slots)
+    serving = None
+    if spec.is_prefill:
+        serving = spec.make_transport()
+        register(serving, layout, slots)
+    control = spec.make_control()
+    port = control.listen(spec.host, 0)
+    return Parts(
+        control=control,
+        prefill=PrefillMachine(
+            incarnation,
+            event_log.record,
+            num_slots=spec.num_slots,
+            offer_ttl_s=config.offer_ttl_s,
+            lease_s=config.lease_s,
+        ),
+        decode=DecodeMachine(
+            Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
+            event_log.record,
+            timeout_s=config.request_timeout_s,
+            renew_interval_s=config.renew_interval_s,
+        ),
+        agents=agents,
+        digests=DigestQueue(layout, digester, counts, spec.clock),
+        serving=serving,
+        slots=slots,
+        event_log=event_log,
+        counts=counts,
+        description=RankDescription(
+            incarnation=incarnation,
+            endpoint=endpoint_at(spec.host, port),
+            agent=b"" if serving is None else serving.metadata(),
+            slots=Slots(address=slots.address, count=slots.count),
+            layout=layout,
+        ),
+    )
+
+
+def _make_digester(layout: CacheLayout, *, is_needed: bool) -> Digester:
+    """How this rank digests. Where it cannot, that is an error only if it verifies what it reads.
+
+    Raises:
+        ConfigError: names `verify`.
+    """
+    if layout.memory == "DRAM":
+        return HostDigester()
+    try:
+        from nixl_kv.transfer.gpu_digests import GpuDigester  # noqa: PLC0415 - Triton: GPUs only
+
+        return GpuDigester(layout)
+    except (ImportError, DigestError) as error:
+        if is_needed:
+            raise ConfigError(
+                f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
+            ) from error
+        logger.warning("no load can be verified that is read from here: %s", error)
+        return NoDigester(str(error))

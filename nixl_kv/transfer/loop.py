@@ -1,0 +1,317 @@
+"""One turn of the transfer thread: feeds events to the machines, and carries out their actions.
+
+One thread per rank owns the NIXL agents, the sockets and all protocol state, so there is no lock.
+It waits for its sockets; it polls NIXL only while a read is under way or a peer may be reading from
+this rank, and uses no CPU otherwise.
+"""
+
+import contextlib
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.errors import RemoteProtocolError, TransportError
+from nixl_kv.ids import short
+from nixl_kv.log_limit import LimitedLog
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.messages import (
+    RankDescription,
+    StatusRequest,
+    decode_answer,
+    decode_to_rank,
+    encode,
+)
+from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.transfer.agents import Agents
+from nixl_kv.transfer.digests import DigestQueue
+from nixl_kv.transfer.event_log import EventLog
+from nixl_kv.transfer.outstanding import Outstanding
+from nixl_kv.transport.base import (
+    ControlPlane,
+    FromEndpoint,
+    FromPeer,
+    Lost,
+    Received,
+    Transport,
+)
+from nixl_kv.transport.slots import SlotPage
+
+logger = logging.getLogger(__name__)
+
+READING_PAUSE_S: Final = 0.0001
+SERVING_PAUSE_S: Final = 0.001
+TICK_S: Final = 0.025
+LINGER_S: Final = 2.0
+"""How long after a reader's last word this side still serves reads: one may be going on although
+its lease ran out, and renews are sent each second at least."""
+
+STORY_LINES: Final = 9
+"""Of a failed load, below the line that says so."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank consists of. Made on the transfer thread, by `engine.build_parts`."""
+
+    control: ControlPlane
+    prefill: PrefillMachine
+    decode: DecodeMachine
+    agents: Agents
+    digests: DigestQueue
+    serving: Transport | None  # lets peers read this rank; None if it only decodes
+    slots: SlotPage
+    event_log: EventLog
+    counts: defaultdict[str, float]  # since they were last published, by counter
+    description: RankDescription
+
+    def close(self) -> None:
+        """Release everything, whatever fails of it. Only when the thread has ended."""
+        with contextlib.ExitStack() as stack:
+            if self.serving is not None:
+                stack.callback(self.serving.close)
+            stack.callback(self.agents.close)
+            stack.callback(self.digests.close)
+            stack.callback(self.control.close)
+
+
+class Loop:
+    """One turn after the other. An error leaves a turn, and only `restart` may follow it."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        commands: deque[events.Command],
+        results: deque[events.Result],
+        *,
+        clock: Callable[[], float],
+        report_status: Callable[[StatusRequest], bytes],
+    ) -> None:
+        """Start with nothing under way.
+
+        Args:
+            parts: what it drives.
+            commands: of the caller, in order.
+            results: for the caller, in order.
+            clock: monotonic seconds.
+            report_status: the encoded answer to a tool.
+        """
+        self.parts = parts
+        self.outstanding = Outstanding()
+        self._commands = commands
+        self._results = results
+        self._clock = clock
+        self._report_status = report_status
+        self._follow_up: deque[events.DecodeEvent | events.PrefillEvent] = deque()
+        self._next_tick = 0.0
+        self._serve_until = 0.0
+        self._log = LimitedLog(logger, clock)
+
+    def wake(self) -> None:
+        """End a wait; may be called from any thread."""
+        self.parts.control.wake()
+
+    def close(self) -> None:
+        """Release everything; no turn may follow."""
+        self.parts.close()
+
+    def turn(self) -> None:
+        """Wait for something, then handle all that came."""
+        received = self.parts.control.poll(self._wait_s())
+        # Commands first: who asks for an offer has its ticket, which left after the command.
+        while self._commands:
+            self._on_command(self._commands.popleft())
+        for item in received:
+            self._on_received(item)
+        for event in self.parts.agents.poll():
+            self._handle(event)
+        for digest_event in self.parts.digests.poll(self._is_wanted):
+            self._handle(digest_event)
+        for orphan in self.outstanding.drained(self.parts.agents.is_read):
+            self._report(orphan)
+        self._tick()
+        self._serve()
+        self._publish_counts()
+
+    def restart(self) -> None:
+        """The machines are in doubt: start again with empty ones, and fail all that they held.
+
+        First of all no grant is valid any more. Loads are reported when their reads have ended, or
+        have been stopped; offers at once.
+        """
+        self._count("thread_restarts")
+        self.parts.slots.clear_all()
+        self._follow_up.clear()
+        self.parts.decode.clear()
+        self.parts.prefill.clear()
+        self.parts.digests.clear()
+        ended = self.outstanding.lose_machines()
+        for request in self.outstanding.orphans:
+            self.parts.agents.abandon(request)
+        self._results.extend(ended)
+
+    # --- waiting and time
+
+    def _wait_s(self) -> float | None:
+        """How long this turn may wait, in seconds; None for ever."""
+        if self._commands:
+            return 0
+        digests_wait_s = self.parts.digests.wait_s
+        if digests_wait_s == 0:
+            return 0
+        if self.parts.agents.is_busy or digests_wait_s is not None:
+            return READING_PAUSE_S
+        if self.parts.serving is not None and self._clock() < self._serve_until:
+            return SERVING_PAUSE_S
+        has_timers = self.parts.decode.has_timers or self.parts.prefill.offers.has_timers
+        return TICK_S if has_timers else None
+
+    def _tick(self) -> None:
+        now = self._clock()
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_S
+        self._carry_out(self.parts.decode.handle(events.Tick(), now))
+        self._carry_out(self.parts.prefill.handle(events.Tick(), now))
+
+    def _serve(self) -> None:
+        """Some paths of NIXL need the owner of the memory to take part in being read."""
+        now = self._clock()
+        if self.parts.prefill.offers.any_granted:
+            self._serve_until = max(self._serve_until, now + LINGER_S)
+        if self.parts.serving is not None and now < self._serve_until:
+            self.parts.serving.progress()
+
+    # --- what comes in
+
+    def _on_command(self, command: events.Command) -> None:
+        if isinstance(command, events.SetEngineLayouts):
+            self.parts.agents.peers.engine_layouts = command.layouts
+            return
+        is_admitted, report = self.outstanding.admit(command)
+        if report is not None:
+            self._results.append(report)
+        if is_admitted:
+            self._handle(command)
+
+    def _on_received(self, item: Received) -> None:
+        """One message or loss. What a stranger sends is logged, and changes nothing."""
+        try:
+            match item:
+                case FromPeer():
+                    self._on_request(item)
+                case FromEndpoint():
+                    self._handle(events.Answered(item.endpoint, decode_answer(item.payload)))
+                case Lost():
+                    self._count("peers_lost")
+                    self._log.warning("lost %s: %s", item.endpoint, item.reason)
+                    self._handle(events.EndpointLost(item.endpoint, item.reason))
+        except RemoteProtocolError as error:
+            self._count("messages_dropped")
+            self._log.warning("control message dropped: %s", error)
+
+    def _on_request(self, item: FromPeer) -> None:
+        message = decode_to_rank(item.payload)
+        if isinstance(message, StatusRequest):
+            self.parts.control.reply(item.route, self._report_status(message))
+            return
+        self._serve_until = self._clock() + LINGER_S
+        self._handle(events.Asked(item.route, message))
+
+    def _handle(self, event: events.DecodeEvent | events.PrefillEvent) -> None:
+        """Let a machine decide; do that, and what follows from it, until nothing does."""
+        self._carry_out(self._decide(event))
+
+    def _decide(self, event: events.DecodeEvent | events.PrefillEvent) -> list[events.Action]:
+        """Each side has its own events."""
+        match event:
+            case (
+                events.PrepareOffer()
+                | events.PublishOffer()
+                | events.WithdrawOffer()
+                | events.RevokeOffer()
+                | events.Asked()
+                | events.DigestMade()
+            ):
+                return self.parts.prefill.handle(event, self._clock())
+            case _:
+                return self.parts.decode.handle(event, self._clock())
+
+    def _is_wanted(self, action: events.DigestAction) -> bool:
+        if isinstance(action, events.MakeDigest):
+            return self.parts.prefill.is_digest_wanted(action.digest_request)
+        return self.parts.decode.is_comparing(action)
+
+    # --- what goes out
+
+    def _carry_out(self, actions: list[events.Action]) -> None:
+        for action in actions:
+            self._execute(action)
+        while self._follow_up:
+            for action in self._decide(self._follow_up.popleft()):
+                self._execute(action)
+
+    def _execute(self, action: events.Action) -> None:
+        match action:
+            case events.Send():
+                self._send(action)
+            case events.Reply():
+                self.parts.control.reply(action.route, encode(action.message))
+            case events.Disconnect():
+                self.parts.control.disconnect(action.endpoint)
+            case events.WriteSlot():
+                self.parts.slots.write(action.slot, action.generation)
+            case events.ClearSlot():
+                self.parts.slots.clear(action.slot)
+            case events.LoadEnded() | events.OfferEnded():
+                self._report(action)
+            case events.AskDenied():
+                self._count("asks_denied")
+                message = "denied an ask for offer %s: %s"
+                self._log.warning(message, short(action.nonce), action.reason)
+            case events.MakeDigest() | events.CompareDigest():
+                event = self.parts.digests.add(action)
+                self._follow_up.extend([] if event is None else [event])
+            case _:
+                self._follow_up.extend(self.parts.agents.execute(action))
+
+    def _send(self, action: events.Send) -> None:
+        try:
+            self.parts.control.send(action.endpoint, encode(action.message))
+        except TransportError as error:
+            self._follow_up.append(events.EndpointLost(action.endpoint, str(error)))
+
+    def _report(self, end: events.LoadEnded | events.OfferEnded) -> None:
+        report = self.outstanding.settle(end)
+        if report is None:
+            return
+        if isinstance(report, events.LoadEnded) and report.failure is not None:
+            self._log_failure(report, report.failure)
+        self._results.append(report)
+
+    def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
+        """Say why, and what happened before."""
+        peer = f"; {report.peer}" if report.peer else ""
+        story = self.parts.event_log.story_lines(report.request, STORY_LINES)
+        logger.warning(
+            "request %s: KV not loaded: %s (%s%s)%s",
+            report.request,
+            failure.detail,
+            failure.kind.value,
+            peer,
+            "".join(f"\n  {line}" for line in story),
+        )
+
+    def _publish_counts(self) -> None:
+        """One record at a time: strangers may ask as much as they like while nobody takes it."""
+        if self._results:
+            return
+        counts = self.parts.counts
+        if counts:
+            self._results.append(events.Counts(dict(counts)))
+            counts.clear()
+
+    def _count(self, name: str) -> None:
+        self.parts.counts[name] += 1

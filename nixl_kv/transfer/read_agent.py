@@ -1,0 +1,185 @@
+"""One agent that reads: the peers that it has prepared, and its reads under way.
+
+It knows the geometry and the transport; what a read is for, and what follows from its end, is the
+protocol's affair. Runs on the transfer thread alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry import blocks
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.plan import IndexBuffer
+from nixl_kv.geometry.slices import slices_read
+from nixl_kv.ids import Rank, RequestId
+from nixl_kv.protocol.events import (
+    DataEvent,
+    ReadDone,
+    ReadFailed,
+    ReadSlot,
+    ReadStarted,
+    SlotRead,
+    StartRead,
+)
+from nixl_kv.transfer.digests import block_tables
+from nixl_kv.transfer.remote_peers import PreparedPeers, RemotePeers
+from nixl_kv.transport.base import ReadHandle, Transport
+from nixl_kv.transport.slots import SlotPage
+
+MAX_SLOT_READS: Final = 4096
+"""Slots that can be read at the same time."""
+
+
+@dataclass(frozen=True)
+class OpenedTransport:
+    """A transport that may write into this rank's cache, and into a page for slots it reads."""
+
+    transport: Transport
+    slots: SlotPage
+
+
+def open_transport(make: Callable[[], Transport], layout: CacheLayout) -> OpenedTransport:
+    """Make a transport and register what it writes into. Slow; runs on any thread.
+
+    Raises:
+        TransportError: if it cannot be created, or does not accept the memory.
+    """
+    transport, slots = make(), SlotPage(MAX_SLOT_READS)
+    register(transport, layout, slots)
+    return OpenedTransport(transport, slots)
+
+
+def register(transport: Transport, layout: CacheLayout, slots: SlotPage) -> None:
+    """Let a transport use this rank's cache and a page of slots: its own, or for those it reads.
+
+    Raises:
+        TransportError: if the transport does not accept the memory.
+    """
+    for span in layout.spans:
+        transport.register(span, layout.memory, layout.device)
+    transport.register(slots.span, "DRAM", 0)
+
+
+@dataclass
+class ActiveRead:
+    """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
+
+    handle: ReadHandle
+    request: RequestId
+    rank: Rank
+    started_at: float
+    num_bytes: int = 0
+    num_runs: int = 0
+    slot: int | None = None
+    is_abandoned: bool = False
+
+
+class ReadAgent:
+    """See the module's head."""
+
+    def __init__(
+        self, opened: OpenedTransport, peers: RemotePeers, clock: Callable[[], float]
+    ) -> None:
+        """Start with no read. `clock` is in monotonic seconds."""
+        self.transport = opened.transport
+        self.peers = PreparedPeers(opened.transport, peers)
+        self.reads: list[ActiveRead] = []
+        self._layout = peers.layout
+        self._clock = clock
+        self._slots = opened.slots
+        self._free_slots = list(range(opened.slots.count))
+        self._slot_list = self.transport.prepare(opened.slots.rows(), "DRAM", None)
+        self._indices = IndexBuffer()
+
+    def __repr__(self) -> str:
+        """Peers and reads."""
+        return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
+
+    @property
+    def has_abandoned_read(self) -> bool:
+        """Whether a read is left that nobody waits for any longer."""
+        return any(read.is_abandoned for read in self.reads)
+
+    @property
+    def has_only_abandoned_reads(self) -> bool:
+        """Whether nothing is left but such reads."""
+        return all(read.is_abandoned for read in self.reads)
+
+    def start_read(self, action: StartRead) -> list[DataEvent]:
+        """Post the data read of one load from one rank; what is known of it at once."""
+        request, rank, load = action.load.request, action.rank, action.load
+        try:
+            prepared = self.peers.get(action.peer, rank)
+            reads = prepared.plan.reads(
+                [blocks.block_ids(table) for table in load.tables],
+                [blocks.block_ids(table) for table in action.grant.tables],
+                range(load.begin, load.end),
+                buffer=self._indices,
+            )
+            if not len(reads.local):
+                return [ReadDone(request, rank)]
+            started_at = self._clock()
+            indices = (reads.local, reads.remote)
+            handle = self.transport.read(prepared.local, prepared.remote, indices)
+        except (TransportError, ValueError) as error:
+            return [ReadFailed(request, rank, str(error))]
+        self.reads.append(
+            ActiveRead(handle, request, rank, started_at, reads.num_bytes, reads.num_runs)
+        )
+        if not load.verify:
+            return []
+        tables = block_tables(self._layout, load.tables, load.begin)
+        return [ReadStarted(request, rank, slices_read(self._layout, prepared.share, tables))]
+
+    def read_slot(self, action: ReadSlot) -> list[DataEvent]:
+        """Post the read of a generation slot, into an entry that is cleared beforehand."""
+        if not self._free_slots:
+            return [ReadFailed(action.request, action.rank, "too many slots are being read")]
+        slot = self._free_slots.pop()
+        self._slots.clear(slot)
+        indices = (blocks.block_ids([slot]), blocks.block_ids([action.slot]))
+        started_at = self._clock()
+        try:
+            prepared = self.peers.get(action.peer, action.rank)
+            handle = self.transport.read(self._slot_list, prepared.slots, indices)
+        except TransportError as error:
+            self._free_slots.append(slot)
+            return [ReadFailed(action.request, action.rank, str(error))]
+        self.reads.append(ActiveRead(handle, action.request, action.rank, started_at, slot=slot))
+        return []
+
+    def poll(self) -> list[DataEvent]:
+        """Ask for the state of all reads; those that ended become events."""
+        ended: list[DataEvent] = []
+        active: list[ActiveRead] = []
+        for read in self.reads:
+            event = self._poll_read(read)
+            if event is None:
+                active.append(read)
+            else:
+                ended.append(event)
+        self.reads = active
+        return ended
+
+    def fail_all(self) -> list[DataEvent]:
+        """All reads have failed, since this agent is gone."""
+        reads, self.reads = self.reads, []
+        reason = "it did not end, and was stopped with its agent"
+        return [ReadFailed(read.request, read.rank, reason) for read in reads]
+
+    def _poll_read(self, read: ActiveRead) -> DataEvent | None:
+        try:
+            if not self.transport.poll(read.handle):
+                return None
+        except TransportError as error:
+            if read.slot is not None:
+                self._free_slots.append(read.slot)
+            return ReadFailed(read.request, read.rank, str(error))
+        if read.slot is None:
+            seconds = self._clock() - read.started_at
+            return ReadDone(read.request, read.rank, read.num_bytes, read.num_runs, seconds)
+        generation = self._slots.read(read.slot)
+        self._free_slots.append(read.slot)
+        return SlotRead(read.request, read.rank, generation)

@@ -1,0 +1,184 @@
+"""The remote engines that this rank reads: whether they fit, which of their ranks, and how.
+
+`RemotePeers` is what the rank knows of them, whichever agent reads. `PreparedPeers` is what one
+agent needs: their metadata loaded, and the lists of rows that it reads. All of it runs on the
+transfer thread.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.config import AllowedHosts
+from nixl_kv.errors import IncompatiblePeer, NixlKVError, TransportError
+from nixl_kv.geometry import compat, ranks
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.plan import Plan, Share, plan
+from nixl_kv.geometry.ranks import Route
+from nixl_kv.ids import Rank, endpoint_host
+from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.messages import Description, RankDescription
+from nixl_kv.transport.base import ListHandle, PeerName, Transport
+from nixl_kv.transport.slots import slot_rows
+
+SHOWN_MISMATCHES: Final = 4
+
+
+class RemotePeers:
+    """The peers that fit this rank, and its own side of what they are compared with."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        rank: Rank,
+        model: Mapping[str, str],
+        allowed: AllowedHosts | None = None,
+    ) -> None:
+        """Start with no peer, as the only rank of this engine that is known.
+
+        Args:
+            layout: of this rank's cache.
+            rank: of this engine's ranks, which this one is.
+            model: this engine's facts of its model.
+            allowed: the hosts that peers may be on; None for any.
+        """
+        self.layout = layout
+        self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
+        self._rank = rank
+        self._model = model
+        self._allowed = allowed or AllowedHosts()
+        self._descriptions: dict[PeerKey, Description] = {}
+
+    def check(self, description: Description) -> None:
+        """Check that this engine can read that one.
+
+        Raises:
+            IncompatiblePeer: names what differs, or the endpoint that is not allowed.
+        """
+        self._check_endpoints(description)
+        mismatches = compat.model_mismatches(self._model, description.model)
+        if not mismatches:
+            remote = [rank.layout for rank in description.ranks]
+            mismatches = compat.layout_mismatches(self.engine_layouts, remote)
+        if mismatches:
+            more = len(mismatches) - SHOWN_MISMATCHES
+            raise IncompatiblePeer(
+                f"engine {description.engine!r} cannot be read: "
+                + "; ".join(map(str, mismatches[:SHOWN_MISMATCHES]))
+                + (f"; and {more} more" if more > 0 else "")
+            )
+
+    def add(self, peer: PeerKey, description: Description) -> None:
+        """A peer that was checked."""
+        self._descriptions[peer] = description
+
+    def remove(self, peer: PeerKey) -> None:
+        """Forget a peer."""
+        self._descriptions.pop(peer, None)
+
+    def get(self, peer: PeerKey) -> Description:
+        """A peer that fits.
+
+        Raises:
+            TransportError: if it was removed.
+        """
+        if peer not in self._descriptions:
+            raise TransportError(f"engine {peer.engine!r} is gone")
+        return self._descriptions[peer]
+
+    def routes(self, description: Description) -> tuple[Route, ...]:
+        """Which of its ranks this rank reads, and which it only releases."""
+        return ranks.routes(
+            self._rank,
+            [ranks.held_heads(layout) for layout in self.engine_layouts],
+            [ranks.held_heads(rank.layout) for rank in description.ranks],
+        )
+
+    def _check_endpoints(self, description: Description) -> None:
+        """A description may lead to other hosts than the one that gave it."""
+        for rank in description.ranks:
+            if not self._allowed.allows(endpoint_host(rank.endpoint)):
+                raise IncompatiblePeer(
+                    f"engine {description.engine!r} has a rank at {rank.endpoint}; "
+                    f"allowed by 'peers': {self._allowed}"
+                )
+
+
+@dataclass(frozen=True)
+class PreparedRank:
+    """One rank of a peer, ready to be read."""
+
+    name: PeerName
+    share: Share
+    plan: Plan
+    local: ListHandle
+    remote: ListHandle
+    slots: ListHandle
+
+
+class PreparedPeers:
+    """The peers' ranks that one agent can read. A peer is prepared when it is first read."""
+
+    def __init__(self, transport: Transport, peers: RemotePeers) -> None:
+        """Start with none."""
+        self._transport = transport
+        self._peers = peers
+        self._prepared: dict[PeerKey, dict[Rank, PreparedRank]] = {}
+
+    def __repr__(self) -> str:
+        """How many ranks of each peer."""
+        counts = (f"{len(prepared)} of {key.engine}" for key, prepared in self._prepared.items())
+        return f"<PreparedPeers: {', '.join(counts) or 'none'}>"
+
+    def prepare(self, peer: PeerKey, description: Description) -> None:
+        """Make all ranks of a peer readable that this rank reads, or none.
+
+        Raises:
+            NixlKVError: if its metadata cannot be loaded, or its layout not be planned.
+            ValueError: if no rank of it has some of the heads that are needed.
+        """
+        prepared = self._prepared.setdefault(peer, {})
+        try:
+            for route in self._peers.routes(description):
+                if route.readers:
+                    remote = description.ranks[route.remote_rank]
+                    prepared[route.remote_rank] = self._prepare_rank(remote, route)
+        except (NixlKVError, ValueError):
+            self.drop(peer)
+            raise
+
+    def drop(self, peer: PeerKey) -> None:
+        """Forget a peer that nothing reads any more."""
+        for rank in self._prepared.pop(peer, {}).values():
+            self._transport.drop_peer(rank.name)
+
+    def get(self, peer: PeerKey, rank: Rank) -> PreparedRank:
+        """One rank of a peer.
+
+        Raises:
+            TransportError: if the peer was dropped, or cannot be prepared for this agent.
+        """
+        description = self._peers.get(peer)
+        if peer not in self._prepared:
+            self.prepare(peer, description)
+        return self._prepared[peer][rank]
+
+    def _prepare_rank(self, remote: RankDescription, route: Route) -> PreparedRank:
+        """Load one rank's metadata, plan, and prepare the lists."""
+        layout = self._peers.layout
+        planned = plan(layout, remote.layout, route.share)
+        local = self._transport.prepare(planned.local, layout.memory, None)
+        name = self._transport.add_peer(remote.agent)
+        slots = slot_rows(remote.slots.address, remote.slots.count)
+        try:
+            return PreparedRank(
+                name,
+                route.share,
+                planned,
+                local,
+                self._transport.prepare(planned.remote, remote.layout.memory, name),
+                self._transport.prepare(slots, "DRAM", name),
+            )
+        except TransportError:
+            self._transport.drop_peer(name)
+            raise

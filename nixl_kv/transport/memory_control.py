@@ -1,0 +1,246 @@
+"""The control plane inside one process: for tests, examples and simulation.
+
+A `MemoryNetwork` joins any number of `MemoryControl`s. Messages arrive at once, on any thread; on a
+network that holds messages (`held`), each is under way until `deliver` is called for it, and a loss
+is unknown to the side that connected until `report_loss` is. So a test decides what arrives, in
+which order, how often, and what is lost.
+
+Each link leads from the side that connected to the endpoint of a listener, which answers on it.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from nixl_kv.errors import TransportError
+from nixl_kv.ids import Endpoint, endpoint_at
+from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
+
+FIRST_PORT = 20_000
+
+
+@dataclass(eq=False)
+class MemoryLink:
+    """A connection. It may be broken although the side that connected does not know it yet."""
+
+    number: int
+    control: "MemoryControl"
+    endpoint: Endpoint
+    is_broken: bool = False
+    sent: int = 0
+    received: int = 0
+    active_at: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the side that connected still uses it."""
+        return self.control.open_links.get(self.endpoint) is self
+
+    @property
+    def route(self) -> bytes:
+        """How the listener names it."""
+        return str(self.number).encode()
+
+
+@dataclass(eq=False)
+class Packet:
+    """A message under way."""
+
+    link: MemoryLink
+    payload: bytes
+    is_answer: bool
+
+    def __str__(self) -> str:
+        """Its kind and where it goes."""
+        kind = "".join(chr(byte) for byte in self.payload[:16] if chr(byte).isalpha())
+        arrow = "<-" if self.is_answer else "->"
+        return f"{self.link.control.name} {arrow} {self.link.endpoint}: {kind}"
+
+
+@dataclass
+class MemoryNetwork:
+    """Everything between the controls of one process."""
+
+    held: bool = False
+    packets: list[Packet] = field(default_factory=list)
+    links: dict[bytes, MemoryLink] = field(default_factory=dict)
+    listeners: dict[Endpoint, "MemoryControl"] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    _num_links: int = 0
+    _num_ports: int = 0
+
+    def listen(self, control: "MemoryControl", host: str, port: int) -> int:
+        """Give a control a port.
+
+        Raises:
+            TransportError: if the port is taken.
+        """
+        with self.changed:
+            if port == 0:
+                self._num_ports += 1
+                port = FIRST_PORT + self._num_ports
+            endpoint = endpoint_at(host, port)
+            if endpoint in self.listeners:
+                raise TransportError(f"listening on {endpoint}: it is taken")
+            self.listeners[endpoint] = control
+            return port
+
+    def connect(self, control: "MemoryControl", endpoint: Endpoint) -> MemoryLink:
+        """Make a new link."""
+        self._num_links += 1
+        link = MemoryLink(self._num_links, control, endpoint, active_at=control.clock())
+        self.links[link.route] = link
+        return link
+
+    def carry(self, link: MemoryLink, payload: bytes, *, is_answer: bool) -> None:
+        """Put a message on its way. What is sent on a broken link is lost."""
+        with self.changed:
+            if link.is_broken:
+                return
+            packet = Packet(link, payload, is_answer)
+            self.packets.append(packet)
+            if not self.held:
+                self.deliver(packet)
+
+    def deliver(self, packet: Packet, *, again: bool = False) -> None:
+        """A message arrives; `again` if it will arrive once more."""
+        with self.changed:
+            if not again:
+                self.packets.remove(packet)
+            if packet.is_answer:
+                self._deliver_answer(packet)
+            else:
+                self._deliver_request(packet)
+            self.changed.notify_all()
+
+    def cut(self, link: MemoryLink) -> None:
+        """Break a link; what is under way on it is lost."""
+        with self.changed:
+            self.packets = [packet for packet in self.packets if packet.link is not link]
+            self._break(link)
+
+    def leave(self, control: "MemoryControl") -> None:
+        """A process has ended. What was sent to it may reach its successor at the same endpoint."""
+        with self.changed:
+            endpoints = {e for e, listener in self.listeners.items() if listener is control}
+            for endpoint in endpoints:
+                del self.listeners[endpoint]
+            control.open_links.clear()
+            self.links = {r: link for r, link in self.links.items() if link.control is not control}
+            self.packets = [
+                packet
+                for packet in self.packets
+                if packet.link.control is not control or not packet.is_answer
+            ]
+            for link in list(self.links.values()):
+                if link.endpoint in endpoints:
+                    self._break(link)
+
+    def unreported(self) -> list[MemoryLink]:
+        """The broken links that the side that connected still uses."""
+        return [link for link in self.links.values() if link.is_broken and link.is_open]
+
+    def report_loss(self, link: MemoryLink, reason: str = "connection closed") -> None:
+        """The side that connected learns that a link is broken."""
+        with self.changed:
+            del link.control.open_links[link.endpoint]
+            del self.links[link.route]
+            link.control.inbox.append(Lost(link.endpoint, reason))
+            self.changed.notify_all()
+
+    def working(self) -> list[MemoryLink]:
+        """The links that are not broken, and still used."""
+        return [link for link in self.links.values() if link.is_open and not link.is_broken]
+
+    def _break(self, link: MemoryLink, reason: str = "connection closed") -> None:
+        link.is_broken = True
+        if not self.held and link.is_open:
+            self.report_loss(link, reason)
+
+    def _deliver_answer(self, packet: Packet) -> None:
+        """Nobody listens any more on a link that was closed."""
+        link = packet.link
+        if link.is_open and not link.is_broken:
+            link.received += 1
+            link.active_at = link.control.clock()
+            link.control.inbox.append(FromEndpoint(link.endpoint, packet.payload))
+
+    def _deliver_request(self, packet: Packet) -> None:
+        listener = self.listeners.get(packet.link.endpoint)
+        if listener is None:
+            self._break(packet.link, "cannot connect")
+        else:
+            listener.inbox.append(FromPeer(packet.link.route, packet.payload))
+
+
+class MemoryControl:
+    """See `ControlPlane`, and the module's head."""
+
+    def __init__(self, network: MemoryNetwork, name: str = "memory") -> None:
+        """Join the network. `name` is shown in `Packet`s."""
+        self.name = name
+        self.clock = time.monotonic
+        self.inbox: list[Received] = []
+        self.open_links: dict[Endpoint, MemoryLink] = {}
+        self._network = network
+        self._is_woken = False
+
+    def __repr__(self) -> str:
+        """Its name, and how many links."""
+        return f"<MemoryControl {self.name}: {len(self.open_links)} links>"
+
+    def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
+        """Listen; nothing is bounded inside one process."""
+        del bounds
+        return self._network.listen(self, host, port)
+
+    def send(self, endpoint: Endpoint, payload: bytes) -> None:
+        """Put a message on its way, connecting if need be."""
+        with self._network.changed:
+            link = self.open_links.get(endpoint)
+            if link is None:
+                link = self.open_links[endpoint] = self._network.connect(self, endpoint)
+            link.sent += 1
+            link.active_at = self.clock()
+            self._network.carry(link, payload, is_answer=False)
+
+    def reply(self, route: bytes, payload: bytes) -> None:
+        """Answer a message; an answer to somebody who has left meanwhile is dropped."""
+        with self._network.changed:
+            link = self._network.links.get(route)
+            if link is not None:
+                self._network.carry(link, payload, is_answer=True)
+
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        """Wait for messages, losses or a wake-up."""
+        with self._network.changed:
+            self._network.changed.wait_for(lambda: self.inbox or self._is_woken, timeout_s)
+            self._is_woken = False
+            received, self.inbox = self.inbox, []
+            return received
+
+    def disconnect(self, endpoint: Endpoint) -> None:
+        """Close a link: answers to it are lost, what was sent on it may still arrive."""
+        with self._network.changed:
+            link = self.open_links.pop(endpoint, None)
+            if link is not None:
+                del self._network.links[link.route]
+
+    def links(self) -> list[Link]:
+        """The links that are open."""
+        now = self.clock()
+        with self._network.changed:
+            return [
+                Link(link.endpoint, link.sent, link.received, now - link.active_at)
+                for link in self.open_links.values()
+            ]
+
+    def wake(self) -> None:
+        """End a wait of `poll`."""
+        with self._network.changed:
+            self._is_woken = True
+            self._network.changed.notify_all()
+
+    def close(self) -> None:
+        """Leave the network."""
+        self._network.leave(self)
