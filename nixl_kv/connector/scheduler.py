@@ -183,6 +183,7 @@ class Scheduler:
             return DirectoryServer(control, self._config.host, port)
         except TransportError:
             if self._is_prefill:
+                control.close()
                 raise
             return DirectoryServer(control, self._config.host, 0)
 

@@ -4,7 +4,7 @@ Pairs are (local, remote).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -61,22 +61,23 @@ def concatenate(parts: Iterable[Runs]) -> Runs:
 
 @dataclass(frozen=True)
 class RegionStrides:
-    """One rank's region of a layer without its base address: equal for most layers of a model.
-
-    Each part has a token stride of its own.
-    """
+    """One rank's region of a layer without its base address: equal for most layers of a model."""
 
     parts: tuple[Part, ...]
+    token_stride: int  # of parts that have none of their own
     head_stride: int
     head_offset: int  # bytes from the base to the first head that is read
 
     @classmethod
     def of(cls, region: Region, first_head: int) -> "RegionStrides":
         """The strides of a region, from this head of the model on."""
-        parts = tuple(
-            replace(part, token_stride=region.token_stride_of(part)) for part in region.parts
-        )
-        return cls(parts, region.head_stride, region.head_offset(first_head))
+        head_offset = region.head_offset(first_head)
+        return cls(region.parts, region.token_stride, region.head_stride, head_offset)
+
+    @property
+    def token_strides(self) -> list[int]:
+        """Of each part."""
+        return [part.token_stride or self.token_stride for part in self.parts]
 
     def pieces(self) -> tuple[Ints, Ints, Ints]:
         """The pieces of one head of one token.
@@ -88,7 +89,7 @@ class RegionStrides:
         length = np.repeat([part.length for part in self.parts], count)
         step = np.concatenate([np.arange(part.count) * part.stride for part in self.parts])
         offset = np.repeat([part.offset for part in self.parts], count) + step
-        stride = np.repeat([part.token_stride for part in self.parts], count)
+        stride = np.repeat(self.token_strides, count)
         return np.cumsum(length) - length, offset, stride
 
 
@@ -195,13 +196,12 @@ class OverlapGroup:
         """
         lengths = set(self.runs(num_tokens, (0, 0)).length.tolist())
         return all(
-            part.token_stride * group.block_size == block_stride
-            and lengths == {num_tokens * part.token_stride}
+            stride * group.block_size == block_stride and lengths == {num_tokens * stride}
             for overlap in self.bases
             for side, group, block_stride in zip(
                 overlap.sides, self.groups, self.block_strides, strict=True
             )
-            for part in side.parts
+            for stride in side.token_strides
         )
 
 

@@ -7,8 +7,9 @@ To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        Release        (a hint; a lost one costs a lease)
 To a rank of any engine, from a tool:  StatusRequest  -> Status
 
-Every length is bounded. ZMQ's routing ids mean nothing: a message itself names the incarnation it
-is meant for, the offer, the claim and the reader. WIRE_VERSION has its history in `ticket`.
+Every length is bounded, but for the texts of a `Status`, which only tools read. ZMQ's routing ids
+mean nothing: a message itself names the incarnation it is meant for, the offer, the claim and the
+reader. WIRE_VERSION has its history in `ticket`.
 """
 
 from typing import Annotated, TypeAlias, TypeVar

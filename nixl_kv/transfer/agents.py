@@ -157,9 +157,11 @@ class Agents:
         return events.PeerJoined(peer, description, routes)
 
     def _drop(self, peer: events.PeerKey) -> None:
+        """Forget a peer, but where a read that a restart has orphaned goes on: its agent ends."""
         self.peers.remove(peer)
         for agent in self.polled():
-            agent.peers.drop(peer)
+            if not agent.is_reading(peer):
+                agent.peers.drop(peer)
 
     def _replace_current(self) -> None:
         """Make another agent when a read of the current one is abandoned."""

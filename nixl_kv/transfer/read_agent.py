@@ -16,6 +16,7 @@ from nixl_kv.geometry.slices import slices_read
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol.events import (
     DataEvent,
+    PeerKey,
     ReadDone,
     ReadFailed,
     ReadSlot,
@@ -67,6 +68,7 @@ class ActiveRead:
     """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
 
     handle: ReadHandle
+    peer: PeerKey
     request: RequestId
     rank: Rank
     started_at: float
@@ -107,6 +109,10 @@ class ReadAgent:
         """Whether nothing is left but such reads."""
         return all(read.is_abandoned for read in self.reads)
 
+    def is_reading(self, peer: PeerKey) -> bool:
+        """Whether a read of this peer is under way."""
+        return any(read.peer == peer for read in self.reads)
+
     def start_read(self, action: StartRead) -> list[DataEvent]:
         """Post the data read of one load from one rank; what is known of it at once."""
         request, rank, load = action.load.request, action.rank, action.load
@@ -126,7 +132,9 @@ class ReadAgent:
         except (TransportError, ValueError) as error:
             return [ReadFailed(request, rank, str(error))]
         self.reads.append(
-            ActiveRead(handle, request, rank, started_at, reads.num_bytes, reads.num_runs)
+            ActiveRead(
+                handle, action.peer, request, rank, started_at, reads.num_bytes, reads.num_runs
+            )
         )
         if not load.verify:
             return []
@@ -147,7 +155,9 @@ class ReadAgent:
         except TransportError as error:
             self._free_slots.append(slot)
             return [ReadFailed(action.request, action.rank, str(error))]
-        self.reads.append(ActiveRead(handle, action.request, action.rank, started_at, slot=slot))
+        self.reads.append(
+            ActiveRead(handle, action.peer, action.request, action.rank, started_at, slot=slot)
+        )
         return []
 
     def poll(self) -> list[DataEvent]:

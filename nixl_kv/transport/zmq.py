@@ -336,4 +336,4 @@ class ZmqControl:
         if reason != HANDSHAKE_FAILED:
             return reason
         other = "a key" if self._keys is None else "another key, or none"
-        return f"{reason}: perhaps it has {other}"
+        return f"{reason}: perhaps it has {other}, or hangs"

@@ -1,6 +1,6 @@
-"""Shapes of engines: classic ones by name, and any others as hypothesis draws them.
+"""Pairs of engines of any shape: typical ones by name, all others drawn by hypothesis.
 
-Pairs are (decode, prefill), as everywhere (local, remote).
+Pairs are (decode, prefill), that is (local, remote).
 """
 
 import itertools
@@ -10,18 +10,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from caches import ORDERS
 from hypothesis import strategies as st
-from oracle import ABSENT, APART, TRANSPOSED, Blocks, CacheGroup, Cut, Layer
+
+from nixl_kv.geometry.blocks import ABSENT
+from support.oracle import ALL_ORDERS, Blocks, CacheGroup, Cut, Layer
 
 TPS = (1, 2, 3, 4, 6, 8)
 HEADS = (1, 2, 4, 8, 12)
-ENTRIES = (1, 2, 3, 4, 6, 8, 12)  # an engine's largest entry; its others divide it
-PLACES = ("forwards", "backwards", "runs", "shuffled")
+ENTRY_SIZES = (1, 2, 3, 4, 6, 8, 12)  # an engine's largest; its other ones divide it
+ID_ORDERS = ("forwards", "backwards", "runs", "shuffled")
 
 
 class Case(NamedTuple):
-    """`tokens` is what decode wants. `scattered`: no two blocks are neighbours in memory."""
+    """`tokens` is what decode reads. `scattered`: no two blocks are neighbours in memory."""
 
     model: tuple[Layer, ...]
     prefill: Cut
@@ -29,6 +30,11 @@ class Case(NamedTuple):
     tokens: range
     scattered: bool
     seed: int
+
+    @property
+    def table_tokens(self) -> int:
+        """How many tokens the longest block table has."""
+        return max(len(group.slots) for cut in self[1:3] for group in cut.groups)
 
 
 @dataclass(frozen=True)
@@ -44,46 +50,49 @@ class Groups:
     def entry_sizes(self) -> list[int]:
         return [blocks.tokens * blocks.per_entry for blocks in self.blocks]
 
-    def placed(
-        self, rng: np.random.Generator, place: str, spare: int, present: Sequence[Sequence[bool]]
+    def with_tables(
+        self, rng: np.random.Generator, order: str, spare: int, present: Sequence[Sequence[bool]]
     ) -> tuple[CacheGroup, ...]:
-        """Give each entry that is present an id; stacked groups have different ones."""
+        """Give each entry that is present an id; the ids of stacked groups are all different."""
         counts = [sum(entries) for entries in present]
         if self.stacked:
-            ids, total = ids_of(rng, place, sum(counts), spare)
+            ids, total = choose_ids(rng, order, sum(counts), spare)
             ends = list(itertools.accumulate(counts))
             chosen = [(ids[e - n : e], total) for e, n in zip(ends, counts, strict=True)]
         else:
-            chosen = [ids_of(rng, place, count, spare) for count in counts]
-        found = []
+            chosen = [choose_ids(rng, order, count, spare) for count in counts]
+        groups = []
         for layers, blocks, entries, (ids, total) in zip(
             self.layers, self.blocks, present, chosen, strict=True
         ):
-            left = iter(ids)
-            table = tuple(next(left) if there else ABSENT for there in entries)
-            cut = replace(blocks, count=total * blocks.per_entry)
-            found.append(CacheGroup(layers, cut, table))
-        return tuple(found)
+            remaining = iter(ids)
+            table = tuple(next(remaining) if is_present else ABSENT for is_present in entries)
+            groups.append(
+                CacheGroup(layers, replace(blocks, count=total * blocks.per_entry), table)
+            )
+        return tuple(groups)
 
 
-def ids_of(rng: np.random.Generator, place: str, count: int, spare: int) -> tuple[list[int], int]:
+def choose_ids(
+    rng: np.random.Generator, order: str, count: int, spare: int
+) -> tuple[list[int], int]:
     """Ids for so many entries, and how many entries the cache has."""
     ids = list(range(count))
-    if place == "scattered":  # the first and the last block meet other layers' ones: not used
+    if order == "scattered":  # without the first and last block, which touch other layers' blocks
         return [2 * entry + 1 for entry in rng.permutation(ids).tolist()], 2 * count + 1
-    if place == "backwards":
+    if order == "backwards":
         ids.reverse()
-    elif place == "shuffled":
+    elif order == "shuffled":
         ids = rng.permutation(ids).tolist()
-    elif place == "runs":
+    elif order == "runs":
         chunks = [ids[first : first + 3] for first in range(0, count, 3)]
         ids = [entry for number in rng.permutation(len(chunks)) for entry in chunks[number]]
     shift = int(rng.integers(spare + 1))
     return [entry + shift for entry in ids], max(1, count + spare)
 
 
-def looked_at(groups: Groups, tokens: range) -> list[list[bool]]:
-    """Which entries decode has: all but those that its windows have passed."""
+def entries_of_decode(groups: Groups, tokens: range) -> list[list[bool]]:
+    """Which entries are present: all but those that a sliding window has passed."""
     return [
         [
             not window or (entry + 1) * size > tokens.stop - window
@@ -93,18 +102,21 @@ def looked_at(groups: Groups, tokens: range) -> list[list[bool]]:
     ]
 
 
-def kept(
-    groups: Groups, decode: Sequence[CacheGroup], case: tuple[range, int], rng: np.random.Generator
+def entries_of_prefill(
+    groups: Groups,
+    decode: Sequence[CacheGroup],
+    tokens: range,
+    prompt: int,
+    rng: np.random.Generator,
 ) -> list[list[bool]]:
-    """Which entries prefill has: those that decode looks at, and perhaps some before them."""
-    tokens, prompt = case
-    found = []
+    """Which entries are present: those that decode reads, and perhaps some before them."""
+    present = []
     for layers, window, size in zip(groups.layers, groups.windows, groups.entry_sizes, strict=True):
         readers = [group.present for group in decode if set(group.layers) & set(layers)]
         first = min(int(p[p >= tokens.start].min(initial=tokens.stop)) for p in readers)
-        gone = int(rng.integers(min(first, prompt) // size + 1)) if window else 0
-        found.append([entry >= gone for entry in range(-(-prompt // size))])
-    return found
+        passed = int(rng.integers(min(first, prompt) // size + 1)) if window else 0
+        present.append([entry >= passed for entry in range(-(-prompt // size))])
+    return present
 
 
 @st.composite
@@ -113,8 +125,8 @@ def models(draw: st.DrawFn, tps: tuple[int, int]) -> tuple[Layer, ...]:
     length, window = st.integers(1, 4), st.sampled_from((0, 0, 3, 7))
     attention = st.builds(Layer, st.just(""), st.sampled_from(heads), length, length, window)
     latent = st.builds(Layer, st.just(""), st.just(1), length, st.just(0))
-    kinds = draw(st.lists(st.one_of(attention, attention, latent), min_size=1, max_size=3))
-    layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
+    kinds = [draw(st.one_of(attention, attention, latent)) for _ in range(draw(st.integers(1, 3)))]
+    layers = [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(1, 5)))]
     return tuple(replace(layer, name=f"layer.{number}") for number, layer in enumerate(layers))
 
 
@@ -126,7 +138,7 @@ def groups_of(draw: st.DrawFn, model: Sequence[Layer], *, scattered: bool) -> Gr
     for label, layer in zip(labels, model, strict=True):
         layers.setdefault((layer.window, label), []).append(layer.name)
     stacked = len({layer.kind for layer in model}) == 1 and draw(st.booleans())
-    largest = draw(st.sampled_from(ENTRIES))
+    largest = draw(st.sampled_from(ENTRY_SIZES))
     pad, gap = draw(st.sampled_from((0, 0, 1))), draw(st.sampled_from((0, 0, 3)))
     allowed = [
         Blocks(tokens=tokens, per_entry=per_entry, pad=pad, gap=gap)
@@ -151,7 +163,7 @@ def cuts(draw: st.DrawFn, model: Sequence[Layer], tp: int) -> Cut:
     return Cut(
         tp,
         tuple(tuple(names[first:last]) for first, last in itertools.pairwise(edges)),
-        tuple(draw(st.lists(st.sampled_from(ORDERS + APART + TRANSPOSED), min_size=1, max_size=2))),
+        tuple(draw(st.lists(st.sampled_from(ALL_ORDERS), min_size=1, max_size=2))),
         (),
         backwards=draw(st.booleans()),
     )
@@ -161,29 +173,30 @@ def cuts(draw: st.DrawFn, model: Sequence[Layer], tp: int) -> Cut:
 def cases(draw: st.DrawFn) -> Case:
     tps = draw(st.tuples(st.sampled_from(TPS), st.sampled_from(TPS)))
     model, scattered = draw(models(tps)), draw(st.booleans())
-    here, there = (draw(groups_of(model, scattered=scattered)) for _ in tps)
-    there = here if draw(st.integers(0, 3)) == 0 else there
-    start = math.lcm(*here.entry_sizes) * draw(st.integers(0, 2))
+    mine, theirs = (draw(groups_of(model, scattered=scattered)) for _ in tps)
+    theirs = mine if draw(st.integers(0, 3)) == 0 else theirs
+    start = math.lcm(*mine.entry_sizes) * draw(st.integers(0, 2))
     tokens = range(start, start + draw(st.integers(1, 20)))
     prompt = tokens.stop + draw(st.integers(0, 3))
-    places = [draw(st.sampled_from(PLACES)) if not scattered else "scattered" for _ in tps]
+    orders = ["scattered" if scattered else draw(st.sampled_from(ID_ORDERS)) for _ in tps]
     spare = [draw(st.integers(0, 3)) for _ in tps]
-    number = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(number)
-    mine = here.placed(rng, places[0], spare[0], looked_at(here, tokens))
-    theirs = there.placed(rng, places[1], spare[1], kept(there, mine, (tokens, prompt), rng))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    local = mine.with_tables(rng, orders[0], spare[0], entries_of_decode(mine, tokens))
+    present = entries_of_prefill(theirs, local, tokens, prompt, rng)
+    remote = theirs.with_tables(rng, orders[1], spare[1], present)
     decode, prefill = (draw(cuts(model, tp)) for tp in tps)
     return Case(
         model,
-        replace(prefill, groups=theirs, stacked=there.stacked),
-        replace(decode, groups=mine, stacked=here.stacked),
+        replace(prefill, groups=remote, stacked=theirs.stacked),
+        replace(decode, groups=local, stacked=mine.stacked),
         tokens,
         scattered,
-        number,
+        seed,
     )
 
 
-def classic(  # a table's rows are read more easily than nested records
+def typical(
     *,
     tp: tuple[int, int] = (1, 1),
     pp: tuple[int, int] = (1, 1),
@@ -196,13 +209,13 @@ def classic(  # a table's rows are read more easily than nested records
     """Three layers in one group; pairs are (decode, prefill)."""
     names = tuple(layer.name for layer in model)
     rng = np.random.default_rng(0)
-    found = []
+    engines = []
     for side in (0, 1):
         blocks = Blocks(tokens=block[side], per_entry=per_entry[side])
         groups = Groups((names,), (0,), (blocks,), stacked=False)
         edges = np.linspace(0, len(names), pp[side] + 1).astype(int).tolist()
         stages = tuple(names[first:last] for first, last in itertools.pairwise(edges))
-        placed = groups.placed(rng, "scattered", 0, looked_at(groups, tokens))
-        found.append(Cut(tp[side], stages, (orders[side],), placed))
+        tables = groups.with_tables(rng, "scattered", 0, entries_of_decode(groups, tokens))
+        engines.append(Cut(tp[side], stages, (orders[side],), tables))
     scattered = per_entry == (1, 1)
-    return Case(tuple(model), found[1], found[0], tokens, scattered, 0)
+    return Case(tuple(model), engines[1], engines[0], tokens, scattered, 0)

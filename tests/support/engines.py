@@ -1,16 +1,100 @@
-"""What an engine counted."""
+"""What two engines count while a test asks them, and that nothing is held when it is over."""
 
-import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from pd.client import Client, Counters
+from lab.cluster.client import Client, Counters
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.metrics import (
+    FAILURES,
+    LOADS,
+    OFFERS,
+    OFFERS_ABORTED,
+    OFFERS_NOT_NEEDED,
+    OFFERS_READ,
+    OFFERS_UNCLAIMED,
+    TOKENS,
+    USAGE,
+    CountersSince,
+)
+from lab.cluster.pair import Pair
+
+OFFER_TTL_S = 15
+"""Long enough that a busy machine does not end an offer, which tests then wait for."""
+
+PATIENT: Mapping[str, object] = {
+    "lease_s": 30,
+    "offer_ttl_s": OFFER_TTL_S,
+    "peer_timeout_s": 30,
+    "request_timeout_s": 60,
+}
+"""The connector's configuration: on few cores signs of life may come seconds late."""
+
+EVENT_S = 90.0
+"""How long an event may take on a busy machine. Nothing but a failed test waits so long."""
 
 
-def changed(client: Client, before: Counters, name: str, timeout_s: float = 5.0) -> Counters:
-    """All that changed since `before`, once `name` has changed."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        now = client.counters()
-        if now.get(name, 0.0) > before.get(name, 0.0):
-            return {key: value - before.get(key, 0.0) for key, value in now.items()}
-        assert time.monotonic() < deadline, f"{name} did not change in {timeout_s:g} s"
-        time.sleep(0.05)
+@contextmanager
+def started(cluster: Cluster, *specs: EngineSpec) -> Iterator[list[Engine]]:
+    """These engines, which are ended after the block."""
+    engines = cluster.start(*specs)
+    yield engines
+    cluster.end(*engines)
+
+
+class Accounts:
+    """What prefill and decode have counted since this was built.
+
+    An engine publishes what it counted when it steps, so each is made to.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.prefill = CountersSince(pair.to_prefill)
+        self.decode = CountersSince(pair.to_decode)
+
+    def expect_loaded(self, *tokens: int) -> Counters:
+        """Decode has read that many tokens for each of so many requests, and no load failed."""
+        wanted = {LOADS: len(tokens), TOKENS: sum(tokens), FAILURES: 0}
+        return expect(self.decode, wanted)
+
+    def expect_offers(
+        self, published: int, *, read: int, aborted: int = 0, unclaimed: int = 0
+    ) -> None:
+        """What came of prefill's offers."""
+        counts = (published, read, aborted, unclaimed)
+        names = (OFFERS, OFFERS_READ, OFFERS_ABORTED, OFFERS_UNCLAIMED)
+        expect(self.prefill, dict(zip(names, counts, strict=True)))
+
+    def expect_released(self) -> None:
+        """Prefill published one offer, and decode let go of it: before or after its grant."""
+        changed = self.prefill.wait(
+            lambda now: now[OFFERS_ABORTED] + now[OFFERS_NOT_NEEDED] >= 1, EVENT_S, step=True
+        )
+        assert changed[OFFERS] == 1
+        assert changed[OFFERS_ABORTED] + changed[OFFERS_NOT_NEEDED] == 1
+
+    def expect_free(self) -> None:
+        """Neither engine holds a block."""
+        for client in (self.pair.to_prefill, self.pair.to_decode):
+            expect_free(client)
+
+
+def expect(since: CountersSince, wanted: Mapping[str, float]) -> Counters:
+    """Counters have grown by that much, or soon will have; all that have changed."""
+    changed = since.wait(
+        lambda now: all(now[name] == amount for name, amount in wanted.items()),
+        EVENT_S,
+        step=True,
+    )
+    assert {name: changed[name] for name in wanted} == wanted
+    return changed
+
+
+def expect_free(client: Client) -> None:
+    """An engine holds no block, or soon will hold none."""
+    since = CountersSince(client)
+    held = client.counters()[USAGE]
+    since.wait(lambda now: held + now[USAGE] == 0, EVENT_S, step=True)
+    assert client.counters()[USAGE] == 0

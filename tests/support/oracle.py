@@ -1,14 +1,15 @@
-"""What a plan has to do, byte by byte, from nothing but numpy's own reshape and transpose.
+"""What a plan has to do, byte by byte, with nothing but numpy's own reshape and transpose.
 
-A `Store` says where each byte of one cache group stands on one rank, in a physical order: the
-letters of one big array from the outermost axis to the innermost. L layers, B blocks, H heads, N
-tokens, C content; with a "2" K and V stand apart, without one V follows K inside of C. T stands
-for a block of one head with K transposed: K as [C, N], then V as [N, C].
+A `Store` knows where each byte of one cache group is on one rank, in a physical order: the letters
+of one big array from the outermost axis to the innermost. L layers, B blocks, H heads, N tokens,
+C content. With a "2", K and V are apart; without one, V follows K inside C. T is a block of one
+head with K transposed: K as [C, N], then V as [N, C].
 
-An `Engine` is a whole model's KV cut for the ranks of an engine: real memory, filled from a dense
-array for each layer and part, of shape [token, head, byte].
+An `Engine` is a whole model's KV divided among the ranks of an engine. It is real memory, filled
+from a dense array of shape [token, head, byte] for each layer and part.
 """
 
+import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,21 +17,42 @@ from functools import cached_property
 
 import numpy as np
 
+from nixl_kv.geometry.blocks import ABSENT
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.plan import Plan, Reads, Rows
+from nixl_kv.geometry.model_layouts import ORDERS
+from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Plan, Reads, Rows
 
-APART = ("L2BHNC", "L2BNHC", "LB2HNC", "LB2NHC")
 TRANSPOSED = ("LBHT", "BLHT", "BHLT", "LHBT")
-ABSENT = -1
-IDLE = "idle."  # begins the name of a place that no layer takes
-GUARD = 5  # idle bytes between stores, so that no layer's end meets another store's start
+ALL_ORDERS = ORDERS + TRANSPOSED
+UNUSED = "unused."  # begins the name of a place in memory that no layer uses
+GUARD = 5  # unused bytes between stores, so that no layer's end touches another store's start
 
 Dense = Mapping[str, Sequence[np.ndarray]]
 
 
+class ArrayTensor:
+    """A numpy array with the methods of a tensor that `views.region_from_tensor` calls."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> list[int]:
+        return [step // self.array.itemsize for step in self.array.strides]
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One layer, of the model or as one rank holds it. `value` 0: one part only."""
+    """One layer, of the model or as one rank has it. `value` 0: one part only."""
 
     name: str
     heads: int = 1
@@ -50,7 +72,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a group's memory is cut. Behind each content and each block some bytes may lie idle."""
+    """How a group's memory is divided. After each content `pad` bytes, after each block `gap`
+    bytes are unused."""
 
     count: int = 1
     tokens: int = 1
@@ -60,17 +83,17 @@ class Blocks:
 
 
 class Store:
-    """Where each byte of one group stands: `parts[name]` has for K and for V the offsets.
+    """Where each byte of one group is: `parts[name]` has the offsets of K, and of V.
 
-    Their shape is [block, head, token, piece, byte]. Layers of different sizes stand side by side
-    in each block where the order begins with "BL", and apart from each other in any other order.
+    Their shape is [block, head, token, piece, byte]. Where the order begins with "BL", layers of
+    different sizes are side by side in each block; in any other order they are apart.
     """
 
     def __init__(self, order: str, layers: Sequence[Layer], blocks: Blocks, start: int = 0) -> None:
         self.layers = tuple(layers)
         self.blocks = blocks
         self.start = self.end = start
-        self.arrays: dict[str, np.ndarray] = {}  # as they lie in memory, idle content included
+        self.arrays: dict[str, np.ndarray] = {}  # in memory order, unused content included
         self.parts: dict[str, list[np.ndarray]] = {}
         if order.startswith("BL"):
             self._add_pages(order, layers)
@@ -86,13 +109,13 @@ class Store:
         return [sizes[letter] for letter in letters]
 
     def _chunks(self, count: int, size: int) -> np.ndarray:
-        """New offsets, shape (count, size), each chunk followed by the gap."""
+        """New offsets, shape (count, size); a gap follows each chunk."""
         padded = size + self.blocks.gap
         start, self.end = self.end, self.end + count * padded + GUARD
         return np.arange(start, start + count * padded).reshape(count, padded)[:, :size]
 
     def _add_array(self, order: str, layers: Sequence[Layer]) -> None:
-        """One array for all of the layers. A layer of one part has no axis to tell K from V."""
+        """One array for all of the layers. A layer of one part has no axis to separate K from V."""
         if not layers[0].value:
             order = order.replace("2", "").replace("T", "NC")
         place, split = order.index("L"), order.index("B") + 1
@@ -100,38 +123,38 @@ class Store:
         lengths.insert(place, len(layers))
         chunks = self._chunks(int(np.prod(lengths[:split])), int(np.prod(lengths[split:])))
         by_layer = np.moveaxis(chunks.reshape(lengths), place, 0)
-        for layer, numbers in zip(layers, by_layer, strict=True):
-            self._add_layer(layer, order.replace("L", ""), numbers)
+        for layer, offsets in zip(layers, by_layer, strict=True):
+            self._add_layer(layer, order.replace("L", ""), offsets)
 
     def _add_pages(self, order: str, layers: Sequence[Layer]) -> None:
-        """One page for each block, in which the layers follow each other."""
+        """One page for each block; in it the layers follow each other."""
         letters = [order[2:] if layer.value else order[2:].replace("T", "NC") for layer in layers]
         inner = list(map(self._lengths, letters, layers))
         edges = np.cumsum([0, *(int(np.prod(lengths)) for lengths in inner)]).tolist()
         pages = self._chunks(self.blocks.count, edges[-1])
         for number, layer in enumerate(layers):
             page = pages[:, edges[number] : edges[number + 1]]
-            numbers = page.reshape(self.blocks.count, *inner[number])
-            self._add_layer(layer, "B" + letters[number], numbers)
+            offsets = page.reshape(self.blocks.count, *inner[number])
+            self._add_layer(layer, "B" + letters[number], offsets)
 
-    def _add_layer(self, layer: Layer, letters: str, numbers: np.ndarray) -> None:
-        self.arrays[layer.name] = numbers
+    def _add_layer(self, layer: Layer, letters: str, offsets: np.ndarray) -> None:
+        self.arrays[layer.name] = offsets
         key, end = layer.key, layer.key + layer.value
-        wanted = next(axes for axes in ("BHNC", "2BHNC", "BHT") if set(axes) == set(letters))
-        numbers = numbers.transpose([letters.index(letter) for letter in wanted])
-        if wanted == "2BHNC":
-            found = [numbers[0, ..., None, :key], numbers[1, ..., None, : layer.value]]
-        elif wanted == "BHNC":
-            found = [numbers[..., None, :key], numbers[..., None, key:end]]
+        target = next(axes for axes in ("BHNC", "2BHNC", "BHT") if set(axes) == set(letters))
+        offsets = offsets.transpose([letters.index(letter) for letter in target])
+        if target == "2BHNC":
+            parts = [offsets[0, ..., None, :key], offsets[1, ..., None, : layer.value]]
+        elif target == "BHNC":
+            parts = [offsets[..., None, :key], offsets[..., None, key:end]]
         else:
-            found = self._transposed(layer, numbers)
-        self.parts[layer.name] = found[: len(layer.lengths)]
+            parts = self._transposed(layer, offsets)
+        self.parts[layer.name] = parts[: len(layer.lengths)]
 
-    def _transposed(self, layer: Layer, numbers: np.ndarray) -> list[np.ndarray]:
-        """K's pieces are elements: of two bytes, where they are even."""
+    def _transposed(self, layer: Layer, offsets: np.ndarray) -> list[np.ndarray]:
+        """K's pieces are elements of two bytes if K's length is even, else of one."""
         tokens, element = self.blocks.tokens, 1 if layer.key % 2 else 2
-        keys, values = np.split(numbers, [layer.key * tokens], axis=-1)
-        outer = numbers.shape[:2]
+        keys, values = np.split(offsets, [layer.key * tokens], axis=-1)
+        outer = offsets.shape[:2]
         pieces = keys.reshape(*outer, layer.key // element, tokens, element)
         return [pieces.swapaxes(2, 3), values.reshape(*outer, tokens, 1, layer.value)]
 
@@ -173,7 +196,7 @@ def layout(stores: Sequence[Store], base: int, *, device: int = 0) -> CacheLayou
 
 
 def _group(store: Store, base: int) -> Group:
-    layers = [layer for layer in store.layers if not layer.name.startswith(IDLE)]
+    layers = [layer for layer in store.layers if not layer.name.startswith(UNUSED)]
     blocks, window = store.blocks, max((layer.window for layer in layers), default=0)
     regions = tuple(store.region(layer, base) for layer in layers)
     return Group(blocks.tokens, blocks.count, blocks.per_entry, regions, window)
@@ -181,7 +204,7 @@ def _group(store: Store, base: int) -> Group:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a block table: here one request's, from its first token on."""
+    """Layers that share a block table; here the table of one request, from its first token on."""
 
     layers: tuple[str, ...]
     blocks: Blocks
@@ -192,28 +215,28 @@ class CacheGroup:
         return self.blocks.tokens * self.blocks.per_entry
 
     @cached_property
-    def spots(self) -> np.ndarray:
-        """(block, slot) of each token of the table, shape (n, 2); block -1 where it is absent."""
-        found = [
+    def slots(self) -> np.ndarray:
+        """(block, slot) of each token of the table, shape (n, 2); block ABSENT without a block."""
+        slots = [
             (ABSENT if entry == ABSENT else entry * self.blocks.per_entry + block, slot)
             for entry in self.table
             for block in range(self.blocks.per_entry)
             for slot in range(self.blocks.tokens)
         ]
-        return np.array(found, dtype=np.int64).reshape(-1, 2)
+        return np.array(slots, dtype=np.int64).reshape(-1, 2)
 
     @property
     def present(self) -> np.ndarray:
         """The tokens that have a block."""
-        return np.flatnonzero(self.spots[:, 0] != ABSENT)
+        return np.flatnonzero(self.slots[:, 0] != ABSENT)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How an engine is cut: `stages` are the names of each pipeline stage's layers.
+    """How an engine is divided: `stages` are the names of each pipeline stage's layers.
 
-    Rank r has `orders[r % len(orders)]`. Groups that are `stacked` all lie in the same memory, and
-    use different blocks of it. `backwards`: layers stand in memory from the last one on.
+    Rank r has `orders[r % len(orders)]`. `stacked` groups all share the same memory, and use
+    different blocks of it. `backwards`: the last layer is the first in memory.
     """
 
     tp: int
@@ -228,33 +251,34 @@ class Cut:
 
 
 def heads_of(rank: int, tp: int, heads: int) -> tuple[int, int]:
-    """(first, number) of the heads of one of `tp` ranks: cut, or copied where they are too few."""
+    """(first, number) of the heads of one of `tp` ranks: divided, or copied if they are too few."""
     if tp <= heads:
         return rank * (heads // tp), heads // tp
     return rank // (tp // heads), 1
 
 
-class Rank:
-    """One rank of an engine: its memory, and where everything stands in it."""
+class RankMemory:
+    """One rank of an engine: its memory, and where everything is in it."""
 
     def __init__(self, cut: Cut, number: int, model: Sequence[Layer]) -> None:
         self.cut = cut
-        held = [_held(layer, number % cut.tp, cut.tp) for layer in model]
-        held = [layer for layer in held if layer.name in cut.stages[number // cut.tp]]
-        held = held[::-1] if cut.backwards else held
-        by_group = [[layer for layer in held if layer.name in g.layers] for g in cut.groups]
+        layers = [_shard(layer, number % cut.tp, cut.tp) for layer in model]
+        layers = [layer for layer in layers if layer.name in cut.stages[number // cut.tp]]
+        self.layers = layers[::-1] if cut.backwards else layers
+        by_group = [
+            [layer for layer in self.layers if layer.name in group.layers] for group in cut.groups
+        ]
         if cut.stacked:
             most = max(map(len, by_group))
-            by_group = [[*found, *_idle(held[0], most - len(found))] for found in by_group]
+            by_group = [[*some, *_unused(self.layers[0], most - len(some))] for some in by_group]
         self.stores: list[Store] = []
         end = GUARD
-        for group, layers in zip(cut.groups, by_group, strict=True):
+        for group, members in zip(cut.groups, by_group, strict=True):
             start = GUARD if cut.stacked else end
             order = cut.orders[number % len(cut.orders)]
-            self.stores.append(Store(order, layers, group.blocks, start))
+            self.stores.append(Store(order, members, group.blocks, start))
             end = max(end, self.stores[-1].end)
         self.memory = np.zeros(end, dtype=np.uint8)
-        self.layers = held
 
     @property
     def base(self) -> int:
@@ -265,59 +289,61 @@ class Rank:
         return layout(self.stores, self.base)
 
     def offsets(self, layer: str, tokens: np.ndarray) -> list[np.ndarray]:
-        """Where these tokens' K and V stand in memory, each of shape [token, head, byte]."""
-        spots = self.cut.group_of(layer).spots[tokens]
+        """Where these tokens' K and V are in memory, each of shape [token, head, byte]."""
+        slots = self.cut.group_of(layer).slots[tokens]
         parts = next(store.parts[layer] for store in self.stores if layer in store.parts)
-        found = [part[spots[:, 0], :, spots[:, 1]] for part in parts]
-        return [part.reshape(*part.shape[:2], -1) for part in found]
+        by_token = [part[slots[:, 0], :, slots[:, 1]] for part in parts]
+        return [part.reshape(*part.shape[:2], -1) for part in by_token]
 
     def put(self, memory: np.ndarray, layer: Layer, tokens: np.ndarray, dense: Dense) -> None:
-        """Write these tokens of a layer where they stand in `memory`, a copy of this rank's."""
+        """Write these tokens of a layer to their places in `memory`, a copy of this rank's."""
         heads = slice(layer.first_head, layer.first_head + layer.heads)
         for to, part in zip(self.offsets(layer.name, tokens), dense[layer.name], strict=True):
             memory[to] = part[tokens, heads]
 
     @cached_property
     def owners(self) -> np.ndarray:
-        """The block that each byte of the memory is of."""
-        found = np.full(len(self.memory), ABSENT)
+        """The block that each byte of the memory belongs to."""
+        owners = np.full(len(self.memory), ABSENT)
         for store in self.stores:
             for part in itertools.chain.from_iterable(store.parts.values()):
-                found[part] = np.arange(len(part)).reshape(-1, 1, 1, 1, 1)
-        return found
+                owners[part] = np.arange(len(part)).reshape(-1, 1, 1, 1, 1)
+        return owners
 
 
-def _held(layer: Layer, rank: int, tp: int) -> Layer:
+def _shard(layer: Layer, rank: int, tp: int) -> Layer:
     first, heads = heads_of(rank, tp, layer.heads)
     return replace(layer, first_head=first, heads=heads)
 
 
-def _idle(like: Layer, count: int) -> list[Layer]:
+def _unused(like: Layer, count: int) -> list[Layer]:
     """Places for layers that only another group has."""
-    return [replace(like, name=f"{IDLE}{number}") for number in range(count)]
+    return [replace(like, name=f"{UNUSED}{number}") for number in range(count)]
 
 
 class Engine:
-    """All ranks. Their memory is noise, but for what is written."""
+    """All ranks. Their memory is noise, except for what is written."""
 
     def __init__(
         self, cut: Cut, model: Sequence[Layer], rng: np.random.Generator, noise: tuple[int, int]
     ) -> None:
         count = cut.tp * len(cut.stages)
         self.cut = cut
-        self.ranks = [Rank(cut, number, model) for number in range(count)]
+        self.ranks = [RankMemory(cut, number, model) for number in range(count)]
         for rank in self.ranks:
             rank.memory[...] = rng.integers(*noise, len(rank.memory), dtype=np.uint8)
 
     def write(self, dense: Dense) -> None:
-        """Every rank keeps its part of all tokens that it has a block for."""
+        """Every rank stores its share of all tokens that it has a block for."""
         for rank in self.ranks:
             for layer in rank.layers:
                 rank.put(rank.memory, layer, self.cut.group_of(layer.name).present, dense)
 
 
-def dense(model: Sequence[Layer], tokens: int, rng: np.random.Generator, below: int) -> Dense:
-    """The whole model's KV; no byte is `below` or more."""
+def random_dense(
+    model: Sequence[Layer], tokens: int, rng: np.random.Generator, below: int
+) -> Dense:
+    """The whole model's KV; every byte is less than `below`."""
     return {
         layer.name: [
             rng.integers(below, size=(tokens, layer.heads, length), dtype=np.uint8)
@@ -327,18 +353,19 @@ def dense(model: Sequence[Layer], tokens: int, rng: np.random.Generator, below: 
     }
 
 
-def named(rows: Rows, indices: np.ndarray) -> np.ndarray:
+def pieces(rows: Rows, indices: np.ndarray) -> np.ndarray:
     """(row, address, length) of the pieces with these numbers, shape (n, 3)."""
     table = rows.astype(np.int64)
-    ends = np.cumsum(table[:, 4])
+    ends = np.cumsum(table[:, COUNT])
     row = np.searchsorted(ends, indices, side="right")
-    within = indices - (ends - table[:, 4])[row]
-    return np.stack([row, table[row, 0] + within * table[row, 3], table[row, 1]], axis=1)
+    within = indices - (ends - table[:, COUNT])[row]
+    address = table[row, ADDRESS] + within * table[row, STRIDE]
+    return np.stack([row, address, table[row, LENGTH]], axis=1)
 
 
-def moved(plan: Plan, reads: Reads) -> np.ndarray:
+def byte_pairs(plan: Plan, reads: Reads) -> np.ndarray:
     """The pairs (local byte, remote byte) that a request copies, shape (n, 2)."""
-    local, remote = named(plan.local, reads.local), named(plan.remote, reads.remote)
+    local, remote = pieces(plan.local, reads.local), pieces(plan.remote, reads.remote)
     assert np.array_equal(local[:, 2], remote[:, 2]), "pieces of different lengths"
     lengths = local[:, 2]
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -346,20 +373,37 @@ def moved(plan: Plan, reads: Reads) -> np.ndarray:
     return np.stack(pairs, axis=1)
 
 
+def copy_pieces(plan: Plan, reads: Reads) -> None:
+    """Copy what a request reads from address to address, as a link does."""
+    local, remote = pieces(plan.local, reads.local), pieces(plan.remote, reads.remote)
+    for (_, target, length), (_, source, _) in zip(local.tolist(), remote.tolist(), strict=True):
+        ctypes.memmove(target, source, length)
+
+
+def check_rows(rows: Rows, layout: CacheLayout) -> None:
+    """A link takes these rows: each is on the layout's device, and inside one of its spans."""
+    assert rows.dtype == np.uint64
+    for address, length, device, stride, count in rows.tolist():
+        assert device == layout.device
+        assert 1 <= length <= stride
+        end = address + (count - 1) * stride + length
+        assert any(s.address <= address and end <= s.address + s.length for s in layout.spans)
+
+
 def runs_within_rows(plan: Plan, reads: Reads) -> int:
-    """What merging makes of the named pieces, in the order they are named, inside each row."""
+    """How many runs are left if pieces merge inside each row, in the order of the indices."""
     follows = np.ones(max(0, len(reads.local) - 1), dtype=bool)
-    for side in (named(plan.local, reads.local), named(plan.remote, reads.remote)):
+    for side in (pieces(plan.local, reads.local), pieces(plan.remote, reads.remote)):
         row, address, length = side.T
         follows &= (np.diff(row) == 0) & (address[:-1] + length[:-1] == address[1:])
     return len(reads.local) - int(np.count_nonzero(follows))
 
 
 def fewest_runs(pairs: np.ndarray, owners: np.ndarray | None = None) -> int:
-    """In how few runs these pairs of bytes can be copied at all.
+    """The smallest number of runs that can copy these pairs of bytes.
 
-    With `owners`, the numbers of each pair's blocks, a run does not reach from one block to the
-    next one: how few they are where no two blocks are neighbours.
+    With `owners`, the numbers of each pair's blocks, no run reaches from one block into the next:
+    the smallest number where no two blocks are neighbours.
     """
     order = np.argsort(pairs[:, 0])
     breaks = (np.diff(pairs[order], axis=0) != 1).any(axis=1)

@@ -6,19 +6,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 
-from caches import Cache, Sizes
-from pairs import Side, filled
+from lab.local.caches import Bytes, Cache, Sizes
 
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.paced import SEGMENT_CONFIG, PacedTransport
-
-Make = Callable[[], Transport]
+from support.pair import MakeTransport, SmallEngine
 
 SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  # 128 MiB
 TABLE = range(1, 64)
 TOKENS = len(TABLE) * SIZES.tokens
+
+START_S = 120.0
+"""How long a process may take to start, on a busy machine."""
+
+
+def process_context() -> ForkServerContext:
+    """Processes that are forked from one that has imported NIXL, which takes seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["nixl._api"])
+    return context
 
 
 def over_tcp() -> Transport:
@@ -35,39 +44,51 @@ def paced_over_tcp() -> Transport:
     return PacedTransport(NixlTransport(engine_config=f"TLS=tcp,{SEGMENT_CONFIG}"))
 
 
-def _serve(pipe: Connection, make: Make) -> None:
-    side = Side("prefill", filled(Cache(SIZES), 7), make)
-    side.publish()
+def prefill_blocks() -> Bytes:
+    """What stands in the blocks that the process offers."""
+    return Cache(SIZES).fill(7).blocks(TABLE)
+
+
+def has_landed(engine: SmallEngine) -> bool:
+    """Whether some of the data is there, perhaps not all of it."""
+    view = engine.cache.view
+    return bool(view[:, TABLE[0]].any() or view[:, TABLE[-1]].any())
+
+
+def _serve(pipe: Connection, make_transport: MakeTransport) -> None:
+    engine = SmallEngine("prefill", Cache(SIZES).fill(7), make_transport, roles="prefill")
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
-        pipe.send(side.offer(request, TABLE, TOKENS).params())
-    side.close()
+        pipe.send(engine.offer(request, [TABLE], TOKENS).params())
+    engine.close()
 
 
-class Stoppable:
+class PrefillProcess:
     """One such process."""
 
-    def __init__(self, make: Make) -> None:
-        context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+    def __init__(self, make_transport: MakeTransport) -> None:
+        context = process_context()
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, make_transport), daemon=True)
         self.process.start()
-        assert self.pipe.poll(60), "the process did not start"
-        self.pipe.recv()
+        assert self._pipe.poll(START_S), "the process did not start"
+        self._pipe.recv()
 
     def offer(self, request: str) -> Ticket:
-        self.pipe.send(request)
-        return Ticket.parse(self.pipe.recv())
+        """Let it offer its blocks."""
+        self._pipe.send(request)
+        return Ticket.parse(self._pipe.recv())
 
     def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
 
 @contextmanager
-def stoppable(make: Make = over_tcp) -> Iterator[Stoppable]:
+def prefill_process(make_transport: MakeTransport = over_tcp) -> Iterator[PrefillProcess]:
     """Start it, and end it whatever happens."""
-    started = Stoppable(make)
+    started = PrefillProcess(make_transport)
     try:
         yield started
     finally:
@@ -75,31 +96,31 @@ def stoppable(make: Make = over_tcp) -> Iterator[Stoppable]:
         started.process.join()
 
 
-def _read(pipe: Connection, make: Make) -> None:
-    side = Side("reader", Cache(SIZES), make)
+def _read(pipe: Connection, make_transport: MakeTransport) -> None:
+    engine = SmallEngine("reader", Cache(SIZES), make_transport, roles="decode")
     pipe.send("ready")
-    side.fetch("d", pipe.recv())
-    side.load("d", TABLE, end=TOKENS)
-    side.wait(lambda _: bool(side.cache.view[:, TABLE[0]].any()), 30)
+    engine.prepare_load("d", pipe.recv())
+    engine.load("d", TABLE, end=TOKENS)
+    engine.wait(lambda: has_landed(engine))
     pipe.send("reading")
     pipe.recv()
 
 
 @contextmanager
-def reader(make: Make) -> Iterator[Callable[[Ticket], None]]:
+def reader_process(make_transport: MakeTransport) -> Iterator[Callable[[Ticket], None]]:
     """A process that reads what it is given the ticket for, and is killed in the middle of it."""
-    context = get_context("spawn")
+    context = process_context()
     pipe, theirs = context.Pipe()
-    process = context.Process(target=_read, args=(theirs, make), daemon=True)
+    process = context.Process(target=_read, args=(theirs, make_transport), daemon=True)
     process.start()
 
     def begin(ticket: Ticket) -> None:
         pipe.send(ticket)
-        assert pipe.poll(60), "nothing was read"
+        assert pipe.poll(START_S), "nothing was read"
         assert pipe.recv() == "reading"
 
     try:
-        assert pipe.poll(60), "the process did not start"
+        assert pipe.poll(START_S), "the process did not start"
         pipe.recv()
         yield begin
     finally:

@@ -6,44 +6,56 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from nixl_kv.geometry.excerpts import Excerpt
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.ranks import Route, Shape
-from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
-from nixl_kv.protocol import events, messages, proofs
-from nixl_kv.protocol.events import PeerKey
+from nixl_kv.geometry.ranks import ParallelShape, Route
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import (
+    Claim,
+    Endpoint,
+    EngineId,
+    Generation,
+    Incarnation,
+    Nonce,
+    Rank,
+    RequestId,
+)
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.events import PeerKey, Transition
 from nixl_kv.protocol.messages import (
-    WIRE_VERSION,
-    Abort,
+    Answer,
     Ask,
     Deny,
+    Describe,
     Description,
-    Done,
+    DigestReply,
+    DigestRequest,
     Grant,
     Message,
-    Proof,
-    Prove,
     RankDescription,
     Reader,
+    Refusal,
+    Release,
     Renew,
     Renewed,
     Slots,
+    ToRank,
 )
 from nixl_kv.protocol.ticket import Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     b"\xa8Describe": messages.decode_to_engine,
     **dict.fromkeys(
-        (b"\xa3Ask", b"\xa5Prove", b"\xa5Renew", b"\xa4Done", b"\xa5Abort"),
+        (b"\xa3Ask", b"\xadDigestRequest", b"\xa5Renew", b"\xa7Release", b"\xadStatusRequest"),
         messages.decode_to_rank,
     ),
+    b"\xa6Status": messages.decode_status,
 }
 
 
 def decode(payload: bytes) -> Message:
     """As the socket does that such a message comes to; its tag, as msgpack, tells which."""
-    found = (DECODERS[tag] for tag in DECODERS if tag in payload[:12])
-    return next(found, messages.decode_answer)(payload)
+    decoders = (DECODERS[tag] for tag in DECODERS if tag in payload[:16])
+    return next(decoders, messages.decode_answer)(payload)
 
 
 def hex32(number: int) -> str:
@@ -51,35 +63,49 @@ def hex32(number: int) -> str:
 
 
 PREFILL = EngineId("prefill")
+DECODE = EngineId("decode")
 ENGINE_LIFE = Incarnation(hex32(0xA))
 RANK_LIFE = Incarnation(hex32(0xB))
+READER_LIFE = Incarnation(hex32(0xD))
 OTHER_LIFE = Incarnation(hex32(0xF))
-HOME = "tcp://10.0.0.1:5600"
+HOME = Endpoint("tcp://10.0.0.1:5600")
+ELSEWHERE = Endpoint("tcp://10.9.9.9:5600")
 PEER = PeerKey(PREFILL, ENGINE_LIFE, HOME)
-READER = Reader("decode", hex32(0xD), 0)
-STRANGER = Reader("stranger", hex32(0xD), 0)
+
+
+def reader(rank: int = 0, engine: str = DECODE, incarnation: Incarnation = READER_LIFE) -> Reader:
+    return Reader(engine=EngineId(engine), incarnation=incarnation, rank=Rank(rank))
+
+
+READER = reader()
+STRANGER = reader(engine="stranger")
 NONCE = Nonce(hex32(1))
+NONCE2 = Nonce(hex32(2))
 CLAIM = Claim(hex32(0xC1))
 RIVAL = Claim(hex32(0xC2))
 CONTEXT = hex32(0xE)
 TABLES = (b"\7\0\0\0\3\0\0\0",)
-LEASE_S = 2.0
+LEASE_S, TIMEOUT_S, RENEW_S = 2.0, 30.0, 0.4
 GENERATION = Generation(b"\1" * 16)
-EXCERPTS = (Excerpt("layer.0", 0, 2, 0),)
+SLICES = (KVSlice("layer.0", 0, 2, 0),)
 SUMS = b"\5" * 8
-P1, D1, D2 = RequestId("p1"), RequestId("d1"), RequestId("d2")
+P1, P2 = RequestId("p1"), RequestId("p2")
+D1, D2 = RequestId("d1"), RequestId("d2")
 
 
-def at(rank: int) -> str:
-    return f"tcp://10.0.0.1:{7000 + rank}"
+def at(rank: int) -> Endpoint:
+    return Endpoint(f"tcp://10.0.0.1:{7000 + rank}")
 
 
 # --- messages of decode
 
 
+def describe(incarnation: Incarnation = ENGINE_LIFE) -> Describe:
+    return Describe(incarnation=incarnation, engine=PREFILL)
+
+
 def ask(**changed: Any) -> Ask:
     values = {
-        "version": WIRE_VERSION,
         "incarnation": RANK_LIFE,
         "nonce": NONCE,
         "claim": CLAIM,
@@ -91,46 +117,48 @@ def ask(**changed: Any) -> Ask:
     return Ask(**{**values, **changed})
 
 
-def prove(**changed: Any) -> Prove:
+def digest_request(**changed: Any) -> DigestRequest:
     values = {
-        "version": WIRE_VERSION,
         "incarnation": RANK_LIFE,
         "nonce": NONCE,
         "claim": CLAIM,
         "reader": READER,
         "end": 7,
-        "excerpts": EXCERPTS,
+        "slices": SLICES,
     }
-    return Prove(**{**values, **changed})
+    return DigestRequest(**{**values, **changed})
 
 
-def renew(number: int, *claims: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renew:
-    return Renew(WIRE_VERSION, life, reader, number, claims)
+def renew(
+    number: int, *claims: Claim, reader: Reader = READER, incarnation: Incarnation = RANK_LIFE
+) -> Renew:
+    return Renew(incarnation=incarnation, reader=reader, number=number, claims=claims)
 
 
-def done(
-    claim: str = CLAIM, *, nonce: str = NONCE, reader: Reader = READER, life: str = RANK_LIFE
-) -> Done:
-    return Done(WIRE_VERSION, life, nonce, claim, reader)
-
-
-def abort(
-    claim: str = CLAIM, *, nonce: str = NONCE, reader: Reader = READER, life: str = RANK_LIFE
-) -> Abort:
-    return Abort(WIRE_VERSION, life, nonce, claim, reader)
+def release(*, complete: bool = True, **changed: Any) -> Release:
+    values = {
+        "incarnation": RANK_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "reader": READER,
+        "complete": complete,
+    }
+    return Release(**{**values, **changed})
 
 
 # --- messages of prefill
 
 
+def refusal(reason: str, incarnation: Incarnation = ENGINE_LIFE) -> Refusal:
+    return Refusal(incarnation=incarnation, engine=PREFILL, reason=reason)
+
+
 def grant(**changed: Any) -> Grant:
     values = {
-        "version": WIRE_VERSION,
         "incarnation": RANK_LIFE,
         "nonce": NONCE,
         "claim": CLAIM,
         "reader": READER,
-        "num_tokens": 8,
         "lease_s": LEASE_S,
         "tables": TABLES,
         "slot": 3,
@@ -139,21 +167,13 @@ def grant(**changed: Any) -> Grant:
     return Grant(**{**values, **changed})
 
 
-def deny(reason: Any = "gone", **changed: Any) -> Deny:
-    values = {
-        "version": WIRE_VERSION,
-        "incarnation": RANK_LIFE,
-        "nonce": NONCE,
-        "claim": CLAIM,
-        "reader": READER,
-        "reason": reason,
-    }
+def deny(**changed: Any) -> Deny:
+    values = {"incarnation": RANK_LIFE, "nonce": NONCE, "claim": CLAIM, "reader": READER}
     return Deny(**{**values, **changed})
 
 
-def proof(**changed: Any) -> Proof:
+def digest_reply(**changed: Any) -> DigestReply:
     values = {
-        "version": WIRE_VERSION,
         "incarnation": RANK_LIFE,
         "nonce": NONCE,
         "claim": CLAIM,
@@ -161,11 +181,11 @@ def proof(**changed: Any) -> Proof:
         "rows": SUMS * 4,
         "columns": SUMS,
     }
-    return Proof(**{**values, **changed})
+    return DigestReply(**{**values, **changed})
 
 
-def renewed(number: int, *lost: str, reader: Reader = READER, life: str = RANK_LIFE) -> Renewed:
-    return Renewed(WIRE_VERSION, life, reader, number, lost)
+def renewed(*lost: Claim, reader: Reader = READER, incarnation: Incarnation = RANK_LIFE) -> Renewed:
+    return Renewed(incarnation=incarnation, reader=reader, lost=lost)
 
 
 def layout() -> CacheLayout:
@@ -173,23 +193,28 @@ def layout() -> CacheLayout:
     return CacheLayout((Group(4, 10, 1, (region,)),), "uint8", "DRAM", 0, (Span(4096, 1024),))
 
 
-def rank_description(rank: int = 0, life: str = RANK_LIFE) -> RankDescription:
-    return RankDescription(life, at(rank), b"agent", Slots(65536, 64), layout())
-
-
-def description(ranks: int = 1, life: str = ENGINE_LIFE, rank_life: str = RANK_LIFE) -> Description:
-    described = tuple(rank_description(rank, rank_life) for rank in range(ranks))
-    return Description(
-        WIRE_VERSION, life, PREFILL, {"dtype": "bfloat16"}, Shape(ranks, 1), described
+def rank_description(rank: int = 0, incarnation: Incarnation = RANK_LIFE) -> RankDescription:
+    return RankDescription(
+        incarnation=incarnation,
+        endpoint=at(rank),
+        agent=b"agent",
+        slots=Slots(address=65536, count=64),
+        layout=layout(),
     )
 
 
-def describe(life: str = ENGINE_LIFE) -> messages.Describe:
-    return messages.Describe(WIRE_VERSION, life, PREFILL)
-
-
-def refusal(reason: str, life: str = ENGINE_LIFE) -> messages.Refusal:
-    return messages.Refusal(WIRE_VERSION, life, PREFILL, reason)
+def description(
+    ranks: int = 1,
+    incarnation: Incarnation = ENGINE_LIFE,
+    rank_incarnation: Incarnation = RANK_LIFE,
+) -> Description:
+    return Description(
+        incarnation=incarnation,
+        engine=PREFILL,
+        model={"dtype": "bfloat16"},
+        shape=ParallelShape(ranks, 1),
+        ranks=tuple(rank_description(rank, rank_incarnation) for rank in range(ranks)),
+    )
 
 
 # --- commands
@@ -208,7 +233,7 @@ def ticket(**changed: Any) -> Ticket:
     return Ticket(**{**values, **changed})
 
 
-def prepare(**changed: Any) -> events.Prepare:
+def prepare_offer(**changed: Any) -> events.PrepareOffer:
     values = {
         "nonce": NONCE,
         "request": P1,
@@ -216,26 +241,49 @@ def prepare(**changed: Any) -> events.Prepare:
         "num_tokens": 8,
         "tables": TABLES,
     }
-    return events.Prepare(**{**values, **changed})
+    return events.PrepareOffer(**{**values, **changed})
 
 
-def fetch(request: str = D1, claim: str = CLAIM, **changed: Any) -> events.Fetch:
-    return events.Fetch(RequestId(request), ticket(**changed), Claim(claim))
+def publish_offer(nonce: Nonce = NONCE, request: RequestId = P1) -> events.PublishOffer:
+    return events.PublishOffer(nonce, request)
 
 
-def load(request: str = D1, num_tokens: int = 7, *, verify: bool = False) -> events.Load:
-    return events.Load(RequestId(request), 0, num_tokens, (b"\2\0\0\0\5\0\0\0",), verify)
+def prepare_load(
+    request: RequestId = D1, claim: Claim = CLAIM, **changed: Any
+) -> events.PrepareLoad:
+    return events.PrepareLoad(request, ticket(**changed), claim)
 
 
-def drop(request: str = D1) -> events.Drop:
-    return events.Drop(RequestId(request))
+def start_load(
+    request: RequestId = D1, num_tokens: int = 7, *, verify: bool = False
+) -> events.StartLoad:
+    return events.StartLoad(request, 0, num_tokens, (b"\2\0\0\0\5\0\0\0",), verify)
+
+
+def cancel_load(request: RequestId = D1) -> events.CancelLoad:
+    return events.CancelLoad(request)
 
 
 # --- events
 
+ROUTE = b"route"
 
-def routes(*sources: int, readers: Sequence[int] = (0,)) -> tuple[Route, ...]:
-    return tuple(Route(Rank(source), tuple(map(Rank, readers))) for source in sources)
+
+def asked(message: ToRank, route: bytes = ROUTE) -> events.Asked:
+    return events.Asked(route, message)
+
+
+def replied(message: Message, route: bytes = ROUTE) -> events.Reply:
+    return events.Reply(route, message)
+
+
+def answered(message: Answer, endpoint: Endpoint | None = None) -> events.Answered:
+    """A message of prefill's rank 0, or of another endpoint."""
+    return events.Answered(at(0) if endpoint is None else endpoint, message)
+
+
+def routes(*remote_ranks: int, readers: Sequence[int] = (0,)) -> tuple[Route, ...]:
+    return tuple(Route(Rank(remote), tuple(map(Rank, readers))) for remote in remote_ranks)
 
 
 def joined(ranks: int = 1, readers: Sequence[int] = (0,)) -> events.PeerJoined:
@@ -243,39 +291,44 @@ def joined(ranks: int = 1, readers: Sequence[int] = (0,)) -> events.PeerJoined:
     return events.PeerJoined(PEER, description(ranks), routes(*range(ranks), readers=readers))
 
 
-def read_done(source: int = 0, request: str = D1) -> events.ReadDone:
-    return events.ReadDone(RequestId(request), Rank(source))
+def lost(endpoint: Endpoint | None = None, reason: str = "closed") -> events.EndpointLost:
+    return events.EndpointLost(at(0) if endpoint is None else endpoint, reason)
 
 
-def read_failed(reason: str, source: int = 0, request: str = D1) -> events.ReadFailed:
-    return events.ReadFailed(RequestId(request), Rank(source), reason)
+def read_started(rank: int = 0, request: RequestId = D1) -> events.ReadStarted:
+    return events.ReadStarted(request, Rank(rank), SLICES)
+
+
+def read_done(rank: int = 0, request: RequestId = D1, **measured: Any) -> events.ReadDone:
+    return events.ReadDone(request, Rank(rank), **measured)
+
+
+def read_failed(reason: str = "reset", rank: int = 0, request: RequestId = D1) -> events.ReadFailed:
+    return events.ReadFailed(request, Rank(rank), reason)
 
 
 def slot_read(
-    generation: bytes = GENERATION, source: int = 0, request: str = D1
+    generation: bytes = GENERATION, rank: int = 0, request: RequestId = D1
 ) -> events.SlotRead:
-    return events.SlotRead(RequestId(request), Rank(source), Generation(generation))
+    return events.SlotRead(request, Rank(rank), Generation(generation))
 
 
-def read_begun(source: int = 0, request: str = D1) -> proofs.ReadBegun:
-    return proofs.ReadBegun(RequestId(request), Rank(source), EXCERPTS)
+def digest_compared(
+    difference: str | None = None, *, rank: int = 0, request: RequestId = D1, claim: Claim = CLAIM
+) -> events.DigestCompared:
+    return events.DigestCompared(request, Rank(rank), claim, difference)
 
 
-def verify(source: int = 0, request: str = D1, given: Proof | None = None) -> proofs.Verify:
-    """What a load that is verified asks the data plane."""
-    loaded = load(request)
-    return proofs.Verify(
-        RequestId(request),
-        Rank(source),
-        EXCERPTS,
-        loaded.begin,
-        loaded.end,
-        loaded.tables,
-        given or proof(),
-    )
+# --- actions
 
 
-def verified(
-    difference: str | None = None, *, source: int = 0, request: str = D1, claim: str = CLAIM
-) -> proofs.Verified:
-    return proofs.Verified(RequestId(request), Rank(source), Claim(claim), difference)
+def compare_digest(
+    rank: int = 0, request: RequestId = D1, reply: DigestReply | None = None
+) -> events.CompareDigest:
+    """What a load that is verified asks for, when both digests can be compared."""
+    load = start_load(request, verify=True)
+    return events.CompareDigest(Rank(rank), SLICES, load, reply or digest_reply())
+
+
+def no_record(_transition: Transition) -> None:
+    """For tests that do not look at transitions."""

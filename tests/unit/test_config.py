@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: what is taken, what is refused, and in which words."""
+"""`kv_connector_extra_config`: what is accepted, what is refused, and in which words."""
 
 import ipaddress
 import socket
@@ -14,8 +14,8 @@ from nixl_kv.config import (
     HOW_TO_SHARE_A_KEY,
     LAYOUTS,
     PORT_VARIABLE,
+    AllowedHosts,
     Config,
-    Peers,
 )
 from nixl_kv.errors import ConfigError
 
@@ -25,6 +25,7 @@ NO_BACKENDS = r"a list of names of NIXL backends, such as \['UCX'\]"
 NO_SECONDS = "a number of seconds from 0.1 to 3600"
 NO_KEY_FILE = "the path of a file made by `nixl-kv keygen`, or null"
 NO_TRUTH = "true or false"
+NO_TRUTHS: tuple[object, ...] = (None, 0, 1, "true", "", [])
 NO_SHARE = "a number from 0.01 to 1"
 NO_VERIFY = "'off', 'all', or 'sample:RATE' with RATE from 0 to 1"
 NO_LAYOUT = "auto, LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC"
@@ -37,14 +38,14 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     real = socket.getaddrinfo
 
     def resolve(host: str, *args: Any, **options: Any) -> Any:
-        literal = known.get(host, host)
-        return real(literal, *args, **options, flags=socket.AI_NUMERICHOST)
+        options["flags"] = socket.AI_NUMERICHOST
+        return real(known.get(host, host), *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     return known
 
 
-def test_defaults() -> None:
+def test_these_are_the_defaults() -> None:
     config = Config.parse({}, {})
     assert config == Config()
     assert config == Config(
@@ -65,7 +66,7 @@ def test_defaults() -> None:
     )
 
 
-def test_everything_given() -> None:
+def test_every_key_can_be_given() -> None:
     config = Config.parse(
         {
             "host": "10.1.2.3",
@@ -107,7 +108,7 @@ def test_a_config_does_not_change() -> None:
         Config().port = 1  # type: ignore[misc]
 
 
-def test_renewals_per_lease() -> None:
+def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
     assert Config(lease_s=5.0).renew_interval_s == 1.0
     assert Config(lease_s=60.0).renew_interval_s == 1.0
     assert Config(lease_s=0.5).renew_interval_s == pytest.approx(0.1)
@@ -146,11 +147,13 @@ def test_renewals_per_lease() -> None:
         ],
     ],
 )
-def test_allowed(names: dict[str, str], key: str, value: object, parsed: object) -> None:
+def test_a_value_that_is_allowed_is_parsed(
+    names: dict[str, str], key: str, value: object, parsed: object
+) -> None:
     names["prefill"] = "10.0.0.7"
-    found = getattr(Config.parse({"insecure": True, key: value}, {}), key)
-    assert found == parsed
-    assert type(found) is type(parsed)
+    result = getattr(Config.parse({"insecure": True, key: value}, {}), key)
+    assert result == parsed
+    assert type(result) is type(parsed)
 
 
 SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
@@ -207,7 +210,7 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
         *[
             pytest.param(key, value, NO_TRUTH, id=f"{key} {value!r}")
             for key in ("insecure", "paced_reads")
-            for value in (None, 0, 1, "true", "", [])
+            for value in NO_TRUTHS
         ],
         *[
             pytest.param("offer_share", value, NO_SHARE, id=f"offer_share {value!r}")
@@ -227,7 +230,9 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
         ],
     ],
 )
-def test_refused(names: dict[str, str], key: str, value: object, allowed: str) -> None:
+def test_a_value_that_is_not_allowed_is_refused_with_key_and_what_is(
+    names: dict[str, str], key: str, value: object, allowed: str
+) -> None:
     names["anywhere"] = "0.0.0.0"  # noqa: S104 - refused
     with pytest.raises(ConfigError, match=rf"allowed: {allowed}$") as refusal:
         Config.parse({key: value}, {})
@@ -243,7 +248,9 @@ def test_refused(names: dict[str, str], key: str, value: object, allowed: str) -
         pytest.param({"renew_interval_s": 1}, "'renew_interval_s' (value 1)", id="derived"),
     ],
 )
-def test_unknown_keys(extra: dict[str, object], first: str) -> None:
+def test_an_unknown_key_is_refused_with_the_known_ones(
+    extra: dict[str, object], first: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         Config.parse(extra, {})
     keys = (
@@ -283,7 +290,7 @@ def test_unknown_keys(extra: dict[str, object], first: str) -> None:
         pytest.param({}, {"PORT": "1", "HOST": "10.0.0.1"}, "127.0.0.1", 5600, id="others"),
     ],
 )
-def test_environment(
+def test_vllms_variables_are_the_defaults_of_host_and_port(
     extra: dict[str, object], environ: dict[str, str], host: str, port: int
 ) -> None:
     config = Config.parse({**extra, "insecure": True}, environ)
@@ -301,7 +308,9 @@ def test_environment(
         pytest.param(HOST_VARIABLE, "0.0.0.0", NO_HOST, id="wildcard"),  # noqa: S104 - refused
     ],
 )
-def test_environment_refused(variable: str, value: str, allowed: str) -> None:
+def test_a_variable_with_a_value_that_is_not_allowed_is_refused(
+    variable: str, value: str, allowed: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"allowed: {allowed}$"):
         Config.parse({}, {variable: value})
 
@@ -333,7 +342,7 @@ def test_the_variables_are_those_of_vllm() -> None:
         ),
     ],
 )
-def test_what_others_reach_needs_a_key(
+def test_what_other_machines_reach_needs_a_key(
     extra: dict[str, object], environ: dict[str, str], name: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -355,7 +364,7 @@ def test_what_others_reach_needs_a_key(
         pytest.param({"host": "::ffff:127.0.0.1"}, id="loopback of IPv4 as IPv6 writes it"),
     ],
 )
-def test_what_may_do_without(extra: dict[str, object]) -> None:
+def test_what_only_this_machine_reaches_needs_no_key(extra: dict[str, object]) -> None:
     Config.parse(extra, {})
 
 
@@ -373,7 +382,7 @@ def test_what_may_do_without(extra: dict[str, object]) -> None:
         pytest.param(["10.0.0.0/8", None], "; None is no text", id="nothing"),
     ],
 )
-def test_peers_refused(value: object, words: str) -> None:
+def test_peers_that_are_no_cidrs_are_refused(value: object, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Config.parse({"peers": value}, {})
     assert str(refusal.value).startswith(
@@ -420,8 +429,8 @@ BY_CIDR = {"peers": ["10.0.0.0/24", "fd00::/64", "192.168.7.7", "::ffff:172.16.0
         pytest.param(BY_CIDR, "10.1", False, id="short form"),
     ],
 )
-def test_which_hosts_are_peers(extra: dict[str, object], host: str, allowed: bool) -> None:  # noqa: FBT001
-    assert Config.parse(extra, {}).allowed_peers.allows(host) is allowed
+def test_which_hosts_are_allowed(extra: dict[str, object], host: str, allowed: bool) -> None:  # noqa: FBT001
+    assert Config.parse(extra, {}).allowed_hosts.allows(host) is allowed
 
 
 @given(address=st.ip_addresses(v=4), prefix=st.integers(0, 32))
@@ -431,12 +440,12 @@ def test_ipv4_counts_the_same_however_it_is_written(
     network = ipaddress.ip_network(f"{address}/{prefix}", strict=False)
     mapped = f"::ffff:{network.network_address}/{prefix + 96}"
     for written in (str(network), mapped):
-        peers = Config.parse({"peers": [written]}, {}).allowed_peers
-        assert str(peers) == str(network)
-        assert peers.allows(str(address))
-        assert peers.allows(f"::ffff:{address}")
+        hosts = Config.parse({"peers": [written]}, {}).allowed_hosts
+        assert str(hosts) == str(network)
+        assert hosts.allows(str(address))
+        assert hosts.allows(f"::ffff:{address}")
 
 
-def test_peers_are_shown_as_they_are_written() -> None:
-    assert str(Config().allowed_peers) == "127.0.0.0/8, ::1/128, 127.0.0.1/32"
-    assert str(Peers()) == "0.0.0.0/0, ::/0"
+def test_allowed_hosts_are_shown_as_an_operator_writes_them() -> None:
+    assert str(Config().allowed_hosts) == "127.0.0.0/8, ::1/128, 127.0.0.1/32"
+    assert str(AllowedHosts()) == "0.0.0.0/0, ::/0"

@@ -10,18 +10,18 @@ from nixl_kv.ids import Incarnation
 
 
 @pytest.mark.parametrize("make", [ids.new_incarnation, ids.new_nonce, ids.new_claim])
-def test_random_names(make: Callable[[], str]) -> None:
-    made = {make() for _ in range(1000)}
-    assert len(made) == 1000
-    for name in made:
+def test_random_names_are_32_hex_digits_and_never_equal(make: Callable[[], str]) -> None:
+    names = {make() for _ in range(1000)}
+    assert len(names) == 1000
+    for name in names:
         assert len(name) == 32
         assert set(name) <= set("0123456789abcdef")
 
 
-def test_generations() -> None:
-    made = {ids.new_generation() for _ in range(1000)}
-    assert len(made) == 1000
-    assert {len(generation) for generation in made} == {ids.GENERATION_BYTES} == {16}
+def test_generations_are_16_bytes_and_never_equal() -> None:
+    generations = {ids.new_generation() for _ in range(1000)}
+    assert len(generations) == 1000
+    assert {len(generation) for generation in generations} == {ids.GENERATION_BYTES} == {16}
 
 
 def test_a_generation_is_never_the_clear_slot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,18 +38,36 @@ def test_an_engines_incarnation_is_derived_from_its_ranks() -> None:
     assert ids.engine_incarnation(rank for rank in (A, B)) == expected
 
 
-def test_an_engine_lives_anew_with_any_of_its_ranks() -> None:
+def test_an_engine_has_a_new_life_as_soon_as_one_of_its_ranks_has() -> None:
     lives = [[A], [B], [A, A], [A, B], [B, A], [A, A, A]]
     assert len({ids.engine_incarnation(ranks) for ranks in lives}) == len(lives)
 
 
 @pytest.mark.parametrize(
-    ("secret", "shown"),
+    ("secret", "expected"),
     [
         pytest.param("0123456789abcdef" * 2, "01234567", id="nonce"),
         pytest.param("0123", "0123", id="short"),
         pytest.param("", "", id="empty"),
     ],
 )
-def test_shown(secret: str, shown: str) -> None:
-    assert ids.shown(secret) == shown
+def test_logs_show_at_most_eight_digits(secret: str, expected: str) -> None:
+    assert ids.short(secret) == expected
+
+
+def test_no_engine_has_the_incarnation_that_stands_for_any() -> None:
+    assert ids.ANY_INCARNATION == "0" * 32
+    assert ids.ANY_INCARNATION not in {ids.new_incarnation() for _ in range(100)}
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "endpoint"),
+    [
+        pytest.param("10.0.0.1", 5600, "tcp://10.0.0.1:5600", id="IPv4"),
+        pytest.param("::1", 1, "tcp://[::1]:1", id="IPv6"),
+        pytest.param("fd00::7", 65535, "tcp://[fd00::7]:65535", id="IPv6 and a long port"),
+    ],
+)
+def test_an_endpoint_is_written_as_zmq_reads_it(host: str, port: int, endpoint: str) -> None:
+    assert ids.endpoint_at(host, port) == endpoint
+    assert ids.endpoint_host(endpoint) == host

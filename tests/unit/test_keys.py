@@ -50,26 +50,26 @@ def test_other_roots_give_other_keys(one: bytes, other: bytes) -> None:
     assert all((a[name] == b[name]) == (one == other) for name in a)
 
 
-def test_no_secret_is_shown() -> None:
+def test_only_the_fingerprint_is_shown() -> None:
     keys = Keys.derive(ROOT)
     assert repr(keys) == str(keys) == f"<Keys {keys.fingerprint}>"
     assert f"{keys!r}{[keys]}".count(keys.fingerprint) == 2
 
 
 def test_what_is_written_can_be_read(path: Path) -> None:
-    made = write_key_file(path)
-    assert asdict(read_key_file(path)) == asdict(made)
-    assert asdict(read_key_file(str(path))) == asdict(made)
+    keys = write_key_file(path)
+    assert asdict(read_key_file(path)) == asdict(keys)
+    assert asdict(read_key_file(str(path))) == asdict(keys)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_every_key_is_new(tmp_path: Path) -> None:
-    made = {write_key_file(tmp_path / str(number)).tickets for number in range(10)}
-    assert len(made) == 10
+    keys = {write_key_file(tmp_path / str(number)).tickets for number in range(10)}
+    assert len(keys) == 10
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
-def test_the_umask_does_not_matter(path: Path, umask: int) -> None:
+def test_a_new_key_file_has_its_mode_whatever_the_umask(path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         write_key_file(path)
@@ -96,14 +96,12 @@ def test_nothing_is_overwritten(path: Path, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/key", "with\0zero"])
-def test_where_nothing_can_be_written(tmp_path: Path, name: str) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"^no key is written to "):
         write_key_file(f"{tmp_path}/{name}")
 
 
-def test_a_disk_that_is_full_leaves_no_half_key(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_no_half_key(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_descriptor: int, _content: bytes) -> int:
         raise OSError(28, "No space left on device")
 
@@ -121,7 +119,7 @@ def test_a_disk_that_is_full_leaves_no_half_key(
         pytest.param(ROOT.hex().upper().encode(), id="capitals"),
     ],
 )
-def test_what_counts_as_a_key(path: Path, content: bytes) -> None:
+def test_64_hex_digits_are_a_key(path: Path, content: bytes) -> None:
     assert asdict(read_key_file(written(path, content))) == asdict(Keys.derive(ROOT))
 
 
@@ -140,7 +138,7 @@ def test_what_counts_as_a_key(path: Path, content: bytes) -> None:
         pytest.param(b"\xd9\xa3" * 32, id="digits of another script"),
     ],
 )
-def test_what_counts_as_none(path: Path, content: bytes) -> None:
+def test_other_content_is_refused_and_not_shown(path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError) as refusal:
         read_key_file(written(path, content))
     assert str(refusal.value) == (
@@ -150,19 +148,21 @@ def test_what_counts_as_none(path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_its_owner_alone_may_read_it(path: Path, mode: int) -> None:
+def test_a_file_that_its_owner_alone_can_read_is_accepted(path: Path, mode: int) -> None:
     read_key_file(written(path, mode=mode))
 
 
 @pytest.mark.parametrize(
     "mode", [0o644, 0o640, 0o604, 0o660, 0o440, 0o404, 0o700, 0o500, 0o601, 0o620, 0o4600, 0o1600]
 )
-def test_nobody_else_may(path: Path, mode: int) -> None:
+def test_a_file_with_another_mode_is_refused(path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match=rf"/key': its mode is {mode:04o}; allowed: {ALLOWED}$"):
         read_key_file(written(path, mode=mode))
 
 
-def test_it_must_belong_to_this_user_or_root(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_than_this_or_root_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where this user is root: who owns a file may change it."""
     owner = os.geteuid()
     written(path)
@@ -197,7 +197,7 @@ def test_a_link_is_followed_and_its_target_checked(path: Path, tmp_path: Path) -
         pytest.param("with\0zero", "embedded null byte", id="no path"),
     ],
 )
-def test_what_is_no_file(tmp_path: Path, name: str, words: str) -> None:
+def test_what_is_no_regular_file_is_refused(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match=f": {words}; allowed: {ALLOWED}$"):

@@ -30,14 +30,16 @@ from typing import Final
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.geometry.slices import KVSlice
-from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import (
     DigestCompared,
     EndpointLost,
     Failure,
     FailureKind,
+    PeerJoined,
     PeerKey,
+    PrepareLoad,
     ReadDone,
     ReadFailed,
     ReadStarted,
@@ -192,7 +194,8 @@ class Load:
 
     def __post_init__(self) -> None:
         """Record that it exists."""
-        self.record(Transition(self.request, str(self.peer), "", "PREPARED", "PrepareLoad"))
+        cause = f"PrepareLoad: offer {short(self.ticket.nonce)}"
+        self.record(Transition(self.request, str(self.peer), "", "PREPARED", cause))
 
     @property
     def rank_reads(self) -> list[RankRead]:
@@ -229,8 +232,10 @@ class Load:
 
     # --- from arrival to the grant
 
-    def open(self, description: Description, routes: Iterable[Route]) -> list[events.Action]:
-        """The peer is known: some of its ranks are read, others this side only releases."""
+    def open(
+        self, description: Description, routes: Iterable[Route], event: PrepareLoad | PeerJoined
+    ) -> list[events.Action]:
+        """The peer is known, by this event: some ranks are read, others this side only releases."""
         self.reads = {}
         actions: list[events.Action] = []
         for route in routes:
@@ -243,8 +248,8 @@ class Load:
             )
             if route.readers:
                 self.reads[read.rank] = read
-                name = _rank_name(read)
-                self.record(Transition(self.request, name, "", read.state.name, "PeerJoined"))
+                name, cause = _rank_name(read), type(event).__name__
+                self.record(Transition(self.request, name, "", read.state.name, cause))
             else:
                 actions.append(self._release(read, complete=True))
         return actions
@@ -276,6 +281,8 @@ class Load:
     def on_blocks(self, start: StartLoad, deadline: float) -> list[events.Action]:
         """There are blocks: read whatever is granted."""
         self.start, self.deadline = start, deadline
+        cause = f"StartLoad: tokens {start.begin} to {start.end - 1}"
+        self.record(Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
         return self._start_reads()
 
     def _start_reads(self) -> list[events.Action]:
@@ -446,9 +453,10 @@ class Load:
 
     def end(self) -> events.LoadEnded | None:
         """Record its end; the report that it owes, if it was started."""
+        before = "PREPARED" if self.start is None else "STARTED"
         after = "LOADED" if self.failure is None else "FAILED"
         cause = "" if self.failure is None else str(self.failure)
-        self.record(Transition(self.request, str(self.peer), "", after, cause))
+        self.record(Transition(self.request, str(self.peer), before, after, cause))
         if self.start is None:
             return None
         reads = tuple(read.done for read in self.rank_reads if read.done is not None)
@@ -492,7 +500,7 @@ class Load:
                 _rank_name(read),
                 read.state.name,
                 after.name,
-                type(event).__name__,
+                _cause(event),
                 event.num_bytes if isinstance(event, ReadDone) else 0,
             )
         )
@@ -510,6 +518,12 @@ class Load:
                 complete=complete,
             ),
         )
+
+
+def _cause(event: object) -> str:
+    """The event's type, and why a read is cancelled."""
+    kind = type(event).__name__
+    return f"{kind}: {event.failure.kind.value}" if isinstance(event, Cancelled) else kind
 
 
 def _rank_name(read: RankRead) -> str:

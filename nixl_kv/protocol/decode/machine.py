@@ -89,7 +89,7 @@ class DecodeMachine:
         peer, actions = self.peers.get_or_connect(key, now)
         if peer.state is PeerState.READY and peer.description is not None:
             joined = events.PeerJoined(key, peer.description, peer.routes)
-            return actions + self._open(load, joined, now)
+            return actions + self._open(load, joined, command, now=now)
         if peer.state is not PeerState.CONNECTING:
             load.fail(peer.failure or GONE)
         return actions
@@ -114,11 +114,18 @@ class DecodeMachine:
             return [events.DropPeer(event.peer)]
         self.peers.on_joined(event)
         loads = self.loads.waiting_for(event.peer)
-        return [action for load in loads for action in self._open(load, event, now)]
+        return [action for load in loads for action in self._open(load, event, event, now=now)]
 
-    def _open(self, load: Load, joined: events.PeerJoined, now: float) -> list[events.Action]:
-        """The peer is known: ask its ranks."""
-        actions = load.open(joined.description, joined.routes)
+    def _open(
+        self,
+        load: Load,
+        joined: events.PeerJoined,
+        event: events.PrepareLoad | events.PeerJoined,
+        *,
+        now: float,
+    ) -> list[events.Action]:
+        """The peer is known, at the latest by this event: ask its ranks."""
+        actions = load.open(joined.description, joined.routes, event)
         if load.is_cancelled or load.failure is not None:
             actions += load.cancel(DROPPED)
         else:

@@ -13,7 +13,7 @@ from nixl_kv.protocol.messages import (
     Renew,
     Renewed,
 )
-from nixl_kv.protocol.prefill.offer import Binding, Offer, State
+from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
 from nixl_kv.protocol.prefill.offers import OfferBook
 
 
@@ -130,7 +130,14 @@ class PrefillMachine:
         return [events.Reply(route, grant)]
 
     def _deny(self, message: Ask | DigestRequest, route: bytes, reason: str) -> list[events.Action]:
-        """The reason stays in this side's log: strangers learn nothing from a denial."""
+        """The reason stays on this side: strangers learn nothing from a denial.
+
+        Of an offer that is not known nothing is recorded: strangers could fill the event log.
+        """
+        offer = self.offers.get(message.nonce)
+        if offer is not None:
+            cause = f"{type(message).__name__} denied: {reason}"
+            offer.note(reader_name(message.reader), cause)
         deny = Deny(
             incarnation=self._incarnation,
             nonce=message.nonce,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
+from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId, short
 from nixl_kv.protocol.events import (
     OVER,
     PrepareOffer,
@@ -119,7 +119,8 @@ class Offer:
 
     def __post_init__(self) -> None:
         """Record that it exists."""
-        self.record(Transition(self.request, "", "", self.state.name, "PrepareOffer"))
+        cause = f"PrepareOffer: offer {short(self.nonce)}"
+        self.record(Transition(self.request, "", "", self.state.name, cause))
 
     @property
     def nonce(self) -> Nonce:
@@ -154,6 +155,11 @@ class Offer:
         """
         self.move(State.PREPARED, command)
         self.prepared = command
+
+    def note(self, peer: str, cause: str) -> None:
+        """Record what changed nothing, but tells why somebody got nothing."""
+        state = self.state.name
+        self.record(Transition(self.request, peer, state, state, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
         """The one place where the state changes. None: it ends.

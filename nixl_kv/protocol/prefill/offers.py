@@ -133,7 +133,6 @@ class OfferBook:
     ) -> list[events.Action]:
         """End an offer that nobody was granted: nobody can be reading it."""
         offer.move(None, event, detail=end.value)
-        offer.ends_at = None
         del self._offers[offer.nonce]
         return [OfferEnded(offer.nonce, offer.request, end)]
 

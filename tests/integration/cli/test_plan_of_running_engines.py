@@ -1,4 +1,4 @@
-"""`nixl-kv plan` asks engines that run, here by the publisher that they use themselves."""
+"""`nixl-kv plan` asks engines that run, here their directories."""
 
 import contextlib
 import json
@@ -6,65 +6,79 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
+import msgspec
 import pytest
+from support.nixl_kv_command import nixl_kv, plan_qwen
 from typer.testing import Result
 
-from nixl_kv.cli import engines
-from nixl_kv.connector.publisher import Publisher
-from nixl_kv.geometry.ranks import Shape
-from nixl_kv.geometry.shapes import EngineShape, ModelShape, layouts
+from nixl_kv.cli import running
+from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Nonce, Rank
 from nixl_kv.keys import Keys, read_key_file, write_key_file
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Description,
-    Done,
     RankDescription,
     Reader,
+    Release,
     Slots,
     encode,
 )
-from nixl_kv.transport.control import Control, FromPeer
+from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
+from nixl_kv.transport.base import FromPeer
+from nixl_kv.transport.zmq import ZmqControl
 
 MODEL = ModelShape(layers=36, kv_heads=8, content=(256, 256), element="bfloat16")
 FACTS = {"served_model_name": "qwen", "num_hidden_layers": "36"}
 HOST = "127.0.0.1"
 
-Run = Callable[..., Result]
+Publish: TypeAlias = Callable[..., str]
 
 
 def description(
     name: str, shape: EngineShape, facts: dict[str, str] = FACTS, model: ModelShape = MODEL
 ) -> Description:
-    ranks = tuple(
-        RankDescription(f"{number:032x}", f"tcp://{HOST}:1", b"agent", Slots(4096, 8), layout)
-        for number, layout in enumerate(layouts(model, shape))
-    )
-    return Description(WIRE_VERSION, "ab" * 16, name, facts, Shape(shape.tp, shape.pp), ranks)
+    ranks = [
+        RankDescription(
+            incarnation=Incarnation(f"{number:032x}"),
+            endpoint=Endpoint(f"tcp://{HOST}:1"),
+            agent=b"agent",
+            slots=Slots(address=4096, count=8),
+            layout=layout,
+        )
+        for number, layout in enumerate(build_layouts(model, shape))
+    ]
+    return describe_engine(EngineId(name), facts, ParallelShape(shape.tp, shape.pp), ranks)
+
+
+def plan(prefill: str, decode: str, *options: str) -> Result:
+    return nixl_kv("plan", f"--prefill-at {prefill} --decode-at {decode}", *options)
 
 
 @pytest.fixture
-def publish() -> Iterator[Callable[[Description | None], str]]:
-    """Starts an engine's publisher; returns where it listens."""
-    started: list[Publisher] = []
+def publish() -> Iterator[Publish]:
+    """Starts an engine's directory; returns where it listens."""
+    with contextlib.ExitStack() as stack:
 
-    def start(described: Description | None, keys: Keys | None = None) -> str:
-        publisher = Publisher(HOST, 0, Control(keys))
-        started.append(publisher)
-        if described is not None:
-            publisher.publish(described)
-        return f"{HOST}:{publisher.port}"
+        def start(described: Description | None, keys: Keys | None = None, host: str = HOST) -> str:
+            directory = DirectoryServer(ZmqControl(keys), host, 0)
+            stack.callback(directory.stop)
+            directory.start()
+            if described is not None:
+                directory.publish(described)
+            return f"{HOST}:{directory.port}"
 
-    yield start
-    for publisher in started:
-        publisher.stop()
+        yield start
 
 
 @contextlib.contextmanager
 def answering(*payloads: bytes) -> Iterator[str]:
     """An address where whatever is asked is answered with these bytes, or with nothing."""
-    control = Control()
-    port = control.listen(f"tcp://{HOST}", 0)
+    control = ZmqControl()
+    port = control.listen(HOST, 0)
     stopping = threading.Event()
 
     def serve() -> None:
@@ -85,83 +99,88 @@ def answering(*payloads: bytes) -> Iterator[str]:
         control.close()
 
 
-def test_two_engines_say_what_they_are(run: Run, publish: Callable[..., str]) -> None:
+def test_running_engines_are_planned_like_those_of_numbers(publish: Publish) -> None:
     prefill = publish(description("left", EngineShape(tp=1, num_blocks=5000)))
     decode = publish(description("right", EngineShape(tp=2, num_blocks=6000)))
-    result = run(f"--prefill-at {prefill} --decode-at {decode}")
+    result = plan(prefill, decode)
     assert result.exit_code == 0
     assert result.stdout.splitlines()[:2] == [
         "prefill: left, TP1, PP1, 5,000 blocks of 16 tokens in VRAM",
         "decode:  right, TP2, PP1, 6,000 blocks of 16 tokens in VRAM",
     ]
-    planned = run(
-        "--layers 36 --kv-heads 8 --head-size 128 --prefill tp=1,blocks=5000 "
-        "--decode tp=2,blocks=6000"
-    )
-    assert result.stdout.splitlines()[2:] == planned.stdout.splitlines()[2:]
+    by_numbers = plan_qwen("--prefill tp=1,blocks=5000 --decode tp=2,blocks=6000")
+    assert result.stdout.splitlines()[2:] == by_numbers.stdout.splitlines()[2:]
 
 
-def test_names_of_layers_need_no_numbers(run: Run, publish: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        pytest.param("model.{}.attn.1", "36", id="two numbers"),
+        pytest.param("x.{}", "0-35", id="one number"),
+        pytest.param("x{}.y", "0-35", id="inside a word"),
+    ],
+)
+def test_layers_are_shown_by_number_where_each_has_one(
+    publish: Publish, names: str, shown: str
+) -> None:
     described = description("one", EngineShape())
     rank = described.ranks[0]
     group = rank.layout.groups[0]
-    for names, shown in (("model.{}.attn.1", "36"), ("x.{}", "0-35"), ("x{}.y", "0-35")):
-        regions = tuple(
-            replace(region, layer=names.format(number))
-            for number, region in enumerate(group.regions)
-        )
-        layout = replace(rank.layout, groups=(replace(group, regions=regions),))
-        ranks = (RankDescription(rank.incarnation, "", b"", rank.slots, layout),)
-        where = publish(Description(WIRE_VERSION, "ab" * 16, "one", FACTS, described.shape, ranks))
-        result = run(f"--prefill-at {where} --decode-at {where}")
-        assert result.exit_code == 0, result.output
-        (row,) = [line for line in result.stdout.splitlines() if "64 KiB" in line]
-        assert row.split()[:3] == ["0", "0", shown]
+    regions = tuple(
+        replace(region, layer=names.format(number)) for number, region in enumerate(group.regions)
+    )
+    layout = replace(rank.layout, groups=(replace(group, regions=regions),))
+    renamed = msgspec.structs.replace(rank, layout=layout)
+    where = publish(msgspec.structs.replace(described, ranks=(renamed,)))
+    result = plan(where, where)
+    assert result.exit_code == 0, result.output
+    (row,) = [line for line in result.stdout.splitlines() if "64 KiB" in line]
+    assert row.split()[:3] == ["0", "0", shown]
 
 
-def test_other_models_do_not_fit(run: Run, publish: Callable[..., str]) -> None:
+def test_engines_with_different_models_are_incompatible(publish: Publish) -> None:
     prefill = publish(description("left", EngineShape()))
     facts = {**FACTS, "served_model_name": "llama"}
     other = replace(MODEL, kv_heads=4)
     decode = publish(description("right", EngineShape(tp=2), facts, other))
-    result = run(f"--prefill-at {prefill} --decode-at {decode}")
+    result = plan(prefill, decode)
     assert result.exit_code == 1
     assert result.stdout.splitlines()[3:] == [
         "These engines cannot exchange KV ('here' is decode, 'there' is prefill):",
         "  served_model_name is 'llama' here and 'qwen' there",
         "  number of KV heads of layer.0 and 35 more is 4 here and 8 there",
     ]
-    found = json.loads(run(f"--prefill-at {prefill} --decode-at {decode} --json").stdout)
-    assert found["mismatches"][0] == {
+    record = json.loads(plan(prefill, decode, "--json").stdout)
+    assert record["mismatches"][0] == {
         "field": "served_model_name",
         "decode": "llama",
         "prefill": "qwen",
     }
 
 
-def test_an_engine_that_is_still_starting(run: Run, publish: Callable[..., str]) -> None:
+def test_engine_that_is_still_starting_exits_2(publish: Publish) -> None:
     where = publish(None)
-    result = run(f"--prefill-at {where} --decode-at {where}")
+    result = plan(where, where)
     assert result.exit_code == 2
     assert result.stderr == (
         f"error: --prefill-at {where}: refused: this engine is still starting\n"
     )
 
 
-def test_nobody_listens(run: Run, publish: Callable[..., str]) -> None:
+def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
     prefill = publish(description("left", EngineShape()))
-    control = Control()
-    port = control.listen(f"tcp://{HOST}", 0)
+    control = ZmqControl()
+    port = control.listen(HOST, 0)
     control.close()
-    result = run(f"--prefill-at {prefill} --decode-at {HOST}:{port}")
+    result = plan(prefill, f"{HOST}:{port}")
     assert result.exit_code == 2
     assert result.stderr == f"error: --decode-at {HOST}:{port}: cannot connect\n"
 
 
-def test_nobody_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "ANSWER_TIMEOUT_S", 0.2)
+def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "ANSWER_TIMEOUT_S", 0.2)
     with answering() as where:
-        result = run(f"--prefill-at {where} --decode-at {where}")
+        result = plan(where, where)
     assert result.exit_code == 2
     assert result.stderr == f"error: --prefill-at {where}: no answer within 0.2 s\n"
 
@@ -176,30 +195,51 @@ def test_nobody_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             id="another version",
         ),
         pytest.param(
-            encode(Done(WIRE_VERSION, "0" * 32, "1" * 32, "2" * 32, Reader("x", "3" * 32, 0))),
-            "Invalid value 'Done' - at `$[0]`",
+            encode(
+                Release(
+                    incarnation=Incarnation("0" * 32),
+                    nonce=Nonce("1" * 32),
+                    claim=Claim("2" * 32),
+                    reader=Reader(
+                        engine=EngineId("x"), incarnation=Incarnation("3" * 32), rank=Rank(0)
+                    ),
+                    complete=True,
+                )
+            ),
+            "Invalid value 'Release' - at `$[0]`",
             id="another message",
         ),
     ],
 )
-def test_answers_that_are_none(run: Run, payload: bytes, words: str) -> None:
+def test_answer_that_is_no_description_exits_2(payload: bytes, words: str) -> None:
     with answering(payload) as where:
-        result = run(f"--prefill-at {where} --decode-at {where}")
+        result = plan(where, where)
     assert result.exit_code == 2
     assert result.stderr == f"error: --prefill-at {where}: {words}\n"
 
 
-@pytest.mark.parametrize("where", ["localhost", ":5600", "localhost:", "localhost:port", ""])
-def test_what_is_no_address(run: Run, where: str) -> None:
-    result = run(f"--prefill-at {where or ':'} --decode-at {HOST}:1")
-    assert result.exit_code == 2
-    assert result.stderr == (f"error: --prefill-at is {where or ':'!r}; allowed: HOST:PORT\n")
+def test_host_may_be_a_name(publish: Publish) -> None:
+    where = publish(description("one", EngineShape())).replace(HOST, "localhost")
+    assert plan(where, where).exit_code == 0
 
 
-def test_a_port_that_cannot_be_one(run: Run) -> None:
-    result = run(f"--prefill-at {HOST}:99999 --decode-at {HOST}:1")
-    assert result.exit_code == 2
-    assert result.stderr == f"error: --prefill-at {HOST}:99999: cannot connect\n"
+def test_every_address_of_a_name_is_tried(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = int(publish(description("one", EngineShape())).rpartition(":")[2])
+    endpoints = [Endpoint(f"tcp://127.0.0.9:{port}"), Endpoint(f"tcp://{HOST}:{port}")]
+    monkeypatch.setattr(running.Address, "resolve", lambda _: endpoints)
+    result = plan(f"two:{port}", f"two:{port}")
+    assert result.exit_code == 0, result.output
+
+
+def test_ipv6_literal_has_brackets(publish: Publish) -> None:
+    try:
+        where = publish(description("one", EngineShape()), host="::1")
+    except running.TransportError:
+        pytest.skip("this machine has no IPv6")
+    where = where.replace(HOST, "[::1]")
+    assert plan(where, where).exit_code == 0
 
 
 @pytest.fixture
@@ -208,31 +248,21 @@ def key_file(tmp_path: Path) -> Path:
     return tmp_path / "key"
 
 
-def test_engines_with_a_key_answer_those_who_have_it(
-    run: Run, publish: Callable[..., str], key_file: Path
-) -> None:
+def test_engines_with_a_key_answer_those_who_have_it(publish: Publish, key_file: Path) -> None:
     where = publish(description("one", EngineShape()), read_key_file(key_file))
-    result = run(f"--prefill-at {where} --decode-at {where} --key-file {key_file}")
+    result = plan(where, where, f"--key-file {key_file}")
     assert result.exit_code == 0, result.output
 
 
 def test_engines_with_a_key_answer_nobody_else(
-    run: Run, publish: Callable[..., str], key_file: Path, tmp_path: Path
+    publish: Publish, key_file: Path, tmp_path: Path
 ) -> None:
     where = publish(description("one", EngineShape()), read_key_file(key_file))
     write_key_file(tmp_path / "other")
-    asked = f"--prefill-at {where} --decode-at {where}"
     for given, words in (
         ("", "handshake failed: perhaps it has a key"),
         (f"--key-file {tmp_path / 'other'}", "handshake failed: perhaps it has another key, or"),
     ):
-        result = run(f"{asked} {given}")
+        result = plan(where, where, given)
         assert result.exit_code == 2
         assert result.stderr.startswith(f"error: --prefill-at {where}: {words}")
-
-
-def test_a_key_file_that_others_can_read(run: Run, key_file: Path) -> None:
-    key_file.chmod(0o644)
-    result = run(f"--prefill-at {HOST}:1 --decode-at {HOST}:1 --key-file {key_file}")
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: --key-file is {str(key_file)!r}: its mode is 0644;")

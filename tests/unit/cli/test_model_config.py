@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import Result
+from support.nixl_kv_command import nixl_kv
 
-from nixl_kv.cli.models import model_shape
+from nixl_kv.cli.model_config import model_shape
 from nixl_kv.cli.options import ModelOptions
-from nixl_kv.geometry.shapes import ModelShape
+from nixl_kv.geometry.model_layouts import ModelShape
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -86,7 +86,7 @@ def sliding(count: int, period: int) -> tuple[int, ...]:
                 "vision_config": {"num_hidden_layers": 27},
             },
             ModelShape(62, 16, (256, 256), "bfloat16", 1024, sliding(62, 6)),
-            id="Gemma 3: nested, and five to one without a word",
+            id="Gemma 3: nested, and five to one by default",
         ),
         pytest.param(
             {
@@ -129,7 +129,7 @@ def sliding(count: int, period: int) -> tuple[int, ...]:
         pytest.param(
             {**SMALL, "sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0},
             ModelShape(4, 2, (128, 128), "bfloat16"),
-            id="Qwen2: told not to slide",
+            id="Qwen2: sliding switched off",
         ),
         pytest.param(
             {**SMALL, "sliding_window": 8, "sliding_window_pattern": 4},
@@ -143,7 +143,9 @@ def sliding(count: int, period: int) -> tuple[int, ...]:
         ),
     ],
 )
-def test_configurations(make: Make, config: dict[str, Any], expected: ModelShape) -> None:
+def test_model_shape_of_a_configuration(
+    make: Make, config: dict[str, Any], expected: ModelShape
+) -> None:
     assert make(config) == expected
 
 
@@ -161,11 +163,13 @@ def test_configurations(make: Make, config: dict[str, Any], expected: ModelShape
         ),
     ],
 )
-def test_options_win(make: Make, options: dict[str, Any], expected: ModelShape) -> None:
+def test_options_replace_numbers_of_the_configuration(
+    make: Make, options: dict[str, Any], expected: ModelShape
+) -> None:
     assert make(QWEN3_8B, **options) == expected
 
 
-def test_a_folder_is_as_good_as_its_file(make: Make, tmp_path: Path) -> None:
+def test_folder_of_a_configuration_is_enough(make: Make, tmp_path: Path) -> None:
     assert make(QWEN3_8B) == model_shape(ModelOptions(model_config=tmp_path))
 
 
@@ -199,7 +203,7 @@ def test_a_folder_is_as_good_as_its_file(make: Make, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_configurations_that_do_not_do(
+def test_bad_configuration_is_refused_by_key_and_value(
     make: Make, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared with its beginning
@@ -208,22 +212,22 @@ def test_configurations_that_do_not_do(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", "\udcff"])
-def test_what_is_no_configuration(tmp_path: Path, content: str) -> None:
+def test_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError, match=f"^--model-config {path}: .*; allowed: an object in JSON"):
         model_shape(ModelOptions(model_config=path))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         model_shape(ModelOptions(model_config=tmp_path / "missing.json"))
 
 
-def test_on_the_command_line(run: Callable[..., Result], tmp_path: Path) -> None:
+def test_configuration_gives_the_same_plan_as_its_numbers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
-    asked = "--prefill tp=1 --decode tp=2"
-    by_config = run(f"--model-config {tmp_path}", asked)
-    by_numbers = run("--layers 36 --kv-heads 8 --head-size 128", asked)
+    engines = "--prefill tp=1 --decode tp=2"
+    by_config = nixl_kv("plan", f"--model-config {tmp_path}", engines)
+    by_numbers = nixl_kv("plan", "--layers 36 --kv-heads 8 --head-size 128", engines)
     assert by_config.exit_code == 0
     assert by_config.stdout == by_numbers.stdout

@@ -2,22 +2,14 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
-from typer.testing import Result
+from support.nixl_kv_command import nixl_kv, plan_figures, plan_qwen
 
-from nixl_kv.cli.picture import COLOURS, NOBODY
-
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 IN_TREE = 36_864
 """Descriptors of vLLM's own connector for 16,384 tokens of Qwen3-8B, TP1 to TP2 in LBHNC."""
-
-Run = Callable[..., Result]
-Figures = Callable[..., dict[str, Any]]
 
 
 def both(numbers: str) -> str:
@@ -34,13 +26,13 @@ def both(numbers: str) -> str:
         pytest.param("LBNHC", 36 * 16, 2 << 10, 16 * IN_TREE, id="tokens outside of heads"),
     ],
 )
-def test_qwen3_8b_from_tp1_to_tp2(
-    figures: Figures, order: str, runs: int, length: int, descriptors: int
+def test_figures_of_qwen3_8b_from_tp1_to_tp2(
+    order: str, runs: int, length: int, descriptors: int
 ) -> None:
-    found = figures(both(f"layout={order}"))
-    assert [(link["reader"], link["source"]) for link in found["links"]] == [(0, 0), (1, 0)]
-    assert [link["heads"] for link in found["links"]] == [[[0, 4]], [[4, 8]]]
-    for link in found["links"]:
+    figures = plan_figures(both(f"layout={order}"))
+    assert [(link["reader"], link["source"]) for link in figures["links"]] == [(0, 0), (1, 0)]
+    assert [link["heads"] for link in figures["links"]] == [[[0, 4]], [[4, 8]]]
+    for link in figures["links"]:
         assert link["layers"] == 36
         assert link["period"] == 16
         assert link["runs_per_period"] == runs
@@ -49,18 +41,18 @@ def test_qwen3_8b_from_tp1_to_tp2(
         assert link["request_bytes"] == 16_384 * 72 << 10
         assert link["descriptors"] == link["descriptors_in_a_row"] == descriptors
         assert link["index_bytes"] == 8 * descriptors
-    assert found["total"] == {
+    assert figures["total"] == {
         "links": 2,
         "bytes": 16_384 * 144 << 10,
         "descriptors": 2 * descriptors,
         "descriptors_in_a_row": 2 * descriptors,
     }
-    assert found["mismatches"] == found["unread"] == []
-    assert found["tokens"] == 16_384
+    assert figures["mismatches"] == figures["unread"] == []
+    assert figures["tokens"] == 16_384
 
 
-def test_the_table(qwen: Run) -> None:
-    result = qwen(both("layout=LBHNC"))
+def test_table_has_a_row_for_each_pair_of_ranks() -> None:
+    result = plan_qwen(both("layout=LBHNC"))
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines()]
     row = "0 0 0-35 0-3 1, 1 36, 36 36 32 KiB 72 KiB 1.12 GiB 36,864 36,864 288 KiB"
@@ -76,18 +68,16 @@ def test_the_table(qwen: Run) -> None:
     assert "\x1b" not in result.stdout
 
 
-def test_blocks_in_a_row_are_one_run_for_each_layer(figures: Figures) -> None:
-    (link,) = figures("--prefill tp=2 --decode tp=2")["links"][:1]
+def test_blocks_in_a_row_are_one_run_for_each_layer() -> None:
+    (link,) = plan_figures("--prefill tp=2 --decode tp=2")["links"][:1]
     assert (link["descriptors"], link["descriptors_in_a_row"]) == (IN_TREE, 36)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_blocks_of_other_sizes_are_counted_over_a_period(
-    figures: Figures, qwen: Run, side: str
-) -> None:
+def test_runs_of_unequal_blocks_are_counted_over_a_period(side: str) -> None:
     sizes = {"prefill": 16, "decode": 16, side: 48}
     asked = " ".join(f"--{name} tp=1,block={size}" for name, size in sizes.items())
-    (link,) = figures(asked)["links"]
+    (link,) = plan_figures(asked)["links"]
     assert link["period"] == 48
     assert link["entry_sizes"] == [[sizes["decode"]], [sizes["prefill"]]]
     assert link["runs_per_period"] == 36 * 8 * 3
@@ -96,67 +86,67 @@ def test_blocks_of_other_sizes_are_counted_over_a_period(
         f"Blocks have {sizes['decode']} tokens on decode and {sizes['prefill']} on prefill: "
         "their edges meet every 48 tokens, and runs are counted over those."
     )
-    assert words in qwen(asked).stdout
+    assert words in plan_qwen(asked).stdout
 
 
-def test_runs_of_several_lengths(figures: Figures, qwen: Run) -> None:
+def test_runs_of_several_lengths_show_least_median_and_most() -> None:
     asked = "--prefill tp=8,block=64 --decode tp=8,block=48"
-    link = figures(asked)["links"][0]
+    link = plan_figures(asked)["links"][0]
     assert link["period"] == 192
-    # Stretches of 48, 16, 32, 32, 16 and 48 tokens, of one head.
+    # Segments of 48, 16, 32, 32, 16 and 48 tokens, of one head.
     assert link["run_bytes"] == [16 * 512, 32 * 512, 48 * 512]
-    assert "8 KiB / 16 KiB / 24 KiB" in qwen(asked).stdout
+    assert "8 KiB / 16 KiB / 24 KiB" in plan_qwen(asked).stdout
 
 
-def test_ranks_that_nobody_reads_are_released(figures: Figures, qwen: Run) -> None:
+def test_ranks_that_nobody_reads_are_released() -> None:
     asked = "--prefill tp=16 --decode tp=8"
-    found = figures(asked)
-    assert len(found["links"]) == 8
-    read = {link["source"] for link in found["links"]}
-    unread = {one["source"]: one["released_by"] for one in found["unread"]}
+    figures = plan_figures(asked)
+    assert len(figures["links"]) == 8
+    read = {link["source"] for link in figures["links"]}
+    unread = {one["source"]: one["released_by"] for one in figures["unread"]}
     assert read | set(unread) == set(range(16))
     assert all(reader == source % 8 for source, reader in unread.items())
     words = "Nobody reads these ranks of prefill (who of decode releases each): "
-    assert words + ", ".join(f"{s} ({r})" for s, r in unread.items()) in qwen(asked).stdout
+    assert words + ", ".join(f"{s} ({r})" for s, r in unread.items()) in plan_qwen(asked).stdout
 
 
-def test_pipeline_stages_read_the_layers_they_hold(figures: Figures, qwen: Run) -> None:
+def test_pipeline_stages_read_the_layers_they_hold() -> None:
     asked = "--prefill tp=1,pp=2 --decode tp=1,pp=3"
-    links = figures(asked)["links"]
+    links = plan_figures(asked)["links"]
     pairs = [(link["reader"], link["source"], link["layers"]) for link in links]
     assert pairs == [(0, 0, 12), (1, 0, 6), (1, 1, 6), (2, 1, 12)]
-    table = qwen(asked).stdout
+    table = plan_qwen(asked).stdout
     assert all(layers in table for layers in ("0-11", "12-17", "18-23", "24-35"))
 
 
-def test_what_a_window_has_passed_is_not_read(figures: Figures) -> None:
-    found = figures("--window 1024 --sliding 5:1 --prefill tp=1 --decode tp=1")
-    (link,) = found["links"]
+def test_blocks_that_a_window_has_passed_are_not_read() -> None:
+    figures = plan_figures("--window 1024 --sliding 5:1 --prefill tp=1 --decode tp=1")
+    (link,) = figures["links"]
     assert link["runs_per_period"] == 36
     assert link["descriptors"] == 6 * 1024 + 30 * 64
     assert link["request_bytes"] == link["descriptors"] * 16 * 8 * 512
 
 
-def test_a_latent_cache_is_the_same_on_all_ranks(run: Run) -> None:
-    result = run("--layers 61 --latent 576 --prefill tp=2 --decode tp=4")
+def test_every_rank_reads_the_one_latent_head() -> None:
+    result = nixl_kv("plan", "--layers 61 --latent 576 --prefill tp=2 --decode tp=4")
     rows = [line.split()[:4] for line in result.stdout.splitlines() if " 0-60 " in line]
     assert rows == [[str(n), str(n % 2), "0-60", "0"] for n in range(4)]
 
 
-def test_where_no_other_number_is_given_the_prompt_is_what_fits(figures: Figures) -> None:
-    assert figures(both("layout=LBHNC"), "--blocks 100")["tokens"] == 1600
-    assert figures(both("layout=LBHNC"), "--blocks 100 --tokens 160")["tokens"] == 160
-    assert figures(both("blocks=200"), "--blocks 100")["tokens"] == 3200
+def test_prompt_without_a_number_is_as_long_as_fits() -> None:
+    assert plan_figures(both("layout=LBHNC"), "--blocks 100")["tokens"] == 1600
+    assert plan_figures(both("layout=LBHNC"), "--blocks 100 --tokens 160")["tokens"] == 160
+    assert plan_figures(both("blocks=200"), "--blocks 100")["tokens"] == 3200
 
 
-def test_a_small_cache_scatters_as_it_can(figures: Figures) -> None:
-    (link,) = figures("--prefill tp=1,blocks=64 --decode tp=1,blocks=64")["links"]
+def test_prompt_that_fills_the_cache_has_scattered_blocks() -> None:
+    (link,) = plan_figures("--prefill tp=1,blocks=64 --decode tp=1,blocks=64")["links"]
     assert link["descriptors"] == 64 * 36
     assert link["descriptors_in_a_row"] == 36
 
 
-def test_engines_that_cannot_exchange_kv(qwen: Run) -> None:
-    result = qwen("--prefill tp=1,block=16 --decode tp=1,block=1031")
+def test_engines_that_cannot_exchange_kv_exit_1_and_say_why() -> None:
+    result = plan_qwen("--prefill tp=1,block=16 --decode tp=1,block=1031")
     assert result.exit_code == 1
     assert "These engines cannot exchange KV ('here' is decode, 'there' is prefill):" in (
         result.stdout
@@ -165,15 +155,15 @@ def test_engines_that_cannot_exchange_kv(qwen: Run) -> None:
     assert "Total" not in result.stdout
 
 
-def test_the_same_as_json(qwen: Run) -> None:
-    result = qwen("--prefill tp=1,block=16 --decode tp=1,block=1031 --json")
+def test_engines_that_cannot_exchange_kv_have_mismatches_in_json() -> None:
+    result = plan_qwen("--prefill tp=1,block=16 --decode tp=1,block=1031 --json")
     assert result.exit_code == 1
     assert '"decode": 1031,' in result.stdout
     assert '"links": [],' in result.stdout
 
 
-def test_more_pieces_than_can_be_numbered(qwen: Run) -> None:
-    result = qwen(
+def test_more_pieces_than_can_be_numbered_exit_1() -> None:
+    result = plan_qwen(
         "--prefill tp=1,layout=LBNHC,blocks=1000000 --decode tp=2,layout=LBHNC,blocks=1000000"
     )
     assert result.exit_code == 1
@@ -259,8 +249,8 @@ def test_more_pieces_than_can_be_numbered(qwen: Run) -> None:
         ),
     ],
 )
-def test_questions_that_make_no_sense(qwen: Run, arguments: str, words: str) -> None:
-    result = qwen(arguments)
+def test_bad_options_exit_2_and_say_what_is_allowed(arguments: str, words: str) -> None:
+    result = plan_qwen(arguments)
     assert result.exit_code == 2
     assert result.stderr == f"error: {words}\n"
     assert result.stdout == ""
@@ -275,90 +265,27 @@ def test_questions_that_make_no_sense(qwen: Run, arguments: str, words: str) -> 
         ("--layers 2 --head-size 64", "--kv-heads is missing"),
     ],
 )
-def test_a_model_that_is_not_whole(run: Run, arguments: str, words: str) -> None:
-    result = run(arguments, "--prefill tp=1 --decode tp=1")
+def test_missing_number_of_a_model_exits_2(arguments: str, words: str) -> None:
+    result = nixl_kv("plan", arguments, "--prefill tp=1 --decode tp=1")
     assert result.exit_code == 2
     assert result.stderr == f"error: {words}; give it, or --model-config\n"
 
 
-def test_a_number_out_of_range(run: Run) -> None:
-    result = run("--layers 0 --prefill tp=1 --decode tp=1")
+def test_number_out_of_range_exits_2() -> None:
+    result = nixl_kv("plan", "--layers 0 --prefill tp=1 --decode tp=1")
     assert result.exit_code == 2
     assert "--layers" in result.stderr
-
-
-# The picture
-
-
-def drawn(path: Path) -> ET.Element:
-    return ET.parse(path).getroot()  # noqa: S314 - our own
-
-
-def named(root: ET.Element, tag: str) -> list[ET.Element]:
-    return root.findall(f".//{{http://www.w3.org/2000/svg}}{tag}")
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(both("layout=LBHNC"), id="from one to two"),
-        pytest.param("--prefill tp=16,block=16 --decode tp=2,pp=2,block=48", id="copies"),
-        pytest.param("--prefill tp=1,layout=LBNHC,block=64 --decode tp=32", id="many pieces"),
-        pytest.param("--window 512 --sliding 2:1 --prefill pp=5 --decode tp=2", id="groups"),
-        pytest.param("--prefill block=496 --decode block=16", id="very unequal blocks"),
-    ],
-)
-def test_the_picture_shows_all_ranks_and_links(
-    qwen: Run, figures: Figures, tmp_path: Path, asked: str
-) -> None:
-    picture, again = tmp_path / "plan.svg", tmp_path / "again.svg"
-    assert qwen(asked, f"--svg {picture}").exit_code == 0
-    assert qwen(asked, f"--svg {again}").exit_code == 0
-    assert picture.read_text(encoding="utf-8") == again.read_text(encoding="utf-8")
-    root, found = drawn(picture), figures(asked)
-    texts = [text.text or "" for text in named(root, "text")]
-    assert texts[0] == "Who reads what from whom"
-    assert {"prefill", "decode"} <= set(texts)
-    readers = 1 + max(link["reader"] for link in found["links"])
-    assert sum(text.startswith("rank ") for text in texts) >= readers
-    ribbons = named(root, "path")
-    assert len(ribbons) == sum(len(link["heads"]) for link in found["links"])
-    used = {box.get("fill") for box in named(root, "rect")}
-    assert used >= {COLOURS[rank % len(COLOURS)] for rank in range(readers)}
-    assert (NOBODY in used) == bool(found["unread"])
-    width, height = (float(root.get(name, "")) for name in ("width", "height"))
-    for box in named(root, "rect"):
-        left, top = float(box.get("x", 0)), float(box.get("y", 0))
-        assert 0 <= left <= left + float(box.get("width", 0)) <= width
-        assert 0 <= top <= top + float(box.get("height", 0)) <= height
-
-
-def test_words_stand_on_a_few_ribbons_only(qwen: Run, tmp_path: Path) -> None:
-    for tp, shown in ((2, 2), (16, 0)):
-        path = tmp_path / f"{tp}.svg"
-        qwen(f"--prefill tp=1 --decode tp={tp} --svg {path}")
-        words = [text.text or "" for text in named(drawn(path), "text")]
-        assert sum("for each block" in text for text in words) == shown
-
-
-def test_a_picture_that_cannot_be_written(qwen: Run, tmp_path: Path) -> None:
-    result = qwen(both("layout=LBHNC"), f"--svg {tmp_path}/missing/plan.svg")
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: --svg {tmp_path}/missing/plan.svg: ")
-
-
-# The program
 
 
 PROGRAM = """
 import sys
 import nixl_kv.cli.main
-heavy = {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13"}
+heavy = {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}
 print(sorted(heavy & {name.split(".")[0] for name in sys.modules}))
 """
 
 
-def test_the_program_imports_neither_vllm_nor_torch_nor_nixl() -> None:
+def test_the_program_imports_neither_vllm_nor_torch_nor_nixl_nor_matplotlib() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=REPO, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""For scripts/mutate: what fails is not worth minutes of search for a smaller case."""
+"""A hypothesis profile for scripts/mutate: it does not search for smaller failing examples."""
 
 from hypothesis import Phase, settings
 

@@ -1,19 +1,18 @@
-"""Why two engines do not fit, in words."""
+"""Why two engines cannot exchange KV: every field that differs, with both values."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from nixl_kv.geometry.compat import Mismatch, mismatches, model_mismatches
+from nixl_kv.geometry.compat import Mismatch, layout_mismatches, model_mismatches
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 
 SPAN = Span(1, 2**30)
 
 
 def region(layer: str = "a", **changes: Any) -> Region:
-    made = Region(layer, 4096, 1024, 256, 16, 0, 4, (Part(0, 8), Part(8, 8)))
-    return replace(made, **changes)
+    return replace(Region(layer, 4096, 1024, 256, 16, 0, 4, (Part(0, 8), Part(8, 8))), **changes)
 
 
 def group(*regions: Region, **changes: Any) -> Group:
@@ -21,25 +20,24 @@ def group(*regions: Region, **changes: Any) -> Group:
 
 
 def cache(*groups: Group, **changes: Any) -> CacheLayout:
-    made = CacheLayout(groups or (group(),), "bfloat16", "DRAM", 0, (SPAN,))
-    return replace(made, **changes)
+    return replace(CacheLayout(groups or (group(),), "bfloat16", "DRAM", 0, (SPAN,)), **changes)
 
 
 @pytest.mark.parametrize(
-    ("mismatch", "words"),
+    ("mismatch", "text"),
     [
         pytest.param(Mismatch("dtype", "a", "b"), "dtype is 'a' here and 'b' there", id="text"),
         pytest.param(Mismatch("layers", 1, None), "layers is 1 here and None there", id="missing"),
     ],
 )
-def test_words(mismatch: Mismatch, words: str) -> None:
-    assert str(mismatch) == words
+def test_a_mismatch_names_field_and_both_values(mismatch: Mismatch, text: str) -> None:
+    assert str(mismatch) == text
 
 
 @pytest.mark.parametrize(
     ("local", "remote", "expected"),
     [
-        pytest.param({}, {}, [], id="nothing known"),
+        pytest.param({}, {}, [], id="no facts"),
         pytest.param({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, [], id="equal"),
         pytest.param({"a": "1"}, {"a": "2"}, [Mismatch("a", "1", "2")], id="other value"),
         pytest.param({"a": "1"}, {}, [Mismatch("a", "1", None)], id="missing there"),
@@ -52,7 +50,9 @@ def test_words(mismatch: Mismatch, words: str) -> None:
         ),
     ],
 )
-def test_models(local: dict[str, str], remote: dict[str, str], expected: list[Mismatch]) -> None:
+def test_facts_of_models_are_compared_by_name(
+    local: dict[str, str], remote: dict[str, str], expected: list[Mismatch]
+) -> None:
     assert model_mismatches(local, remote) == expected
 
 
@@ -61,11 +61,11 @@ def ranks(*layouts: CacheLayout) -> list[CacheLayout]:
 
 
 def tp(count: int, **changes: Any) -> list[CacheLayout]:
-    """Four heads of two layers, cut for so many ranks, or copied."""
-    most = max(1, 4 // count)
+    """Four heads of two layers, divided among so many ranks, or copied."""
+    num_heads = max(1, 4 // count)
     firsts = [rank * 4 // count for rank in range(count)]
     return [
-        cache(group(*(region(n, first_head=f, num_heads=most) for n in "ab"), **changes))
+        cache(group(*(region(n, first_head=f, num_heads=num_heads) for n in "ab"), **changes))
         for f in firsts
     ]
 
@@ -83,7 +83,7 @@ def pp(*stages: str) -> list[CacheLayout]:
         pytest.param(ranks(cache(group(region("b"), region("a")))), id="order of the layers"),
         pytest.param(
             ranks(cache(group(*(region(n, base=64, block_stride=9999) for n in "ab")))),
-            id="where the bytes stand",
+            id="addresses and strides",
         ),
         pytest.param(
             ranks(cache(group(*(region(n, parts=(Part(0, 8), Part(5000, 8))) for n in "ab")))),
@@ -111,9 +111,9 @@ def pp(*stages: str) -> list[CacheLayout]:
         ),
     ],
 )
-def test_how_engines_are_cut_may_differ(remote: list[CacheLayout]) -> None:
-    assert mismatches(ranks(cache()), remote) == []
-    assert mismatches(remote, ranks(cache())) == []
+def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
+    assert layout_mismatches(ranks(cache()), remote) == []
+    assert layout_mismatches(remote, ranks(cache())) == []
 
 
 @pytest.mark.parametrize(
@@ -131,17 +131,17 @@ def test_how_engines_are_cut_may_differ(remote: list[CacheLayout]) -> None:
         ),
         pytest.param(
             pp("a"),
-            [Mismatch("what only one side has of the layers", "b", "nothing")],
+            [Mismatch("layer that one side lacks", "b", "nothing")],
             id="fewer layers",
         ),
         pytest.param(
             pp("abcde"),
-            [Mismatch("what only one side has of the layers", "nothing", "c and 2 more")],
+            [Mismatch("layer that one side lacks", "nothing", "c and 2 more")],
             id="more layers",
         ),
         pytest.param(
             pp("ax", "y"),
-            [Mismatch("what only one side has of the layers", "b", "x and 1 more")],
+            [Mismatch("layer that one side lacks", "b", "x and 1 more")],
             id="other layers",
         ),
         pytest.param(
@@ -186,39 +186,44 @@ def test_how_engines_are_cut_may_differ(remote: list[CacheLayout]) -> None:
         ),
         pytest.param(
             ranks(cache(group(block_size=1021))),
-            [Mismatch("block size, whose edges hardly ever meet, of a and 1 more", 16, 1021)],
+            [Mismatch("block size (makes more than 512 token segments) of a and 1 more", 16, 1021)],
             id="block sizes that have no divisor in common",
         ),
         pytest.param(
             ranks(cache(group(region("a", num_heads=2, parts=(Part(0, 4), Part(4, 4))))), *pp("c")),
             [
-                Mismatch("what only one side has of the layers", "b", "c"),
+                Mismatch("layer that one side lacks", "b", "c"),
                 Mismatch("bytes per head of a", (8, 8), (4, 4)),
                 Mismatch("number of KV heads of a", 4, 2),
             ],
-            id="all of them",
+            id="several at once",
         ),
     ],
 )
-def test_what_must_not_differ(remote: list[CacheLayout], expected: list[Mismatch]) -> None:
-    assert mismatches(ranks(cache()), remote) == expected
+def test_every_other_difference_is_a_mismatch(
+    remote: list[CacheLayout], expected: list[Mismatch]
+) -> None:
+    assert layout_mismatches(ranks(cache()), remote) == expected
 
 
 @pytest.mark.parametrize(
     ("here", "there", "expected"),
     [
-        pytest.param(0, 0, [], id="full on both"),
+        pytest.param(0, 0, [], id="no window on either side"),
         pytest.param(64, 64, [], id="equal"),
-        pytest.param(32, 64, [], id="a shorter one here"),
-        pytest.param(64, 0, [], id="full there, which keeps all"),
-        pytest.param(64, 32, [(64, 32)], id="a longer one here"),
-        pytest.param(0, 32, [(None, 32)], id="full here"),
+        pytest.param(32, 64, [], id="a shorter one on decode"),
+        pytest.param(64, 0, [], id="none on prefill, which keeps all"),
+        pytest.param(64, 32, [(64, 32)], id="a longer one on decode"),
+        pytest.param(0, 32, [(None, 32)], id="none on decode"),
     ],
 )
-def test_windows(here: int, there: int, expected: list[tuple[int | None, int]]) -> None:
-    """Of what decode looks at, prefill must have kept all."""
-    found = mismatches(ranks(cache(group(window=here))), ranks(cache(group(window=there))))
-    assert found == [Mismatch("sliding window of a and 1 more", *pair) for pair in expected]
+def test_prefill_s_window_must_keep_all_that_decode_s_window_needs(
+    here: int, there: int, expected: list[tuple[int | None, int]]
+) -> None:
+    sides = [ranks(cache(group(window=window))) for window in (here, there)]
+    assert layout_mismatches(*sides) == [
+        Mismatch("sliding window of a and 1 more", *pair) for pair in expected
+    ]
 
 
 @pytest.mark.parametrize(
@@ -241,31 +246,29 @@ def test_windows(here: int, there: int, expected: list[tuple[int | None, int]]) 
         ),
     ],
 )
-def test_block_sizes_for_windows(
+def test_with_a_window_decode_s_block_size_divides_256_or_prefill_s(
     here: dict[str, int], there: dict[str, int], *, fits: bool
 ) -> None:
-    """Prefill keeps what a window needs from a multiple of 256 tokens on; decode fills blocks."""
+    """Prefill keeps a window from a multiple of 256 tokens on; decode needs whole blocks of it."""
     sides = [ranks(cache(group(window=64, **sizes))) for sizes in (here, there)]
-    expected = (
-        [] if fits else ["block size, which must divide 256 or prefill's for a sliding window"]
-    )
-    assert [m.field.partition(", of ")[0] for m in mismatches(*sides)] == expected
-    full = [ranks(cache(group(**sizes))) for sizes in (here, there)]
-    assert mismatches(*full) == []
+    field = "block size (for a sliding window it must divide 256 or prefill's) of a and 1 more"
+    assert [m.field for m in layout_mismatches(*sides)] == ([] if fits else [field])
+    without_window = [ranks(cache(group(**sizes))) for sizes in (here, there)]
+    assert layout_mismatches(*without_window) == []
 
 
 @pytest.mark.parametrize(
     ("sizes", "fits"),
     [
-        pytest.param((256, 257), True, id="512 stretches of both"),
-        pytest.param((255, 259), False, id="513 of both"),
-        pytest.param((16, 16 * 512), True, id="512 stretches in each block"),
-        pytest.param((16, 16 * 513), False, id="513"),
+        pytest.param((256, 257), True, id="512 segments, neither size divides"),
+        pytest.param((255, 259), False, id="513 segments, neither size divides"),
+        pytest.param((16, 16 * 512), True, id="512 segments in each block"),
+        pytest.param((16, 16 * 513), False, id="513 segments in each block"),
     ],
 )
-def test_into_how_many_stretches_blocks_may_be_cut(sizes: tuple[int, int], *, fits: bool) -> None:
+def test_block_sizes_may_make_512_token_segments(sizes: tuple[int, int], *, fits: bool) -> None:
     sides = [ranks(cache(group(block_size=size))) for size in sizes]
-    assert (mismatches(*sides) == []) == fits == (mismatches(*sides[::-1]) == [])
+    assert (layout_mismatches(*sides) == []) == fits == (layout_mismatches(*sides[::-1]) == [])
 
 
 @pytest.mark.parametrize(
@@ -278,36 +281,36 @@ def test_into_how_many_stretches_blocks_may_be_cut(sizes: tuple[int, int], *, fi
         pytest.param(group(region("a", first_head=2, num_heads=2), window=8), id="window"),
     ],
 )
-def test_every_rank_is_compared(second: Group) -> None:
-    """A peer's ranks need not agree among themselves."""
+def test_a_mismatch_of_a_single_rank_is_found(second: Group) -> None:
+    """A peer's ranks may differ among themselves."""
     remote = ranks(cache(group(region("a", num_heads=2))), cache(second))
-    assert mismatches(ranks(cache(group(region("a")))), remote) != []
+    assert layout_mismatches(ranks(cache(group(region("a")))), remote) != []
 
 
-def test_each_layer_is_held_against_its_own_group() -> None:
+def test_a_layer_is_compared_by_the_window_of_its_own_group() -> None:
     local = ranks(cache(group(region("a"), window=4), group(region("b"))))
     remote = ranks(cache(group(region("b"), region("a"), window=8)))
-    assert mismatches(local, remote) == [Mismatch("sliding window of b", None, 8)]
+    assert layout_mismatches(local, remote) == [Mismatch("sliding window of b", None, 8)]
 
 
-def test_the_order_is_always_the_same() -> None:
-    """Of what begins with the same layer, what explains most comes first."""
+def test_mismatches_of_a_layer_always_come_in_the_same_order() -> None:
+    """The one that explains most comes first."""
     for first, second in [(f"layer.{n}", f"layer.{n + 1}") for n in range(0, 80, 2)]:
         local = ranks(cache(group(region(first), region(second))))
         fewer = region(first, num_heads=2, parts=(Part(0, 4), Part(4, 4)))
         remote = ranks(cache(group(fewer, region(second, num_heads=2))))
-        assert [mismatch.field for mismatch in mismatches(local, remote)] == [
+        assert [mismatch.field for mismatch in layout_mismatches(local, remote)] == [
             f"bytes per head of {first}",
             f"number of KV heads of {first} and 1 more",
         ]
 
 
-def test_layers_that_differ_alike_share_a_line() -> None:
+def test_layers_with_the_same_mismatch_share_a_line() -> None:
     names = [f"layer.{number}" for number in range(10)]
     local, remote = (
         ranks(cache(group(*(region(n, num_heads=heads) for n in reversed(names)))))
         for heads in (4, 8)
     )
-    assert list(map(str, mismatches(local, remote))) == [
+    assert list(map(str, layout_mismatches(local, remote))) == [
         "number of KV heads of layer.0 and 9 more is 4 here and 8 there"
     ]

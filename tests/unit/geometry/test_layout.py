@@ -1,4 +1,4 @@
-"""The records of a layout check their own numbers: they come from peers too."""
+"""The records of a layout: they check their own numbers, because they also come from peers."""
 
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
@@ -50,7 +50,7 @@ RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1
         ]
     ],
 )
-def test_bounds(
+def test_each_number_has_bounds_that_its_error_names(
     record: str, field: str, good: tuple[int, ...], bad: tuple[int, ...], name: str
 ) -> None:
     valid: Any = RECORDS[record]
@@ -70,7 +70,9 @@ def test_bounds(
         pytest.param("cache", "groups", GROUP, (1, 64), "number of groups", id="groups"),
     ],
 )
-def test_counts(record: str, field: str, item: object, allowed: tuple[int, int], name: str) -> None:
+def test_the_length_of_each_tuple_has_bounds(
+    record: str, field: str, item: object, allowed: tuple[int, int], name: str
+) -> None:
     valid: Any = RECORDS[record]
     for count in allowed:
         assert len(getattr(replace(valid, **{field: (item,) * count}), field)) == count
@@ -81,38 +83,44 @@ def test_counts(record: str, field: str, item: object, allowed: tuple[int, int],
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
-def test_records_do_not_change(record: Any) -> None:
+def test_records_are_frozen(record: Any) -> None:
     field = next(iter(record.__dataclass_fields__))
     with pytest.raises(FrozenInstanceError):
         setattr(record, field, 1)
 
 
-def test_content_is_all_parts_together() -> None:
+def test_content_counts_all_pieces_of_all_parts() -> None:
     assert REGION.content == 384
     assert replace(REGION, parts=(Part(0, 576),)).content == 576
     assert replace(REGION, parts=(Part(0, 2, count=64, stride=32), Part(9, 128))).content == 256
 
 
-def test_heads_are_half_open() -> None:
+def test_heads_are_a_half_open_range() -> None:
     assert REGION.heads == (2, 10)
+    assert [REGION.head_offset(head) for head in (2, 5)] == [0, 3 * 6144]
+
+
+def test_a_part_s_own_token_stride_replaces_the_region_s() -> None:
+    parts = Part(0, 2), Part(0, 2, token_stride=7)
+    assert [REGION.token_stride_of(part) for part in parts] == [384, 7]
 
 
 @pytest.mark.parametrize(
     ("per_entry", "tokens", "num_entries"),
     [
         pytest.param(1, 16, 10, id="one block per entry"),
-        pytest.param(5, 80, 2, id="five"),
-        pytest.param(4, 64, 2, id="four, and two blocks too many"),
-        pytest.param(11, 176, 0, id="more than there are blocks"),
+        pytest.param(5, 80, 2, id="five blocks per entry"),
+        pytest.param(4, 64, 2, id="four per entry, two blocks left over"),
+        pytest.param(11, 176, 0, id="more per entry than there are blocks"),
     ],
 )
-def test_entries(per_entry: int, tokens: int, num_entries: int) -> None:
+def test_entries_consist_of_whole_blocks(per_entry: int, tokens: int, num_entries: int) -> None:
     group = replace(GROUP, blocks_per_entry=per_entry)
     assert (group.entry_size, group.num_entries) == (tokens, num_entries)
 
 
 def test_a_stage_may_have_no_layer_of_a_group() -> None:
-    """The group stays: the block tables of an engine are numbered alike on all of its ranks."""
+    """It has the group nevertheless: all ranks of an engine number block tables in the same way."""
     empty = replace(GROUP, regions=())
     assert replace(LAYOUT, groups=(empty, GROUP)).groups[0].entry_size == 16
     assert replace(LAYOUT, groups=(empty,), spans=()).spans == ()
@@ -135,7 +143,7 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
             replace(REGION, parts=(Part(0, 2, count=64, stride=32, token_stride=2), Part(9, 7))),
             GROUP,
             EXTENT - 384 + 16,
-            id="each part with its own token stride: the second one reaches farther",
+            id="each part with its own token stride: the second ends last",
         ),
         pytest.param(
             replace(REGION, parts=(Part(8000, 2, count=64, stride=32, token_stride=2),)),
@@ -147,29 +155,29 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
             replace(REGION, num_heads=1),
             replace(GROUP, num_blocks=1, block_size=1),
             384,
-            id="strides of axes of length one do not count",
+            id="one block, one head, one token: strides do not count",
         ),
         pytest.param(
             replace(REGION, num_heads=1),
             replace(GROUP, num_blocks=2, block_size=1),
             50_384,
-            id="blocks",
+            id="two blocks",
         ),
         pytest.param(
             replace(REGION, num_heads=2),
             replace(GROUP, num_blocks=1, block_size=1),
             6528,
-            id="heads",
+            id="two heads",
         ),
         pytest.param(
             replace(REGION, num_heads=1),
             replace(GROUP, num_blocks=1, block_size=2),
             768,
-            id="tokens",
+            id="two tokens",
         ),
     ],
 )
-def test_extent(region: Region, group: Group, expected: int) -> None:
+def test_extent_ends_with_the_last_element(region: Region, group: Group, expected: int) -> None:
     assert extent(region, group) == expected
 
 
@@ -181,7 +189,7 @@ def test_extent(region: Region, group: Group, expected: int) -> None:
         pytest.param((Span(1, 5), Span(4096, EXTENT), Span(4096, 3)), id="in one of several"),
     ],
 )
-def test_regions_inside_a_span(spans: tuple[Span, ...]) -> None:
+def test_a_region_inside_one_span_is_allowed(spans: tuple[Span, ...]) -> None:
     assert replace(LAYOUT, spans=spans).spans == spans
 
 
@@ -196,14 +204,14 @@ def test_regions_inside_a_span(spans: tuple[Span, ...]) -> None:
         pytest.param((Span(4096, 1000), Span(5096, EXTENT)), id="two neighbours"),
     ],
 )
-def test_regions_outside_of_the_spans(spans: tuple[Span, ...]) -> None:
+def test_a_region_that_no_span_contains_is_refused(spans: tuple[Span, ...]) -> None:
     message = f"^region of layer 'layer.0' reaches from 0x1000 to {4096 + EXTENT:#x}; allowed: in"
     with pytest.raises(ValueError, match=message):
         replace(LAYOUT, spans=spans)
 
 
-def test_regions_and_spans_that_are_too_many_to_look_for_one_in_the_other() -> None:
-    """A peer's numbers: they must not cost this side seconds."""
+def test_too_many_regions_times_spans_are_refused() -> None:
+    """A peer's numbers must not cost this side seconds."""
     with pytest.raises(ValueError, match="regions times spans"):
         replace(LAYOUT, spans=LAYOUT.spans * 2**20)
 

@@ -1,6 +1,7 @@
-"""Layouts from a few numbers: held against numpy's own strides, and against vLLM's rules."""
+"""Layouts from a few numbers, compared with numpy's own strides and with vLLM's rules."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,19 +9,19 @@ import numpy as np
 import pytest
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Region
-from nixl_kv.geometry.ranks import holding
-from nixl_kv.geometry.shapes import (
+from nixl_kv.geometry.model_layouts import (
     APART,
     BASE,
     ORDERS,
     PACKED,
     EngineShape,
     ModelShape,
-    heads,
+    build_layouts,
+    heads_of_rank,
     layer_name,
-    layouts,
-    stages,
+    pipeline_stages,
 )
+from nixl_kv.geometry.ranks import held_heads
 
 SMALL = ModelShape(layers=3, kv_heads=4, content=(2, 2), element="float16")
 LATENT = ModelShape(layers=3, kv_heads=1, content=(5,), element="bfloat16")
@@ -33,7 +34,7 @@ def sliding(layers: int, period: int) -> tuple[int, ...]:
 
 
 def addresses(region: Region, group: Group) -> Iterator[int]:
-    """Of all bytes of a region."""
+    """The addresses of all bytes of a region."""
     for block, head, slot in itertools.product(
         range(group.num_blocks), range(region.num_heads), range(group.block_size)
     ):
@@ -43,19 +44,19 @@ def addresses(region: Region, group: Group) -> Iterator[int]:
             yield from range(start + part.offset, start + part.offset + part.length)
 
 
-def test_orders_are_named_once() -> None:
+def test_orders_are_packed_or_apart() -> None:
     assert ORDERS == PACKED + APART
     assert len(set(ORDERS)) == len(ORDERS) == 10
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_strides_are_those_of_an_array_in_that_order(order: str, tp: int) -> None:
+def test_strides_are_those_of_a_numpy_array_in_that_order(order: str, tp: int) -> None:
     sizes = {"L": 3, "B": 5, "H": 4 // tp, "N": 3, "2": 2, "C": 2 if "2" in order else 4}
     array = np.empty([sizes[axis] for axis in order], dtype=np.uint8)
     strides = dict(zip(order, array.strides, strict=True))
     offset = strides["2"] if "2" in order else 2
-    rank = layouts(SMALL, replace(FEW_BLOCKS, tp=tp, order=order))[tp - 1]
+    rank = build_layouts(SMALL, replace(FEW_BLOCKS, tp=tp, order=order))[tp - 1]
     (group,) = rank.groups
     assert [region.layer for region in group.regions] == [layer_name(n) for n in range(3)]
     for number, region in enumerate(group.regions):
@@ -70,7 +71,7 @@ def test_strides_are_those_of_an_array_in_that_order(order: str, tp: int) -> Non
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model", [SMALL, LATENT], ids=["K and V", "latent"])
 def test_every_byte_of_the_spans_is_used_once(order: str, model: ModelShape) -> None:
-    (rank,) = layouts(model, replace(FEW_BLOCKS, order=order))
+    (rank,) = build_layouts(model, replace(FEW_BLOCKS, order=order))
     (group,) = rank.groups
     used = [a for region in group.regions for a in addresses(region, group)]
     spans = [range(span.address, span.address + span.length) for span in rank.spans]
@@ -79,12 +80,12 @@ def test_every_byte_of_the_spans_is_used_once(order: str, model: ModelShape) -> 
 
 
 @pytest.mark.parametrize("order", PACKED)
-def test_groups_lie_in_the_same_memory_a_block_of_one_is_a_block_of_the_other(order: str) -> None:
+def test_groups_share_memory_and_a_block_has_the_same_bytes_in_each(order: str) -> None:
     model = ModelShape(5, 2, (1, 1), "int8", window=4, sliding=sliding(5, 3))
-    (rank,) = layouts(model, replace(FEW_BLOCKS, order=order))
+    (rank,) = build_layouts(model, replace(FEW_BLOCKS, order=order))
     assert [(len(g.regions), g.window) for g in rank.groups] == [(1, 4)] * 4 + [(1, 0)]
     wider = replace(model, sliding=(0, 1, 2))
-    (rank,) = layouts(wider, replace(FEW_BLOCKS, order=order))
+    (rank,) = build_layouts(wider, replace(FEW_BLOCKS, order=order))
     assert [(len(g.regions), g.window) for g in rank.groups] == [(2, 4), (1, 4), (2, 0)]
     owners: dict[int, set[int]] = {}
     for group in rank.groups:
@@ -103,15 +104,15 @@ def test_groups_lie_in_the_same_memory_a_block_of_one_is_a_block_of_the_other(or
     ("tp", "kv_heads", "expected"),
     [
         pytest.param(1, 8, [(0, 8)], id="one rank"),
-        pytest.param(2, 8, [(0, 4), (4, 8)], id="cut"),
-        pytest.param(3, 6, [(0, 2), (2, 4), (4, 6)], id="cut in three"),
+        pytest.param(2, 8, [(0, 4), (4, 8)], id="two ranks"),
+        pytest.param(3, 6, [(0, 2), (2, 4), (4, 6)], id="three ranks"),
         pytest.param(4, 4, [(0, 1), (1, 2), (2, 3), (3, 4)], id="one each"),
         pytest.param(4, 2, [(0, 1), (0, 1), (1, 2), (1, 2)], id="copied to neighbours"),
         pytest.param(3, 1, [(0, 1)] * 3, id="one head everywhere"),
     ],
 )
-def test_heads(tp: int, kv_heads: int, expected: list[tuple[int, int]]) -> None:
-    assert [heads(rank, tp, kv_heads) for rank in range(tp)] == expected
+def test_heads_of_each_rank(tp: int, kv_heads: int, expected: list[tuple[int, int]]) -> None:
+    assert [heads_of_rank(rank, tp, kv_heads) for rank in range(tp)] == expected
 
 
 @pytest.mark.parametrize(
@@ -128,16 +129,17 @@ def test_heads(tp: int, kv_heads: int, expected: list[tuple[int, int]]) -> None:
         (94, 8, [11, 12, 12, 12, 12, 12, 12, 11]),
         (3, 3, [1, 1, 1]),
     ],
+    ids=str,
 )
-def test_stages_are_those_of_vllm(layers: int, pp: int, expected: list[int]) -> None:
-    found = stages(layers, pp)
-    assert [len(stage) for stage in found] == expected
-    assert [layer for stage in found for layer in stage] == list(range(layers))
+def test_pipeline_stages_are_those_of_vllm(layers: int, pp: int, expected: list[int]) -> None:
+    stages = pipeline_stages(layers, pp)
+    assert [len(stage) for stage in stages] == expected
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
-    found = layouts(SMALL, replace(FEW_BLOCKS, tp=2, pp=2))
-    assert [holding(rank) for rank in found] == [
+    layouts = build_layouts(SMALL, replace(FEW_BLOCKS, tp=2, pp=2))
+    assert [held_heads(layout) for layout in layouts] == [
         {"layer.0": (0, 2), "layer.1": (0, 2)},
         {"layer.0": (2, 4), "layer.1": (2, 4)},
         {"layer.2": (0, 2)},
@@ -151,8 +153,8 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
         pytest.param(36, 6, [6] * 6, id="five to one"),
         pytest.param(48, 4, [12] * 4, id="three to one"),
         pytest.param(24, 2, [12, 12], id="one to one"),
-        pytest.param(25, 2, [13, 12], id="one more of a kind starts no new group"),
-        pytest.param(26, 6, [4, 4, 4, 4, 3, 3, 4], id="the last period is cut"),
+        pytest.param(25, 2, [13, 12], id="one more of one kind makes no new group"),
+        pytest.param(26, 6, [4, 4, 4, 4, 3, 3, 4], id="the last period is incomplete"),
     ],
 )
 def test_groups_are_those_of_vllm(layers: int, every: int, sizes: list[int]) -> None:
@@ -169,30 +171,30 @@ def test_layers_of_a_group_are_spread_over_the_model() -> None:
     assert model.groups() == [((0, 3, 6, 9), 16), ((1, 4, 7, 10), 16), ((2, 5, 8, 11), 0)]
 
 
-def test_all_layers_may_slide() -> None:
+def test_all_layers_may_have_a_window() -> None:
     model = ModelShape(2, 1, (4, 4), "int8", 16, (0, 1))
     assert model.groups() == [((0, 1), 16)]
 
 
-def test_a_stage_may_lack_a_group() -> None:
+def test_a_stage_may_have_no_layer_of_a_group() -> None:
     model = ModelShape(4, 1, (4, 4), "int8", 16, (0, 1))
-    first, last = layouts(model, replace(FEW_BLOCKS, pp=2))
+    first, last = build_layouts(model, replace(FEW_BLOCKS, pp=2))
     assert [len(group.regions) for group in first.groups] == [2, 0]
     assert [len(group.regions) for group in last.groups] == [0, 2]
 
 
-def test_what_else_an_engine_says_is_in_the_layout() -> None:
+def test_sizes_memory_and_element_are_those_of_the_engine() -> None:
     engine = EngineShape(block_size=8, num_blocks=12, blocks_per_entry=4, memory="DRAM")
-    (rank,) = layouts(SMALL, engine)
+    (rank,) = build_layouts(SMALL, engine)
     assert (rank.element, rank.memory, rank.device) == ("float16", "DRAM", 0)
     (group,) = rank.groups
     assert (group.block_size, group.entry_size, group.num_entries) == (8, 32, 3)
 
 
-def test_k_and_v_of_different_sizes() -> None:
+def test_k_and_v_may_have_different_sizes() -> None:
     model = replace(SMALL, content=(6, 4))
-    (packed,) = layouts(model, FEW_BLOCKS)
-    (apart,) = layouts(model, replace(FEW_BLOCKS, order="LB2HNC"))
+    (packed,) = build_layouts(model, FEW_BLOCKS)
+    (apart,) = build_layouts(model, replace(FEW_BLOCKS, order="LB2HNC"))
     lengths = [[part.length for part in parts_of(rank)] for rank in (packed, apart)]
     assert lengths == [[6, 4], [6, 4]]
     assert [part.offset for part in parts_of(apart)] == [0, 4 * 3 * 6]
@@ -203,24 +205,28 @@ def parts_of(rank: CacheLayout) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         pytest.param({"layers": 0}, "layers is 0; allowed: 1 to 16384", id="layers"),
         pytest.param({"kv_heads": 0}, "kv_heads is 0; allowed: 1 to 65535", id="heads"),
-        pytest.param({"content": ()}, "number of parts of content is 0; allowed: 1 to 2", id="no"),
+        pytest.param(
+            {"content": ()}, "number of parts of content is 0; allowed: 1 to 2", id="parts"
+        ),
         pytest.param({"content": (4, 0)}, "content is 0; allowed: 1 to 2147483647", id="empty"),
         pytest.param(
-            {"window": 4, "sliding": (3,)}, "sliding layer is 3; allowed: 0 to 2", id="no layer"
+            {"window": 4, "sliding": (3,)},
+            "sliding layer is 3; allowed: 0 to 2",
+            id="no such layer",
         ),
         pytest.param(
             {"window": 4, "sliding": (1, 1)},
             "sliding is (1, 1); allowed: each layer once",
-            id="twice",
+            id="a layer twice",
         ),
         pytest.param(
             {"window": 4},
             "window is 4 with 0 sliding layers; allowed: 1 or more with sliding layers, 0 without",
-            id="window of nobody",
+            id="window without layers",
         ),
         pytest.param(
             {"window": -1, "sliding": (0,)},
@@ -229,14 +235,13 @@ def parts_of(rank: CacheLayout) -> tuple:
         ),
     ],
 )
-def test_a_model_that_cannot_be(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared whole
+def test_impossible_models_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         replace(SMALL, **changes)
-    assert str(caught.value) == words
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         pytest.param({"tp": 0}, "tp is 0; allowed: 1 to 1024", id="tp"),
         pytest.param({"pp": 0}, "pp is 0; allowed: 1 to 1024", id="pp"),
@@ -249,31 +254,30 @@ def test_a_model_that_cannot_be(changes: dict, words: str) -> None:
         pytest.param(
             {"num_blocks": 7, "blocks_per_entry": 2},
             "num_blocks is 7; allowed: multiples of blocks_per_entry (2)",
-            id="half an entry",
+            id="an incomplete entry",
         ),
         pytest.param(
             {"blocks_per_entry": 2, "num_blocks": 8, "order": "BHLNC"},
-            "blocks_per_entry is 2; allowed: 1 where a layer's blocks do not stand in one line "
+            "blocks_per_entry is 2; allowed: 1 where a layer's blocks are not in one line "
             "(order BHLNC)",
-            id="packed blocks are not cut",
+            id="blocks of a layer apart",
         ),
     ],
 )
-def test_an_engine_that_cannot_be(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared whole
+def test_impossible_engines_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         replace(FEW_BLOCKS, **changes)
-    assert str(caught.value) == words
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"tp": 3}, "tp is 3; allowed: divisors and multiples of kv_heads (4)"),
         ({"tp": 6}, "tp is 6; allowed: divisors and multiples of kv_heads (4)"),
         ({"pp": 4}, "pp is 4; allowed: 1 to 3"),
     ],
+    ids=str,
 )
-def test_a_model_that_cannot_be_cut_like_that(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared whole
-        layouts(SMALL, replace(FEW_BLOCKS, **changes))
-    assert str(caught.value) == words
+def test_a_model_that_the_engine_cannot_divide_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        build_layouts(SMALL, replace(FEW_BLOCKS, **changes))

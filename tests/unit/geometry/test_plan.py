@@ -1,6 +1,6 @@
 """Plans of two ranks: runs, rows and indices of known shapes, written out.
 
-That the right bytes move, whatever the shape, is shown in test_any_shape.py.
+test_any_shape.py shows that the right bytes move, whatever the shape.
 """
 
 from dataclasses import replace
@@ -8,27 +8,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from caches import ORDERS
-from oracle import (
-    APART,
-    TRANSPOSED,
+from support.oracle import (
+    ALL_ORDERS,
     Blocks,
     CacheGroup,
     Layer,
     Store,
+    byte_pairs,
+    check_rows,
     fewest_runs,
     layout,
-    moved,
     runs_within_rows,
 )
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.blocks import block_ids
+from nixl_kv.geometry.blocks import ABSENT, block_ids
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.plan import Plan, Reads, Scratch, Share, plan
+from nixl_kv.geometry.model_layouts import PACKED
+from nixl_kv.geometry.plan import (
+    ADDRESS,
+    COUNT,
+    DEVICE,
+    LENGTH,
+    STRIDE,
+    IndexBuffer,
+    Plan,
+    Reads,
+    Share,
+    plan,
+)
 
-ALL_ORDERS = ORDERS + APART + TRANSPOSED
-DEVICE = 3
+LOCAL_DEVICE = 3
 BASES = (1, 100_000_001)
 
 
@@ -46,19 +56,17 @@ class Side(NamedTuple):
 
 
 class Case:
-    """Two ranks, and what one of them reads for a request; pairs are (local, remote)."""
+    """Two ranks, and the tokens that one of them reads for a request."""
 
-    def __init__(
-        self, local: Side, remote: Side, tokens: range, share: Share | None = None
-    ) -> None:
+    def __init__(self, local: Side, remote: Side, tokens: range) -> None:
         self.sides = (local, remote)
         self.tokens = tokens
         self.stores = [Store(side.order, side.layers, side.blocks) for side in self.sides]
         self.layouts = [
             layout([store], base, device=device)
-            for store, base, device in zip(self.stores, BASES, (DEVICE, 0), strict=True)
+            for store, base, device in zip(self.stores, BASES, (LOCAL_DEVICE, 0), strict=True)
         ]
-        self.plan = plan(*self.layouts, share)
+        self.plan = plan(*self.layouts)
 
     def reads(self) -> Reads:
         local, remote = self.sides
@@ -69,55 +77,49 @@ class Case:
 
     def pairs(self, tokens: range) -> np.ndarray:
         """The pairs (local byte, remote byte) of these tokens."""
-        found = [np.empty((0, 2), dtype=np.int64)]
+        pairs = [np.empty((0, 2), dtype=np.int64)]
         for mine, theirs in zip(*(side.layers for side in self.sides), strict=True):
             heads = sorted(set(self._heads(mine)) & set(self._heads(theirs)))
-            ends = []
+            addresses = []
             for side, store, base, layer in zip(
                 self.sides, self.stores, BASES, (mine, theirs), strict=True
             ):
-                spots = CacheGroup((), side.blocks, side.table).spots[list(tokens)]
-                held = slice(heads[0] - layer.first_head, heads[-1] + 1 - layer.first_head)
-                ends.append(
-                    [p[spots[:, 0], held, spots[:, 1]] + base for p in store.parts[layer.name]]
+                slots = CacheGroup((), side.blocks, side.table).slots[list(tokens)]
+                common = slice(heads[0] - layer.first_head, heads[-1] + 1 - layer.first_head)
+                addresses.append(
+                    [p[slots[:, 0], common, slots[:, 1]] + base for p in store.parts[layer.name]]
                 )
-            found += [np.stack([a.ravel(), b.ravel()], 1) for a, b in zip(*ends, strict=True)]
-        return np.concatenate(found)
+            pairs += [np.stack([a.ravel(), b.ravel()], 1) for a, b in zip(*addresses, strict=True)]
+        return np.concatenate(pairs)
 
     @staticmethod
     def _heads(layer: Layer) -> range:
         return range(layer.first_head, layer.first_head + layer.heads)
 
     def check(self, tokens: range) -> None:
-        """Just these tokens are moved, each byte once, by rows that a link takes."""
+        """Exactly these tokens are read, each byte once, by rows that a link takes."""
         reads = self.reads()
-        copied, expected = moved(self.plan, reads), self.pairs(tokens)
+        copied, expected = byte_pairs(self.plan, reads), self.pairs(tokens)
         assert sorted(map(tuple, copied.tolist())) == sorted(map(tuple, expected.tolist()))
         assert reads.num_bytes == len(expected)
         assert reads.num_runs == runs_within_rows(self.plan, reads)
-        for rows, side in zip((self.plan.local, self.plan.remote), self.layouts, strict=True):
-            assert rows.dtype == np.uint64
-            for address, length, device, stride, count in rows.tolist():
-                assert device == side.device
-                assert 1 <= length <= stride
-                end = address + (count - 1) * stride + length
-                assert any(s.address <= address and end <= s.address + s.length for s in side.spans)
+        check_rows(self.plan.local, self.layouts[0])
+        check_rows(self.plan.remote, self.layouts[1])
 
 
-def equal(order: str, other: str | None = None, **changes: Any) -> Case:
-    """Three layers, blocks of four tokens; three blocks in no order."""
-    made = layers(3, heads=2, key=2, value=2)
-    mine = Side(order, made, Blocks(6, 4), (4, 1, 3))
-    theirs = Side(other or order, made, Blocks(8, 4), (2, 6, 4))
-    local = mine._replace(**changes)
-    return Case(local, theirs, range(12))
+def equal_ranks() -> Case:
+    """Three layers, blocks of four tokens; three scattered blocks."""
+    model = layers(3, heads=2, key=2, value=2)
+    local = Side("LBHNC", model, Blocks(6, 4), (4, 1, 3))
+    remote = Side("LBHNC", model, Blocks(8, 4), (2, 6, 4))
+    return Case(local, remote, range(12))
 
 
 @pytest.mark.parametrize("remote", ALL_ORDERS)
 @pytest.mark.parametrize("local", ALL_ORDERS)
 @pytest.mark.parametrize("size", [4, 6])
-def test_all_orders(local: str, remote: str, size: int) -> None:
-    """Unequal heads, content and block sizes; a hit that cuts a remote block; idle bytes."""
+def test_ranks_of_all_orders_read_each_other(local: str, remote: str, size: int) -> None:
+    """Unequal heads, content and block sizes; a hit inside a remote block; unused bytes."""
     mine = layers(3, heads=3, key=3, value=2, first_head=1)
     theirs = layers(3, heads=4, key=3, value=2)
     case = Case(
@@ -126,20 +128,20 @@ def test_all_orders(local: str, remote: str, size: int) -> None:
         range(4, 11),
     )
     case.check(range(4, 12))
-    blocks = np.arange(4, 12)
-    ids = np.stack([blocks // 2, blocks // size], axis=1)
-    apart = sum(
-        fewest_runs(case.pairs(range(int(stretch.min()), int(stretch.max()) + 1)))
-        for stretch in (blocks[(ids == pair).all(axis=1)] for pair in np.unique(ids, axis=0))
+    tokens = np.arange(4, 12)
+    ids = np.stack([tokens // 2, tokens // size], axis=1)
+    fewest_apart = sum(
+        fewest_runs(case.pairs(range(int(segment.min()), int(segment.max()) + 1)))
+        for segment in (tokens[(ids == pair).all(axis=1)] for pair in np.unique(ids, axis=0))
     )
-    assert fewest_runs(case.pairs(range(4, 12))) <= case.reads().num_runs <= apart
+    assert fewest_runs(case.pairs(range(4, 12))) <= case.reads().num_runs <= fewest_apart
 
 
-# Qwen3-8B, equal TP: 36 layers, 8 KV heads, 16 tokens per block; K and V are of four bytes instead
-# of 256, on which the number of runs does not depend. Orders have in common what is contiguous in
-# both of them: a whole block (1), a layer (36), a head of a layer (36 * 8 = 288), a token of a head
-# (36 * 8 * 16 = 4608). Between BLHNC and BLNHC the end of a layer meets the next one's start on
-# both sides, which saves 35.
+# Qwen3-8B, equal TP: 36 layers, 8 KV heads, 16 tokens per block. K and V have four bytes instead of
+# 256; the number of runs does not depend on that. A run is what is contiguous in both orders: a
+# whole block (1), a layer (36), a head of a layer (36 * 8 = 288), a token of a head
+# (36 * 8 * 16 = 4608). Between BLHNC and BLNHC the end of a layer touches the next one's start on
+# both sides, which saves 35 runs.
 QWEN3_8B = layers(36, heads=8, key=4, value=4)
 RUNS_PER_BLOCK = {
     "LBHNC": (36, 4608, 288, 36, 4608, 288),
@@ -164,7 +166,7 @@ def qwen(orders: tuple[str, str], local: tuple[int, ...], remote: tuple[int, ...
     [
         pytest.param(local, remote, runs, id=f"{local}-{remote}")
         for local, row in RUNS_PER_BLOCK.items()
-        for remote, runs in zip(ORDERS, row, strict=True)
+        for remote, runs in zip(PACKED, row, strict=True)
     ],
 )
 def test_runs_per_block_at_equal_tp(local: str, remote: str, runs: int) -> None:
@@ -187,7 +189,9 @@ def test_runs_per_block_at_equal_tp(local: str, remote: str, runs: int) -> None:
         pytest.param("LBHT", 36, 144, id="K transposed"),
     ],
 )
-def test_runs_of_four_blocks(order: str, neighbours: int, scattered: int) -> None:
+def test_neighbouring_blocks_merge_where_both_sides_are_dense(
+    order: str, neighbours: int, scattered: int
+) -> None:
     def runs(local: tuple[int, ...], remote: tuple[int, ...]) -> int:
         return qwen((order, order), local, remote).reads().num_runs
 
@@ -215,15 +219,15 @@ def test_runs_of_four_blocks(order: str, neighbours: int, scattered: int) -> Non
         pytest.param(("LBHT", "LB2HNC"), 36 * 2 * (16 * 2 + 1), id="K transposed on one side"),
     ],
 )
-@pytest.mark.parametrize("reader", [0, 1], ids=["decode cut finer", "prefill cut finer"])
+@pytest.mark.parametrize("sliced", [0, 1], ids=["decode has fewer", "prefill has fewer"])
 def test_runs_per_block_of_two_heads_out_of_eight(
-    orders: tuple[str, str], runs: int, reader: int
+    orders: tuple[str, str], runs: int, sliced: int
 ) -> None:
     two = tuple(replace(layer, heads=2, first_head=4) for layer in QWEN3_8B)
-    held = (two, QWEN3_8B) if reader == 0 else (QWEN3_8B, two)
+    models = (two, QWEN3_8B) if sliced == 0 else (QWEN3_8B, two)
     sides = [
-        Side(order, made, Blocks(6, 16), (table,))
-        for order, made, table in zip(orders, held, (5, 0), strict=True)
+        Side(order, model, Blocks(6, 16), (table,))
+        for order, model, table in zip(orders, models, (5, 0), strict=True)
     ]
     reads = Case(sides[0], sides[1], range(16)).reads()
     assert (reads.num_runs, reads.num_bytes) == (runs, 36 * 2 * 16 * 8)
@@ -244,28 +248,26 @@ def test_runs_per_block_of_two_heads_out_of_eight(
             Side("BLNHC", layers(2, heads=2), Blocks(3, 3), (0, 1)),
             22,
             21,
-            id="a block's end meets the next block",
+            id="a block's end touches the next block",
         ),
         pytest.param(
             Side("LB2NHC", layers(2, heads=2), Blocks(3, 8), (1,)),
             Side("L2BNHC", layers(2, heads=2), Blocks(9, 2), (4, 5, 6, 7)),
             16,
             4,
-            id="small blocks in one line, of which larger ones are made up",
+            id="small blocks in one line on one side",
         ),
         pytest.param(
             Side("BLNHC", layers(2, heads=2), Blocks(9, 2), (1, 2, 3, 4)),
             Side("LBNHC", layers(2, heads=2), Blocks(3, 8), (1,)),
             8,
             8,
-            id="but not where they are apart",
+            id="small blocks apart on one side",
         ),
     ],
 )
-def test_where_the_count_is_not_the_least_possible(
-    local: Side, remote: Side, counted: int, fewest: int
-) -> None:
-    """Pieces merge inside one row only: these are the exceptions, where blocks are neighbours."""
+def test_runs_merge_only_inside_a_row(local: Side, remote: Side, counted: int, fewest: int) -> None:
+    """The exceptions, all with neighbouring blocks, where fewer runs would be possible."""
     tokens = range(local.blocks.tokens * len(local.table))
     case = Case(local, remote, tokens)
     case.check(tokens)
@@ -273,40 +275,40 @@ def test_where_the_count_is_not_the_least_possible(
     assert fewest_runs(case.pairs(tokens)) == fewest
 
 
-# ------------------------------------------------------------------ unequal blocks
+# --- unequal blocks
 
 
 def sizes(
     local: tuple[Blocks, tuple[int, ...]], remote: tuple[Blocks, tuple[int, ...]], tokens: range
 ) -> Case:
-    """One layer of two heads, never in one line."""
-    made = layers(1, heads=2)
-    return Case(Side("LBHNC", made, *local), Side("LBHNC", made, *remote), tokens)
+    """One layer of two heads; its tokens are not in one line."""
+    model = layers(1, heads=2)
+    return Case(Side("LBHNC", model, *local), Side("LBHNC", model, *remote), tokens)
 
 
 @pytest.mark.parametrize(
     ("local", "remote", "tokens", "read"),
     [
         pytest.param((4, (0, 1)), (4, (2, 0)), range(8), range(8), id="equal"),
-        pytest.param((4, (0, 1)), (4, (2, 0)), range(5), range(8), id="the end cuts a block"),
+        pytest.param((4, (0, 1)), (4, (2, 0)), range(5), range(8), id="the end is in a block"),
         pytest.param((4, (0, 1)), (4, (2, 0)), range(4, 8), range(4, 8), id="after a hit"),
         pytest.param((4, (0, 1)), (4, (2, 0)), range(4, 4), range(0), id="nothing after a hit"),
-        pytest.param((2, (0, 3)), (8, (1,)), range(3), range(4), id="the end cuts both"),
-        pytest.param((2, (0, 3, 1)), (8, (1,)), range(2, 5), range(2, 6), id="the hit cuts one"),
-        pytest.param((8, (1,)), (2, (0, 3)), range(3), range(4), id="only what is there"),
-        pytest.param((8, (1, 0)), (2, (0, 3, 1, 2, 5)), range(8, 9), range(8, 10), id="4:1, a hit"),
+        pytest.param((2, (0, 3)), (8, (1,)), range(3), range(4), id="2:8"),
+        pytest.param((2, (0, 3, 1)), (8, (1,)), range(2, 5), range(2, 6), id="2:8, after a hit"),
+        pytest.param((8, (1,)), (2, (0, 3)), range(3), range(4), id="8:2, a local block half read"),
+        pytest.param((8, (1, 0)), (2, (0, 3, 1, 2, 5)), range(8, 9), range(8, 10), id="8:2, a hit"),
         pytest.param((4, (2, 0)), (6, (1, 0)), range(7), range(8), id="4:6"),
         pytest.param((4, (2, 0)), (6, (1, 0)), range(4, 5), range(4, 6), id="4:6, after a hit"),
         pytest.param((3, (2, 0, 1)), (2, (1, 0, 2, 4)), range(3, 7), range(3, 8), id="3:2"),
     ],
 )
-def test_what_is_read(
+def test_tokens_are_read_up_to_the_next_block_edge_of_either_side(
     local: tuple[int, tuple[int, ...]],
     remote: tuple[int, tuple[int, ...]],
     tokens: range,
     read: range,
 ) -> None:
-    """Up to the next edge of a block of either side, and nothing of a hit."""
+    """And nothing of a prefix hit."""
     case = sizes((Blocks(4, local[0]), local[1]), (Blocks(6, remote[0]), remote[1]), tokens)
     case.check(read)
 
@@ -326,10 +328,10 @@ def test_entries_of_several_blocks(
     sizes((blocks[0], local), (blocks[1], remote), tokens).check(tokens)
 
 
-def test_rows_of_unequal_blocks() -> None:
-    """Local blocks of two tokens, remote ones of four: each half of a remote block has its rows."""
+def test_each_half_of_a_larger_remote_block_has_rows_of_its_own() -> None:
+    """Local blocks of two tokens, remote ones of four."""
     case = sizes((Blocks(4, 2), (3, 1, 0)), (Blocks(2, 4), (1, 0)), range(6))
-    assert case.plan.local.tolist() == [[1, 4, DEVICE, 8, 4], [5, 4, DEVICE, 8, 4]]
+    assert case.plan.local.tolist() == [[1, 4, LOCAL_DEVICE, 8, 4], [5, 4, LOCAL_DEVICE, 8, 4]]
     base = BASES[1]
     assert case.plan.remote.tolist() == [
         [base, 4, 0, 16, 2],
@@ -343,14 +345,14 @@ def test_rows_of_unequal_blocks() -> None:
     assert (reads.num_runs, reads.num_bytes) == (6, 24)
 
 
-def test_rows_of_unequal_blocks_in_one_line() -> None:
+def test_unequal_blocks_in_one_line_have_one_row_of_smaller_pieces() -> None:
     """One head: every two tokens are a piece, wherever a block ends, and neighbours merge."""
     case = Case(
         Side("LBHNC", layers(1), Blocks(3, 4), (2, 1)),
         Side("LBHNC", layers(1), Blocks(2, 6), (1, 0)),
         range(7),
     )
-    assert case.plan.local.tolist() == [[1, 4, DEVICE, 4, 6]]
+    assert case.plan.local.tolist() == [[1, 4, LOCAL_DEVICE, 4, 6]]
     assert case.plan.remote.tolist() == [[BASES[1], 4, 0, 4, 6]]
     reads = case.reads()
     assert reads.local.tolist() == [2, 3, 4, 5]
@@ -359,16 +361,16 @@ def test_rows_of_unequal_blocks_in_one_line() -> None:
     case.check(range(8))
 
 
-def test_equal_blocks_in_one_line_are_not_cut() -> None:
+def test_equal_blocks_in_one_line_are_one_piece_each() -> None:
     case = Case(
         Side("LBHNC", layers(1), Blocks(3, 4), (2, 1)),
         Side("LBHNC", layers(1), Blocks(2, 4), (1, 0)),
         range(8),
     )
-    assert case.plan.local.tolist() == [[1, 8, DEVICE, 8, 3]]
+    assert case.plan.local.tolist() == [[1, 8, LOCAL_DEVICE, 8, 3]]
 
 
-# ------------------------------------------------------------------ rows and indices
+# --- rows and indices
 
 
 def one_layer(
@@ -380,17 +382,18 @@ def one_layer(
 
 
 def rank(groups: list[tuple[int, list[tuple[Region, Span]]]], device: int = 0) -> CacheLayout:
+    """Groups of so many blocks of one token."""
     return CacheLayout(
-        tuple(Group(1, count, 1, tuple(region for region, _ in found)) for count, found in groups),
+        tuple(Group(1, count, 1, tuple(region for region, _ in pairs)) for count, pairs in groups),
         "uint8",
         "DRAM",
         device,
-        tuple(span for _, found in groups for _, span in found),
+        tuple(span for _, pairs in groups for _, span in pairs),
     )
 
 
-def two_groups() -> Plan:
-    """The first with two layers, one of which is dense on one side only."""
+def plan_of_two_groups() -> Plan:
+    """The first group has two layers; one of them is dense on one side only."""
     local = rank(
         [
             (
@@ -421,7 +424,7 @@ def two_groups() -> Plan:
 
 
 def test_rows_and_indices_written_out() -> None:
-    planned = two_groups()
+    planned = plan_of_two_groups()
     assert planned.local.tolist() == [[1000, 8, 2, 8, 4], [2000, 8, 2, 8, 4], [3000, 16, 2, 24, 3]]
     assert planned.remote.tolist() == [
         [8000, 8, 7, 8, 5],
@@ -429,7 +432,7 @@ def test_rows_and_indices_written_out() -> None:
         [9000, 16, 7, 16, 6],
     ]
     reads = planned.reads(
-        [block_ids([0, 1, 3]), block_ids([0, 1, -1])],
+        [block_ids([0, 1, 3]), block_ids([0, 1, ABSENT])],
         [block_ids([2, 3, 4]), block_ids([4, 5, 0])],
         range(3),
     )
@@ -442,10 +445,10 @@ def test_rows_and_indices_written_out() -> None:
         assert side.flags.c_contiguous
 
 
-def test_pieces_that_may_merge_are_named_in_the_order_of_local_blocks() -> None:
-    """An allocator hands out runs, but often backwards: only in this order do they merge."""
-    reads = two_groups().reads(
-        [block_ids([3, 2, 0]), block_ids([-1] * 3)],
+def test_indices_of_dense_rows_are_in_the_order_of_local_blocks() -> None:
+    """An allocator hands out neighbours, but often backwards: they merge in this order only."""
+    reads = plan_of_two_groups().reads(
+        [block_ids([3, 2, 0]), block_ids([ABSENT] * 3)],
         [block_ids([4, 3, 0]), block_ids([0] * 3)],
         range(3),
     )
@@ -454,24 +457,23 @@ def test_pieces_that_may_merge_are_named_in_the_order_of_local_blocks() -> None:
     assert reads.num_runs == 2 + 3
 
 
-def test_indices_in_memory_that_is_used_again() -> None:
-    """They are those of the last request; more of them than ever before take new memory."""
-    planned, scratch = equal("LBHNC").plan, Scratch()
+def test_an_index_buffer_is_used_again_and_grows() -> None:
+    planned, buffer = equal_ranks().plan, IndexBuffer()
     local, remote = [block_ids([4, 1, 3])], [block_ids([2, 6, 4])]
     for end in (8, 4, 12, 12):
         alone = planned.reads(local, remote, range(end))
-        reads = planned.reads(local, remote, range(end), scratch=scratch)
+        reads = planned.reads(local, remote, range(end), buffer=buffer)
         assert reads.local.tolist() == alone.local.tolist()
         assert reads.remote.tolist() == alone.remote.tolist()
         assert reads.local.flags.c_contiguous
         assert reads.remote.flags.c_contiguous
-    again = planned.reads(local, remote, range(4), scratch=scratch)
+    again = planned.reads(local, remote, range(4), buffer=buffer)
     assert np.shares_memory(again.local, reads.local)
     assert not np.shares_memory(alone.local, reads.local)
 
 
-def test_groups_in_one_memory_share_rows() -> None:
-    """Equal rows stand in a list once: the blocks of both groups are numbered together."""
+def test_groups_in_the_same_memory_share_rows() -> None:
+    """Equal rows are in a list once."""
     regions = [one_layer(1000, stride=8, blocks=4, name=name) for name in "ab"]
     side = rank([(4, regions[:1]), (4, regions[1:])])
     planned = plan(side, side)
@@ -481,13 +483,14 @@ def test_groups_in_one_memory_share_rows() -> None:
     assert (reads.local.tolist(), reads.remote.tolist()) == ([1, 3], [3, 1])
 
 
-def test_groups_need_not_be_the_same() -> None:
-    """A layer's blocks are those of its own group on each side; empty groups keep their number."""
-    made = {
+def test_both_sides_may_group_layers_differently() -> None:
+    """On each side a layer has the blocks of its own group; empty groups count too."""
+    layers_by_name = {
         name: one_layer(1000 * n, stride=8, blocks=4, name=name) for n, name in enumerate("abc", 1)
     }
-    local = rank([(4, [made["a"], made["b"]]), (4, []), (4, [made["c"]])])
-    remote = rank([(4, [made["b"], made["c"]]), (4, [made["a"]])])
+    a, b, c = layers_by_name.values()
+    local = rank([(4, [a, b]), (4, []), (4, [c])])
+    remote = rank([(4, [b, c]), (4, [a])])
     reads = plan(local, remote).reads(
         [block_ids([0]), block_ids([]), block_ids([1])], [block_ids([2]), block_ids([3])], range(1)
     )
@@ -495,45 +498,57 @@ def test_groups_need_not_be_the_same() -> None:
     assert reads.remote.tolist() == [3, 6, 10]
 
 
-def test_rows_stand_in_the_order_of_local_addresses() -> None:
-    made = layers(2, heads=2)[::-1]
-    sides = [Side(order, made, Blocks(2), (0,)) for order in ("BLHNC", "LHBNC", "BHLNC")]
-    planned = Case(sides[0], sides[1], range(1)).plan
-    assert planned.local.tolist() == [[1 + 2 * n, 2, DEVICE, 8, 2] for n in range(4)]
-    assert (planned.remote[:, 0] - BASES[1]).tolist() == [0, 4, 8, 12]
-    turned = Case(sides[0], sides[2], range(1)).plan
-    assert turned.local[:, 0].tolist() == [1, 3, 5, 7]
-    assert (turned.remote[:, 0] - BASES[1]).tolist() == [0, 4, 2, 6]
+def test_rows_are_in_the_order_of_local_addresses() -> None:
+    model = layers(2, heads=2)[::-1]
+    sides = [Side(order, model, Blocks(2), (0,)) for order in ("BLHNC", "LHBNC", "BHLNC")]
+    same = Case(sides[0], sides[1], range(1)).plan
+    assert same.local.tolist() == [[1 + 2 * n, 2, LOCAL_DEVICE, 8, 2] for n in range(4)]
+    assert (same.remote[:, ADDRESS] - BASES[1]).tolist() == [0, 4, 8, 12]
+    other = Case(sides[0], sides[2], range(1)).plan
+    assert other.local[:, ADDRESS].tolist() == [1, 3, 5, 7]
+    assert (other.remote[:, ADDRESS] - BASES[1]).tolist() == [0, 4, 2, 6]
 
 
-def test_layers_are_found_by_name() -> None:
+def test_the_columns_of_rows_have_names() -> None:
+    (row,) = plan(*[rank([(4, [one_layer(1000, stride=24, blocks=4)])], device=2)] * 2).local
+    assert [int(row[column]) for column in (ADDRESS, LENGTH, DEVICE, STRIDE, COUNT)] == [
+        1000,
+        8,
+        2,
+        24,
+        4,
+    ]
+
+
+def test_layers_are_matched_by_name() -> None:
     local = rank([(1, [one_layer(100, stride=8, blocks=1)])])
     a, b = (one_layer(base, stride=8, blocks=1, name=n) for n, base in (("b", 300), ("a", 400)))
     assert plan(local, rank([(1, [a, b])])).remote.tolist() == [[400, 8, 0, 8, 1]]
 
 
-def test_one_part_alone() -> None:
-    """As of a latent cache: one head, everything of a token in one piece."""
+def test_a_latent_cache_has_one_piece_per_block() -> None:
     region = Region("a", 64, 576 * 4, 576 * 4, 576, 0, 1, (Part(0, 576),))
     side = CacheLayout((Group(4, 3, 1, (region,)),), "bf16", "VRAM", 0, (Span(64, 576 * 12),))
     assert plan(side, side).local.tolist() == [[64, 2304, 0, 2304, 3]]
 
 
-# ------------------------------------------------------------------ shares
+# --- shares
 
 
 @pytest.mark.parametrize(
     ("share", "local", "remote"),
     [
-        pytest.param(None, [[17, 24, 0, 64, 4]], [[1, 24, 0, 64, 4]], id="all that both hold"),
-        pytest.param({"a": (2, 5)}, [[17, 24, 0, 64, 4]], [[1, 24, 0, 64, 4]], id="the same, told"),
+        pytest.param(None, [[17, 24, 0, 64, 4]], [[1, 24, 0, 64, 4]], id="by default all"),
+        pytest.param({"a": (2, 5)}, [[17, 24, 0, 64, 4]], [[1, 24, 0, 64, 4]], id="all"),
         pytest.param({"a": (3, 4)}, [[25, 8, 0, 64, 4]], [[9, 8, 0, 64, 4]], id="one of three"),
         pytest.param({}, [], [], id="nothing"),
-        pytest.param({"b": (2, 5)}, [], [], id="a layer that neither holds"),
+        pytest.param({"b": (2, 5)}, [], [], id="a layer that neither has"),
     ],
 )
-def test_shares(share: Share | None, local: list[list[int]], remote: list[list[int]]) -> None:
-    """Heads 0 to 4 here, 2 to 9 there, of eight bytes each."""
+def test_rows_are_those_of_the_share(
+    share: Share | None, local: list[list[int]], remote: list[list[int]]
+) -> None:
+    """Local heads 0 to 4, remote heads 2 to 9, of eight bytes each."""
     sides = [
         CacheLayout(
             (Group(1, 4, 1, (Region("a", 1, 64, 8, 8, first, count, (Part(0, 8),)),)),),
@@ -549,18 +564,18 @@ def test_shares(share: Share | None, local: list[list[int]], remote: list[list[i
     assert planned.local.shape == (len(local), 5)
 
 
-def test_ranks_that_have_nothing_in_common() -> None:
+def test_ranks_with_nothing_in_common_read_nothing() -> None:
     sides = [rank([(4, [one_layer(1000, stride=8, blocks=4, name=name)])]) for name in "ab"]
     planned = plan(sides[0], sides[1])
     reads = planned.reads([block_ids([1])], [block_ids([])], range(1))
     assert (reads.local.tolist(), reads.remote.tolist(), reads.num_bytes) == ([], [], 0)
 
 
-# ------------------------------------------------------------------ block tables
+# --- block tables
 
 
-def test_nothing_to_read() -> None:
-    reads = equal("LBHNC").plan.reads([block_ids([])], [block_ids([])], range(8, 8))
+def test_no_tokens_have_no_indices() -> None:
+    reads = equal_ranks().plan.reads([block_ids([])], [block_ids([])], range(8, 8))
     assert (len(reads.local), len(reads.remote)) == (0, 0)
     assert (reads.num_bytes, reads.num_runs) == (0, 0)
     assert reads.local.dtype == reads.remote.dtype == np.int32
@@ -569,19 +584,17 @@ def test_nothing_to_read() -> None:
 @pytest.mark.parametrize(
     ("local", "remote", "read"),
     [
-        pytest.param([-1, 1, 3], [-1, 6, 4], range(4, 12), id="on both sides"),
-        pytest.param([-1, 1, 3], [2, 6, 4], range(4, 12), id="here alone"),
+        pytest.param([-1, 1, 3], [-1, 6, 4], range(4, 12), id="absent on both sides"),
+        pytest.param([-1, 1, 3], [2, 6, 4], range(4, 12), id="absent on the local side only"),
         pytest.param([4, -1, 3], [2, -1, 4], [*range(4), *range(8, 12)], id="in the middle"),
-        pytest.param([-1, -1, -1], [2, 6, 4], range(0), id="all of it"),
+        pytest.param([-1, -1, -1], [2, 6, 4], range(0), id="all absent"),
     ],
 )
-def test_where_a_window_has_passed(local: list[int], remote: list[int], read: range) -> None:
-    case = equal("LBHNC")
+def test_absent_local_blocks_are_not_read(local: list[int], remote: list[int], read: range) -> None:
+    case = equal_ranks()
     reads = case.plan.reads([block_ids(local)], [block_ids(remote)], range(12))
-    expected = case.pairs(read)
-    assert sorted(map(tuple, moved(case.plan, reads).tolist())) == sorted(
-        map(tuple, expected.tolist())
-    )
+    copied, expected = byte_pairs(case.plan, reads), case.pairs(read)
+    assert sorted(map(tuple, copied.tolist())) == sorted(map(tuple, expected.tolist()))
     assert reads.num_bytes == len(expected)
 
 
@@ -592,73 +605,86 @@ def test_where_a_window_has_passed(local: list[int], remote: list[int], read: ra
             [4, 1, 3],
             [-1, 6, 4],
             "the remote block of token 0 is absent; it is wanted here",
-            id="absent there, at the start",
+            id="a remote block absent, at the start",
         ),
         pytest.param(
             [-1, 1, 3],
             [-1, -1, -1],
             "the remote block of token 4 is absent; it is wanted here",
-            id="absent there, after a window",
+            id="a remote block absent, after a window",
         ),
-        pytest.param([6, 1, 3], [2, 6, 4], "block id 6; allowed: 0 to 5", id="no such block here"),
-        pytest.param([4, 1, 3], [2, 8, 4], "block id 8; allowed: 0 to 7", id="no such one there"),
-        pytest.param([4, -2, 3], [2, 6, 4], "block id -2; allowed: 0 to 5", id="negative here"),
-        pytest.param([4, 1, 3], [2, -2, 4], "block id -2; allowed: 0 to 7", id="negative there"),
+        pytest.param([6, 1, 3], [2, 6, 4], "block id 6; allowed: 0 to 5", id="large local id"),
+        pytest.param([4, 1, 3], [2, 8, 4], "block id 8; allowed: 0 to 7", id="large remote id"),
+        pytest.param([4, -2, 3], [2, 6, 4], "block id -2; allowed: 0 to 5", id="negative local id"),
         pytest.param(
-            [4, 1], [2, 6, 4], "block table has the entries 0 to 1; needed: 0 to 2", id="short here"
+            [4, 1, 3], [2, -2, 4], "block id -2; allowed: 0 to 7", id="negative remote id"
         ),
         pytest.param(
-            [4, 1, 3], [2], "block table has the entries 0 to 0; needed: 0 to 2", id="short there"
+            [4, 1],
+            [2, 6, 4],
+            "block table has the entries 0 to 1; needed: 0 to 2",
+            id="short local table",
+        ),
+        pytest.param(
+            [4, 1, 3],
+            [2],
+            "block table has the entries 0 to 0; needed: 0 to 2",
+            id="short remote table",
         ),
     ],
 )
-def test_tables_that_do_not_fit(local: list[int], remote: list[int], message: str) -> None:
-    """A block that a cache does not have would name a piece of another row: another layer's."""
+def test_wrong_block_tables_are_refused(local: list[int], remote: list[int], message: str) -> None:
+    """A block id that a cache does not have would name a piece of another layer's row."""
     with pytest.raises(ValueError, match=f"^{message}$"):
-        equal("LBHNC").plan.reads([block_ids(local)], [block_ids(remote)], range(12))
+        equal_ranks().plan.reads([block_ids(local)], [block_ids(remote)], range(12))
 
 
-def test_a_block_table_for_each_group_is_required() -> None:
-    """They come from peers."""
-    planned, one = two_groups(), block_ids([1])
+def test_each_group_must_have_a_block_table() -> None:
+    planned, one = plan_of_two_groups(), block_ids([1])
     for tables in (([one], [one] * 2), ([one] * 2, [one]), ([one] * 3, [one] * 2)):
         wrong = next(len(side) for side in tables if len(side) != 2)
         with pytest.raises(ValueError, match=f"^{wrong} block tables; allowed: 2, one per group$"):
             planned.reads(*tables, range(1))
 
 
-def test_entries_beyond_the_tokens_are_not_looked_at() -> None:
-    planned = equal("LBHNC").plan
+def test_entries_after_the_tokens_are_not_checked() -> None:
+    planned = equal_ranks().plan
     tables = [block_ids([4, 1, 99])], [block_ids([2, 6, 99, 99])]
     assert planned.reads(*tables, range(5)).num_bytes == 2 * 3 * 2 * 4 * 4
 
 
-# ------------------------------------------------------------------ limits
+# --- limits
 
 
-def planned_of(num_blocks: int, heads: int) -> Plan:
-    """One row per head: the heads' tokens are never in one run."""
+def plan_of_rows(heads: int, num_blocks: int) -> Plan:
+    """One row per head; no two heads are in one run."""
     region = Region("a", 1, 64, 32, 8, 0, heads, (Part(0, 8),))
     group = Group(1, num_blocks, 1, (region,))
     side = CacheLayout((group,), "uint8", "DRAM", 0, (Span(1, 64 * num_blocks),))
     return plan(side, side)
 
 
-def test_the_last_index_that_fits() -> None:
-    planned = planned_of(2**31 - 1, heads=1)
-    last = [block_ids([2**31 - 2])]
-    assert planned.reads(last, last, range(1)).local.tolist() == [2147483646]
-    planned = planned_of(2**30 - 1, heads=2)
-    last = [block_ids([2**30 - 2])]
-    assert planned.reads(last, last, range(1)).local.tolist() == [2**30 - 2, 2**31 - 3]
+@pytest.mark.parametrize(
+    ("heads", "num_blocks", "expected"),
+    [
+        pytest.param(1, 2**31 - 1, [2**31 - 2], id="one row"),
+        pytest.param(2, 2**30 - 1, [2**30 - 2, 2**31 - 3], id="two rows"),
+    ],
+)
+def test_as_many_pieces_as_int32_can_number_are_allowed(
+    heads: int, num_blocks: int, expected: list[int]
+) -> None:
+    last = [block_ids([num_blocks - 1])]
+    reads = plan_of_rows(heads, num_blocks).reads(last, last, range(1))
+    assert reads.local.tolist() == expected
 
 
 def test_more_pieces_than_int32_can_number_are_refused() -> None:
     with pytest.raises(IncompatiblePeer, match="make 2147483648 pieces or more; allowed: 21474836"):
-        planned_of(2**30, heads=2)
+        plan_of_rows(2, num_blocks=2**30)
 
 
-def test_the_side_with_more_pieces_decides() -> None:
+def test_too_many_pieces_on_either_side_are_refused() -> None:
     few, many = (
         rank(
             [
@@ -678,18 +704,18 @@ def test_the_side_with_more_pieces_decides() -> None:
             plan(*sides)
 
 
-def test_addresses_up_to_the_top_are_exact() -> None:
-    """Doubles would round here, and signed sums overflow."""
+def test_the_largest_addresses_are_exact() -> None:
+    """Floating point would round here, and signed sums would overflow."""
     base = 2**63 - 1
     side = rank([(2, [one_layer(base, stride=2**62 + 1, blocks=2, heads=3)])])
     assert plan(side, side).local.tolist() == [[base, 24, 0, 2**62 + 1, 2]]
 
 
-def test_blocks_that_come_apart_into_more_rows_than_are_worth_a_list_are_refused() -> None:
-    """Few blocks, so few pieces; but a peer's numbers must not cost this side its memory."""
+def test_too_many_rows_are_refused() -> None:
+    """Few blocks make few pieces; but a peer's numbers must not cost this side its memory."""
     sides = []
     for size in (2**7, 2**15):
-        head = 2 * size  # each token's byte stands alone
+        head = 2 * size  # no two tokens' bytes are neighbours
         region = Region("a", 1, 64 * head, head, 2, 0, 64, (Part(0, 1),))
         group = Group(size, 2, 1, (region,))
         sides.append(CacheLayout((group,), "uint8", "DRAM", 0, (Span(1, 2 * 64 * head),)))

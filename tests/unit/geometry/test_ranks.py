@@ -1,4 +1,4 @@
-"""Which ranks exchange KV with which: classic cases by table, others held against brute force."""
+"""Which ranks exchange KV with which: typical cases by table, all others by brute force."""
 
 import itertools
 from collections import Counter
@@ -8,63 +8,66 @@ from dataclasses import FrozenInstanceError
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import heads_of
+from support.oracle import heads_of
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.ranks import Holding, Route, Shape, assign, holding, routes
+from nixl_kv.geometry.ranks import HeldHeads, ParallelShape, Route, assign, held_heads, routes
 from nixl_kv.geometry.runs import Heads
 from nixl_kv.ids import Rank
 
-properties = settings(deadline=None, database=None, derandomize=True)
+properties = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "size"), [(1, 1, 1), (8, 1, 8), (1, 4, 4), (4, 2, 8), (1024, 1024, 1048576)]
+    ("tp", "pp", "size"),
+    [(1, 1, 1), (8, 1, 8), (1, 4, 4), (4, 2, 8), (1024, 1024, 1048576)],
+    ids=str,
 )
-def test_size(tp: int, pp: int, size: int) -> None:
-    assert Shape(tp, pp).size == size
+def test_a_shape_has_tp_times_pp_ranks(tp: int, pp: int, size: int) -> None:
+    assert ParallelShape(tp, pp).size == size
 
 
 @pytest.mark.parametrize("value", [-1, 0, 1025])
-def test_bounds(value: int) -> None:
+def test_tp_and_pp_have_bounds(value: int) -> None:
     with pytest.raises(ValueError, match=f"^tp is {value}; allowed: 1 to 1024$"):
-        Shape(value, 1)
+        ParallelShape(value, 1)
     with pytest.raises(ValueError, match=f"^pp is {value}; allowed: 1 to 1024$"):
-        Shape(1, value)
+        ParallelShape(1, value)
 
 
-def test_a_shape_does_not_change() -> None:
+def test_a_shape_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        Shape(1, 1).tp = 2  # type: ignore[misc]
+        ParallelShape(1, 1).tp = 2  # type: ignore[misc]
 
 
-def test_what_a_layout_holds() -> None:
+def test_a_layout_holds_the_heads_of_all_its_groups() -> None:
     regions = [Region(name, 1, 64, 8, 8, 2, 3, (Part(0, 8),)) for name in "abc"]
     groups = (Group(1, 1, 1, tuple(regions[:2])), Group(1, 1, 1, ()), Group(1, 1, 1, (regions[2],)))
     layout = CacheLayout(groups, "uint8", "DRAM", 0, (Span(1, 64),))
-    assert holding(layout) == {"a": (2, 5), "b": (2, 5), "c": (2, 5)}
+    assert held_heads(layout) == {"a": (2, 5), "b": (2, 5), "c": (2, 5)}
 
 
-# ------------------------------------------------------------------ classic cases
+# --- typical cases
 
 
 def engine(
     tp: int, model: Mapping[str, int], stages: Sequence[str] | None = None
 ) -> list[dict[str, Heads]]:
     """What each rank holds; `model` has the heads of each layer, `stages` the layers of each."""
-    found = []
+    ranks = []
     for names, rank in itertools.product(stages or ["".join(model)], range(tp)):
         held = {name: heads_of(rank, tp, model[name]) for name in names}
-        found.append({name: (first, first + count) for name, (first, count) in held.items()})
-    return found
+        ranks.append({name: (first, first + count) for name, (first, count) in held.items()})
+    return ranks
 
 
 Reading = dict[int, dict[str, Heads]]
-"""By source: what is read from it."""
+"""What is read, by remote rank."""
 
 
-def all_of(layers: str, first: int, last: int) -> dict[str, Heads]:
-    return dict.fromkeys(layers, (first, last))
+def both(first: int, end: int) -> dict[str, Heads]:
+    """The same heads of layers a and b."""
+    return {"a": (first, end), "b": (first, end)}
 
 
 AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
@@ -76,19 +79,19 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
         pytest.param(
             engine(2, AB),
             engine(2, AB),
-            [{0: all_of("ab", 0, 2)}, {1: all_of("ab", 2, 4)}],
+            [{0: both(0, 2)}, {1: both(2, 4)}],
             id="equal: rank by rank",
         ),
         pytest.param(
             engine(2, AB),
             engine(1, AB),
-            [{0: all_of("ab", 0, 2)}, {0: all_of("ab", 2, 4)}],
+            [{0: both(0, 2)}, {0: both(2, 4)}],
             id="TP 1 to 2",
         ),
         pytest.param(
             engine(1, AB),
             engine(2, AB),
-            [{0: all_of("ab", 0, 2), 1: all_of("ab", 2, 4)}],
+            [{0: both(0, 2), 1: both(2, 4)}],
             id="TP 2 to 1",
         ),
         pytest.param(
@@ -144,8 +147,8 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
             engine(8, {"a": 2}),
             engine(4, {"a": 2}),
             [
-                {source: {"a": (rank // 4, rank // 4 + 1)}}
-                for rank, source in enumerate([0, 1, 0, 1, 2, 3, 2, 3])
+                {remote_rank: {"a": (rank // 4, rank // 4 + 1)}}
+                for rank, remote_rank in enumerate([0, 1, 0, 1, 2, 3, 2, 3])
             ],
             id="TP 4 to 8, each head twice on prefill, four times on decode",
         ),
@@ -158,13 +161,13 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
         pytest.param(
             engine(1, LATENT),
             engine(4, LATENT),
-            [{0: all_of("ab", 0, 1)}],
+            [{0: both(0, 1)}],
             id="a latent on all ranks, TP 4 to 1",
         ),
         pytest.param(
             engine(4, LATENT),
             engine(2, LATENT),
-            [{rank % 2: all_of("ab", 0, 1)} for rank in range(4)],
+            [{rank % 2: both(0, 1)} for rank in range(4)],
             id="a latent on all ranks, TP 2 to 4",
         ),
         pytest.param(
@@ -210,7 +213,7 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
             engine(2, {"a": 2, "b": 2}, ["a", "b"]),
             engine(4, {"a": 2, "b": 2}),
             [{0: {"a": (0, 1)}}, {3: {"a": (1, 2)}}, {1: {"b": (0, 1)}}, {2: {"b": (1, 2)}}],
-            id="TP 4 to PP 2 TP 2, each head twice on prefill: other stages take the other copy",
+            id="TP 4 to PP 2 TP 2, each head twice on prefill: other stages read the other copy",
         ),
         pytest.param(
             engine(2, {"a": 1, "b": 4}),
@@ -219,7 +222,7 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
                 {0: {"a": (0, 1), "b": (0, 1)}, 1: {"b": (1, 2)}},
                 {2: {"a": (0, 1), "b": (2, 3)}, 3: {"b": (3, 4)}},
             ],
-            id="a latent before other layers: from who is read anyway",
+            id="a latent before other layers: from a rank that is read anyway",
         ),
         pytest.param(
             engine(2, {"a": 4, "b": 2, "c": 1}),
@@ -228,7 +231,7 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
                 {0: {"a": (0, 1), "b": (0, 1), "c": (0, 1)}, 1: {"a": (1, 2)}},
                 {2: {"a": (2, 3), "c": (0, 1)}, 3: {"a": (3, 4), "b": (1, 2)}},
             ],
-            id="layers of different heads: copies from who is read anyway",
+            id="layers of different heads: copies from a rank that is read anyway",
         ),
         pytest.param(
             [{"a": (0, 4)}, {}], [{"a": (0, 4)}], [{0: {"a": (0, 4)}}, {}], id="a reader of nothing"
@@ -237,32 +240,34 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
             [{"a": (0, 8)}],
             [{"a": (0, 3)}, {"a": (2, 5)}, {"a": (1, 6)}, {"a": (5, 8)}],
             [{0: {"a": (0, 3)}, 2: {"a": (3, 6)}, 3: {"a": (6, 8)}}],
-            id="sources that overlap: who reaches farthest",
+            id="ranges that overlap: the one that ends last",
         ),
     ],
 )
-def test_who_reads_what_from_whom(
-    decode: list[Holding], prefill: list[Holding], expected: list[Reading]
+def test_assignment_of_typical_engines(
+    decode: list[HeldHeads], prefill: list[HeldHeads], expected: list[Reading]
 ) -> None:
     assert assign(decode, prefill) == expected
 
 
 @pytest.mark.parametrize(
-    ("sources", "message"),
+    ("remotes", "missing"),
     [
-        pytest.param([], "no source holds KV head 2", id="no sources"),
-        pytest.param([{"b": (0, 8)}], "no source holds KV head 2", id="another layer"),
-        pytest.param([{"a": (0, 2)}, {"a": (3, 8)}], "no source holds KV head 2", id="the first"),
-        pytest.param([{"a": (0, 3)}, {"a": (4, 8)}], "no source holds KV head 3", id="the second"),
-        pytest.param([{"a": (0, 4)}], "no source holds KV head 4", id="the last"),
+        pytest.param([], 2, id="no remote ranks"),
+        pytest.param([{"b": (0, 8)}], 2, id="another layer"),
+        pytest.param([{"a": (0, 2)}, {"a": (3, 8)}], 2, id="without the first"),
+        pytest.param([{"a": (0, 3)}, {"a": (4, 8)}], 3, id="without the second"),
+        pytest.param([{"a": (0, 4)}], 4, id="without the last"),
     ],
 )
-def test_heads_that_no_source_holds(sources: list[Holding], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        assign([{"a": (2, 5)}], sources)
+def test_a_head_that_no_remote_rank_holds_is_an_error(
+    remotes: list[HeldHeads], missing: int
+) -> None:
+    with pytest.raises(ValueError, match=f"^no remote rank holds KV head {missing}$"):
+        assign([{"a": (2, 5)}], remotes)
 
 
-# ------------------------------------------------------------------ any case
+# --- any case
 
 
 @st.composite
@@ -271,101 +276,98 @@ def engines(draw: st.DrawFn) -> tuple[list[dict[str, Heads]], list[dict[str, Hea
     tps = draw(st.tuples(*[st.sampled_from((1, 2, 3, 4, 6, 8))] * 2))
     heads = [h for h in (1, 2, 4, 8, 12) if all(h % tp == 0 or tp % h == 0 for tp in tps)]
     model = {name: draw(st.sampled_from(heads)) for name in "abcd"}
-    made = []
+    pair = []
     for tp in tps:
         edges = sorted(draw(st.sets(st.integers(1, 3), max_size=2)))
         stages = ["abcd"[a:b] for a, b in itertools.pairwise([0, *edges, 4])]
-        made.append(engine(tp, model, stages))
-    return made[0], made[1]
+        pair.append(engine(tp, model, stages))
+    return pair[0], pair[1]
 
 
-@settings(properties, max_examples=300)
-@given(both=engines())
-def test_each_head_is_read_once_from_one_that_holds_it(
-    both: tuple[list[Holding], list[Holding]],
-) -> None:
-    readers, sources = both
-    for held, shares in zip(readers, assign(readers, sources), strict=True):
-        read = Counter(
-            (layer, head)
-            for share in shares.values()
-            for layer, heads in share.items()
-            for head in range(*heads)
-        )
-        wanted = [(layer, head) for layer, heads in held.items() for head in range(*heads)]
-        assert read == Counter(wanted)
-        for source, share in shares.items():
-            for layer, (first, last) in share.items():
-                there = sources[source][layer]
-                assert there[0] <= first < last <= there[1]
+def elements(held: HeldHeads) -> list[tuple[str, int]]:
+    """(layer, head) of all that is held."""
+    return [(layer, head) for layer, heads in held.items() for head in range(*heads)]
 
 
 @properties
-@given(both=engines())
-def test_all_readers_agree(both: tuple[list[Holding], list[Holding]]) -> None:
-    """A source is told who reads it by each of its readers; one that nobody reads, by one."""
-    readers, sources = both
-    shares = assign(readers, sources)
-    routed = [routes(Rank(reader), readers, sources) for reader in range(len(readers))]
-    for reader, found in enumerate(routed):
-        assert {r.source: r.share for r in found if r.readers} == shares[reader]
-        assert [route.source for route in found] == sorted({route.source for route in found})
-    for source in range(len(sources)):
-        told = [
+@given(pair=engines())
+def test_each_head_is_read_once_from_a_rank_that_holds_it(
+    pair: tuple[list[HeldHeads], list[HeldHeads]],
+) -> None:
+    readers, remotes = pair
+    for held, shares in zip(readers, assign(readers, remotes), strict=True):
+        read = Counter(itertools.chain(*map(elements, shares.values())))
+        assert read == Counter(elements(held))
+        for remote_rank, share in shares.items():
+            assert set(elements(share)) <= set(elements(remotes[remote_rank]))
+
+
+@properties
+@given(pair=engines())
+def test_all_readers_of_a_remote_rank_name_the_same_readers(
+    pair: tuple[list[HeldHeads], list[HeldHeads]],
+) -> None:
+    """And exactly one reader releases a remote rank that nobody reads."""
+    readers, remotes = pair
+    shares = assign(readers, remotes)
+    by_reader = [routes(Rank(reader), readers, remotes) for reader in range(len(readers))]
+    for reader, own_routes in enumerate(by_reader):
+        assert {r.remote_rank: r.share for r in own_routes if r.readers} == shares[reader]
+        remote_ranks = [route.remote_rank for route in own_routes]
+        assert remote_ranks == sorted(set(remote_ranks))
+    for remote_rank in range(len(remotes)):
+        named = [
             (reader, route.readers)
-            for reader, found in enumerate(routed)
-            for route in found
-            if route.source == source
+            for reader, own_routes in enumerate(by_reader)
+            for route in own_routes
+            if route.remote_rank == remote_rank
         ]
-        reading = tuple(reader for reader, share in enumerate(shares) if source in share)
-        released = [(source % len(readers), ())]
-        assert told == ([(reader, reading) for reader in reading] or released)
+        reading = tuple(reader for reader, share in enumerate(shares) if remote_rank in share)
+        released = [(remote_rank % len(readers), ())]
+        assert named == ([(reader, reading) for reader in reading] or released)
 
 
-@settings(properties, max_examples=200)
+@properties
 @given(
     tps=st.tuples(*[st.sampled_from((1, 2, 3, 4, 6, 8))] * 2),
     heads=st.sampled_from((1, 2, 4, 8, 12)),
     stages=st.sampled_from((["ab"], ["a", "b"])),
 )
 def test_copies_are_used_evenly(tps: tuple[int, int], heads: int, stages: list[str]) -> None:
-    """Readers of the same heads are spread over the sources that hold them, over all stages."""
+    """Readers of the same heads, in all stages, are spread over the ranks that hold them."""
     assume(all(heads % tp == 0 or tp % heads == 0 for tp in tps))
     model = {"a": heads, "b": heads}
-    readers, sources = engine(tps[0], model, stages), engine(tps[1], model)
-    count = Counter(source for share in assign(readers, sources) for source in share)
+    readers, remotes = engine(tps[0], model, stages), engine(tps[1], model)
+    count = Counter(remote_rank for share in assign(readers, remotes) for remote_rank in share)
     copies: dict[Heads, list[int]] = {}
-    for source, held in enumerate(sources):
-        copies.setdefault(held["a"], []).append(count[Rank(source)])
+    for remote_rank, held in enumerate(remotes):
+        copies.setdefault(held["a"], []).append(count[Rank(remote_rank)])
     for counts in copies.values():
         assert max(counts) - min(counts) <= 1
 
 
-def fewest_sources(held: Holding, sources: Sequence[Holding]) -> int:
-    """By brute force: of how many sources a reader needs to hold all that it holds."""
-    wanted = {(layer, head) for layer, heads in held.items() for head in range(*heads)}
-    theirs = [
-        {(layer, head) for layer, heads in source.items() for head in range(*heads)} & wanted
-        for source in sources
-    ]
-    distinct = [set(found) for found in {frozenset(found) for found in theirs if found}]
+def fewest_remote_ranks(held: HeldHeads, remotes: Sequence[HeldHeads]) -> int:
+    """By brute force: how many remote ranks together hold all that a reader holds."""
+    wanted = frozenset(elements(held))
+    distinct = {wanted.intersection(elements(remote)) for remote in remotes}
     for count in range(len(distinct) + 1):
         if any(
-            set().union(*chosen) == wanted for chosen in itertools.combinations(distinct, count)
+            frozenset().union(*chosen) == wanted
+            for chosen in itertools.combinations(distinct, count)
         ):
             return count
     raise AssertionError
 
 
 @properties
-@given(both=engines())
-def test_a_reader_goes_to_as_few_sources_as_it_can(
-    both: tuple[list[Holding], list[Holding]],
+@given(pair=engines())
+def test_a_reader_reads_from_as_few_remote_ranks_as_possible(
+    pair: tuple[list[HeldHeads], list[HeldHeads]],
 ) -> None:
-    """Layers with copies, as of a latent, are read from who is read anyway."""
-    readers, sources = both
-    for held, shares in zip(readers, assign(readers, sources), strict=True):
-        assert len(shares) == fewest_sources(held, sources)
+    """Layers with copies, such as a latent, are read from ranks that are read anyway."""
+    readers, remotes = pair
+    for held, shares in zip(readers, assign(readers, remotes), strict=True):
+        assert len(shares) == fewest_remote_ranks(held, remotes)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +381,7 @@ def test_a_reader_goes_to_as_few_sources_as_it_can(
                 Route(Rank(4), ()),
                 Route(Rank(6), ()),
             ],
-            id="reads two, releases the even ones of the others",
+            id="reader 0 reads two and releases the other even ones",
         ),
         pytest.param(
             1,
@@ -389,15 +391,15 @@ def test_a_reader_goes_to_as_few_sources_as_it_can(
                 Route(Rank(5), (Rank(1),), {"a": (2, 3)}),
                 Route(Rank(7), (Rank(1),), {"a": (3, 4)}),
             ],
-            id="the odd ones",
+            id="reader 1 reads two and releases the other odd ones",
         ),
     ],
 )
 def test_copies_that_nobody_reads_are_released(reader: int, expected: list[Route]) -> None:
-    found = routes(Rank(reader), engine(2, {"a": 4}), engine(8, {"a": 4}))
-    assert list(found) == expected
+    assert list(routes(Rank(reader), engine(2, {"a": 4}), engine(8, {"a": 4}))) == expected
 
 
-def test_a_source_has_all_of_its_readers() -> None:
-    found = routes(Rank(1), engine(4, {"a": 4}), engine(2, {"a": 4}))
-    assert found == (Route(Rank(0), (Rank(0), Rank(1)), {"a": (1, 2)}),)
+def test_a_route_names_all_readers_of_the_remote_rank() -> None:
+    assert routes(Rank(1), engine(4, {"a": 4}), engine(2, {"a": 4})) == (
+        Route(Rank(0), (Rank(0), Rank(1)), {"a": (1, 2)}),
+    )

@@ -1,4 +1,4 @@
-"""From shapes and strides to regions: the axes are named, never guessed."""
+"""From tensors to regions: the axes are named, never guessed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches import ORDERS, Array
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import APART, TRANSPOSED, Blocks, Layer, Store
+from support.oracle import ALL_ORDERS, ArrayTensor, Blocks, Layer, Store
 
 from nixl_kv.geometry.layout import Part, Region
-from nixl_kv.geometry.views import region, together
+from nixl_kv.geometry.model_layouts import PACKED
+from nixl_kv.geometry.views import join_kv, region_from_tensor
 
 
-def tensor(*shape: int, dtype: str = "uint16", order: str = "C") -> Array:
-    return Array(np.zeros(shape, dtype=dtype, order=order))  # type: ignore[call-overload]
+def tensor(*shape: int, dtype: str = "uint16", order: str = "C") -> ArrayTensor:
+    return ArrayTensor(np.zeros(shape, dtype=dtype, order=order))  # type: ignore[call-overload]
 
 
-def numbers(made: Region) -> tuple[int, ...]:
-    return made.block_stride, made.head_stride, made.token_stride, made.num_heads
+def strides_and_heads(region: Region) -> tuple[int, ...]:
+    return region.block_stride, region.head_stride, region.token_stride, region.num_heads
 
 
 # Blocks of 16 tokens, 8 heads, 64 elements of two bytes; three blocks.
@@ -65,52 +65,54 @@ def numbers(made: Region) -> tuple[int, ...]:
         ),
     ],
 )
-def test_axes(
+def test_strides_and_parts_follow_the_named_axes(
     shape: tuple[int, ...],
     axes: str,
     expected: tuple[int, ...],
     parts: list[tuple[int, int]],
 ) -> None:
-    made = region("a", tensor(*shape), axes)
-    assert numbers(made) == expected
-    assert [(part.offset, part.length) for part in made.parts] == parts
-    assert (made.layer, made.first_head) == ("a", 0)
+    region = region_from_tensor("a", tensor(*shape), axes)
+    assert strides_and_heads(region) == expected
+    assert [(part.offset, part.length) for part in region.parts] == parts
+    assert (region.layer, region.first_head) == ("a", 0)
 
 
 @pytest.mark.parametrize("axes", ["B2HNC", "2BHNC"])
-def test_two_blocks_look_like_k_and_v(axes: str) -> None:
-    """The shape alone would not tell: [2, 2, ...] is both."""
-    made = region("a", tensor(2, 2, 4, 8, 16, dtype="uint8"), axes)
+def test_two_blocks_are_not_taken_for_k_and_v(axes: str) -> None:
+    """The shape [2, 2, ...] fits both orders: only the axes tell them apart."""
+    region = region_from_tensor("a", tensor(2, 2, 4, 8, 16, dtype="uint8"), axes)
     block, apart = (1024, 512) if axes == "B2HNC" else (512, 1024)
-    assert made.block_stride == block
-    assert made.parts == (Part(0, 16), Part(apart, 16))
+    assert region.block_stride == block
+    assert region.parts == (Part(0, 16), Part(apart, 16))
 
 
 @pytest.mark.parametrize(
     ("axes", "content", "parts"),
     [
         pytest.param("BHNC", (10, 22), [(0, 10), (10, 22)], id="K, then V"),
-        pytest.param("BHNC", (10, 18), [(0, 10), (10, 18)], id="then bytes of nobody"),
-        pytest.param("BHNC", (32,), [(0, 32)], id="all of it"),
-        pytest.param("BHNC", None, [(0, 32)], id="not told"),
+        pytest.param("BHNC", (10, 18), [(0, 10), (10, 18)], id="K, V, then unused bytes"),
+        pytest.param("BHNC", (32,), [(0, 32)], id="one piece"),
+        pytest.param("BHNC", None, [(0, 32)], id="one piece by default"),
         pytest.param(
             "B2HNC", (4, 12), [(0, 4), (4, 12), (512, 4), (516, 12)], id="two pieces of K and of V"
         ),
     ],
 )
-def test_content(axes: str, content: Sequence[int] | None, parts: list[tuple[int, int]]) -> None:
+def test_content_divides_the_last_axis_into_parts(
+    axes: str, content: Sequence[int] | None, parts: list[tuple[int, int]]
+) -> None:
     shape = (2, 4, 8, 16) if axes == "BHNC" else (3, 2, 2, 8, 16)
-    made = region("a", tensor(*shape), axes, content=content)
-    assert [(part.offset, part.length) for part in made.parts] == parts
+    region = region_from_tensor("a", tensor(*shape), axes, content=content)
+    assert [(part.offset, part.length) for part in region.parts] == parts
 
 
-def test_a_view_into_larger_memory() -> None:
-    """As where all layers are views of one array: the base is the view's, not the array's."""
+def test_the_base_of_a_view_is_its_own_not_the_array_s() -> None:
+    """All layers may be views of one array."""
     memory = np.zeros((3, 5, 2, 4, 6), dtype=np.uint8)  # blocks, layers, heads, tokens, content
-    made = region("layer.2", Array(memory[:, 2]), "BHNC", first_head=6)
-    assert made.base == memory.ctypes.data + 2 * 48
-    assert numbers(made) == (5 * 48, 24, 6, 2)
-    assert made.heads == (6, 8)
+    region = region_from_tensor("layer.2", ArrayTensor(memory[:, 2]), "BHNC", first_head=6)
+    assert region.base == memory.ctypes.data + 2 * 48
+    assert strides_and_heads(region) == (5 * 48, 24, 6, 2)
+    assert region.heads == (6, 8)
 
 
 @pytest.mark.parametrize(
@@ -136,19 +138,22 @@ def test_a_view_into_larger_memory() -> None:
         pytest.param(
             (3, 1, 4, 8), "BHNC", (9, 8), r"content is \(9, 8\); allowed: up to 16 bytes", id="long"
         ),
-        pytest.param((3, 1, 4, 8), "BHNC", (16, 0), "part length is 0", id="nothing"),
+        pytest.param((3, 1, 4, 8), "BHNC", (16, 0), "part length is 0", id="empty part"),
+        pytest.param(
+            (3, 1, 8, 4), "BHCN", (8, 8), r"content is \(8, 8\); allowed: none where", id="strided"
+        ),
     ],
 )
-def test_what_does_not_fit(
+def test_axes_and_content_that_do_not_fit_are_refused(
     shape: tuple[int, ...], axes: str, content: Sequence[int] | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        region("a", tensor(*shape), axes, content=content)
+        region_from_tensor("a", tensor(*shape), axes, content=content)
 
 
-def test_content_of_one_byte_has_no_stride() -> None:
+def test_content_of_one_element_has_no_stride() -> None:
     memory = np.zeros((2, 3, 4, 5), dtype=np.uint8)
-    assert region("a", Array(memory[..., :1]), "BHNC").parts == (Part(0, 1),)
+    assert region_from_tensor("a", ArrayTensor(memory[..., :1]), "BHNC").parts == (Part(0, 1),)
 
 
 @pytest.mark.parametrize(
@@ -159,43 +164,43 @@ def test_content_of_one_byte_has_no_stride() -> None:
             "BHCN",
             (16384, 2048, 2),
             [Part(0, 2, 64, 32)],
-            id="K as kernels like it",
+            id="K as some kernels want it",
         ),
         pytest.param(
             (3, 2, 8, 64, 16),
             "B2HCN",
             (32768, 2048, 2),
             [Part(0, 2, 64, 32), Part(16384, 2, 64, 32)],
-            id="V too",
+            id="K and V",
         ),
         pytest.param((3, 8, 1, 16), "BHCN", (256, 32, 2), [Part(0, 2)], id="one element"),
     ],
 )
-def test_tokens_inside_of_the_content(
+def test_with_tokens_inside_the_content_each_element_is_a_piece(
     shape: tuple[int, ...], axes: str, strides: tuple[int, ...], parts: list[Part]
 ) -> None:
-    made = region("a", tensor(*shape), axes)
-    assert (made.block_stride, made.head_stride, made.token_stride) == strides
-    assert list(made.parts) == parts
+    region = region_from_tensor("a", tensor(*shape), axes)
+    assert (region.block_stride, region.head_stride, region.token_stride) == strides
+    assert list(region.parts) == parts
 
 
-def test_k_transposed_beside_v() -> None:
+def test_join_kv_of_transposed_k_beside_v() -> None:
     """A head's block is K as [content, tokens], then V as [tokens, content]."""
     memory = np.zeros((3, 8, 2 * 16 * 64), dtype=np.uint16)
     keys = memory[:, :, :1024].reshape(3, 8, 64, 16)
     values = memory[:, :, 1024:].reshape(3, 8, 16, 64)
     halves = [
-        region("a", Array(view), axes, first_head=8)
+        region_from_tensor("a", ArrayTensor(view), axes, first_head=8)
         for view, axes in ((keys, "BHCN"), (values, "BHNC"))
     ]
     for key, value, parts in (
         (*halves, (Part(0, 2, 64, 32, 2), Part(2048, 128, token_stride=128))),
         (*halves[::-1], (Part(2048, 128, token_stride=128), Part(0, 2, 64, 32, 2))),
     ):
-        made = together(key, value)
-        assert made.parts == parts
-        assert made.base == memory.ctypes.data
-        assert (made.block_stride, made.head_stride, made.heads) == (32768, 4096, (8, 16))
+        region = join_kv(key, value)
+        assert region.parts == parts
+        assert region.base == memory.ctypes.data
+        assert (region.block_stride, region.head_stride, region.heads) == (32768, 4096, (8, 16))
 
 
 @pytest.mark.parametrize(
@@ -208,50 +213,53 @@ def test_k_transposed_beside_v() -> None:
         pytest.param({"num_heads": 9}, "num_heads of K is 4 and of V 9", id="number of heads"),
     ],
 )
-def test_k_and_v_of_different_blocks(changes: dict[str, Any], message: str) -> None:
-    key = region("a", tensor(2, 4, 8, 16), "BHNC")
+def test_join_kv_refuses_different_blocks_or_heads(changes: dict[str, Any], message: str) -> None:
+    key = region_from_tensor("a", tensor(2, 4, 8, 16), "BHNC")
     key = replace(key, head_stride=128, block_stride=1024)
     with pytest.raises(ValueError, match=f"^{message}; allowed: the same$"):
-        together(key, replace(key, **changes))
+        join_kv(key, replace(key, **changes))
 
 
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)
 @given(
-    order=st.sampled_from(ORDERS + APART + TRANSPOSED),
+    order=st.sampled_from(ALL_ORDERS),
     sizes=st.tuples(*[st.integers(1, 4)] * 4),
     blocks=st.builds(
         Blocks, *[st.integers(1, 4)] * 2, pad=st.integers(0, 2), gap=st.integers(0, 2)
     ),
 )
-def test_any_order(order: str, sizes: tuple[int, int, int, int], blocks: Blocks) -> None:
-    """The region of a strided view is the one that the oracle makes of the same memory."""
+def test_any_strided_view_has_the_region_of_the_oracle(
+    order: str, sizes: tuple[int, int, int, int], blocks: Blocks
+) -> None:
     heads, key, value, first_head = sizes
-    if order not in ORDERS:  # K and V that are apart have the same content; elements are bytes
+    if order not in PACKED:  # K and V that are apart have the same content; elements are bytes
         key = value = 2 * key - 1
     layers = [Layer(name, heads, key, value, first_head=first_head) for name in "abc"]
     store = Store(order, layers, blocks)
     memory = np.zeros(store.end, dtype=np.uint8)
     if "T" in order:
         halves = [
-            region("b", view(memory, numbers), "BHNC", first_head=first_head)
+            region_from_tensor("b", view(memory, numbers), "BHNC", first_head=first_head)
             for numbers in (store.parts["b"][0][..., 0], store.parts["b"][1][..., 0, :])
         ]
-        made = together(*halves)
+        region = join_kv(*halves)
     else:
         content = (key,) if "2" in order else (key, value)
         numbers, axes = store.arrays["b"], order.replace("L", "")
-        made = region("b", view(memory, numbers), axes, first_head=first_head, content=content)
-    assert explicit(made) == explicit(store.region(layers[1], memory.ctypes.data))
+        region = region_from_tensor(
+            "b", view(memory, numbers), axes, first_head=first_head, content=content
+        )
+    assert explicit(region) == explicit(store.region(layers[1], memory.ctypes.data))
 
 
-def view(memory: np.ndarray, offsets: np.ndarray) -> Array:
+def view(memory: np.ndarray, offsets: np.ndarray) -> ArrayTensor:
     """The bytes at these offsets, as a view of the memory."""
     strides = [step // offsets.itemsize for step in offsets.strides]
     first = int(offsets.min())
-    return Array(np.lib.stride_tricks.as_strided(memory[first:], offsets.shape, strides))
+    return ArrayTensor(np.lib.stride_tricks.as_strided(memory[first:], offsets.shape, strides))
 
 
-def explicit(made: Region) -> Region:
-    """With every part's token stride written out."""
-    parts = [replace(p, token_stride=p.token_stride or made.token_stride) for p in made.parts]
-    return replace(made, parts=tuple(parts))
+def explicit(region: Region) -> Region:
+    """The region with every part's token stride written out."""
+    parts = [replace(p, token_stride=p.token_stride or region.token_stride) for p in region.parts]
+    return replace(region, parts=tuple(parts))

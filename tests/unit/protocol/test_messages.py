@@ -3,45 +3,59 @@
 import re
 import tracemalloc
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from protocol_records import (
+from support.records import (
     CLAIM,
     CONTEXT,
     ENGINE_LIFE,
-    EXCERPTS,
     GENERATION,
     NONCE,
     RANK_LIFE,
     READER,
+    SLICES,
     SUMS,
     TABLES,
-    abort,
     ask,
+    at,
     decode,
     deny,
     describe,
     description,
-    done,
+    digest_reply,
+    digest_request,
     grant,
     hex32,
-    proof,
-    prove,
     rank_description,
+    reader,
     refusal,
+    release,
     renew,
     renewed,
 )
 
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.geometry.digest import MAX_COLUMNS
-from nixl_kv.geometry.excerpts import Excerpt
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import ANY_INCARNATION, Claim
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.messages import Message, Reader, encode
+from nixl_kv.protocol.messages import (
+    MAX_LISTED,
+    EventRecord,
+    LinkStatus,
+    LoadStatus,
+    Message,
+    OfferStatus,
+    PeerStatus,
+    Slots,
+    Status,
+    StatusRequest,
+    encode,
+)
 
 READER_WIRE = ["decode", hex32(0xD), 0]
 
@@ -79,15 +93,78 @@ LAYOUT_WIRE = {
 }
 RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE]
 OFFER_WIRE = [NONCE, CLAIM, READER_WIRE]
-EXCERPT_WIRE = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
+SLICE_WIRE = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
+
+PEER_STATUS = PeerStatus(
+    engine="prefill", incarnation="0000000a", endpoint=at(0), state="BACKOFF", detail="closed"
+)
+LINK_STATUS = LinkStatus(endpoint=at(0), sent=3, received=2, idle_s=0.5)
+OFFER_STATUS = OfferStatus(
+    request="p1",
+    nonce="00000001",
+    state="OFFERED",
+    num_tokens=8,
+    waits_for="somebody to ask",
+    ends_in_s=2.5,
+)
+LOAD_STATUS = LoadStatus(
+    request="d1",
+    nonce="00000001",
+    peer="engine 'prefill'",
+    reads=((0, "READING"), (1, "DONE")),
+    waits_for="data",
+    late_in_s=-1.0,
+)
+EVENT = EventRecord(
+    time=1.5,
+    request="d1",
+    peer="rank 0",
+    before="READING",
+    after="CHECKING",
+    cause="ReadDone",
+    num_bytes=4096,
+)
+
+
+def status(**changed: Any) -> Status:
+    values = {
+        "incarnation": RANK_LIFE,
+        "engine": "prefill",
+        "rank": 0,
+        "roles": "kv_both",
+        "uptime_s": 60.0,
+        "totals": {"loads": 1},
+        "peers": (PEER_STATUS,),
+        "links": (LINK_STATUS,),
+        "offers": (OFFER_STATUS,),
+        "loads": (LOAD_STATUS,),
+        "events_since": 0.5,
+        "story": (EVENT,),
+    }
+    return Status(**{**values, **changed})
+
+
+STATUS_WIRE = [
+    "prefill",
+    0,
+    "kv_both",
+    60.0,
+    {"loads": 1},
+    [["prefill", "0000000a", "tcp://10.0.0.1:7000", "BACKOFF", "closed"]],
+    [["tcp://10.0.0.1:7000", 3, 2, 0.5]],
+    [["p1", "00000001", "OFFERED", 8, "somebody to ask", 2.5]],
+    [["d1", "00000001", "engine 'prefill'", [[0, "READING"], [1, "DONE"]], "data", -1.0]],
+    0.5,
+    [[1.5, "d1", "rank 0", "READING", "CHECKING", "ReadDone", 4096]],
+]
 
 WIRE = [
-    pytest.param(describe(), ["Describe", 3, ENGINE_LIFE, "prefill"], id="describe"),
+    pytest.param(describe(), ["Describe", 4, ENGINE_LIFE, "prefill"], id="describe"),
     pytest.param(
         description(),
         [
             "Description",
-            3,
+            4,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -96,29 +173,39 @@ WIRE = [
         ],
         id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 3, ENGINE_LIFE, "prefill", "no"], id="refusal"),
+    pytest.param(refusal("no"), ["Refusal", 4, ENGINE_LIFE, "prefill", "no"], id="refusal"),
     pytest.param(
         ask(number=5, readers=(0, 1)),
-        ["Ask", 3, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 4, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
         id="ask",
     ),
     pytest.param(
-        grant(),
-        ["Grant", 3, RANK_LIFE, *OFFER_WIRE, 8, 2.0, list(TABLES), 3, GENERATION],
-        id="grant",
+        grant(), ["Grant", 4, RANK_LIFE, *OFFER_WIRE, 2.0, list(TABLES), 3, GENERATION], id="grant"
     ),
-    pytest.param(deny(), ["Deny", 3, RANK_LIFE, *OFFER_WIRE, "gone"], id="deny"),
-    pytest.param(prove(), ["Prove", 3, RANK_LIFE, *OFFER_WIRE, 7, [EXCERPT_WIRE]], id="prove"),
-    pytest.param(proof(), ["Proof", 3, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS], id="proof"),
-    pytest.param(renew(6, CLAIM), ["Renew", 3, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
-    pytest.param(renew(6), ["Renew", 3, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
+    pytest.param(deny(), ["Deny", 4, RANK_LIFE, *OFFER_WIRE], id="deny"),
     pytest.param(
-        renewed(6, CLAIM),
-        ["Renewed", 3, RANK_LIFE, READER_WIRE, 6, [CLAIM]],
-        id="renewed",
+        digest_request(),
+        ["DigestRequest", 4, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
+        id="digest request",
     ),
-    pytest.param(done(), ["Done", 3, RANK_LIFE, *OFFER_WIRE], id="done"),
-    pytest.param(abort(), ["Abort", 3, RANK_LIFE, *OFFER_WIRE], id="abort"),
+    pytest.param(
+        digest_reply(),
+        ["DigestReply", 4, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
+        id="digest reply",
+    ),
+    pytest.param(renew(6, CLAIM), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
+    pytest.param(renew(6), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
+    pytest.param(renewed(CLAIM), ["Renewed", 4, RANK_LIFE, READER_WIRE, [CLAIM]], id="renewed"),
+    pytest.param(release(), ["Release", 4, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
+    pytest.param(
+        release(complete=False), ["Release", 4, RANK_LIFE, *OFFER_WIRE, False], id="release"
+    ),
+    pytest.param(
+        StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
+        ["StatusRequest", 4, ANY_INCARNATION, "d1"],
+        id="status request",
+    ),
+    pytest.param(status(), ["Status", 4, RANK_LIFE, *STATUS_WIRE], id="status"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -129,34 +216,49 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
     assert decode(msgspec.msgpack.encode(wire)) == message
 
 
+def test_a_release_has_these_bytes() -> None:
+    assert encode(release()) == (
+        b"\x97\xa7Release\x04\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
+        b"\xd9\x20" + CLAIM.encode() + b"\x93\xa6decode\xd9\x20" + hex32(0xD).encode() +
+        b"\x00\xc3"
+    )  # fmt: skip
+
+
 def test_every_message_of_the_wire_is_in_the_table() -> None:
-    kinds = set(messages.Message.__args__)
-    assert {type(param.values[0]) for param in WIRE} == kinds
+    assert {type(param.values[0]) for param in WIRE} == set(get_args(Message))
 
 
-DIRECTIONS: Final = {
+@pytest.mark.parametrize("kind", get_args(Message), ids=lambda kind: kind.__name__)
+def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
+    """So that a nonce and a claim cannot change places unnoticed."""
+    with pytest.raises(TypeError, match="positional arguments"):
+        kind(4, RANK_LIFE)
+
+
+DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_engine: {"Describe"},
-    messages.decode_to_rank: {"Ask", "Prove", "Renew", "Done", "Abort"},
-    messages.decode_answer: {"Description", "Refusal", "Grant", "Deny", "Proof", "Renewed"},
+    messages.decode_to_rank: {"Ask", "DigestRequest", "Renew", "Release", "StatusRequest"},
+    messages.decode_answer: {"Description", "Refusal", "Grant", "Deny", "DigestReply", "Renewed"},
+    messages.decode_status: {"Status"},
 }
 
 
 @pytest.mark.parametrize("decoder", DIRECTIONS)
 @pytest.mark.parametrize("message", [param.values[0] for param in WIRE])
-def test_a_socket_takes_only_what_may_come_to_it(
+def test_a_socket_accepts_only_what_may_come_to_it(
     message: Message, decoder: Callable[[bytes], Message]
 ) -> None:
     kind = type(message).__name__
     if kind in DIRECTIONS[decoder]:
         assert decoder(encode(message)) == message
         return
-    with pytest.raises(RemoteProtocolError, match=f"Invalid value '{kind}'"):
+    with pytest.raises(RemoteProtocolError, match=f"Invalid value '{kind}'|at least length 14"):
         decoder(encode(message))
 
 
 def test_every_message_has_one_direction() -> None:
     kinds = [kind for kinds in DIRECTIONS.values() for kind in kinds]
-    assert sorted(kinds) == sorted(kind.__name__ for kind in messages.Message.__args__)
+    assert sorted(kinds) == sorted(kind.__name__ for kind in get_args(Message))
 
 
 def test_a_rank_describes_itself_in_the_form_that_the_engine_passes_on() -> None:
@@ -165,50 +267,79 @@ def test_a_rank_describes_itself_in_the_form_that_the_engine_passes_on() -> None
     assert messages.decode_rank(payload) == rank_description()
 
 
-MOST_CLAIMS = tuple(hex32(number) for number in range(messages.MAX_CLAIMS))
+# Bounds
+
+MOST_CLAIMS = tuple(Claim(hex32(number)) for number in range(messages.MAX_CLAIMS))
 MOST_RANKS = tuple(range(messages.MAX_RANKS))
+LONG_NAME = "d" * 256
+FULL: dict[str, Any] = {
+    "peers": (PEER_STATUS,) * MAX_LISTED,
+    "links": (LINK_STATUS,) * MAX_LISTED,
+    "offers": (OFFER_STATUS,) * MAX_LISTED,
+    "loads": (LOAD_STATUS,) * MAX_LISTED,
+    "story": (EVENT,) * MAX_LISTED,
+}
+"""A status that lists as much as may be listed."""
 
 
-def excerpt(**changed: Any) -> Message:
-    """Asks for the proof of one excerpt."""
+def changed(message: Any, **fields: Any) -> Message:
+    """The same with other fields, which may be of other types."""
+    result: Message = msgspec.structs.replace(message, **fields)
+    return result
+
+
+def one_slice(**changed: Any) -> Message:
+    """Asks for the digest of one slice."""
     values = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
-    return prove(excerpts=(Excerpt(**{**values, **changed}),))
+    return digest_request(slices=(KVSlice(**{**values, **changed}),))
 
 
 @pytest.mark.parametrize(
     "message",
     [
         pytest.param(ask(readers=MOST_RANKS), id="readers"),
-        pytest.param(ask(reader=Reader("d" * 256, READER.incarnation, 1023)), id="reader"),
+        pytest.param(ask(reader=reader(1023, LONG_NAME)), id="reader"),
         pytest.param(ask(number=2**62), id="number"),
-        pytest.param(grant(num_tokens=0, lease_s=3600.0, slot=(1 << 20) - 1), id="grant"),
+        pytest.param(grant(lease_s=3600.0, slot=(1 << 20) - 1), id="grant"),
         pytest.param(grant(tables=(b"",) * 64), id="groups"),
         pytest.param(grant(tables=(b"x" * (4 << 20),)), id="table"),
         pytest.param(renew(0, *MOST_CLAIMS), id="claims"),
-        pytest.param(renewed(0, *MOST_CLAIMS), id="lost"),
+        pytest.param(renewed(*MOST_CLAIMS), id="lost"),
         pytest.param(refusal("x" * 512), id="reason"),
-        pytest.param(deny("incarnation"), id="other life"),
-        pytest.param(prove(end=1), id="one token"),
-        pytest.param(prove(end=(1 << 31) - 1), id="end"),
-        pytest.param(prove(excerpts=EXCERPTS * 4096), id="excerpts"),
-        pytest.param(excerpt(end_head=1 << 17), id="heads"),
-        pytest.param(excerpt(first_head=(1 << 17) - 1, end_head=1 << 17), id="last head"),
-        pytest.param(excerpt(begin=(1 << 31) - 1), id="begin"),
-        pytest.param(proof(rows=SUMS, columns=SUMS), id="one sum"),
-        pytest.param(proof(rows=SUMS * (1 << 17)), id="rows"),
-        pytest.param(proof(columns=SUMS * MAX_COLUMNS), id="columns"),
+        pytest.param(digest_request(end=1), id="one token"),
+        pytest.param(digest_request(end=(1 << 31) - 1), id="end"),
+        pytest.param(digest_request(slices=SLICES * 4096), id="slices"),
+        pytest.param(one_slice(end_head=1 << 17), id="heads"),
+        pytest.param(one_slice(first_head=(1 << 17) - 1, end_head=1 << 17), id="last head"),
+        pytest.param(one_slice(begin=(1 << 31) - 1), id="begin"),
+        pytest.param(digest_reply(rows=SUMS, columns=SUMS), id="one sum"),
+        pytest.param(digest_reply(rows=SUMS * (1 << 17)), id="rows"),
+        pytest.param(digest_reply(columns=SUMS * MAX_COLUMNS), id="columns"),
+        pytest.param(StatusRequest(incarnation=RANK_LIFE, request="x" * 512), id="request"),
+        pytest.param(StatusRequest(incarnation=ANY_INCARNATION), id="no request"),
+        pytest.param(status(**FULL), id="a long status"),
+        pytest.param(
+            status(
+                offers=(msgspec.structs.replace(OFFER_STATUS, ends_in_s=None),),
+                loads=(msgspec.structs.replace(LOAD_STATUS, late_in_s=None, reads=()),),
+                events_since=None,
+                story=(),
+            ),
+            id="a status without times",
+        ),
     ],
 )
-def test_what_is_at_its_bound_passes(message: Message) -> None:
+def test_a_message_at_its_bounds_is_accepted(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        pytest.param(done(life="0" * 31), "matching regex", id="short incarnation"),
-        pytest.param(done(nonce="0" * 33), "matching regex", id="long nonce"),
-        pytest.param(done(claim="A" * 32), "matching regex", id="claim in capitals"),
+        pytest.param(release(incarnation="0" * 31), "matching regex", id="short incarnation"),
+        pytest.param(release(nonce="0" * 33), "matching regex", id="long nonce"),
+        pytest.param(release(claim="A" * 32), "matching regex", id="claim in capitals"),
+        pytest.param(changed(release(), complete=1), "Expected `bool`", id="complete is a number"),
         pytest.param(ask(context="g" * 32), "matching regex", id="context of other digits"),
         pytest.param(ask(readers=()), "length >= 1", id="no readers"),
         pytest.param(ask(readers=(*MOST_RANKS, 0)), "length <= 1024", id="readers"),
@@ -216,11 +347,14 @@ def test_what_is_at_its_bound_passes(message: Message) -> None:
         pytest.param(ask(readers=(-1,)), "`int` >= 0", id="negative reader"),
         pytest.param(ask(number=-1), "`int` >= 0", id="negative number"),
         pytest.param(ask(number=2**62 + 1), "`int` <= 4611686018427387904", id="number"),
-        pytest.param(ask(reader=Reader("", hex32(1), 0)), "length >= 1", id="no name"),
-        pytest.param(ask(reader=Reader("d" * 257, hex32(1), 0)), "length <= 256", id="name"),
-        pytest.param(ask(reader=Reader("d", hex32(1), 1024)), "`int` <= 1023", id="rank"),
-        pytest.param(ask(reader=Reader("d", "x", 0)), "matching regex", id="reader's life"),
-        pytest.param(grant(num_tokens=-1), "`int` >= 0", id="negative tokens"),
+        pytest.param(ask(reader=reader(engine="")), "length >= 1", id="no name"),
+        pytest.param(ask(reader=reader(engine="d" * 257)), "length <= 256", id="name"),
+        pytest.param(ask(reader=reader(1024)), "`int` <= 1023", id="rank"),
+        pytest.param(
+            ask(reader=msgspec.structs.replace(READER, incarnation="x")),
+            "matching regex",
+            id="reader's life",
+        ),
         pytest.param(grant(lease_s=0.0), "`float` > 0.0", id="no lease"),
         pytest.param(grant(lease_s=3601.0), "`float` <= 3600.0", id="lease"),
         pytest.param(grant(lease_s=float("nan")), "`float`", id="lease that is no number"),
@@ -231,21 +365,27 @@ def test_what_is_at_its_bound_passes(message: Message) -> None:
         pytest.param(grant(slot=-1), "`int` >= 0", id="negative slot"),
         pytest.param(grant(generation=b"\1" * 15), "length >= 16", id="short generation"),
         pytest.param(grant(generation=b"\1" * 17), "length <= 16", id="long generation"),
-        pytest.param(deny("busy"), "Invalid enum value 'busy'", id="unknown reason"),
-        pytest.param(prove(end=0), "`int` >= 1", id="proof of nothing"),
-        pytest.param(prove(end=1 << 31), "`int` <= 2147483647", id="end"),
-        pytest.param(prove(excerpts=()), "length >= 1", id="no excerpts"),
-        pytest.param(prove(excerpts=EXCERPTS * 4097), "length <= 4096", id="excerpts"),
-        pytest.param(proof(rows=SUMS[1:]), "length >= 8", id="no row"),
-        pytest.param(proof(rows=SUMS * (1 << 17) + b"\0"), "length <= 1048576", id="rows"),
-        pytest.param(proof(columns=SUMS[1:]), "length >= 8", id="no column"),
-        pytest.param(proof(columns=SUMS * MAX_COLUMNS + b"\0"), "length <= 32768", id="columns"),
+        pytest.param(digest_request(end=0), "`int` >= 1", id="digest of nothing"),
+        pytest.param(digest_request(end=1 << 31), "`int` <= 2147483647", id="end"),
+        pytest.param(digest_request(slices=()), "length >= 1", id="no slices"),
+        pytest.param(digest_request(slices=SLICES * 4097), "length <= 4096", id="slices"),
+        pytest.param(digest_reply(rows=SUMS[1:]), "length >= 8", id="no row"),
+        pytest.param(digest_reply(rows=SUMS * (1 << 17) + b"\0"), "<= 1048576", id="rows"),
+        pytest.param(digest_reply(columns=SUMS[1:]), "length >= 8", id="no column"),
+        pytest.param(digest_reply(columns=SUMS * MAX_COLUMNS + b"\0"), "<= 32768", id="columns"),
         pytest.param(renew(1, *MOST_CLAIMS, CLAIM), "length <= 65536", id="claims"),
-        pytest.param(renewed(1, *MOST_CLAIMS, CLAIM), "length <= 65536", id="lost"),
+        pytest.param(renewed(*MOST_CLAIMS, CLAIM), "length <= 65536", id="lost"),
         pytest.param(refusal("x" * 513), "length <= 512", id="long reason"),
+        pytest.param(
+            StatusRequest(incarnation=RANK_LIFE, request="x" * 513), "length <= 512", id="request"
+        ),
+        *[
+            pytest.param(status(**{name: (*listed, listed[0])}), "length <= 1000", id=name)
+            for name, listed in FULL.items()
+        ],
     ],
 )
-def test_what_is_out_of_bounds_is_refused(message: Message, error: str) -> None:
+def test_a_message_out_of_bounds_is_refused(message: Message, error: str) -> None:
     with pytest.raises(RemoteProtocolError, match=re.escape(error)):
         decode(encode(message))
 
@@ -274,13 +414,14 @@ def changed_rank(**changed: Any) -> Message:
             "length <= 4096",
             id="long fact",
         ),
+        pytest.param(changed_rank(endpoint=""), "matching regex", id="no endpoint"),
         pytest.param(changed_rank(endpoint="ipc:///tmp/x"), "matching regex", id="no tcp"),
         pytest.param(changed_rank(endpoint="tcp://" + "1" * 123), "<= 128", id="long endpoint"),
         pytest.param(changed_rank(agent=b"x" * ((1 << 20) + 1)), "<= 1048576", id="agent"),
-        pytest.param(changed_rank(slots=messages.Slots(0, 1)), ">= 1", id="slots at null"),
-        pytest.param(changed_rank(slots=messages.Slots(1 << 62, 1)), "<=", id="slots too high"),
-        pytest.param(changed_rank(slots=messages.Slots(1, 0)), ">= 1", id="no slots"),
-        pytest.param(changed_rank(slots=messages.Slots(1, (1 << 20) + 1)), "<=", id="slots"),
+        pytest.param(changed_rank(slots=Slots(address=0, count=1)), ">= 1", id="slots at null"),
+        pytest.param(changed_rank(slots=Slots(address=1 << 62, count=1)), "<=", id="slots high"),
+        pytest.param(changed_rank(slots=Slots(address=1, count=0)), ">= 1", id="no slots"),
+        pytest.param(changed_rank(slots=Slots(address=1, count=1 + (1 << 20))), "<=", id="slots"),
     ],
 )
 def test_a_description_out_of_bounds_is_refused(message: Message, error: str) -> None:
@@ -288,23 +429,23 @@ def test_a_description_out_of_bounds_is_refused(message: Message, error: str) ->
         decode(encode(message))
 
 
-def test_a_rank_that_nobody_reads_has_no_endpoint() -> None:
-    message = changed_rank(endpoint="")
+def test_a_rank_that_cannot_be_read_has_no_agent() -> None:
+    message = changed_rank(agent=b"")
     assert decode(encode(message)) == message
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "error"),
+    ("name", "value", "error"),
     [
-        pytest.param(["tp"], 0, "tp is 0; allowed: 1 to 1024", id="shape"),
-        pytest.param(["pp"], 1025, "pp is 1025; allowed: 1 to 1024", id="shape too large"),
+        pytest.param("tp", 0, "tp is 0; allowed: 1 to 1024", id="shape"),
+        pytest.param("pp", 1025, "pp is 1025; allowed: 1 to 1024", id="shape too large"),
     ],
 )
 def test_a_record_that_checks_itself_is_refused_by_its_own_words(
-    path: list[str], value: int, error: str
+    name: str, value: int, error: str
 ) -> None:
     wire = msgspec.msgpack.decode(encode(description()))
-    wire[5][path[0]] = value
+    wire[5][name] = value
     with pytest.raises(RemoteProtocolError, match=error):
         decode(msgspec.msgpack.encode(wire))
 
@@ -320,14 +461,16 @@ def test_a_record_that_checks_itself_is_refused_by_its_own_words(
         pytest.param({"layer": None}, "Expected `str`, got", id="layer"),
     ],
 )
-def test_an_excerpt_out_of_bounds_is_refused(changed: dict[str, Any], error: str) -> None:
-    wire = msgspec.msgpack.decode(encode(prove()))
+def test_a_slice_out_of_bounds_is_refused(changed: dict[str, Any], error: str) -> None:
+    wire = msgspec.msgpack.decode(encode(digest_request()))
     wire[-1][0] |= changed
     with pytest.raises(RemoteProtocolError, match=re.escape(error)):
         decode(msgspec.msgpack.encode(wire))
 
 
-DONE = encode(done())
+# Other versions, and what is no message
+
+RELEASE = encode(release())
 DEEP = b"\x91" * 100_000 + b"\xc0"
 
 
@@ -336,17 +479,17 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
     [
         pytest.param(b"", "not msgpack: 0 bytes", id="empty"),
         pytest.param(b"\xc1", "not msgpack: 1 bytes", id="no msgpack"),
-        pytest.param(DONE + b"\xc0", f"not msgpack: {len(DONE) + 1} bytes", id="trailing"),
-        pytest.param(DONE[:-1], f"not msgpack: {len(DONE) - 1} bytes", id="cut"),
+        pytest.param(RELEASE + b"\xc0", f"not msgpack: {len(RELEASE) + 1} bytes", id="trailing"),
+        pytest.param(RELEASE[:-1], f"not msgpack: {len(RELEASE) - 1} bytes", id="cut"),
         pytest.param(DEEP, "Expected `str`, got `array`", id="deep"),
         pytest.param(b"\xdd\xff\xff\xff\xff", "not msgpack: 5 bytes", id="long array, cut"),
-        pytest.param(b"\x92\xa4Done\xa2\xff\xfe", "Expected `array`", id="no UTF-8"),
+        pytest.param(b"\x92\xa7Release\xa2\xff\xfe", "Expected `array`", id="no UTF-8"),
         pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
-        pytest.param(msgspec.msgpack.encode(["Done"]), "at least length", id="tag alone"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 3]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 3]), "Expected `str`", id="tag is no string"),
-        pytest.param(msgspec.msgpack.encode(["Done", "1"]), "Expected", id="version in words"),
+        pytest.param(msgspec.msgpack.encode(["Release"]), "at least length", id="tag alone"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 4]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 4]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Release", "1"]), "Expected", id="version in words"),
     ],
 )
 def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
@@ -354,34 +497,33 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         decode(payload)
 
 
+@pytest.mark.parametrize("version", [0, 3, 5])
 @pytest.mark.parametrize(
-    "wire",
+    ("kind", "fields"),
     [
-        pytest.param(["Done", 4], id="shorter"),
-        pytest.param(["Shout", 4, {"loud": True}], id="unknown kind"),
-        pytest.param(["Done", 4, RANK_LIFE, *OFFER_WIRE, "more"], id="longer"),
-        pytest.param([7, 4], id="other tags"),
+        pytest.param("Release", [], id="shorter"),
+        pytest.param("Shout", [{"loud": True}], id="unknown kind"),
+        pytest.param("Release", [RANK_LIFE, *OFFER_WIRE, True, "more"], id="longer"),
+        pytest.param("Done", [RANK_LIFE, *OFFER_WIRE], id="a kind of version 3"),
+        pytest.param(7, [], id="other tags"),
     ],
 )
-def test_a_foreign_version_is_what_is_said_first(wire: list[Any]) -> None:
+def test_a_foreign_version_is_what_is_said_first(
+    version: int, kind: object, fields: list[Any]
+) -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(wire))
-    assert str(raised.value) == "wire version 4; this side speaks 3"
-
-
-def test_the_version_zero_is_foreign_too() -> None:
-    with pytest.raises(RemoteProtocolError, match="wire version 0; this side speaks 3"):
-        decode(msgspec.msgpack.encode(["Done", 0, RANK_LIFE, *OFFER_WIRE]))
+        decode(msgspec.msgpack.encode([kind, version, *fields]))
+    assert str(raised.value) == f"wire version {version}; this side speaks 4"
 
 
 def test_a_message_with_more_fields_is_read() -> None:
-    wire = [*msgspec.msgpack.decode(DONE), "new", {"in": "version 1"}]
-    assert decode(msgspec.msgpack.encode(wire)) == done()
+    wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 4"}]
+    assert decode(msgspec.msgpack.encode(wire)) == release()
 
 
 def test_an_error_has_its_cause() -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 3]))
+        decode(msgspec.msgpack.encode(["Gone", 4]))
     assert isinstance(raised.value.__cause__, msgspec.ValidationError)
 
 
@@ -390,7 +532,7 @@ def test_an_error_has_its_cause() -> None:
 
 def test_depth_behind_a_good_message_is_refused() -> None:
     """What is skipped is walked through, too."""
-    longer = bytes([DONE[0] + 1]) + DONE[1:] + DEEP
+    longer = bytes([RELEASE[0] + 1]) + RELEASE[1:] + DEEP
     with pytest.raises(RemoteProtocolError):
         decode(longer)
 
@@ -403,11 +545,11 @@ MANY = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
     [
         pytest.param(MANY, id="as the message"),
         pytest.param(b"\x92" + MANY + b"\x01", id="as its kind"),
-        pytest.param(b"\x93\xa4Done\x04" + MANY, id="behind another version"),
-        pytest.param(DONE[:6] + MANY, id="as a field"),
+        pytest.param(b"\x93\xa7Release\x05" + MANY, id="behind another version"),
+        pytest.param(RELEASE[:9] + MANY, id="as a field"),
     ],
 )
-def test_refusing_takes_little_memory(payload: bytes) -> None:
+def test_refusing_needs_little_memory(payload: bytes) -> None:
     """An empty map is one byte on the wire and 72 here: 64 MiB of them would be the end."""
     tracemalloc.start()
     try:
@@ -422,28 +564,27 @@ def test_refusing_takes_little_memory(payload: bytes) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(done(life=hex32(1) + "\n"), id="incarnation"),
-        pytest.param(done(nonce=hex32(1) + "\n"), id="nonce"),
-        pytest.param(done(claim=hex32(1) + "\n"), id="claim"),
-        pytest.param(renew(1, hex32(1) + "\n"), id="claims"),
+        pytest.param(release(incarnation=hex32(1) + "\n"), id="incarnation"),
+        pytest.param(release(nonce=hex32(1) + "\n"), id="nonce"),
+        pytest.param(release(claim=hex32(1) + "\n"), id="claim"),
+        pytest.param(renew(1, Claim(hex32(1) + "\n")), id="claims"),
         pytest.param(changed_rank(endpoint="tcp://10.0.0.1:7000\n"), id="endpoint"),
     ],
 )
 def test_a_line_end_is_no_part_of_a_field(message: Message) -> None:
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(RemoteProtocolError, match="matching regex"):
         decode(encode(message))
 
 
 def test_a_description_has_a_bounded_number_of_facts() -> None:
-    facts = {f"fact {number}": "" for number in range(65_537)}
+    facts = {f"fact {number}": "" for number in range(257)}
     message = msgspec.structs.replace(description(), model=facts)
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(RemoteProtocolError, match="length <= 256"):
         decode(encode(message))
 
 
-@settings(deadline=None, max_examples=200)
 @given(payload=st.binary(max_size=64))
-@example(payload=b"\x92\xa4Done\x01")
+@example(payload=b"\x92\xa7Release\x01")
 def test_any_bytes_are_a_message_or_refused(payload: bytes) -> None:
     try:
         message = decode(payload)
@@ -452,7 +593,6 @@ def test_any_bytes_are_a_message_or_refused(payload: bytes) -> None:
     assert decode(encode(message)) == message
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     message=st.sampled_from([param.values[0] for param in WIRE]),
     position=st.integers(0, 10_000),
@@ -464,7 +604,7 @@ def test_a_damaged_message_is_read_or_refused(
     payload = bytearray(encode(message))
     payload[position % len(payload)] = replacement
     try:
-        read = decode(bytes(payload))
+        damaged = decode(bytes(payload))
     except RemoteProtocolError:
         return
-    assert decode(encode(read)) == read
+    assert decode(encode(damaged)) == damaged

@@ -1,4 +1,4 @@
-"""A listening port that lets in only so many, by the kernel's help."""
+"""A listening port that lets in only so many connections, by the kernel's help."""
 
 import contextlib
 import errno
@@ -10,119 +10,121 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_kv.transport import door as module
-from nixl_kv.transport.door import Door
+from nixl_kv.transport import connection_limit as module
+from nixl_kv.transport.connection_limit import LimitedPort
 
 HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with contextlib.closing(Door(HOST, 0, room=8)) as made:
-        yield made
+def port() -> Iterator[LimitedPort]:
+    with contextlib.closing(LimitedPort(HOST, 0, limit=8)) as port:
+        yield port
 
 
-def can_enter(door: Door) -> bool:
-    """Whether the kernel answers; it is not accepted by anybody."""
+def is_open(port: LimitedPort) -> bool:
+    """Whether the kernel lets a connection in. It answers at once, or not at all."""
     try:
-        socket.create_connection((HOST, door.port), timeout=0.3).close()
+        socket.create_connection((HOST, port.port), timeout=0.3).close()
     except TimeoutError:
         return False
     return True
 
 
-def test_a_door_is_open(door: Door) -> None:
-    assert door.port > 0
-    assert can_enter(door)
+def test_a_new_port_is_open(port: LimitedPort) -> None:
+    assert port.port > 0
+    assert is_open(port)
 
 
-def test_a_full_room_shuts_the_door_until_some_have_left(door: Door) -> None:
+def test_a_port_at_its_limit_is_shut_until_some_connections_have_ended(port: LimitedPort) -> None:
     for _ in range(7):
-        door.came()
-    assert can_enter(door)
-    door.came()
-    assert not can_enter(door)
-    door.left()
-    assert not can_enter(door), "not at once: it would be shut again"
-    door.left()
-    assert can_enter(door)
+        port.on_accepted()
+    assert is_open(port)
+    port.on_accepted()
+    assert not is_open(port)
+    port.on_closed()
+    assert not is_open(port), "not at once: it would be shut again"
+    port.on_closed()
+    assert is_open(port)
 
 
-def test_those_who_are_in_notice_nothing(door: Door) -> None:
-    copy = socket.socket(fileno=door.copy())
-    with copy, socket.create_connection((HOST, door.port)) as reader:
-        inside, _ = copy.accept()
+def test_open_connections_are_not_touched(port: LimitedPort) -> None:
+    listening = socket.socket(fileno=port.duplicate())
+    with listening, socket.create_connection((HOST, port.port)) as reader:
+        accepted, _ = listening.accept()
         for _ in range(8):
-            door.came()
-        assert not can_enter(door)
-        with inside:
+            port.on_accepted()
+        assert not is_open(port)
+        with accepted:
             reader.sendall(b"still here")
-            assert inside.recv(100) == b"still here"
-            inside.sendall(b"me too")
+            assert accepted.recv(100) == b"still here"
+            accepted.sendall(b"me too")
             assert reader.recv(100) == b"me too"
 
 
-def test_it_is_not_said_all_the_time(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shut_port_is_logged_once_in_a_while(
+    port: LimitedPort, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(3):
         for _ in range(8):
-            door.came()
+            port.on_accepted()
         for _ in range(8):
-            door.left()
+            port.on_closed()
     assert caplog.text.count("takes no more for now") == 1
 
 
-def test_those_who_came_too_late_are_counted_too(door: Door) -> None:
+def test_connections_over_the_limit_are_counted_too(port: LimitedPort) -> None:
     for _ in range(12):
-        door.came()
+        port.on_accepted()
     for _ in range(5):
-        door.left()
-    assert not can_enter(door)
-    door.left()
-    assert can_enter(door)
+        port.on_closed()
+    assert not is_open(port)
+    port.on_closed()
+    assert is_open(port)
 
 
-def test_a_copy_outlives_the_door() -> None:
-    door = Door(HOST, 0)
-    copy = door.copy()
-    door.close()
-    with socket.socket(fileno=copy) as listening:
-        assert listening.getsockname() == (HOST, door.port)
+def test_a_duplicate_outlives_the_port() -> None:
+    port = LimitedPort(HOST, 0)
+    duplicate = port.duplicate()
+    port.close()
+    with socket.socket(fileno=duplicate) as listening:
+        assert listening.getsockname() == (HOST, port.port)
 
 
-def test_a_kernel_that_cannot_is_no_error(
-    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_kernel_that_cannot_shut_a_port_is_no_error(
+    port: LimitedPort, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(module, "SO_ATTACH_FILTER", 0xFFFF)
     for _ in range(20):
-        door.came()
-    assert can_enter(door)
+        port.on_accepted()
+    assert is_open(port)
     for _ in range(20):
-        door.left()
-    assert f"port {door.port} has 8 connections; it cannot be shut: " in caplog.text
-    assert f"port {door.port} was not shut: " in caplog.text
-    assert can_enter(door)
+        port.on_closed()
+    assert f"port {port.port} has 8 connections and cannot be shut: " in caplog.text
+    assert f"port {port.port} was not shut: " in caplog.text
+    assert is_open(port)
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "room"),
+    ("descriptors", "limit"),
     [(1024, 256), (4096, 1024), (65536, 1024), (resource.RLIM_INFINITY, 1024)],
 )
-def test_the_room_is_what_the_process_can_afford(
-    monkeypatch: pytest.MonkeyPatch, descriptors: int, room: int
+def test_the_limit_is_what_the_process_can_afford(
+    monkeypatch: pytest.MonkeyPatch, descriptors: int, limit: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
-    with contextlib.closing(Door(HOST, 0)) as made:
-        assert made._room == room
+    with contextlib.closing(LimitedPort(HOST, 0)) as port:
+        assert port._limit == limit
 
 
-def test_a_port_that_is_taken(door: Door) -> None:
+def test_a_used_port_is_an_error(port: LimitedPort) -> None:
     with pytest.raises(OSError, match="Address already in use") as raised:
-        Door(HOST, door.port)
+        LimitedPort(HOST, port.port)
     assert raised.value.errno == errno.EADDRINUSE
 
 
-def test_a_door_that_is_closed_is_gone() -> None:
+def test_a_closed_port_leaves_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    Door(HOST, 0).close()
+    LimitedPort(HOST, 0).close()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -1,16 +1,16 @@
-"""The data plane inside one process: it must be as strict as a real link, and land when told."""
+"""The data plane inside one process: as strict as a real link, and its reads land when asked to."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from caches import Cache, Sizes
+from lab.local.caches import Cache, Sizes
 
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import plan
-from nixl_kv.transport.base import Indices, PeerName, Rows
+from nixl_kv.transport.base import Indices, PeerName, ReadHandle, Rows
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 
 
@@ -34,124 +34,165 @@ class Side:
 
 
 @pytest.fixture
-def here(fabric: Fabric) -> Side:
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture
+def local_side(fabric: Fabric) -> Side:
     return Side(fabric, 0)
 
 
 @pytest.fixture
-def there(fabric: Fabric) -> Side:
+def remote_side(fabric: Fabric) -> Side:
     return Side(fabric, 100)
 
 
 class Link:
     """One side reads the other."""
 
-    def __init__(self, here: Side, there: Side) -> None:
-        self.transport = here.transport
-        self.peer = here.transport.add_peer(there.transport.metadata())
-        self.local = here.transport.prepare(here.rows, "DRAM", None)
-        self.remote = here.transport.prepare(there.rows, "DRAM", self.peer)
+    def __init__(self, local_side: Side, remote_side: Side) -> None:
+        self.transport = local_side.transport
+        self.peer = local_side.transport.add_peer(remote_side.transport.metadata())
+        self.local = local_side.transport.prepare(local_side.rows, "DRAM", None)
+        self.remote = local_side.transport.prepare(remote_side.rows, "DRAM", self.peer)
 
-    def read(self, local: Sequence[int], remote: Sequence[int]) -> object:
+    def read(self, local: Sequence[int], remote: Sequence[int]) -> ReadHandle:
         return self.transport.read(self.local, self.remote, (ids(*local), ids(*remote)))
 
 
 @pytest.fixture
-def link(here: Side, there: Side) -> Link:
-    return Link(here, there)
+def link(local_side: Side, remote_side: Side) -> Link:
+    return Link(local_side, remote_side)
 
 
 def test_pieces_are_copied_pair_by_pair(
-    fabric: Fabric, here: Side, there: Side, link: Link
+    fabric: Fabric, local_side: Side, remote_side: Side, link: Link
 ) -> None:
-    expected, source = here.bytes.copy(), there.bytes.copy()
+    expected, source = local_side.bytes.copy(), remote_side.bytes.copy()
     expected[0:4] = source[56:60]
     expected[24:28] = source[0:4]
     read = link.read([0, 3], [7, 0])
-    assert here.bytes.tolist() == list(range(64)), "it lands at a poll"
+    assert local_side.bytes.tolist() == list(range(64)), "it lands at a poll"
     assert link.transport.poll(read)
-    assert np.array_equal(here.bytes, expected)
-    assert np.array_equal(there.bytes, source)
+    assert np.array_equal(local_side.bytes, expected)
+    assert np.array_equal(remote_side.bytes, source)
     assert fabric.bytes_copied == 8
 
 
 @pytest.mark.parametrize("polls", [0, 1, 3])
 def test_a_read_lands_after_so_many_polls(
-    fabric: Fabric, here: Side, there: Side, link: Link, polls: int
+    fabric: Fabric, local_side: Side, remote_side: Side, link: Link, polls: int
 ) -> None:
     fabric.polls = polls
     read = link.read([1], [1])
     for _ in range(polls):
         assert not link.transport.poll(read)
-        assert here.bytes[8] == 8
-    there.bytes[8] = 77  # what stands there when it lands is what is copied
+        assert local_side.bytes[8] == 8
+    remote_side.bytes[8] = 77  # what is there when it lands is what is copied
     assert link.transport.poll(read)
-    assert here.bytes[8] == 77
+    assert local_side.bytes[8] == 77
 
 
-def test_each_read_has_its_own_time(fabric: Fabric, here: Side, link: Link) -> None:
+def test_each_read_has_its_own_time(fabric: Fabric, local_side: Side, link: Link) -> None:
     fabric.polls = 1
     early, late = link.read([0], [0]), link.read([1], [1])
     assert not link.transport.poll(early)
     assert link.transport.poll(early)
-    assert (here.bytes[0], here.bytes[8]) == (100, 8)
+    assert (local_side.bytes[0], local_side.bytes[8]) == (100, 8)
     assert not link.transport.poll(late)
     assert link.transport.poll(late)
-    assert here.bytes[8] == 108
+    assert local_side.bytes[8] == 108
 
 
-def test_a_read_lands_once(fabric: Fabric, here: Side, link: Link) -> None:
+def test_a_read_lands_once(fabric: Fabric, local_side: Side, link: Link) -> None:
     read = link.read([0], [0])
     assert link.transport.poll(read)
-    here.bytes[:] = 0
+    local_side.bytes[:] = 0
     assert link.transport.poll(read)
-    assert here.bytes.tolist() == [0] * 64
+    assert local_side.bytes.tolist() == [0] * 64
     assert fabric.bytes_copied == 4
 
 
-def test_a_stuck_read_lands_when_it_is_let_go(fabric: Fabric, here: Side, link: Link) -> None:
+def test_a_stuck_read_lands_as_soon_as_it_is_not_stuck_any_more(
+    fabric: Fabric, local_side: Side, link: Link
+) -> None:
     fabric.stuck = True
     read = link.read([0], [0])
     assert [link.transport.poll(read) for _ in range(5)] == [False] * 5
-    assert here.bytes[0] == 0
+    assert local_side.bytes[0] == 0
     fabric.stuck = False
     assert link.transport.poll(read)
-    assert here.bytes[0] == 100
+    assert local_side.bytes[0] == 100
 
 
-def test_a_lost_peer(fabric: Fabric, here: Side, there: Side, link: Link) -> None:
+def test_only_reads_of_a_stuck_peer_are_stuck(
+    fabric: Fabric, local_side: Side, remote_side: Side, link: Link
+) -> None:
+    third = Link(local_side, Side(fabric, 200))
+    fabric.stuck_peers.add(remote_side.transport.name)
+    stuck, healthy = link.read([0], [0]), third.read([1], [1])
+    assert not link.transport.poll(stuck)
+    assert third.transport.poll(healthy)
+    assert (local_side.bytes[0], local_side.bytes[8]) == (0, 208)
+
+
+def test_a_transport_that_does_not_end_can_be_closed_later(
+    fabric: Fabric, local_side: Side
+) -> None:
+    fabric.unending = True
+    with pytest.raises(TransportError, match="does not end"):
+        local_side.transport.close()
+    assert local_side.transport.name in fabric.transports
+    fabric.unending = False
+    local_side.transport.close()
+    assert local_side.transport.name not in fabric.transports
+
+
+def test_pieces_of_a_closed_peer_cannot_be_prepared(local_side: Side, remote_side: Side) -> None:
+    name = PeerName(remote_side.transport.name)
+    remote_side.transport.close()
+    with pytest.raises(PeerLost, match=f"^peer {name!r} has left the fabric$"):
+        local_side.transport.prepare(remote_side.rows, "DRAM", name)
+
+
+def test_a_lost_peer_can_neither_be_read_nor_added(
+    fabric: Fabric, local_side: Side, remote_side: Side, link: Link
+) -> None:
     read = link.read([0], [0])
-    fabric.broken.add(there.transport.name)
-    with pytest.raises(PeerLost, match=f"^peer {there.transport.name!r} is gone$"):
+    fabric.broken.add(remote_side.transport.name)
+    with pytest.raises(PeerLost, match=f"^peer {remote_side.transport.name!r} is gone$"):
         link.transport.poll(read)
-    assert here.bytes[0] == 0
-    with pytest.raises(PeerLost, match=f"^no peer {there.transport.name!r} on the fabric$"):
-        link.transport.add_peer(there.transport.metadata())
+    assert local_side.bytes[0] == 0
+    with pytest.raises(PeerLost, match=f"^no peer {remote_side.transport.name!r} on the fabric$"):
+        link.transport.add_peer(remote_side.transport.metadata())
 
 
 @pytest.mark.parametrize(
     "metadata", [pytest.param(b"nobody", id="unknown"), pytest.param(b"\xff\xfe", id="garbage")]
 )
-def test_no_such_peer(here: Side, metadata: bytes) -> None:
+def test_an_unknown_peer_cannot_be_added(local_side: Side, metadata: bytes) -> None:
     with pytest.raises(PeerLost, match=r"^no peer "):
-        here.transport.add_peer(metadata)
+        local_side.transport.add_peer(metadata)
 
 
-def test_who_has_closed_is_gone(here: Side, there: Side) -> None:
-    there.transport.close()
-    there.transport.close()
+def test_a_closed_transport_cannot_be_added(local_side: Side, remote_side: Side) -> None:
+    remote_side.transport.close()
+    remote_side.transport.close()
     with pytest.raises(PeerLost):
-        here.transport.add_peer(there.transport.metadata())
+        local_side.transport.add_peer(remote_side.transport.metadata())
 
 
-def test_peers_can_be_added_again_and_dropped(here: Side, there: Side, link: Link) -> None:
-    assert here.transport.add_peer(there.transport.metadata()) == link.peer
-    here.transport.drop_peer(link.peer)
-    assert here.transport.add_peer(there.transport.metadata()) == link.peer
-    here.transport.progress()
+def test_peers_can_be_added_again_and_dropped(
+    local_side: Side, remote_side: Side, link: Link
+) -> None:
+    assert local_side.transport.add_peer(remote_side.transport.metadata()) == link.peer
+    local_side.transport.drop_peer(link.peer)
+    assert local_side.transport.add_peer(remote_side.transport.metadata()) == link.peer
+    local_side.transport.progress()
 
 
-def test_names_are_never_used_twice(fabric: Fabric) -> None:
+def test_a_name_is_never_used_twice(fabric: Fabric) -> None:
     names = []
     for _ in range(3):
         transport = MemoryTransport(fabric)
@@ -171,12 +212,14 @@ def test_names_are_never_used_twice(fabric: Fabric) -> None:
     ],
 )
 @pytest.mark.parametrize("side", ["local", "remote"])
-def test_pieces_inside(here: Side, there: Side, row: tuple[int, int, int, int], side: str) -> None:
+def test_pieces_inside_of_registered_memory_can_be_prepared(
+    local_side: Side, remote_side: Side, row: tuple[int, int, int, int], side: str
+) -> None:
     offset, length, stride, count = row
-    owner = here if side == "local" else there
-    peer = None if side == "local" else PeerName(there.transport.name)
+    owner = local_side if side == "local" else remote_side
+    peer = None if side == "local" else PeerName(remote_side.transport.name)
     table = rows((owner.address + offset, length, 0, stride, count))
-    assert here.transport.prepare(table, "DRAM", peer).rows is table
+    assert local_side.transport.prepare(table, "DRAM", peer).rows is table
 
 
 @pytest.mark.parametrize(
@@ -190,69 +233,75 @@ def test_pieces_inside(here: Side, there: Side, row: tuple[int, int, int, int], 
     ],
 )
 @pytest.mark.parametrize("side", ["local", "remote"])
-def test_pieces_outside(here: Side, there: Side, row: tuple[int, int, int, int], side: str) -> None:
+def test_pieces_outside_of_registered_memory_are_refused(
+    local_side: Side, remote_side: Side, row: tuple[int, int, int, int], side: str
+) -> None:
     offset, length, stride, count = row
-    owner = here if side == "local" else there
-    peer = None if side == "local" else PeerName(there.transport.name)
+    owner = local_side if side == "local" else remote_side
+    peer = None if side == "local" else PeerName(remote_side.transport.name)
     first = owner.address + offset
     message = f"^{first:#x} to {first + (count - 1) * stride + length:#x} is not registered$"
     good = (owner.address, 4, 0, 4, 1)
     with pytest.raises(TransportError, match=message):
-        here.transport.prepare(rows(good, (first, length, 0, stride, count)), "DRAM", peer)
+        local_side.transport.prepare(rows(good, (first, length, 0, stride, count)), "DRAM", peer)
 
 
-def test_each_side_reads_its_own_registrations(here: Side, there: Side) -> None:
+def test_each_side_reads_its_own_registrations(local_side: Side, remote_side: Side) -> None:
     with pytest.raises(TransportError, match="not registered"):
-        here.transport.prepare(there.rows, "DRAM", None)
+        local_side.transport.prepare(remote_side.rows, "DRAM", None)
     with pytest.raises(TransportError, match="not registered"):
-        here.transport.prepare(here.rows, "DRAM", PeerName(there.transport.name))
+        local_side.transport.prepare(local_side.rows, "DRAM", PeerName(remote_side.transport.name))
 
 
-def test_every_span_counts(here: Side) -> None:
+def test_every_registered_span_counts(local_side: Side) -> None:
     more = np.zeros(8, dtype=np.uint8)
-    table = rows((more.ctypes.data, 8, 0, 8, 1), (here.address, 4, 0, 4, 1))
+    table = rows((more.ctypes.data, 8, 0, 8, 1), (local_side.address, 4, 0, 4, 1))
     with pytest.raises(TransportError, match="not registered"):
-        here.transport.prepare(table, "DRAM", None)
-    here.transport.register(Span(more.ctypes.data, 8), "DRAM", 0)
-    here.transport.prepare(table, "DRAM", None)
+        local_side.transport.prepare(table, "DRAM", None)
+    local_side.transport.register(Span(more.ctypes.data, 8), "DRAM", 0)
+    local_side.transport.prepare(table, "DRAM", None)
 
 
-def test_pieces_are_numbered_over_all_rows(fabric: Fabric, here: Side, there: Side) -> None:
+def test_pieces_are_numbered_over_all_rows(
+    fabric: Fabric, local_side: Side, remote_side: Side
+) -> None:
     """Three rows of 2, 1 and 3 pieces, at 0, 10, 20, 30, 32 and 34."""
     table = [(0, 2, 10, 2), (20, 2, 50, 1), (30, 2, 2, 3)]
     lists = [
-        here.transport.prepare(
+        local_side.transport.prepare(
             rows(*((side.address + o, length, 0, s, n) for o, length, s, n in table)), "DRAM", peer
         )
-        for side, peer in ((here, None), (there, PeerName(there.transport.name)))
+        for side, peer in ((local_side, None), (remote_side, PeerName(remote_side.transport.name)))
     ]
-    read = here.transport.read(lists[0], lists[1], (ids(0, 1, 2, 3, 4, 5), ids(5, 4, 3, 2, 1, 0)))
-    assert here.transport.poll(read)
+    read = local_side.transport.read(
+        lists[0], lists[1], (ids(0, 1, 2, 3, 4, 5), ids(5, 4, 3, 2, 1, 0))
+    )
+    assert local_side.transport.poll(read)
     expected = np.arange(64)
     for to, source in zip((0, 10, 20, 30, 32, 34), (34, 32, 30, 20, 10, 0), strict=True):
         expected[to : to + 2] = (100 + source, 101 + source)
-    assert here.bytes.tolist() == expected.tolist()
+    assert local_side.bytes.tolist() == expected.tolist()
     assert fabric.bytes_copied == 12
 
 
 @pytest.mark.parametrize("index", [-1, 8, 2**31 - 1])
 @pytest.mark.parametrize("side", ["local", "remote"])
-def test_no_such_piece(link: Link, index: int, side: str) -> None:
+def test_an_index_without_a_piece_is_refused(link: Link, index: int, side: str) -> None:
     indices = ([index], [0]) if side == "local" else ([0], [index])
     with pytest.raises(TransportError, match=f"^index {index}; allowed: 0 to 7$"):
         link.read(*indices)
 
 
 @pytest.mark.parametrize(("local", "remote"), [([0, 1], [0]), ([0], [0, 1])])
-def test_each_piece_has_its_counterpart(link: Link, local: list[int], remote: list[int]) -> None:
+def test_each_piece_needs_a_counterpart(link: Link, local: list[int], remote: list[int]) -> None:
     with pytest.raises((TransportError, ValueError)):
         link.read(local, remote)
 
 
-def test_pieces_of_different_lengths(here: Side, link: Link) -> None:
-    longer = here.transport.prepare(rows((here.address, 5, 0, 8, 8)), "DRAM", None)
+def test_pieces_of_different_lengths_are_refused(local_side: Side, link: Link) -> None:
+    longer = local_side.transport.prepare(rows((local_side.address, 5, 0, 8, 8)), "DRAM", None)
     with pytest.raises(TransportError, match=r"^pieces of different lengths$"):
-        here.transport.read(longer, link.remote, (ids(0), ids(0)))
+        local_side.transport.read(longer, link.remote, (ids(0), ids(0)))
 
 
 @pytest.mark.parametrize(
@@ -264,18 +313,20 @@ def test_pieces_of_different_lengths(here: Side, link: Link) -> None:
     ],
 )
 def test_a_plan_is_carried_out(fabric: Fabric, orders: tuple[str, str], runs: int) -> None:
-    mine, theirs = Cache(Sizes(blocks=6), orders[0]), Cache(Sizes(blocks=9), orders[1])
-    theirs.fill(np.random.default_rng(1))
+    local_cache, remote_cache = (
+        Cache(Sizes(blocks=6), orders[0]),
+        Cache(Sizes(blocks=9), orders[1]).fill(1),
+    )
     transports = [MemoryTransport(fabric), MemoryTransport(fabric)]
-    for transport, cache in zip(transports, (mine, theirs), strict=True):
+    for transport, cache in zip(transports, (local_cache, remote_cache), strict=True):
         transport.register(cache.layout().spans[0], "DRAM", 0)
     reader, peer = transports[0], PeerName(transports[1].name)
-    planned = plan(mine.layout(), theirs.layout())
+    planned = plan(local_cache.layout(), remote_cache.layout())
     reads = planned.reads([ids(1, 2, 5)], [ids(7, 8, 0)], range(12))
     assert reads.num_runs == runs
     local = reader.prepare(planned.local, "DRAM", None)
     remote = reader.prepare(planned.remote, "DRAM", peer)
     assert reader.poll(reader.read(local, remote, (reads.local, reads.remote)))
-    assert np.array_equal(mine.blocks([1, 2, 5]), theirs.blocks([7, 8, 0]))
-    assert not mine.blocks([0, 3, 4]).any()
+    assert np.array_equal(local_cache.blocks([1, 2, 5]), remote_cache.blocks([7, 8, 0]))
+    assert not local_cache.blocks([0, 3, 4]).any()
     assert fabric.bytes_copied == reads.num_bytes == 3 * 3 * 2 * 4 * 12

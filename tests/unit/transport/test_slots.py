@@ -13,7 +13,7 @@ CLEAR = bytes(16)
 
 
 def generation(first: int) -> Generation:
-    """Made anew each time, so that what a page does to one is not done to what it is held to."""
+    """A new one each time: what a page does to one is not done to what it is compared with."""
     return Generation(bytes(range(first, first + 16)))
 
 
@@ -31,7 +31,7 @@ def test_all_slots_are_clear_at_first(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 300])
-def test_the_page_stands_on_a_boundary_inside_its_memory(count: int) -> None:
+def test_the_page_begins_on_a_page_boundary_of_its_memory(count: int) -> None:
     for page in [SlotPage(count) for _ in range(20)]:
         first = page._memory.ctypes.data
         assert page.address % 4096 == 0
@@ -40,7 +40,7 @@ def test_the_page_stands_on_a_boundary_inside_its_memory(count: int) -> None:
         assert page.span == Span(page.address, 16 * count)
 
 
-def test_write_and_clear_touch_their_slot_only() -> None:
+def test_writing_and_clearing_a_slot_touches_no_other() -> None:
     page = SlotPage(4)
     for slot in range(4):
         page.write(slot, generation(101))
@@ -57,15 +57,31 @@ def test_write_and_clear_touch_their_slot_only() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_last_slot_is_inside(count: int) -> None:
+def test_the_last_slot_is_inside_the_page(count: int) -> None:
     page = SlotPage(count)
     page.write(count - 1, generation(1))
     assert contents(page)[-1] == generation(1)
 
 
+@pytest.mark.parametrize("length", [0, 15, 17])
+def test_only_a_whole_generation_can_be_written(length: int) -> None:
+    page = SlotPage(2)
+    with pytest.raises(ValueError, match=f"^{length} bytes; allowed: 16$"):
+        page.write(0, Generation(b"x" * length))
+    assert contents(page) == [CLEAR] * 2
+
+
+def test_all_slots_can_be_cleared_at_once() -> None:
+    page = SlotPage(3)
+    for slot in range(3):
+        page.write(slot, generation(slot))
+    page.clear_all()
+    assert contents(page) == [CLEAR] * 3
+
+
 @pytest.mark.parametrize("slot", [-1, 4, 2**40])
 @pytest.mark.parametrize("action", ["write", "clear", "read"])
-def test_slots_outside_of_the_page(slot: int, action: str) -> None:
+def test_a_slot_outside_of_the_page_is_an_error(slot: int, action: str) -> None:
     page = SlotPage(4)
     arguments = (slot, generation(1)) if action == "write" else (slot,)
     with pytest.raises(IndexError, match=f"^slot {slot}; allowed: 0 to 3$"):
@@ -73,7 +89,7 @@ def test_slots_outside_of_the_page(slot: int, action: str) -> None:
     assert contents(page) == [CLEAR] * 4
 
 
-def test_rows() -> None:
+def test_a_page_is_one_row_with_a_piece_for_each_slot() -> None:
     rows = slot_rows(4096, 7)
     assert rows.tolist() == [[4096, 16, 0, 16, 7]]
     assert rows.dtype == np.uint64

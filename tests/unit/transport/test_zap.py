@@ -1,4 +1,4 @@
-"""Who is let in, by the frames in which ZMQ asks."""
+"""Who is let in, decided from the frames in which ZMQ asks."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 
 def question(**changed: Any) -> list[bytes]:
     values = {
-        "way_back": b"route",
+        "route": b"route",
         "empty": b"",
         "version": b"1.0",
         "number": b"7",
@@ -65,12 +65,12 @@ def test_who_is_let_in(keeper: Gatekeeper, changed: dict[str, Any], status: byte
     "frames",
     [
         pytest.param([], id="none"),
-        pytest.param([b"route"], id="way back alone"),
+        pytest.param([b"route"], id="route alone"),
         pytest.param(question()[:7], id="too few"),
         pytest.param(question(empty=b"x"), id="not as ZMQ asks"),
     ],
 )
-def test_what_cannot_be_answered(frames: list[bytes]) -> None:
+def test_frames_that_are_no_question_are_not_answered(frames: list[bytes]) -> None:
     assert WITH_KEY.answer(frames) is None
 
 

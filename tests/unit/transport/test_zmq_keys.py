@@ -1,6 +1,7 @@
 """The control plane with keys: who can talk to whom, and what strangers cost. Real ZMQ."""
 
 import contextlib
+import ipaddress
 import logging
 import resource
 import socket
@@ -15,39 +16,46 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from nixl_kv.config import Peers, _network
+from nixl_kv.config import AllowedHosts
+from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.keys import Keys
-from nixl_kv.transport import door
-from nixl_kv.transport.control import Control, FromEndpoint, FromPeer, Lost, Received
-from nixl_kv.transport.door import Bounds
+from nixl_kv.transport import connection_limit
+from nixl_kv.transport import zmq as zmq_control
+from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Lost, Received
+from nixl_kv.transport.zmq import ZmqControl
 
-HOST = "tcp://127.0.0.1"
+HOST = "127.0.0.1"
 KEYS, OTHER = Keys.derive(b"k" * 32), Keys.derive(b"o" * 32)
-PATIENCE_S = 10.0
-AT_ONCE_S = 1.5  # less than the time after which a handshake that stands still is given up
+PATIENCE_S = 10.0  # of a test before it fails; none waits so long when all is well
+PATIENCE_MS = 10_000
 
-MakeControl = Callable[..., Control]
+MakeControl = Callable[..., ZmqControl]
+Serve = Callable[..., Endpoint]
 
 
 @pytest.fixture
 def make() -> Iterator[MakeControl]:
-    with contextlib.ExitStack() as made:
+    """Makes controls, of this key and for all hosts where nothing else is said."""
+    with contextlib.ExitStack() as stack:
 
-        def one(keys: Keys | None = KEYS, *hosts: str, peer_timeout_s: float = 2.0) -> Control:
-            peers = Peers(tuple(map(_network, hosts))) if hosts else None
-            control = Control(keys, peers=peers, peer_timeout_s=peer_timeout_s)
-            made.callback(control.close)
+        def new_control(
+            keys: Keys | None = KEYS, *hosts: str, peer_timeout_s: float = 2.0
+        ) -> ZmqControl:
+            networks = tuple(map(ipaddress.ip_network, hosts))
+            allowed = AllowedHosts(networks) if networks else None
+            control = ZmqControl(keys, allowed=allowed, peer_timeout_s=peer_timeout_s)
+            stack.callback(control.close)
             return control
 
-        yield one
+        yield new_control
 
 
 @pytest.fixture
-def serve(make: MakeControl) -> Iterator[Callable[..., str]]:
-    """A side that answers whoever it lets in, on a thread of its own as all of them."""
-    with contextlib.ExitStack() as started:
+def serve(make: MakeControl) -> Iterator[Serve]:
+    """Starts a side, on a thread of its own, that answers whoever it lets in."""
+    with contextlib.ExitStack() as stack:
 
-        def one(*args: object, bounds: Bounds | None = None) -> str:
+        def start(*args: object, bounds: Bounds | None = None) -> Endpoint:
             control, stopping = make(*args), threading.Event()
             port = control.listen(HOST, 0, bounds)
 
@@ -59,49 +67,59 @@ def serve(make: MakeControl) -> Iterator[Callable[..., str]]:
 
             thread = threading.Thread(target=main)
             thread.start()
-            started.callback(thread.join)
-            started.callback(control.wake)
-            started.callback(stopping.set)
-            return f"{HOST}:{port}"
+            stack.callback(thread.join)
+            stack.callback(control.wake)
+            stack.callback(stopping.set)
+            return endpoint_at(HOST, port)
 
-        yield one
+        yield start
 
 
-def receive(control: Control, within_s: float = PATIENCE_S) -> Received:
-    deadline = time.monotonic() + within_s
+@pytest.fixture
+def _long_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is reported in time is not reported because a handshake timed out."""
+    monkeypatch.setattr(zmq_control, "CONNECT_TIMEOUT_MS", 60_000)
+
+
+def port_of(endpoint: Endpoint) -> int:
+    return int(endpoint.rsplit(":", 1)[1])
+
+
+def receive(control: ZmqControl) -> Received:
+    deadline = time.monotonic() + PATIENCE_S
     while (left := deadline - time.monotonic()) > 0:
         for item in control.poll(left):
             return item
     raise AssertionError("nothing came")
 
 
-def check_served(reader: Control, endpoint: str, words: bytes = b"hello") -> None:
+def check_served(reader: ZmqControl, endpoint: Endpoint, words: bytes = b"hello") -> None:
     reader.send(endpoint, words)
     assert receive(reader) == FromEndpoint(endpoint, b"re: " + words[:100])
 
 
-def test_a_round_trip(make: MakeControl, serve: Callable[..., str]) -> None:
+def test_with_one_key_both_sides_talk(make: MakeControl, serve: Serve) -> None:
     endpoint, reader = serve(), make()
     check_served(reader, endpoint)
     check_served(reader, endpoint, b"again")
 
 
-def test_nothing_can_be_read_on_the_way(make: MakeControl, serve: Callable[..., str]) -> None:
+def test_nothing_can_be_read_on_the_way(make: MakeControl, serve: Serve) -> None:
     endpoint, reader = serve(), make()
     seen = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as middle:
+    with socket.create_server((HOST, 0)) as middle:
         threading.Thread(target=_pass_on, args=(middle, endpoint, seen), daemon=True).start()
-        between = f"{HOST}:{middle.getsockname()[1]}"
+        between = endpoint_at(HOST, middle.getsockname()[1])
         check_served(reader, between, b"the secret of the prompt")
         reader.disconnect(between)
     assert len(seen) > 400
     assert b"secret" not in seen
 
 
-def _pass_on(middle: socket.socket, endpoint: str, seen: bytearray) -> None:
+def _pass_on(middle: socket.socket, endpoint: Endpoint, seen: bytearray) -> None:
     """One connection, both ways."""
     near, _ = middle.accept()
-    far = socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1])))
+    far = socket.create_connection((HOST, port_of(endpoint)))
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -119,10 +137,11 @@ def _pass_on(middle: socket.socket, endpoint: str, seen: bytearray) -> None:
     far.close()
 
 
-NO_KEY_HERE = "handshake failed: perhaps it has a key"
-OTHER_KEY = "handshake failed: perhaps it has another key, or none"
+NO_KEY_HERE = "handshake failed: perhaps it has a key, or hangs"
+OTHER_KEY = "handshake failed: perhaps it has another key, or none, or hangs"
 
 
+@pytest.mark.usefixtures("_long_handshakes")
 @pytest.mark.parametrize(
     ("server", "client", "reason"),
     [
@@ -131,19 +150,20 @@ OTHER_KEY = "handshake failed: perhaps it has another key, or none"
         pytest.param(None, KEYS, OTHER_KEY, id="no key there"),
     ],
 )
-def test_who_has_another_key_is_lost_with_a_reason(
+def test_an_endpoint_with_another_key_is_lost_with_a_reason(
     make: MakeControl,
-    serve: Callable[..., str],
+    serve: Serve,
     server: Keys | None,
     client: Keys | None,
     reason: str,
 ) -> None:
     endpoint, stranger, friend = serve(server), make(client), make(server)
     stranger.send(endpoint, b"let me in")
-    assert receive(stranger, AT_ONCE_S) == Lost(endpoint, reason)
+    assert receive(stranger) == Lost(endpoint, reason)
     check_served(friend, endpoint)
 
 
+@pytest.mark.usefixtures("_long_handshakes")
 @pytest.mark.parametrize("keys", [KEYS, None], ids=["keys", "no keys"])
 @pytest.mark.parametrize(
     ("hosts", "admitted"),
@@ -154,9 +174,9 @@ def test_who_has_another_key_is_lost_with_a_reason(
         pytest.param(("::1",), False, id="another family"),
     ],
 )
-def test_hosts_that_are_no_peers_are_turned_away(
+def test_only_allowed_hosts_are_let_in(
     make: MakeControl,
-    serve: Callable[..., str],
+    serve: Serve,
     keys: Keys | None,
     hosts: tuple[str, ...],
     admitted: bool,  # noqa: FBT001
@@ -167,13 +187,12 @@ def test_hosts_that_are_no_peers_are_turned_away(
         return
     reader.send(endpoint, b"let me in")
     refused = Lost(endpoint, "refused: this host is not among its peers")
-    assert receive(reader, AT_ONCE_S) == refused
+    assert receive(reader) == refused
 
 
-def test_the_client_key_alone_is_asked_for_too(
-    serve: Callable[..., str],
+def test_a_stranger_with_the_servers_public_key_is_not_let_in(
+    serve: Serve,
 ) -> None:
-    """Who knows the server's public key, but holds another client key."""
     endpoint = serve()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         public, secret = zmq.curve_keypair()
@@ -183,17 +202,17 @@ def test_the_client_key_alone_is_asked_for_too(
         with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
             dealer.connect(endpoint)
             dealer.send(b"let me in")
-            assert monitor.poll(PATIENCE_S * 1000)
+            assert monitor.poll(PATIENCE_MS)
             dealer.disable_monitor()
         assert not dealer.poll(50)
 
 
 def test_without_a_gatekeeper_nobody_is_let_in(make: MakeControl) -> None:
     server, reader = make(), make()
-    endpoint = f"{HOST}:{server.listen(HOST, 0)}"
-    assert server._entrance is not None
-    server._poller.unregister(server._entrance.questions)
-    server._entrance.questions.close()
+    endpoint = endpoint_at(HOST, server.listen(HOST, 0))
+    assert server._admission is not None
+    server._poller.unregister(server._admission.questions)
+    server._admission.questions.close()
     reader.send(endpoint, b"let me in")
     assert isinstance(receive(reader), Lost)
     assert server._router is not None
@@ -218,31 +237,32 @@ CURVE_GREETING = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
         pytest.param(b"\xff" * 10_000, id="all ones"),
     ],
 )
-def test_strangers_cost_nothing(
-    make: MakeControl, serve: Callable[..., str], garbage: bytes
-) -> None:
+def test_garbage_does_no_harm(make: MakeControl, serve: Serve, garbage: bytes) -> None:
     endpoint, reader = serve(), make()
     for _ in range(20):
-        stranger = socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1])))
+        stranger = socket.create_connection((HOST, port_of(endpoint)))
         with stranger, contextlib.suppress(ConnectionError):
             stranger.sendall(garbage)
     check_served(reader, endpoint)
 
 
-def test_a_port_takes_messages_of_its_bound(make: MakeControl, serve: Callable[..., str]) -> None:
+@pytest.mark.usefixtures("_long_handshakes")
+def test_a_message_over_the_ports_bound_ends_its_connection(
+    make: MakeControl, serve: Serve
+) -> None:
     """What encryption adds to a message counts as well: 33 bytes."""
     endpoint, reader = serve(bounds=Bounds(message_bytes=1000)), make()
     check_served(reader, endpoint, bytes(900))
     reader.send(endpoint, bytes(1001))
-    assert receive(reader, AT_ONCE_S) == Lost(endpoint, "connection closed")
+    assert receive(reader) == Lost(endpoint, "connection closed")
 
 
 STOPPED = """
 import os, signal
 from nixl_kv.keys import Keys
-from nixl_kv.transport.control import Control
-control = Control(Keys.derive(b"k" * 32))
-print(control.listen("tcp://127.0.0.1", 0), flush=True)
+from nixl_kv.transport.zmq import ZmqControl
+control = ZmqControl(Keys.derive(b"k" * 32))
+print(control.listen("127.0.0.1", 0), flush=True)
 while True:
     for item in control.poll(None):
         control.reply(item.route, b"here")
@@ -251,29 +271,28 @@ while True:
 """
 
 
-@pytest.mark.parametrize("peer_timeout_s", [0.4, 2.0])
-def test_a_silent_peer_is_lost_within_its_time(make: MakeControl, peer_timeout_s: float) -> None:
-    reader = make(peer_timeout_s=peer_timeout_s)
+def test_a_silent_peer_is_lost_within_the_time_that_is_chosen(make: MakeControl) -> None:
+    reader = make(peer_timeout_s=0.4)
     with subprocess.Popen(
         [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True
     ) as child:
         try:
             assert child.stdout is not None
-            endpoint = f"{HOST}:{int(child.stdout.readline())}"
+            endpoint = endpoint_at(HOST, int(child.stdout.readline()))
             reader.send(endpoint, b"hello")
             assert receive(reader) == FromEndpoint(endpoint, b"here")
             stopped = time.monotonic()
             reader.send(endpoint, b"stop")
             while not isinstance(receive(reader), Lost):
                 pass
-            assert time.monotonic() - stopped < peer_timeout_s + 0.5
+            assert time.monotonic() - stopped < 1.4, "with the default it is at least 1.5 s"
         finally:
             child.kill()
 
 
 def test_closing_leaves_nothing_open(make: MakeControl) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    control = Control(KEYS)
+    control = ZmqControl(KEYS)
     control.listen(HOST, 0)
     control.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -309,11 +328,11 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def flooded(endpoint: str, count: int, greeting: bytes) -> Iterator[None]:
+def flooded(endpoint: Endpoint, count: int, greeting: bytes) -> Iterator[None]:
     """From another process, whose descriptors are not ours."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    port = endpoint.rsplit(":", 1)[1]
+    port = str(port_of(endpoint))
     with subprocess.Popen(
         [sys.executable, "-c", FLOOD, port, str(count), greeting.hex()],
         stdin=subprocess.PIPE,
@@ -339,12 +358,12 @@ def open_descriptors() -> int:
 @pytest.mark.parametrize("greeting", [b"\xff", CURVE_GREETING], ids=["one byte", "a greeting"])
 def test_many_half_open_connections_cost_little_and_hold_nobody_up(
     make: MakeControl,
-    serve: Callable[..., str],
+    serve: Serve,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     greeting: bytes,
 ) -> None:
-    monkeypatch.setattr(door, "MAX_CONNECTIONS", 200)
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 200)
     caplog.set_level(logging.DEBUG)
     endpoint, friend, newcomer = serve(), make(), make()
     check_served(friend, endpoint)
@@ -356,7 +375,7 @@ def test_many_half_open_connections_cost_little_and_hold_nobody_up(
             check_served(friend, endpoint)
             most = max(most, open_descriptors())
             time.sleep(0.02)
-        # Who comes before the owner's next poll has counted them is let in as well.
+        # Connections that come before the owner's next poll has counted them are let in as well.
         assert most - descriptors < 200 * 4
         assert resident_kib() - memory < 32 << 10
         deadline = time.monotonic() + 60

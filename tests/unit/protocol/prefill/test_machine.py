@@ -1,51 +1,67 @@
-"""The prefill side: offers, readers, leases and generation slots."""
+"""The prefill machine: what it answers, which slots it writes and clears, and when offers end."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from protocol_records import (
+from support.records import (
     CLAIM,
     LEASE_S,
     NONCE,
+    NONCE2,
     OTHER_LIFE,
     P1,
+    P2,
     RANK_LIFE,
-    READER,
     RIVAL,
+    ROUTE,
     STRANGER,
     SUMS,
     TABLES,
-    abort,
     ask,
+    asked,
     deny,
-    done,
+    digest_reply,
+    digest_request,
     grant,
     hex32,
-    prepare,
-    proof,
-    prove,
+    no_record,
+    prepare_offer,
+    publish_offer,
+    reader,
+    release,
     renew,
     renewed,
+    replied,
 )
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Generation, Nonce, Rank, RequestId
-from nixl_kv.protocol import events, offers, sending
-from nixl_kv.protocol.events import ClearSlot, Denied, How, Reply, Sent, Tick, WriteSlot
-from nixl_kv.protocol.messages import Ask, Prove, Reader
-from nixl_kv.protocol.offers import Offers
-from nixl_kv.protocol.proofs import Digest, Digested
-from nixl_kv.protocol.sender import Sender
-from nixl_kv.protocol.sending import TRANSITIONS, Binding, Cause, Offering, State
+from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import (
+    AskDenied,
+    ClearSlot,
+    DigestMade,
+    MakeDigest,
+    OfferEnd,
+    OfferEnded,
+    Tick,
+    WithdrawOffer,
+    WriteSlot,
+)
+from nixl_kv.protocol.messages import Ask, DigestRequest
+from nixl_kv.protocol.prefill import offers
+from nixl_kv.protocol.prefill.machine import PrefillMachine
 
 TTL_S = 10.0
-TOP = 3
+FIRST_SLOT = 3
 """The slot that is granted first, of four."""
-NONCE2 = Nonce(hex32(2))
-P2 = RequestId("p2")
 BOTH = (0, 1)
 """Two reader ranks under one claim."""
-SECOND = Reader(READER.engine, READER.incarnation, 1)
+SECOND = reader(1)
+OTHER_LIFE_OF_READER = reader(incarnation=OTHER_LIFE)
+UNKNOWN = "no such offer: used, expired, or never made"
+NOT_THIS_READER = "claimed by another, or ended for this reader"
 
 
 def generation(number: int) -> Generation:
@@ -58,131 +74,135 @@ def counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offers, "new_generation", lambda: generation(next(numbers)))
 
 
-@pytest.fixture
-def sender() -> Iterator[Sender]:
-    made = Sender(RANK_LIFE, Offers(num_slots=4, offer_ttl_s=TTL_S, lease_s=LEASE_S))
-    yield made
-    made.offers.validate()
+def new_machine(
+    life: Incarnation = RANK_LIFE, num_slots: int = 4, lease_s: float = LEASE_S
+) -> PrefillMachine:
+    return PrefillMachine(life, no_record, num_slots=num_slots, offer_ttl_s=TTL_S, lease_s=lease_s)
 
 
 @pytest.fixture
-def offered(sender: Sender) -> Sender:
-    """A sender whose one offer went out at second 100."""
-    assert sender.handle(prepare(), 99.0) == []
-    assert sender.handle(events.Offer(NONCE, P1), 100.0) == []
-    return sender
+def machine() -> Iterator[PrefillMachine]:
+    machine = new_machine()
+    yield machine
+    machine.offers.validate()
 
 
 @pytest.fixture
-def granted(offered: Sender) -> Sender:
+def offered(machine: PrefillMachine) -> PrefillMachine:
+    """Its one offer was published at second 100."""
+    assert machine.handle(prepare_offer(), 99.0) == []
+    assert machine.handle(publish_offer(), 100.0) == []
+    return machine
+
+
+@pytest.fixture
+def granted(offered: PrefillMachine) -> PrefillMachine:
     """Its offer is granted to the first reader alone, at second 100, by an ask numbered 1."""
-    offered.handle(ask(), 100.0)
+    offered.handle(asked(ask()), 100.0)
     return offered
 
 
 @pytest.fixture
-def shared(offered: Sender) -> Sender:
+def shared(offered: PrefillMachine) -> PrefillMachine:
     """Its offer is granted to two reader ranks, at second 100; the second has not asked."""
-    offered.handle(ask(readers=BOTH), 100.0)
+    offered.handle(asked(ask(readers=BOTH)), 100.0)
     return offered
 
 
-GRANT = Reply(grant())
-RELEASED = [ClearSlot(TOP), Sent(P1, How.READ)]
-ABORTED = [ClearSlot(TOP), Sent(P1, How.ABORTED)]
-EXPIRED = [ClearSlot(TOP), Sent(P1, How.EXPIRED)]
+WRITTEN = WriteSlot(FIRST_SLOT, generation(1))
+GRANTED = replied(grant())
+READ = [ClearSlot(FIRST_SLOT), OfferEnded(NONCE, P1, OfferEnd.READ)]
+ABORTED = [ClearSlot(FIRST_SLOT), OfferEnded(NONCE, P1, OfferEnd.ABORTED)]
+EXPIRED = [ClearSlot(FIRST_SLOT), OfferEnded(NONCE, P1, OfferEnd.EXPIRED)]
 
 
-def denied(detail: str, **changed: str) -> list[events.Action]:
-    return [Denied(Nonce(changed.get("nonce", NONCE)), detail), Reply(deny(**changed))]
+def denied(reason: str, **changed: Any) -> list[events.Action]:
+    return [AskDenied(changed.get("nonce", NONCE), reason), replied(deny(**changed))]
 
 
 # Grants
 
 
-def test_an_ask_is_granted_and_the_slot_is_written_first(offered: Sender) -> None:
-    assert offered.handle(ask(), 100.0) == [WriteSlot(TOP, generation(1)), GRANT]
-    assert offered.handle(done(), 100.1) == RELEASED
+def test_the_slot_is_written_before_the_grant_is_sent(offered: PrefillMachine) -> None:
+    assert offered.handle(asked(ask()), 100.0) == [WRITTEN, GRANTED]
+    assert offered.handle(asked(release()), 100.1) == READ
 
 
-def test_whoever_has_the_nonce_has_the_ticket_so_an_ask_may_be_quicker_than_the_offer(
-    sender: Sender,
-) -> None:
-    sender.handle(prepare(), 99.0)
-    assert sender.handle(ask(), 99.5) == [WriteSlot(TOP, generation(1)), GRANT]
-    assert sender.handle(events.Offer(NONCE, P1), 100.0) == []
-    assert sender.handle(Tick(), 99.5 + LEASE_S - 0.1) == []
-    assert sender.handle(done(), 101.4) == RELEASED
+def test_each_answer_goes_back_by_the_route_of_its_message(offered: PrefillMachine) -> None:
+    assert offered.handle(asked(ask(), b"first"), 100.0)[-1] == replied(grant(), b"first")
+    assert offered.handle(asked(ask(), b"second"), 100.1) == [replied(grant(), b"second")]
+    renewal = asked(renew(2, CLAIM), b"third")
+    assert offered.handle(renewal, 100.2) == [replied(renewed(), b"third")]
+    wrong = asked(ask(claim=RIVAL), b"fourth")
+    assert offered.handle(wrong, 100.3)[-1] == replied(deny(claim=RIVAL), b"fourth")
 
 
-def test_a_reader_may_be_done_before_the_offer(sender: Sender) -> None:
-    sender.handle(prepare(), 99.0)
-    sender.handle(ask(), 99.5)
-    assert sender.handle(done(), 99.6) == RELEASED
-    assert sender.handle(events.Offer(NONCE, P1), 100.0) == []
-    assert repr(sender.offers) == "<Offers: none>"
+def test_an_ask_that_overtakes_the_publication_is_granted(machine: PrefillMachine) -> None:
+    """Whoever has the nonce has the ticket."""
+    machine.handle(prepare_offer(), 99.0)
+    assert machine.handle(asked(ask()), 99.5) == [WRITTEN, GRANTED]
+    assert machine.handle(publish_offer(), 100.0) == []
+    assert machine.handle(Tick(), 99.5 + LEASE_S - 0.1) == []
+    assert machine.handle(asked(release()), 101.4) == READ
 
 
-def test_an_ask_that_comes_again_gets_the_same_grant(granted: Sender) -> None:
-    assert granted.handle(ask(number=2), 101.0) == [GRANT]
+def test_a_reader_may_end_before_the_publication(machine: PrefillMachine) -> None:
+    machine.handle(prepare_offer(), 99.0)
+    machine.handle(asked(ask()), 99.5)
+    assert machine.handle(asked(release()), 99.6) == READ
+    assert machine.handle(publish_offer(), 100.0) == []
+    assert len(machine.offers) == 0
 
 
-def test_an_ask_that_comes_again_renews_the_lease(granted: Sender) -> None:
-    granted.handle(ask(number=2), 101.0)
+def test_a_repeated_ask_gets_the_same_grant_and_a_new_lease(granted: PrefillMachine) -> None:
+    assert granted.handle(asked(ask(number=2)), 101.0) == [GRANTED]
     assert granted.handle(Tick(), 101.0 + LEASE_S - 0.01) == []
     assert granted.handle(Tick(), 101.0 + LEASE_S) == EXPIRED
 
 
-def test_after_a_preemption_the_new_blocks_are_granted(sender: Sender) -> None:
-    sender.handle(prepare(), 98.0)
+def test_after_a_preemption_the_new_blocks_are_granted(machine: PrefillMachine) -> None:
+    machine.handle(prepare_offer(), 98.0)
     tables = (b"\1\0\0\0", b"\2\0\0\0")
-    sender.handle(prepare(tables=tables, num_tokens=4), 99.0)
-    assert sender.handle(ask(), 100.0) == [
-        WriteSlot(TOP, generation(1)),
-        Reply(grant(tables=tables, num_tokens=4)),
-    ]
+    machine.handle(prepare_offer(tables=tables, num_tokens=4), 99.0)
+    assert machine.handle(asked(ask()), 100.0) == [WRITTEN, replied(grant(tables=tables))]
+    end = asked(digest_request(end=5))
+    assert machine.handle(end, 100.1) == denied("a digest up to token 5 of 4")
 
 
-def test_each_offer_has_a_slot_and_a_generation_of_its_own(granted: Sender) -> None:
-    granted.handle(prepare(nonce=NONCE2, request=P2), 100.0)
-    assert granted.handle(ask(nonce=NONCE2, claim=RIVAL), 100.0) == [
+def test_each_offer_has_a_slot_and_a_generation_of_its_own(granted: PrefillMachine) -> None:
+    granted.handle(prepare_offer(nonce=NONCE2, request=P2), 100.0)
+    assert granted.handle(asked(ask(nonce=NONCE2, claim=RIVAL)), 100.0) == [
         WriteSlot(2, generation(2)),
-        Reply(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
+        replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
     ]
 
 
-def test_a_slot_that_is_used_again_gets_a_fresh_generation(granted: Sender) -> None:
-    granted.handle(done(), 100.1)
-    granted.handle(prepare(nonce=NONCE2, request=P2), 100.2)
-    assert granted.handle(ask(nonce=NONCE2), 100.3) == [
-        WriteSlot(TOP, generation(2)),
-        Reply(grant(nonce=NONCE2, slot=TOP, generation=generation(2))),
+def test_a_slot_that_is_used_again_gets_a_new_generation(granted: PrefillMachine) -> None:
+    granted.handle(asked(release()), 100.1)
+    granted.handle(prepare_offer(nonce=NONCE2, request=P2), 100.2)
+    assert granted.handle(asked(ask(nonce=NONCE2)), 100.3) == [
+        WriteSlot(FIRST_SLOT, generation(2)),
+        replied(grant(nonce=NONCE2, slot=FIRST_SLOT, generation=generation(2))),
     ]
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3600.0])
 def test_the_grant_says_how_long_the_lease_is(seconds: float) -> None:
-    sender = Sender(RANK_LIFE, Offers(num_slots=4, offer_ttl_s=TTL_S, lease_s=seconds))
-    sender.handle(prepare(), 100.0)
-    assert sender.handle(ask(), 100.0)[1] == Reply(grant(lease_s=seconds))
+    machine = new_machine(lease_s=seconds)
+    machine.handle(prepare_offer(), 100.0)
+    assert machine.handle(asked(ask()), 100.0)[1] == replied(grant(lease_s=seconds))
 
 
 # Denials
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("message", "expected"),
     [
-        pytest.param(
-            ask(nonce=NONCE2),
-            denied("no such offer: used, expired, or never made", nonce=NONCE2),
-            id="unknown nonce",
-        ),
+        pytest.param(ask(nonce=NONCE2), denied(UNKNOWN, nonce=NONCE2), id="unknown nonce"),
         pytest.param(ask(context=hex32(7)), denied("another prompt"), id="other prompt"),
         pytest.param(
-            ask(incarnation=OTHER_LIFE),
-            denied("meant for incarnation 00000000", reason="incarnation"),
-            id="other life",
+            ask(incarnation=OTHER_LIFE), denied("meant for incarnation 00000000"), id="other life"
         ),
         pytest.param(
             ask(readers=(1, 2)),
@@ -191,597 +211,520 @@ def test_the_grant_says_how_long_the_lease_is(seconds: float) -> None:
         ),
     ],
 )
-def test_an_ask_is_denied_and_the_offer_stays(
-    offered: Sender, asked: Ask, expected: list[events.Action]
+def test_a_denied_ask_leaves_the_offer_as_it_was(
+    offered: PrefillMachine, message: Ask, expected: list[events.Action]
 ) -> None:
-    assert offered.handle(asked, 100.0) == expected
-    assert offered.handle(ask(), 100.0) == [WriteSlot(TOP, generation(1)), GRANT]
+    assert offered.handle(asked(message), 100.0) == expected
+    assert offered.handle(asked(ask()), 100.0) == [WRITTEN, GRANTED]
 
 
-def test_a_denial_of_this_life_names_it() -> None:
-    sender = Sender(OTHER_LIFE, Offers(num_slots=1, offer_ttl_s=TTL_S, lease_s=LEASE_S))
-    assert sender.handle(ask(), 100.0) == [
-        Denied(NONCE, "meant for incarnation 00000000"),
-        Reply(deny("incarnation", incarnation=OTHER_LIFE)),
+def test_a_denial_names_the_life_that_denies() -> None:
+    assert new_machine(OTHER_LIFE).handle(asked(ask()), 100.0) == [
+        AskDenied(NONCE, "meant for incarnation 00000000"),
+        replied(deny(incarnation=OTHER_LIFE)),
     ]
 
 
-def test_a_detail_shows_no_more_than_eight_digits() -> None:
+def test_a_reason_shows_at_most_eight_digits_of_an_incarnation() -> None:
     life = "abcdef01" + "2" * 24
-    sender = Sender(RANK_LIFE, Offers(num_slots=1, offer_ttl_s=TTL_S, lease_s=LEASE_S))
-    (report, _) = sender.handle(ask(incarnation=life), 100.0)
-    assert report == Denied(NONCE, "meant for incarnation abcdef01")
+    report, _ = new_machine().handle(asked(ask(incarnation=life)), 100.0)
+    assert report == AskDenied(NONCE, "meant for incarnation abcdef01")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "message",
     [
         pytest.param(ask(claim=RIVAL), id="another claim"),
         pytest.param(ask(reader=STRANGER), id="another engine"),
-        pytest.param(
-            ask(reader=Reader(READER.engine, OTHER_LIFE, 0)), id="another life of the engine"
-        ),
+        pytest.param(ask(reader=OTHER_LIFE_OF_READER), id="another life of the engine"),
         pytest.param(ask(reader=SECOND, readers=BOTH), id="a rank that was not announced"),
     ],
 )
-def test_only_the_claim_that_was_first_is_granted(granted: Sender, asked: Ask) -> None:
-    assert granted.handle(asked, 100.5) == denied(
-        "claimed by another, or ended for this reader",
-        claim=asked.claim,
-        reader=asked.reader,
+def test_only_the_first_claim_is_granted(granted: PrefillMachine, message: Ask) -> None:
+    assert granted.handle(asked(message), 100.5) == denied(
+        NOT_THIS_READER, claim=message.claim, reader=message.reader
     )
     assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
 
 
-def test_an_ask_after_the_end_is_denied(granted: Sender) -> None:
-    granted.handle(done(), 100.1)
-    assert granted.handle(ask(number=2), 100.2) == denied(
-        "no such offer: used, expired, or never made"
-    )
+def test_an_ask_after_the_end_is_denied(granted: PrefillMachine) -> None:
+    granted.handle(asked(release()), 100.1)
+    assert granted.handle(asked(ask(number=2)), 100.2) == denied(UNKNOWN)
 
 
-def test_without_a_free_slot_nothing_is_granted_until_one_is_cleared() -> None:
-    sender = Sender(RANK_LIFE, Offers(num_slots=1, offer_ttl_s=TTL_S, lease_s=LEASE_S))
-    sender.handle(prepare(), 100.0)
-    sender.handle(prepare(nonce=NONCE2, request=P2), 100.0)
-    assert sender.handle(ask(), 100.0)[0] == WriteSlot(0, generation(1))
-    second = ask(nonce=NONCE2, claim=RIVAL)
-    assert sender.handle(second, 100.0) == denied(
+def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
+    machine = new_machine(num_slots=1)
+    machine.handle(prepare_offer(), 100.0)
+    machine.handle(prepare_offer(nonce=NONCE2, request=P2), 100.0)
+    assert machine.handle(asked(ask()), 100.0)[0] == WriteSlot(0, generation(1))
+    second = asked(ask(nonce=NONCE2, claim=RIVAL))
+    assert machine.handle(second, 100.0) == denied(
         "all generation slots are granted", nonce=NONCE2, claim=RIVAL
     )
-    assert sender.handle(done(), 100.1) == [ClearSlot(0), Sent(P1, How.READ)]
-    assert sender.handle(second, 100.2)[0] == WriteSlot(0, generation(2))
-    sender.offers.validate()
+    assert machine.handle(asked(release()), 100.1) == [
+        ClearSlot(0),
+        OfferEnded(NONCE, P1, OfferEnd.READ),
+    ]
+    assert machine.handle(second, 100.2)[0] == WriteSlot(0, generation(2))
+    machine.offers.validate()
 
 
-# The ends of readers
+# Releases
 
 
-def test_the_offer_is_released_when_each_reader_is_done(shared: Sender) -> None:
-    assert shared.handle(ask(reader=SECOND, readers=BOTH), 100.5) == [Reply(grant(reader=SECOND))]
-    assert shared.handle(done(), 101.0) == []
-    assert shared.handle(done(reader=SECOND), 101.1) == RELEASED
+def test_the_offer_ends_when_each_reader_has_released_it(shared: PrefillMachine) -> None:
+    second = asked(ask(reader=SECOND, readers=BOTH))
+    assert shared.handle(second, 100.5) == [replied(grant(reader=SECOND))]
+    assert shared.handle(asked(release()), 101.0) == []
+    assert shared.handle(asked(release(reader=SECOND)), 101.1) == READ
 
 
-def test_a_done_that_comes_twice_ends_one_reader(shared: Sender) -> None:
-    assert shared.handle(done(), 100.5) == []
-    assert shared.handle(done(), 100.6) == []
-    assert shared.handle(abort(), 100.7) == []
-    assert shared.handle(abort(reader=SECOND), 100.8) == ABORTED
+def test_a_repeated_release_ends_one_reader(shared: PrefillMachine) -> None:
+    assert shared.handle(asked(release()), 100.5) == []
+    assert shared.handle(asked(release()), 100.6) == []
+    assert shared.handle(asked(release(complete=False)), 100.7) == []
+    assert shared.handle(asked(release(complete=False, reader=SECOND)), 100.8) == ABORTED
 
 
-def test_a_reader_that_has_ended_is_denied_while_others_read(shared: Sender) -> None:
-    shared.handle(done(), 100.5)
-    assert shared.handle(ask(number=2, readers=BOTH), 100.6) == denied(
-        "claimed by another, or ended for this reader"
-    )
+def test_a_reader_that_has_ended_is_denied_while_others_read(shared: PrefillMachine) -> None:
+    shared.handle(asked(release()), 100.5)
+    assert shared.handle(asked(ask(number=2, readers=BOTH)), 100.6) == denied(NOT_THIS_READER)
 
 
-def test_a_reader_may_end_before_it_has_asked(shared: Sender) -> None:
-    assert shared.handle(abort(reader=SECOND), 100.5) == []
-    assert shared.handle(done(), 100.6) == RELEASED
+def test_a_reader_may_release_before_it_has_asked(shared: PrefillMachine) -> None:
+    assert shared.handle(asked(release(complete=False, reader=SECOND)), 100.5) == []
+    assert shared.handle(asked(release()), 100.6) == READ
 
 
+def test_ranks_of_one_engine_may_have_different_incarnations(offered: PrefillMachine) -> None:
+    """Two readers of one claim, each with its own; a third is nobody's."""
+    readers = [reader(rank, incarnation=Incarnation(hex32(0xD0 + rank))) for rank in range(2)]
+    for each in readers:
+        actions = offered.handle(asked(ask(reader=each, readers=BOTH)), 100.1)
+        assert actions[-1] == replied(grant(reader=each))
+    impostor = reader(1, incarnation=Incarnation(hex32(0xD9)))
+    assert offered.handle(asked(release(reader=impostor)), 100.2) == []
+    assert offered.handle(asked(release(reader=readers[0])), 100.3) == []
+    assert offered.handle(asked(release(reader=readers[1])), 100.4) == READ
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
 @pytest.mark.parametrize(
-    "message",
+    "changed",
     [
-        pytest.param(done(RIVAL), id="done of another claim"),
-        pytest.param(abort(RIVAL), id="abort of another claim"),
-        pytest.param(done(reader=STRANGER), id="done of a stranger"),
-        pytest.param(abort(reader=STRANGER), id="abort of a stranger"),
-        pytest.param(abort(reader=SECOND), id="abort of a rank that was not announced"),
-        pytest.param(done(life=OTHER_LIFE), id="done for another life"),
-        pytest.param(abort(life=OTHER_LIFE), id="abort for another life"),
-        pytest.param(done(nonce=NONCE2), id="done of another offer"),
-        pytest.param(abort(nonce=NONCE2), id="abort of another offer"),
+        pytest.param({"claim": RIVAL}, id="of another claim"),
+        pytest.param({"reader": STRANGER}, id="of a stranger"),
+        pytest.param({"reader": OTHER_LIFE_OF_READER}, id="of another life of the reader"),
+        pytest.param({"reader": SECOND}, id="of a rank that was not announced"),
+        pytest.param({"incarnation": OTHER_LIFE}, id="for another life"),
+        pytest.param({"nonce": NONCE2}, id="of another offer"),
     ],
 )
-def test_nobody_ends_what_another_reads(granted: Sender, message: events.Action) -> None:
-    assert granted.handle(message, 100.5) == []
-    assert granted.handle(done(), 100.6) == RELEASED
+def test_nobody_else_ends_what_a_reader_reads(
+    granted: PrefillMachine, changed: dict[str, Any], *, complete: bool
+) -> None:
+    assert granted.handle(asked(release(complete=complete, **changed)), 100.5) == []
+    assert granted.handle(asked(release()), 100.6) == READ
 
 
-@pytest.mark.parametrize("message", [done(), abort()], ids=["done", "abort"])
-def test_an_offer_ends_once(granted: Sender, message: events.Action) -> None:
-    granted.handle(done(), 100.5)
-    assert granted.handle(message, 100.6) == []
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
+def test_an_offer_ends_once(granted: PrefillMachine, *, complete: bool) -> None:
+    granted.handle(asked(release()), 100.5)
+    assert granted.handle(asked(release(complete=complete)), 100.6) == []
     assert granted.handle(Tick(), 1000.0) == []
 
 
-def test_an_abort_before_any_grant_gives_the_offer_up(offered: Sender) -> None:
-    assert offered.handle(abort(), 100.5) == [Sent(P1, How.NOT_NEEDED)]
-    assert offered.handle(ask(), 100.6) == denied("no such offer: used, expired, or never made")
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
+def test_a_release_of_an_unclaimed_offer_ends_it(
+    offered: PrefillMachine, *, complete: bool
+) -> None:
+    """Complete where this rank has no reader; incomplete where the engine gives up."""
+    assert offered.handle(asked(release(complete=complete)), 100.5) == [
+        OfferEnded(NONCE, P1, OfferEnd.NOT_NEEDED)
+    ]
+    assert offered.handle(asked(ask()), 100.6) == denied(UNKNOWN)
     assert offered.handle(Tick(), 1000.0) == []
 
 
-def test_an_abort_may_be_quicker_than_the_offer(sender: Sender) -> None:
-    sender.handle(prepare(), 99.0)
-    assert sender.handle(abort(), 99.5) == [Sent(P1, How.NOT_NEEDED)]
-    assert sender.handle(events.Offer(NONCE, P1), 100.0) == []
+def test_a_release_may_overtake_the_publication(machine: PrefillMachine) -> None:
+    machine.handle(prepare_offer(), 99.0)
+    assert machine.handle(asked(release(complete=False)), 99.5) == [
+        OfferEnded(NONCE, P1, OfferEnd.NOT_NEEDED)
+    ]
+    assert machine.handle(publish_offer(), 100.0) == []
 
 
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
 @pytest.mark.parametrize(
-    "message",
+    "changed",
     [
-        pytest.param(done(life=OTHER_LIFE), id="done for another life"),
-        pytest.param(abort(life=OTHER_LIFE), id="abort for another life"),
-        pytest.param(abort(nonce=NONCE2), id="abort of another offer"),
+        pytest.param({"incarnation": OTHER_LIFE}, id="for another life"),
+        pytest.param({"nonce": NONCE2}, id="of another offer"),
     ],
 )
-def test_an_offer_that_is_not_granted_stays(offered: Sender, message: events.Action) -> None:
-    assert offered.handle(message, 100.5) == []
-    assert offered.handle(ask(), 100.6) == [WriteSlot(TOP, generation(1)), GRANT]
-
-
-def test_a_done_without_an_ask_releases_a_rank_that_nobody_reads(offered: Sender) -> None:
-    assert offered.handle(done(), 100.5) == [Sent(P1, How.NOT_NEEDED)]
-    assert offered.handle(ask(), 100.6)[1:] == [Reply(deny())]
+def test_a_release_of_something_else_leaves_an_unclaimed_offer(
+    offered: PrefillMachine, changed: dict[str, Any], *, complete: bool
+) -> None:
+    assert offered.handle(asked(release(complete=complete, **changed)), 100.5) == []
+    assert offered.handle(asked(ask()), 100.6) == [WRITTEN, GRANTED]
 
 
 # Time
 
 
-def test_an_offer_that_nobody_claims_ends_by_itself(offered: Sender) -> None:
+def test_an_unclaimed_offer_ends_after_its_time(offered: PrefillMachine) -> None:
     assert offered.handle(Tick(), 100.0 + TTL_S - 0.01) == []
-    assert offered.handle(Tick(), 100.0 + TTL_S) == [Sent(P1, How.UNCLAIMED)]
+    assert offered.handle(Tick(), 100.0 + TTL_S) == [OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)]
 
 
-def test_an_offer_has_no_end_before_its_ticket_is_out(sender: Sender) -> None:
-    sender.handle(prepare(), 0.0)
-    assert sender.handle(Tick(), 1000.0) == []
-    assert sender.handle(events.Offer(NONCE, P1), 1000.0) == []
-    assert sender.handle(Tick(), 1000.0 + TTL_S) == [Sent(P1, How.UNCLAIMED)]
+def test_an_offer_has_no_end_before_it_is_published(machine: PrefillMachine) -> None:
+    machine.handle(prepare_offer(), 0.0)
+    assert machine.handle(Tick(), 1000.0) == []
+    assert machine.handle(publish_offer(), 1000.0) == []
+    assert machine.handle(Tick(), 1000.0 + TTL_S) == [OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)]
 
 
-def test_a_claimed_offer_outlives_its_time(offered: Sender) -> None:
-    offered.handle(ask(), 100.0 + TTL_S - 0.5)
+def test_a_claimed_offer_outlives_its_time(offered: PrefillMachine) -> None:
+    offered.handle(asked(ask()), 100.0 + TTL_S - 0.5)
     assert offered.handle(Tick(), 100.0 + TTL_S) == []
 
 
-def test_a_lease_begins_for_every_expected_reader_with_the_first_ask(shared: Sender) -> None:
-    """Also for one that never asks: its engine may be dead."""
-    shared.handle(done(), 100.1)
+def test_the_first_ask_starts_the_lease_of_every_expected_reader(shared: PrefillMachine) -> None:
+    """Also of one that never asks: its engine may be dead."""
+    shared.handle(asked(release()), 100.1)
     assert shared.handle(Tick(), 100.0 + LEASE_S - 0.01) == []
     assert shared.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
 
 
-def test_leases_run_out_one_by_one(shared: Sender) -> None:
-    shared.handle(ask(reader=SECOND, readers=BOTH), 101.0)
+def test_leases_run_out_one_by_one(shared: PrefillMachine) -> None:
+    shared.handle(asked(ask(reader=SECOND, readers=BOTH)), 101.0)
     assert shared.handle(Tick(), 100.0 + LEASE_S) == []
-    assert shared.handle(ask(number=2, readers=BOTH), 102.5) == denied(
-        "claimed by another, or ended for this reader"
-    )
+    assert shared.handle(asked(ask(number=2, readers=BOTH)), 102.5) == denied(NOT_THIS_READER)
     assert shared.handle(Tick(), 101.0 + LEASE_S) == EXPIRED
 
 
-def test_several_offers_end_in_one_tick_each_slot_before_its_blocks(granted: Sender) -> None:
-    granted.handle(prepare(nonce=NONCE2, request=P2), 100.0)
-    granted.handle(ask(nonce=NONCE2), 100.0)
-    granted.handle(prepare(nonce=Nonce(hex32(3)), request=RequestId("p3")), 90.0)
-    granted.handle(events.Offer(Nonce(hex32(3)), RequestId("p3")), 90.0)
+def test_several_offers_end_in_one_tick_each_slot_before_its_blocks(
+    granted: PrefillMachine,
+) -> None:
+    nonce3, request3 = Nonce(hex32(3)), RequestId("p3")
+    granted.handle(prepare_offer(nonce=NONCE2, request=P2), 100.0)
+    granted.handle(asked(ask(nonce=NONCE2)), 100.0)
+    granted.handle(prepare_offer(nonce=nonce3, request=request3), 90.0)
+    granted.handle(publish_offer(nonce3, request3), 90.0)
     assert granted.handle(Tick(), 102.0) == [
         ClearSlot(3),
-        Sent(P1, How.EXPIRED),
+        OfferEnded(NONCE, P1, OfferEnd.EXPIRED),
         ClearSlot(2),
-        Sent(P2, How.EXPIRED),
-        Sent(RequestId("p3"), How.UNCLAIMED),
+        OfferEnded(NONCE2, P2, OfferEnd.EXPIRED),
+        OfferEnded(nonce3, request3, OfferEnd.UNCLAIMED),
     ]
 
 
-# Proofs
+# Digests
 
-ROWS, COLUMNS = SUMS * 4, SUMS
-
-
-def digested(asked: Prove, refusal: str | None = None) -> Digested:
-    return Digested(asked, refusal=refusal) if refusal else Digested(asked, ROWS, COLUMNS)
+NOT_GRANTED = "a digest of what is not granted to it"
+RELEASED_MEANWHILE = "it was released while it was digested"
 
 
-NOT_GRANTED = "nothing is granted to it that could be proven"
-RELEASED_MEANWHILE = "it was released while it was proven"
+def digest_made(request: DigestRequest, refusal: str | None = None) -> DigestMade:
+    if refusal is not None:
+        return DigestMade(ROUTE, request, refusal=refusal)
+    return DigestMade(ROUTE, request, rows=SUMS * 4, columns=SUMS)
 
 
-def test_what_is_granted_is_digested_and_proven(granted: Sender) -> None:
-    assert granted.handle(prove(), 100.5) == [Digest(prove(), TABLES)]
-    assert granted.handle(digested(prove()), 100.6) == [Reply(proof())]
+def test_what_is_granted_is_digested(granted: PrefillMachine) -> None:
+    request = digest_request()
+    assert granted.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, TABLES)]
+    assert granted.is_digest_wanted(request)
+    assert granted.handle(digest_made(request), 100.6) == [replied(digest_reply())]
 
 
-def test_all_that_was_offered_may_be_proven(granted: Sender) -> None:
-    assert granted.handle(prove(end=8), 100.5) == [Digest(prove(end=8), TABLES)]
+def test_a_digest_goes_back_by_the_route_of_its_request(granted: PrefillMachine) -> None:
+    request = digest_request()
+    granted.handle(asked(ask(), b"later"), 100.4)
+    assert granted.handle(asked(request, b"first"), 100.5) == [
+        MakeDigest(b"first", request, TABLES)
+    ]
+    event = DigestMade(b"first", request, rows=SUMS * 4, columns=SUMS)
+    assert granted.handle(event, 100.6) == [replied(digest_reply(), b"first")]
 
 
-def test_what_was_not_offered_is_not_proven(granted: Sender) -> None:
-    """Behind the prompt, its last block may hold what was another's."""
-    assert granted.handle(prove(end=9), 100.5) == denied("proof up to token 9 of 8")
+def test_all_tokens_of_the_prompt_may_be_digested(granted: PrefillMachine) -> None:
+    request = digest_request(end=8)
+    assert granted.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, TABLES)]
 
 
-def test_each_time_that_it_is_asked_it_is_digested(granted: Sender) -> None:
+def test_tokens_behind_the_prompt_are_not_digested(granted: PrefillMachine) -> None:
+    """There the last block may hold what belongs to another prompt."""
+    request = asked(digest_request(end=9))
+    assert granted.handle(request, 100.5) == denied("a digest up to token 9 of 8")
+
+
+def test_a_repeated_request_is_digested_again(granted: PrefillMachine) -> None:
     """Whether that is under way already is for the data plane to know."""
+    request = digest_request()
     for _ in range(2):
-        assert granted.handle(prove(), 100.5) == [Digest(prove(), TABLES)]
+        assert granted.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, TABLES)]
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "request_",
     [
-        pytest.param(prove(claim=RIVAL), id="another claim"),
-        pytest.param(prove(reader=STRANGER), id="another engine"),
-        pytest.param(
-            prove(reader=Reader(READER.engine, OTHER_LIFE, 0)), id="another life of the engine"
-        ),
-        pytest.param(prove(reader=SECOND), id="a rank that was not announced"),
-        pytest.param(prove(nonce=NONCE2), id="another offer"),
-        pytest.param(prove(incarnation=OTHER_LIFE), id="another life of this rank"),
+        pytest.param(digest_request(claim=RIVAL), id="another claim"),
+        pytest.param(digest_request(reader=STRANGER), id="another engine"),
+        pytest.param(digest_request(reader=OTHER_LIFE_OF_READER), id="another life of the reader"),
+        pytest.param(digest_request(reader=SECOND), id="a rank that was not announced"),
+        pytest.param(digest_request(nonce=NONCE2), id="another offer"),
+        pytest.param(digest_request(incarnation=OTHER_LIFE), id="another life of this rank"),
     ],
 )
-def test_nothing_is_proven_to_whom_it_is_not_granted(granted: Sender, asked: Prove) -> None:
-    expected = denied(NOT_GRANTED, nonce=asked.nonce, claim=asked.claim, reader=asked.reader)
-    assert granted.handle(asked, 100.5) == expected
-    assert granted.handle(digested(asked), 100.6) == [
-        Denied(Nonce(asked.nonce), RELEASED_MEANWHILE),
-        expected[1],
-    ]
+def test_nobody_else_gets_a_digest(granted: PrefillMachine, request_: DigestRequest) -> None:
+    changed = {"nonce": request_.nonce, "claim": request_.claim, "reader": request_.reader}
+    assert granted.handle(asked(request_), 100.5) == denied(NOT_GRANTED, **changed)
+    assert not granted.is_digest_wanted(request_)
+    assert granted.handle(digest_made(request_), 100.6) == denied(RELEASED_MEANWHILE, **changed)
 
 
-def test_who_has_not_asked_gets_no_proof(shared: Sender) -> None:
+def test_a_reader_that_has_not_asked_gets_no_digest(shared: PrefillMachine) -> None:
     """Or else it could ask as any number of lives, each of them for a digest of its own."""
-    theirs = prove(reader=SECOND)
-    assert shared.handle(theirs, 100.5) == denied(NOT_GRANTED, reader=SECOND)
-    assert not shared.awaits(theirs)
-    shared.handle(ask(reader=SECOND, readers=BOTH), 100.6)
-    assert shared.handle(theirs, 100.7) == [Digest(theirs, TABLES)]
-    assert shared.awaits(theirs)
-    life = prove(reader=Reader(SECOND.engine, OTHER_LIFE, SECOND.rank))
-    assert not shared.awaits(life)
+    request = digest_request(reader=SECOND)
+    assert shared.handle(asked(request), 100.5) == denied(NOT_GRANTED, reader=SECOND)
+    assert not shared.is_digest_wanted(request)
+    shared.handle(asked(ask(reader=SECOND, readers=BOTH)), 100.6)
+    assert shared.handle(asked(request), 100.7) == [MakeDigest(ROUTE, request, TABLES)]
+    assert shared.is_digest_wanted(request)
+    assert not shared.is_digest_wanted(digest_request(reader=reader(1, incarnation=OTHER_LIFE)))
 
 
-def test_nothing_is_proven_before_it_is_granted(offered: Sender) -> None:
-    assert offered.handle(prove(), 100.5) == denied(NOT_GRANTED)
+def test_nothing_is_digested_before_it_is_granted(offered: PrefillMachine) -> None:
+    assert offered.handle(asked(digest_request()), 100.5) == denied(NOT_GRANTED)
 
 
-def test_after_a_preemption_the_new_blocks_are_digested(sender: Sender) -> None:
-    sender.handle(prepare(), 98.0)
+def test_after_a_preemption_the_new_blocks_are_digested(machine: PrefillMachine) -> None:
+    machine.handle(prepare_offer(), 98.0)
     tables = (b"\1\0\0\0", b"\2\0\0\0")
-    sender.handle(prepare(tables=tables), 99.0)
-    sender.handle(ask(), 100.0)
-    assert sender.handle(prove(), 100.5) == [Digest(prove(), tables)]
+    machine.handle(prepare_offer(tables=tables), 99.0)
+    machine.handle(asked(ask()), 100.0)
+    request = digest_request()
+    assert machine.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, tables)]
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(done(), id="done"),
-        pytest.param(abort(), id="aborted"),
-        pytest.param(renew(2), id="no longer renewed"),
+        pytest.param(asked(release()), id="released, complete"),
+        pytest.param(asked(release(complete=False)), id="released, incomplete"),
+        pytest.param(asked(renew(2)), id="no longer renewed"),
         pytest.param(Tick(), id="lease run out"),
     ],
 )
-def test_what_is_released_while_it_is_digested_is_not_proven(
-    granted: Sender, event: events.Action
+def test_a_digest_of_released_blocks_is_not_sent(
+    granted: PrefillMachine, event: events.PrefillEvent
 ) -> None:
-    """Its blocks may have been written meanwhile: the digest may be of anything."""
-    granted.handle(prove(), 100.5)
+    """They may have been written meanwhile: the digest may be of anything."""
+    granted.handle(asked(digest_request()), 100.5)
     granted.handle(event, 100.0 + LEASE_S)
-    assert granted.handle(digested(prove()), 103.0) == denied(RELEASED_MEANWHILE)
+    assert granted.handle(digest_made(digest_request()), 103.0) == denied(RELEASED_MEANWHILE)
 
 
-def test_who_has_ended_gets_no_proof_though_others_read_on(shared: Sender) -> None:
-    shared.handle(prove(), 100.5)
-    shared.handle(done(), 100.6)
-    assert shared.handle(digested(prove()), 100.7) == denied(RELEASED_MEANWHILE)
-    assert shared.handle(prove(), 100.8) == denied(NOT_GRANTED)
+def test_a_reader_that_has_ended_gets_no_digest_while_others_read(
+    shared: PrefillMachine,
+) -> None:
+    shared.handle(asked(digest_request()), 100.5)
+    shared.handle(asked(release()), 100.6)
+    assert shared.handle(digest_made(digest_request()), 100.7) == denied(RELEASED_MEANWHILE)
+    assert shared.handle(asked(digest_request()), 100.8) == denied(NOT_GRANTED)
 
 
-def test_each_reader_gets_a_proof_of_its_own(shared: Sender) -> None:
-    shared.handle(ask(reader=SECOND, readers=BOTH), 100.5)
-    theirs = prove(reader=SECOND)
-    shared.handle(prove(), 100.6)
-    shared.handle(theirs, 100.6)
-    assert shared.handle(digested(theirs), 100.7) == [Reply(proof(reader=SECOND))]
-    assert shared.handle(digested(prove()), 100.8) == [Reply(proof())]
+def test_each_reader_gets_a_digest_of_its_own(shared: PrefillMachine) -> None:
+    shared.handle(asked(ask(reader=SECOND, readers=BOTH)), 100.5)
+    second = digest_request(reader=SECOND)
+    shared.handle(asked(digest_request()), 100.6)
+    shared.handle(asked(second), 100.6)
+    assert shared.handle(digest_made(second), 100.7) == [replied(digest_reply(reader=SECOND))]
+    assert shared.handle(digest_made(digest_request()), 100.8) == [replied(digest_reply())]
 
 
-def test_what_cannot_be_digested_is_denied_and_the_reason_stays_here(granted: Sender) -> None:
-    granted.handle(prove(), 100.5)
-    refused = digested(prove(), "layer 'layer.9' is not on this rank")
-    assert granted.handle(refused, 100.6) == denied("layer 'layer.9' is not on this rank")
-    assert granted.handle(done(), 100.7) == RELEASED
+def test_why_something_cannot_be_digested_stays_on_this_side(granted: PrefillMachine) -> None:
+    granted.handle(asked(digest_request()), 100.5)
+    reason = "layer 'layer.9' is not on this rank"
+    assert granted.handle(digest_made(digest_request(), reason), 100.6) == denied(reason)
+    assert granted.handle(asked(release()), 100.7) == READ
 
 
-def test_a_proof_does_not_extend_the_lease(granted: Sender) -> None:
+def test_a_digest_does_not_extend_the_lease(granted: PrefillMachine) -> None:
     """The reader renews all the same."""
-    granted.handle(prove(), 101.0)
-    granted.handle(digested(prove()), 101.5)
+    granted.handle(asked(digest_request()), 101.0)
+    granted.handle(digest_made(digest_request()), 101.5)
     assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
 
 
 # Renewals
 
 
-def test_a_renewal_extends_the_lease(granted: Sender) -> None:
-    assert granted.handle(renew(2, CLAIM), 101.5) == [Reply(renewed(2))]
+def test_a_renewal_extends_the_lease(granted: PrefillMachine) -> None:
+    assert granted.handle(asked(renew(2, CLAIM)), 101.5) == [replied(renewed())]
     assert granted.handle(Tick(), 101.5 + LEASE_S - 0.01) == []
     assert granted.handle(Tick(), 101.5 + LEASE_S) == EXPIRED
 
 
-def test_a_renewal_extends_the_lease_of_its_reader_alone(shared: Sender) -> None:
-    assert shared.handle(renew(2, CLAIM), 101.5) == [Reply(renewed(2))]
+def test_a_renewal_extends_the_lease_of_its_reader_alone(shared: PrefillMachine) -> None:
+    assert shared.handle(asked(renew(2, CLAIM)), 101.5) == [replied(renewed())]
     shared.handle(Tick(), 100.0 + LEASE_S)
-    assert shared.handle(renew(2, CLAIM, reader=SECOND), 102.1) == [
-        Reply(renewed(2, CLAIM, reader=SECOND))
+    assert shared.handle(asked(renew(2, CLAIM, reader=SECOND)), 102.1) == [
+        replied(renewed(CLAIM, reader=SECOND))
     ]
-    assert shared.handle(done(), 102.2) == RELEASED
+    assert shared.handle(asked(release()), 102.2) == READ
 
 
-def test_a_claim_that_a_newer_renewal_lacks_is_released(granted: Sender) -> None:
-    assert granted.handle(renew(2), 100.5) == [*ABORTED, Reply(renewed(2))]
+def test_a_claim_that_a_newer_renewal_lacks_is_released(granted: PrefillMachine) -> None:
+    assert granted.handle(asked(renew(2)), 100.5) == [*ABORTED, replied(renewed())]
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(0, id="older than the ask"), pytest.param(1, id="numbered as the ask")]
 )
-def test_a_claim_that_an_older_renewal_lacks_is_kept(granted: Sender, number: int) -> None:
-    assert granted.handle(renew(number), 100.5) == [Reply(renewed(number))]
-    assert granted.handle(done(), 100.6) == RELEASED
+def test_a_claim_that_an_older_renewal_lacks_is_kept(granted: PrefillMachine, number: int) -> None:
+    assert granted.handle(asked(renew(number)), 100.5) == [replied(renewed())]
+    assert granted.handle(asked(release()), 100.6) == READ
 
 
-def test_an_ask_that_comes_again_outdates_the_renewals_before_it(granted: Sender) -> None:
-    granted.handle(ask(number=5), 100.5)
-    assert granted.handle(renew(4), 100.6) == [Reply(renewed(4))]
-    granted.handle(ask(number=2), 100.7)
-    assert granted.handle(renew(4), 100.8) == [Reply(renewed(4))]
-    assert granted.handle(renew(6), 100.9) == [*ABORTED, Reply(renewed(6))]
+def test_a_repeated_ask_outdates_the_renewals_before_it(granted: PrefillMachine) -> None:
+    granted.handle(asked(ask(number=5)), 100.5)
+    assert granted.handle(asked(renew(4)), 100.6) == [replied(renewed())]
+    granted.handle(asked(ask(number=2)), 100.7)
+    assert granted.handle(asked(renew(4)), 100.8) == [replied(renewed())]
+    assert granted.handle(asked(renew(6)), 100.9) == [*ABORTED, replied(renewed())]
 
 
-def test_a_reader_that_has_not_asked_yet_gives_nothing_up(shared: Sender) -> None:
+def test_a_renewal_of_a_reader_that_has_not_asked_releases_nothing(
+    shared: PrefillMachine,
+) -> None:
     """Its ask may be on its way, with a number that prefill does not know."""
-    assert shared.handle(renew(9, reader=SECOND), 100.5) == [Reply(renewed(9, reader=SECOND))]
-    assert shared.handle(ask(reader=SECOND, readers=BOTH), 100.6) == [Reply(grant(reader=SECOND))]
+    renewal = asked(renew(9, reader=SECOND))
+    assert shared.handle(renewal, 100.5) == [replied(renewed(reader=SECOND))]
+    second = asked(ask(reader=SECOND, readers=BOTH))
+    assert shared.handle(second, 100.6) == [replied(grant(reader=SECOND))]
 
 
-def test_one_reader_gives_up_and_the_other_reads_on(shared: Sender) -> None:
-    assert shared.handle(renew(2), 100.5) == [Reply(renewed(2))]
-    assert shared.handle(done(reader=SECOND), 100.6) == RELEASED
+def test_one_reader_gives_up_and_the_other_reads_on(shared: PrefillMachine) -> None:
+    assert shared.handle(asked(renew(2)), 100.5) == [replied(renewed())]
+    assert shared.handle(asked(release(reader=SECOND)), 100.6) == READ
 
 
-def test_a_renewal_names_what_is_lost(granted: Sender) -> None:
-    claims = (RIVAL, CLAIM, hex32(9))
-    assert granted.handle(renew(2, *claims), 100.5) == [Reply(renewed(2, RIVAL, hex32(9)))]
+def test_the_answer_to_a_renewal_names_what_is_lost(granted: PrefillMachine) -> None:
+    unknown = Claim(hex32(9))
+    assert granted.handle(asked(renew(2, RIVAL, CLAIM, unknown)), 100.5) == [
+        replied(renewed(RIVAL, unknown))
+    ]
 
 
-def test_a_claim_that_has_ended_is_lost(granted: Sender) -> None:
+def test_a_claim_that_has_ended_is_lost(granted: PrefillMachine) -> None:
     granted.handle(Tick(), 100.0 + LEASE_S)
-    assert granted.handle(renew(2, CLAIM), 102.5) == [Reply(renewed(2, CLAIM))]
+    assert granted.handle(asked(renew(2, CLAIM)), 102.5) == [replied(renewed(CLAIM))]
 
 
-def test_a_renewal_before_the_tick_saves_a_lease_that_has_run_out(granted: Sender) -> None:
-    """The slot still stands, so nothing was given away."""
-    assert granted.handle(renew(2, CLAIM), 105.0) == [Reply(renewed(2))]
+def test_a_renewal_before_the_tick_saves_a_lease_that_has_run_out(
+    granted: PrefillMachine,
+) -> None:
+    """The slot is still valid, so nothing was given away."""
+    assert granted.handle(asked(renew(2, CLAIM)), 105.0) == [replied(renewed())]
     assert granted.handle(Tick(), 105.0) == []
 
 
 @pytest.mark.parametrize("claims", [(), (CLAIM,)], ids=["without the claim", "with the claim"])
-def test_a_stranger_renews_and_releases_nothing(granted: Sender, claims: tuple[str, ...]) -> None:
+def test_a_stranger_renews_and_releases_nothing(
+    granted: PrefillMachine, claims: tuple[Claim, ...]
+) -> None:
     message = renew(9, *claims, reader=STRANGER)
-    assert granted.handle(message, 101.0) == [Reply(renewed(9, *claims, reader=STRANGER))]
+    assert granted.handle(asked(message), 101.0) == [replied(renewed(*claims, reader=STRANGER))]
     assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
 
 
-def test_an_offer_that_nobody_claims_is_not_touched_by_renewals(offered: Sender) -> None:
-    assert offered.handle(renew(9, CLAIM), 100.5) == [Reply(renewed(9, CLAIM))]
-    assert offered.handle(ask(), 100.6) == [WriteSlot(TOP, generation(1)), GRANT]
+def test_renewals_do_not_touch_an_unclaimed_offer(offered: PrefillMachine) -> None:
+    assert offered.handle(asked(renew(9, CLAIM)), 100.5) == [replied(renewed(CLAIM))]
+    assert offered.handle(asked(ask()), 100.6) == [WRITTEN, GRANTED]
 
 
-def test_a_renewal_for_another_life_names_all_as_lost(offered: Sender) -> None:
-    message = renew(2, RIVAL, CLAIM, life=OTHER_LIFE)
-    assert offered.handle(message, 100.5) == [Reply(renewed(2, RIVAL, CLAIM))]
+def test_to_a_renewal_for_another_life_all_claims_are_lost(granted: PrefillMachine) -> None:
+    message = renew(2, RIVAL, CLAIM, incarnation=OTHER_LIFE)
+    assert granted.handle(asked(message), 100.5) == [replied(renewed(RIVAL, CLAIM))]
 
 
-def test_a_renewal_for_another_life_renews_nothing(granted: Sender) -> None:
-    granted.handle(renew(1, CLAIM, life=OTHER_LIFE), 101.0)
-    assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
-
-
-def test_a_renewal_for_another_life_releases_nothing(granted: Sender) -> None:
+@pytest.mark.parametrize("claim", [CLAIM, RIVAL], ids=["with the claim", "without the claim"])
+def test_a_renewal_for_another_life_renews_and_releases_nothing(
+    granted: PrefillMachine, claim: Claim
+) -> None:
     """A restarted rank may have its port again, while reads of the old one are still stuck."""
-    message = renew(2, RIVAL, life=OTHER_LIFE)
-    assert granted.handle(message, 100.5) == [Reply(renewed(2, RIVAL))]
-    assert granted.handle(done(), 100.6) == RELEASED
+    granted.handle(asked(renew(2, claim, incarnation=OTHER_LIFE)), 101.0)
+    assert granted.handle(Tick(), 100.0 + LEASE_S - 0.01) == []
+    assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
 
 
-# Commands that do not fit
+# Commands
 
 
-def test_what_got_no_ticket_is_forgotten(sender: Sender) -> None:
-    sender.handle(prepare(), 99.0)
-    assert sender.handle(events.Withdraw(NONCE), 100.0) == []
-    assert sender.handle(ask(), 100.1) == denied("no such offer: used, expired, or never made")
+def test_an_unclaimed_offer_can_be_revoked(offered: PrefillMachine) -> None:
+    revoke = events.RevokeOffer(NONCE)
+    assert offered.handle(revoke, 100.5) == [OfferEnded(NONCE, P1, OfferEnd.REVOKED)]
+    assert offered.handle(asked(ask()), 100.6) == denied(UNKNOWN)
+    assert offered.handle(revoke, 100.7) == []
 
 
-def test_what_was_never_prepared_cannot_be_withdrawn_and_need_not(sender: Sender) -> None:
-    assert sender.handle(events.Withdraw(NONCE), 100.0) == []
+def test_a_granted_offer_cannot_be_revoked(granted: PrefillMachine) -> None:
+    assert granted.handle(events.RevokeOffer(NONCE), 100.5) == []
+    assert granted.handle(asked(ask(number=2)), 100.6) == [GRANTED]
+    assert granted.handle(asked(release()), 100.7) == READ
 
 
-def test_an_offer_that_is_out_cannot_be_prepared_again(offered: Sender) -> None:
-    with pytest.raises(LocalProtocolError, match="request 'p1' is OFFERED already"):
-        offered.handle(prepare(), 101.0)
+def test_an_offer_without_a_ticket_cannot_be_revoked(machine: PrefillMachine) -> None:
+    machine.handle(prepare_offer(), 99.0)
+    with pytest.raises(LocalProtocolError, match="RevokeOffer leads from PREPARED to OVER"):
+        machine.handle(events.RevokeOffer(NONCE), 99.5)
+    assert machine.handle(publish_offer(), 100.0) == []
 
 
-def test_an_offer_that_is_out_cannot_go_out_again(offered: Sender) -> None:
-    with pytest.raises(LocalProtocolError) as raised:
-        offered.handle(events.Offer(NONCE, P1), 101.0)
-    assert str(raised.value) == (
-        "offer of request 'p1' cannot be TICKET_OUT in state OFFERED; "
-        "allowed: ['CLAIMED', 'GIVEN_UP', 'UNCLAIMED', 'REVOKED']"
-    )
-    assert offered.handle(Tick(), 100.0 + TTL_S) == [Sent(P1, How.UNCLAIMED)]
+def test_a_withdrawn_offer_is_forgotten(machine: PrefillMachine) -> None:
+    machine.handle(prepare_offer(), 99.0)
+    assert machine.handle(WithdrawOffer(NONCE), 100.0) == []
+    assert machine.handle(asked(ask()), 100.1) == denied(UNKNOWN)
+
+
+def test_withdrawing_what_was_never_prepared_does_nothing(machine: PrefillMachine) -> None:
+    assert machine.handle(WithdrawOffer(NONCE), 100.0) == []
 
 
 @pytest.mark.parametrize("state", ["offered", "granted"])
-def test_an_offer_that_is_out_cannot_be_withdrawn(
-    state: str, request: pytest.FixtureRequest
-) -> None:
-    """And is as it was after the attempt."""
-    sender: Sender = request.getfixturevalue(state)
-    with pytest.raises(LocalProtocolError, match=f"cannot be NO_TICKET in state {state.upper()}"):
-        sender.handle(events.Withdraw(NONCE), 101.0)
-    assert len(sender.handle(ask(number=2), 101.0)) > 0
-    assert sender.handle(done(), 101.1) == RELEASED
-
-
-# The book
-
-
-def test_the_book_says_what_is_going_on(sender: Sender) -> None:
-    seen = [(repr(sender.offers), sender.offers.timed, sender.offers.granted)]
-    for event in (prepare(), events.Offer(NONCE, P1), ask(), done()):
-        sender.handle(event, 100.0)
-        seen.append((repr(sender.offers), sender.offers.timed, sender.offers.granted))
-    assert seen == [
-        ("<Offers: none>", False, False),
-        ("<Offers: 1 PREPARED>", False, False),
-        ("<Offers: 1 OFFERED>", True, False),
-        ("<Offers: 1 GRANTED>", True, True),
-        ("<Offers: none>", False, False),
-    ]
-
-
-def test_the_book_counts_states(granted: Sender) -> None:
-    for number in (2, 3):
-        granted.handle(prepare(nonce=Nonce(hex32(number)), request=P2), 100.0)
-    assert repr(granted.offers) == "<Offers: 1 GRANTED, 2 PREPARED>"
-    assert granted.offers.timed
-    assert granted.offers.granted
-
-
-def test_an_offer_is_found_while_it_lives(granted: Sender) -> None:
-    offer = granted.offers.get(NONCE)
-    assert offer is not None
-    assert (offer.request, offer.state) == (P1, State.GRANTED)
-    granted.handle(done(), 100.1)
-    assert granted.offers.get(NONCE) is None
-    assert offer.state is State.RELEASED
-
-
-def test_settling_what_was_never_granted_does_nothing(offered: Sender) -> None:
-    offer = offered.offers.get(NONCE)
-    assert offer is not None
-    assert offered.offers.settle(offer, How.READ) == []
-
-
-def offering(**changed: object) -> Offering:
-    made = Offering(NONCE, P1, hex32(0), 1, ())
-    for name, value in changed.items():
-        setattr(made, name, value)
-    return made
-
-
-def binding(ended: set[Rank] | None = None, slot: int = 0) -> Binding:
-    engine = (READER.engine, READER.incarnation)
-    return Binding(CLAIM, engine, slot, generation(1), {Rank(0): 1.0}, ended=ended or set())
-
-
 @pytest.mark.parametrize(
-    ("offer", "error"),
+    "command",
     [
-        pytest.param(offering(state=State.GRANTED), "GRANTED with binding None", id="unbound"),
-        pytest.param(offering(binding=binding()), "PREPARED with binding", id="bound"),
-        pytest.param(offering(state=State.OFFERED), "OFFERED with an end at None", id="endless"),
-        pytest.param(offering(ends_at=1.0), "PREPARED with an end at 1.0", id="ends early"),
-        pytest.param(
-            offering(state=State.GRANTED, binding=binding({Rank(0)})),
-            "GRANTED, but all readers have ended",
-            id="not released",
-        ),
+        pytest.param(prepare_offer(tables=(b"\1\0\0\0",)), id="prepared again"),
+        pytest.param(WithdrawOffer(NONCE), id="withdrawn"),
     ],
 )
-def test_an_offer_that_contradicts_itself_is_found(offer: Offering, error: str) -> None:
-    with pytest.raises(LocalProtocolError, match=error):
-        offer.validate()
+def test_an_offer_whose_ticket_is_out_stays_as_it_is(
+    state: str, command: events.PrefillCommand, request: pytest.FixtureRequest
+) -> None:
+    machine: PrefillMachine = request.getfixturevalue(state)
+    words = f"{type(command).__name__} leads from {state.upper()} to "
+    with pytest.raises(LocalProtocolError, match=words):
+        machine.handle(command, 101.0)
+    assert machine.handle(asked(ask(number=2)), 101.0)[-1] == GRANTED
+    assert machine.handle(asked(release()), 101.1) == READ
 
 
-def test_the_book_checks_its_offers(sender: Sender) -> None:
-    sender.offers._offers[NONCE] = offering(ends_at=1.0)
-    with pytest.raises(LocalProtocolError, match="PREPARED with an end"):
-        sender.offers.validate()
-    sender.offers._offers.clear()
+def test_an_offer_cannot_be_published_twice(offered: PrefillMachine) -> None:
+    with pytest.raises(LocalProtocolError) as raised:
+        offered.handle(publish_offer(), 101.0)
+    assert str(raised.value) == (
+        "offer of request 'p1': PublishOffer leads from OFFERED to OFFERED; "
+        "allowed: ['Ask to GRANTED', 'Release to OVER', 'Tick to OVER', 'RevokeOffer to OVER']"
+    )
+    assert offered.handle(Tick(), 100.0 + TTL_S) == [OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)]
 
 
-@pytest.mark.parametrize(
-    "free", [pytest.param([0, 1, 2], id="lost"), pytest.param([0, 1, 2, 3, 3], id="freed twice")]
-)
-def test_a_slot_that_is_lost_is_found(sender: Sender, free: list[int]) -> None:
-    sender.offers._free_slots = free
-    with pytest.raises(LocalProtocolError, match=r"slots \[\] granted, \[0, 1, 2"):
-        sender.offers.validate()
-    sender.offers._free_slots = [0, 1, 2, 3]
-
-
-def test_the_table_of_an_offers_life() -> None:
-    moves = {
-        (state.name, cause.name): following.name
-        for state, causes in TRANSITIONS.items()
-        for cause, following in causes.items()
-    }
-    assert moves == {
-        ("PREPARED", "TICKET_OUT"): "OFFERED",
-        ("PREPARED", "CLAIMED"): "GRANTED",
-        ("PREPARED", "GIVEN_UP"): "RELEASED",
-        ("PREPARED", "NO_TICKET"): "WITHDRAWN",
-        ("OFFERED", "CLAIMED"): "GRANTED",
-        ("OFFERED", "GIVEN_UP"): "RELEASED",
-        ("OFFERED", "UNCLAIMED"): "EXPIRED",
-        ("OFFERED", "REVOKED"): "EXPIRED",
-        ("GRANTED", "TICKET_OUT"): "GRANTED",
-        ("GRANTED", "REVOKED"): "GRANTED",
-        ("GRANTED", "ALL_ENDED"): "RELEASED",
-    }
-    assert set(TRANSITIONS) == set(State)
-    assert {State.RELEASED, State.EXPIRED, State.WITHDRAWN} == sending.TERMINAL
-
-
-@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
-@pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name)
-def test_no_move_but_those_of_the_table(state: State, cause: Cause) -> None:
-    offer = offering(state=state)
-    following = TRANSITIONS[state].get(cause)
-    if following is None:
-        with pytest.raises(LocalProtocolError, match=f"{cause.name} in state {state.name}"):
-            offer.move(cause)
-        following = state
-    else:
-        offer.move(cause)
-    assert offer.state is following
-
-
-def test_ranks_of_one_engine_have_lives_of_their_own(offered: Sender) -> None:
-    """Two readers of one claim, each with its own incarnation; a third life is nobody's."""
-    readers = [Reader(READER.engine, hex32(0xD0 + rank), rank) for rank in range(2)]
-    for reader in readers:
-        actions = offered.handle(ask(reader=reader, readers=(0, 1)), 100.1)
-        assert any(isinstance(action, Reply) for action in actions)
-        assert not any(isinstance(action, events.Denied) for action in actions)
-    impostor = Reader(READER.engine, hex32(0xD9), 1)
-    assert offered.handle(done(reader=impostor), 100.2) == []
-    assert offered.handle(done(reader=readers[0]), 100.3) == []
-    assert offered.handle(done(reader=readers[1]), 100.4) == RELEASED
+def test_a_cleared_machine_has_no_offer_and_all_slots(shared: PrefillMachine) -> None:
+    shared.clear()
+    shared.offers.validate()
+    assert len(shared.offers) == 0
+    assert shared.handle(asked(ask()), 101.0) == denied(UNKNOWN)

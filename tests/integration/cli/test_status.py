@@ -1,0 +1,278 @@
+"""`nixl-kv status` asks engines that run: their directories, and then each rank."""
+
+import contextlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import pytest
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import HOST, LocalEngine
+from support.nixl_kv_command import nixl_kv
+from support.pair import CONFIG, MakeTransport
+
+from nixl_kv.cli import running
+from nixl_kv.ids import Endpoint
+from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.transport.memory import Fabric
+from nixl_kv.transport.zmq import ZmqControl
+
+TIMEOUT_S = 60.0
+TOKENS = 8
+TABLE = [1, 2]
+
+MakeEngine: TypeAlias = Callable[..., LocalEngine]
+
+
+@pytest.fixture
+def make_engine(memory: MakeTransport, fabric: Fabric) -> Iterator[MakeEngine]:
+    """Starts an engine whose ranks, one or two, divide two heads."""
+    kept: list[Cache] = []  # engines read and write their memory
+    with contextlib.ExitStack() as stack:
+
+        def make(name: str, num_ranks: int, **options: Any) -> LocalEngine:
+            heads = 2 // num_ranks
+            caches = [Cache(Sizes(heads=heads), first_head=n * heads) for n in range(num_ranks)]
+            kept.extend(caches)
+            layouts = [cache.fill(1).layout() for cache in caches]
+            engine = LocalEngine(name, layouts, memory, config=CONFIG, **options)
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+        fabric.stuck = False
+
+
+def address(engine: LocalEngine) -> str:
+    return f"{HOST}:{engine.directory.port}"
+
+
+def status(engine: LocalEngine, *options: str) -> dict[str, Any]:
+    result = nixl_kv("status --json --at", address(engine), *options)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def wait_status(
+    engine: LocalEngine, condition: Callable[[dict[str, Any]], bool], *options: str
+) -> list[dict[str, Any]]:
+    """The ranks' status, once the condition holds for each."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        ranks = list(status(engine, *options)["ranks"])
+        if all(map(condition, ranks)):
+            return ranks
+        assert time.monotonic() < deadline, ranks
+
+
+def table_rows(output: str, heading: str) -> list[list[str]]:
+    """The cells of each row of the tables with this first heading."""
+    lines = output.splitlines()
+    rows = []
+    for number, line in enumerate(lines):
+        if line.strip().startswith(heading):
+            body = itertools.takewhile(str.strip, lines[number + 2 :])
+            rows += [re.split(r" {2,}", row.strip()) for row in body]
+    return rows
+
+
+@pytest.fixture(params=[False, True], ids=["no key", "key"])
+def key_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    if not request.param:
+        return None
+    write_key_file(tmp_path / "key")
+    return tmp_path / "key"
+
+
+def test_loads_and_offers_say_what_they_wait_for(
+    make_engine: MakeEngine, fabric: Fabric, key_file: Path | None
+) -> None:
+    keys = None if key_file is None else read_key_file(key_file)
+    options = [] if key_file is None else [f"--key-file {key_file}"]
+    prefill = make_engine("P", 1, roles="prefill", make_control=lambda: ZmqControl(keys))
+    decode = make_engine("D", 2, roles="decode", make_control=lambda: ZmqControl(keys))
+    fabric.stuck = True
+    for request in ("no-blocks", "stuck"):
+        decode.prepare_load(request, prefill.offer(f"p-{request}", [TABLE], TOKENS))
+    decode.start_load("stuck", [TABLE], range(TOKENS))
+    prefill.offer("p-unclaimed", [TABLE], TOKENS)
+
+    expected = {
+        "no-blocks": ([[0, "GRANTED"]], "blocks of its own"),
+        "stuck": ([[0, "READING"]], "data"),
+    }
+    ranks = wait_status(
+        decode,
+        lambda rank: (
+            {load["request"]: (load["reads"], load["waits_for"]) for load in rank["loads"]}
+            == expected
+        ),
+        *options,
+    )
+    for number, rank in enumerate(ranks):
+        assert (rank["rank"], rank["roles"], rank["offers"]) == (number, "decode", [])
+        assert rank["totals"]["loads"] == 2
+        assert rank["totals"]["reads"] == 1
+        late_in_s = {load["request"]: load["late_in_s"] for load in rank["loads"]}
+        assert late_in_s["no-blocks"] is None
+        assert 0 < late_in_s["stuck"] <= CONFIG.request_timeout_s
+        (peer,) = rank["peers"]
+        assert (peer["engine"], peer["state"], peer["detail"]) == ("P", "READY", "")
+        assert peer["endpoint"] == f"tcp://{address(prefill)}"
+        (link,) = rank["links"]
+        assert link["endpoint"] == prefill.ranks[0].description.endpoint
+        assert min(link["sent"], link["received"]) >= 2
+
+    (rank,) = wait_status(prefill, lambda rank: len(rank["offers"]) == 3, *options)
+    assert (rank["roles"], rank["loads"], rank["peers"]) == ("prefill", [], [])
+    offers = {offer["request"]: offer for offer in rank["offers"]}
+    for request in ("no-blocks", "stuck"):
+        offer = offers[f"p-{request}"]
+        assert (offer["state"], offer["num_tokens"]) == ("GRANTED", TOKENS)
+        assert offer["waits_for"] == "engine 'D', ranks 0, 1"
+        assert 0 < offer["ends_in_s"] <= CONFIG.lease_s
+        loads = {load["request"]: load for load in ranks[0]["loads"]}
+        assert offer["nonce"] == loads[request]["nonce"]
+    unclaimed = offers["p-unclaimed"]
+    assert (unclaimed["state"], unclaimed["waits_for"]) == ("OFFERED", "somebody to ask")
+    assert 0 < unclaimed["ends_in_s"] <= CONFIG.offer_ttl_s
+
+    shown = nixl_kv("status --at", address(decode), *options)
+    assert shown.exit_code == 0
+    assert [row[0] for row in table_rows(shown.stdout, "load of request")] == [
+        "no-blocks",
+        "stuck",
+    ] * 2
+    assert {tuple(row[3:5]) for row in table_rows(shown.stdout, "load of request")} == {
+        ("0 GRANTED", "blocks of its own"),
+        ("0 READING", "data"),
+    }
+    fabric.stuck = False
+    decode.cancel_load("no-blocks")
+    assert decode.wait_failure("stuck") is None
+
+
+def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEngine) -> None:
+    prefill = make_engine("P", 1)
+    decode = make_engine("D", 2)
+    before = time.time()
+    for request in ("cmpl-1", "cmpl-2"):
+        decode.prepare_load(f"{request}-d", prefill.offer(f"{request}-p", [TABLE], TOKENS))
+        decode.start_load(f"{request}-d", [TABLE], range(TOKENS))
+        assert decode.wait_failure(f"{request}-d") is None
+        prefill.wait_offer(f"{request}-p")
+
+    for rank in status(decode, "--request 2-d")["ranks"]:
+        story = rank["story"]
+        assert {event["request"] for event in story} == {"cmpl-2-d"}
+        assert [event["after"] for event in story] == [
+            "PREPARED",
+            "ASKING",
+            "GRANTED",
+            "READING",
+            "CHECKING",
+            "DONE",
+            "LOADED",
+        ]
+        times = [event["time"] for event in story]
+        assert before <= rank["events_since"] <= times[0]
+        assert times == sorted(times)
+        (num_bytes,) = [event["num_bytes"] for event in story if event["after"] == "CHECKING"]
+        assert num_bytes == TOKENS * Sizes().layers * 12
+
+    shown = nixl_kv("status --at", address(decode), "--request cmpl")
+    assert shown.exit_code == 0
+    rows = table_rows(shown.stdout, "time")
+    times = [row[0] for row in rows]
+    assert times == sorted(times)
+    assert {row[2] for row in rows} == {"0", "1"}
+    assert sum("READING -> CHECKING" in row and "ReadDone" in row for row in rows) == 4
+    assert "CONNECTING -> READY" in shown.stdout  # what happened to the peer is part of it
+
+    states = [event["after"] for event in status(prefill, "--request 2-p")["ranks"][0]["story"]]
+    assert states == ["PREPARED", "OFFERED", "GRANTED", "OVER"]
+
+
+def test_request_without_events_says_since_when_they_are_kept(make_engine: MakeEngine) -> None:
+    decode = make_engine("D", 1)
+    shown = nixl_kv("status --at", address(decode), "--request unknown")
+    assert shown.exit_code == 0
+    assert "0 events of requests whose id contains 'unknown'\n" in shown.stdout
+    assert "the engine's log says why a ticket was refused" in shown.stdout
+
+
+def test_failed_load_has_its_reason_in_its_story(make_engine: MakeEngine) -> None:
+    prefill = make_engine("P", 1)
+    decode = make_engine("D", 1, roles="decode")
+    ticket = prefill.offer("p1", [TABLE], TOKENS)
+    decode.prepare_load("d1", ticket)
+    decode.start_load("d1", [TABLE], range(TOKENS))
+    assert decode.wait_failure("d1") is None
+    decode.prepare_load("d2", ticket)  # used
+    decode.start_load("d2", [TABLE], range(TOKENS))
+    assert decode.wait_failure("d2") == "prefill rank 0 denied"
+    (*_, denied, failed) = status(decode, "--request d2")["ranks"][0]["story"]
+    assert (denied["before"], denied["after"], denied["cause"]) == ("ASKING", "FAILED", "Deny")
+    assert (failed["after"], failed["cause"]) == ("FAILED", "prefill rank 0 denied (denied)")
+
+
+def test_peer_that_cannot_be_reached_says_why(make_engine: MakeEngine) -> None:
+    prefill = make_engine("P", 1)
+    ticket = prefill.offer("p1", [TABLE], TOKENS)
+    prefill.directory.stop()
+    decode = make_engine("D", 1, roles="decode")
+    decode.prepare_load("d1", ticket)
+    (rank,) = wait_status(decode, lambda rank: rank["peers"][0]["state"] == "BACKOFF")
+    endpoint = f"tcp://{address(prefill)}"
+    assert rank["peers"][0]["detail"] == f"{endpoint}: cannot connect"
+    assert rank["loads"][0]["waits_for"] == "its caller, to start or to cancel it"
+    decode.cancel_load("d1")
+
+
+def test_rank_that_is_gone_is_named_and_the_others_are_shown(make_engine: MakeEngine) -> None:
+    engine = make_engine("E", 2)
+    engine.ranks[0].engine.stop()
+    result = nixl_kv("status --at", address(engine))
+    assert result.exit_code == 1
+    gone, alive = (rank.description.endpoint for rank in engine.ranks)
+    assert f"rank 0 at {gone} gives no status: cannot connect\n" in result.stdout
+    assert f"rank 1 at {alive}: prefill and decode; up for " in result.stdout
+    as_json = nixl_kv("status --json --at", address(engine))
+    assert as_json.exit_code == 1
+    ranks = json.loads(as_json.stdout)["ranks"]
+    assert ranks[0] == {"rank": 0, "endpoint": gone, "error": "cannot connect"}
+    assert (ranks[1]["rank"], ranks[1]["endpoint"]) == (1, alive)
+
+
+def test_rank_that_is_silent_is_named(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "ANSWER_TIMEOUT_S", 1.0)
+    engine = make_engine("E", 2)
+    endpoint = Endpoint(f"tcp://{address(engine)}")  # of the directory, which knows no such message
+    ranks = list(engine.description.ranks)
+    ranks[1] = msgspec.structs.replace(ranks[1], endpoint=endpoint)
+    engine.directory.publish(msgspec.structs.replace(engine.description, ranks=tuple(ranks)))
+    result = nixl_kv("status --at", address(engine))
+    assert result.exit_code == 1
+    assert f"rank 1 at {endpoint} gives no status: no answer within 1 s\n" in result.stdout
+
+
+def test_engine_with_a_key_tells_nobody_else(make_engine: MakeEngine, tmp_path: Path) -> None:
+    for name in ("key", "other"):
+        write_key_file(tmp_path / name)
+    keys = read_key_file(tmp_path / "key")
+    engine = make_engine("E", 1, make_control=lambda: ZmqControl(keys))
+    for option, words in (
+        ("", "handshake failed: perhaps it has a key"),
+        (f"--key-file {tmp_path / 'other'}", "handshake failed: perhaps it has another key, or"),
+    ):
+        result = nixl_kv("status --at", address(engine), option)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert result.stderr.startswith(f"error: --at {address(engine)}: {words}")

@@ -1,0 +1,26 @@
+"""A digester that takes its time."""
+
+from collections.abc import Sequence
+
+from nixl_kv.geometry.digest import Key
+from nixl_kv.geometry.slices import LocalSlice
+from nixl_kv.transfer.digests import HostDigester, Steps
+
+
+class SlowDigester:
+    """A digest that takes so many steps more. `keys` has the key of each."""
+
+    def __init__(self, steps: int, pause_s: float = 0.5) -> None:
+        self.steps = steps
+        self.pause_s = pause_s
+        self.keys: list[str] = []
+        self.is_closed = False
+
+    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
+        for _ in range(self.steps):
+            self.keys.append(key.secret)
+            yield
+        return (yield from HostDigester()(key, local_slices))
+
+    def close(self) -> None:
+        self.is_closed = True

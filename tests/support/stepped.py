@@ -1,0 +1,208 @@
+"""Transfer engines without threads and without time: a test makes their turns, one after the other.
+
+All planes are in memory. `turn` of a `Stepped` never waits; what it would have waited for is in
+`waits`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, TypeAlias
+
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import MODEL, wire_tables
+
+from nixl_kv.config import Config
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.load import Load
+from nixl_kv.protocol.messages import Description
+from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
+from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.loop import Loop
+from nixl_kv.transport.base import Received
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
+from support.records import CONTEXT, hex32
+
+HOST = "127.0.0.1"
+
+
+class Clock:
+    """Monotonic seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Background(Executor):
+    """Does what it is given when a test says so: at once, by default."""
+
+    def __init__(self, *, is_held: bool = False) -> None:
+        self.is_held = is_held
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append((future, lambda: fn(*args, **kwargs)))
+        if not self.is_held:
+            self.work()
+        return future
+
+    def work(self) -> None:
+        """Do all of it."""
+        while self._jobs:
+            future, job = self._jobs.popleft()
+            try:
+                future.set_result(job())
+            except Exception as error:  # noqa: BLE001 - as any executor
+                future.set_exception(error)
+
+
+class StepControl(MemoryControl):
+    """Never waits, and keeps how long it was to wait."""
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        super().__init__(network, name)
+        self.waits: list[float | None] = []
+
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        self.waits.append(timeout_s)
+        return super().poll(0)
+
+
+class Stepped:
+    """One rank, with its engine's directory."""
+
+    def __init__(
+        self, name: str, world: "World", *, roles: str = "prefill and decode", seed: int = 0
+    ) -> None:
+        self.world = world
+        self.cache = Cache(world.sizes).fill(seed)
+        self.background = Background()
+        self.control = StepControl(world.network, name)
+        self.results: deque[events.Result] = deque()
+        spec = RankSpec(
+            engine=EngineId(name),
+            rank=Rank(0),
+            layout=self.cache.layout(),
+            model=MODEL,
+            config=world.config,
+            host=HOST,
+            is_prefill="prefill" in roles,
+            is_decode="decode" in roles,
+            make_transport=lambda: MemoryTransport(world.fabric),
+            make_control=lambda: self.control,
+            num_slots=64,
+            make_background=lambda: self.background,
+            clock=world.clock,
+        )
+        self.engine = TransferEngine(spec)
+        self.loop: Loop = self.engine.start_stepped(self.results)
+        self.parts = self.loop.parts
+        self.directory = DirectoryServer(MemoryControl(world.network, f"{name}'s"), HOST, 0)
+        self.directory.publish(self.description)
+
+    @property
+    def description(self) -> Description:
+        """Of its engine."""
+        rank = self.parts.description
+        return describe_engine(self.engine.spec.engine, MODEL, ParallelShape(1, 1), [rank])
+
+    def turn(self) -> float | None:
+        """One turn; how long it was to wait."""
+        self.loop.turn()
+        self.directory.turn(0)
+        return self.control.waits[-1]
+
+    def submit(self, *commands: events.Command) -> None:
+        """Hand commands over."""
+        self.engine.submit(commands)
+
+    def ends(self) -> list[events.LoadEnded | events.OfferEnded]:
+        """What has ended, as far as results were not popped before."""
+        results = self.engine.pop_results()
+        return [result for result in results if not isinstance(result, events.Counts)]
+
+    def prepare_offer(self, number: int, table: Sequence[int], num_tokens: int) -> Nonce:
+        """The first half of an offer, for request `p<number>`."""
+        nonce = Nonce(hex32(number))
+        tables = wire_tables([table])
+        request = RequestId(f"p{number}")
+        self.submit(events.PrepareOffer(nonce, request, CONTEXT, num_tokens, tables))
+        return nonce
+
+    def publish_offer(self, number: int) -> None:
+        """The second half."""
+        self.submit(events.PublishOffer(Nonce(hex32(number)), RequestId(f"p{number}")))
+
+    def ticket(self, number: int, num_tokens: int) -> Ticket:
+        """Of this offer."""
+        return Ticket(
+            remote_engine_id=self.engine.spec.engine,
+            remote_host=HOST,
+            remote_port=self.directory.port,
+            incarnation=self.description.incarnation,
+            nonce=Nonce(hex32(number)),
+            num_tokens=num_tokens,
+            context=CONTEXT,
+        )
+
+    def load(self, number: int) -> Load | None:
+        """What its machine knows of request `d<number>`."""
+        return self.parts.decode.loads.get(RequestId(f"d{number}"))
+
+    def prepare_load(self, number: int, ticket: Ticket) -> None:
+        """Request `d<number>` has arrived."""
+        self.submit(events.PrepareLoad(RequestId(f"d{number}"), ticket, new_claim()))
+
+    def start_load(
+        self, number: int, table: Sequence[int], num_tokens: int, **verify: bool
+    ) -> None:
+        """It has blocks."""
+        request, tables = RequestId(f"d{number}"), wire_tables([table])
+        self.submit(events.StartLoad(request, 0, num_tokens, tables, **verify))
+
+
+class World:
+    """A prefill and a decode rank."""
+
+    def __init__(self, sizes: Sizes, config: Config, roles: tuple[str, str]) -> None:
+        self.sizes, self.config = sizes, config
+        self.clock, self.fabric, self.network = Clock(), Fabric(), MemoryNetwork()
+        self.prefill = Stepped("prefill", self, roles=roles[0], seed=1)
+        self.decode = Stepped("decode", self, roles=roles[1], seed=2)
+
+    def run(self, turns: int = 12) -> None:
+        """Some turns of both, in turn; no time passes."""
+        for _ in range(turns):
+            self.decode.turn()
+            self.prefill.turn()
+
+    def until(self, condition: Callable[[], object], turns: int = 100) -> None:
+        """Turns of both until a condition holds."""
+        for _ in range(turns):
+            if condition():
+                return
+            self.run(1)
+        raise AssertionError(f"not within {turns} turns")
+
+    def close(self) -> None:
+        """Release all, and check both machines."""
+        for rank in (self.prefill, self.decode):
+            rank.parts.decode.loads.validate()
+            rank.parts.prefill.offers.validate()
+            rank.loop.close()
+            rank.directory.stop()
+
+
+MakeWorld: TypeAlias = Callable[..., World]
+"""The fixture that makes them: of a configuration, and the roles of both ranks."""

@@ -1,0 +1,69 @@
+"""What an address of a running engine looks like, before anybody is asked."""
+
+from pathlib import Path
+
+import pytest
+from support.nixl_kv_command import nixl_kv
+
+from nixl_kv.cli.running import Address
+from nixl_kv.keys import write_key_file
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        pytest.param("10.0.0.1:5600", Address("10.0.0.1", 5600), id="IPv4"),
+        pytest.param("[fd00::1]:5600", Address("fd00::1", 5600), id="IPv6"),
+        pytest.param("prefill-0.example:1", Address("prefill-0.example", 1), id="name"),
+    ],
+)
+def test_address_is_host_and_port(text: str, address: Address) -> None:
+    assert Address.parse(text, option="--at") == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "localhost",
+        ":5600",
+        "localhost:",
+        "localhost:port",
+        "localhost:0",
+        "localhost:99999",
+        "::1:5600",
+        "[::1]",
+        "[]:5600",
+        "tcp://10.0.0.1:5600",
+        ":",
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("plan --decode-at 127.0.0.1:1", "--prefill-at"), ("status", "--at")],
+    ids=["plan", "status"],
+)
+def test_what_is_no_address_exits_2(command: str, option: str, text: str) -> None:
+    result = nixl_kv(command, f"{option} {text}")
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {option} is {text!r}; allowed: HOST:PORT\n"
+
+
+def test_literals_resolve_to_themselves() -> None:
+    assert Address("127.0.0.1", 5600).resolve() == ["tcp://127.0.0.1:5600"]
+    assert Address("::1", 5600).resolve() == ["tcp://[::1]:5600"]
+
+
+def test_unknown_host_exits_2() -> None:
+    result = nixl_kv("status --at no.such.host.invalid:5600")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --at no.such.host.invalid:5600: no.such.host.invalid: ")
+
+
+def test_key_file_that_others_can_read_exits_2(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    write_key_file(path)
+    path.chmod(0o644)
+    for command in ("status --at 127.0.0.1:1", "plan --prefill-at [::1]:1 --decode-at [::1]:1"):
+        result = nixl_kv(command, f"--key-file {path}")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: --key-file is {str(path)!r}: its mode is 0644;")

@@ -1,0 +1,236 @@
+"""One offer: its transitions, what it records of them, and what it says of itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.records import (
+    CLAIM,
+    DECODE,
+    NONCE,
+    OTHER_LIFE,
+    P1,
+    READER,
+    RIVAL,
+    STRANGER,
+    TABLES,
+    ask,
+    no_record,
+    prepare_offer,
+    publish_offer,
+    reader,
+    release,
+    renew,
+)
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Claim, Generation, Rank
+from nixl_kv.protocol.events import OVER, RevokeOffer, Tick, Transition, WithdrawOffer
+from nixl_kv.protocol.messages import Reader
+from nixl_kv.protocol.prefill.offer import TRANSITIONS, Binding, Offer, State, reader_name
+
+EVENTS: dict[str, object] = {
+    "PrepareOffer": prepare_offer(),
+    "PublishOffer": publish_offer(),
+    "WithdrawOffer": WithdrawOffer(NONCE),
+    "RevokeOffer": RevokeOffer(NONCE),
+    "Ask": ask(),
+    "Release": release(),
+    "Renew": renew(1),
+    "Tick": Tick(),
+}
+TABLE = {
+    ("PREPARED", "PrepareOffer"): "PREPARED",
+    ("PREPARED", "PublishOffer"): "OFFERED",
+    ("PREPARED", "WithdrawOffer"): OVER,
+    ("PREPARED", "Ask"): "GRANTED",
+    ("PREPARED", "Release"): OVER,
+    ("OFFERED", "RevokeOffer"): OVER,
+    ("OFFERED", "Ask"): "GRANTED",
+    ("OFFERED", "Release"): OVER,
+    ("OFFERED", "Tick"): OVER,
+    ("GRANTED", "PublishOffer"): "GRANTED",
+    ("GRANTED", "RevokeOffer"): "GRANTED",
+    ("GRANTED", "Release"): OVER,
+    ("GRANTED", "Renew"): OVER,
+    ("GRANTED", "Tick"): OVER,
+}
+
+
+def new_offer(record: Callable[[Transition], None] = no_record, **changed: Any) -> Offer:
+    offer = Offer(prepare_offer(), record)
+    for name, value in changed.items():
+        setattr(offer, name, value)
+    return offer
+
+
+def new_binding(*ranks: int, ended: set[int] | None = None) -> Binding:
+    """Of these reader ranks, with leases that end at second 10, 11, ..."""
+    leases = {Rank(rank): 10.0 + rank for rank in ranks or (0,)}
+    return Binding(
+        CLAIM,
+        DECODE,
+        slot=0,
+        generation=Generation(bytes(16)),
+        leases=leases,
+        ended=set(map(Rank, ended or ())),
+    )
+
+
+# Transitions
+
+
+def test_the_table_has_these_transitions() -> None:
+    transitions = {
+        (state.name, event.__name__): OVER if after is None else after.name
+        for state, moves in TRANSITIONS.items()
+        for event, after in moves.items()
+    }
+    assert transitions == TABLE
+    assert set(TRANSITIONS) == set(State)
+
+
+def test_every_event_of_the_table_is_tried_below() -> None:
+    assert {event for moves in TRANSITIONS.values() for event in moves} == {
+        type(event) for event in EVENTS.values()
+    }
+
+
+AFTER = [*State, None]
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("name", EVENTS)
+@pytest.mark.parametrize("after", AFTER, ids=lambda after: after.name if after else OVER)
+def test_only_transitions_of_the_table_are_possible(
+    state: State, name: str, after: State | None
+) -> None:
+    recorded: list[Transition] = []
+    offer = new_offer(recorded.append, state=state)
+    recorded.clear()
+    to = after.name if after else OVER
+    if TABLE.get((state.name, name)) == to:
+        offer.move(after, EVENTS[name])
+        assert recorded == [Transition(P1, "", state.name, to, name)]
+        assert offer.state is (after or state)
+        return
+    words = f"^offer of request 'p1': {name} leads from {state.name} to {to}; allowed: "
+    with pytest.raises(LocalProtocolError, match=words):
+        offer.move(after, EVENTS[name])
+    assert recorded == []
+    assert offer.state is state
+
+
+def test_a_transition_names_peer_and_detail() -> None:
+    recorded: list[Transition] = []
+    offer = new_offer(recorded.append)
+    offer.move(State.GRANTED, ask(), peer=reader_name(READER))
+    offer.move(None, release(), peer="engine 'decode'", detail="read")
+    assert recorded == [
+        Transition(P1, "", "", "PREPARED", "PrepareOffer: offer 00000000"),
+        Transition(P1, "engine 'decode', rank 0", "PREPARED", "GRANTED", "Ask"),
+        Transition(P1, "engine 'decode'", "GRANTED", OVER, "Release: read"),
+    ]
+
+
+def test_an_offer_that_is_prepared_again_has_the_new_blocks() -> None:
+    """After a preemption."""
+    offer = new_offer()
+    offer.prepare(prepare_offer(tables=(b"\1\0\0\0",)))
+    assert offer.prepared.tables == (b"\1\0\0\0",)
+    assert (offer.nonce, offer.request, offer.state) == (NONCE, P1, State.PREPARED)
+
+
+@pytest.mark.parametrize("state", [State.OFFERED, State.GRANTED], ids=lambda state: state.name)
+def test_an_offer_whose_ticket_is_out_keeps_its_blocks(state: State) -> None:
+    offer = new_offer(state=state)
+    with pytest.raises(LocalProtocolError, match=f"leads from {state.name} to PREPARED"):
+        offer.prepare(prepare_offer(tables=(b"\1\0\0\0",)))
+    assert offer.prepared.tables == TABLES
+
+
+# Readers
+
+
+@pytest.mark.parametrize(
+    ("claim", "who", "expected"),
+    [
+        pytest.param(CLAIM, READER, True, id="one that has asked"),
+        pytest.param(CLAIM, reader(1), True, id="one that has not asked"),
+        pytest.param(CLAIM, reader(1, incarnation=OTHER_LIFE), True, id="one in any life"),
+        pytest.param(RIVAL, READER, False, id="another claim"),
+        pytest.param(CLAIM, STRANGER, False, id="another engine"),
+        pytest.param(CLAIM, reader(2), False, id="one that has ended"),
+        pytest.param(CLAIM, reader(3), False, id="one that was not announced"),
+        pytest.param(CLAIM, reader(incarnation=OTHER_LIFE), False, id="another life"),
+    ],
+)
+def test_which_readers_are_expected(claim: Claim, who: Reader, *, expected: bool) -> None:
+    binding = new_binding(0, 1, 2, ended={2})
+    binding.lives[READER.rank] = READER.incarnation
+    assert binding.expects(claim, who) is expected
+
+
+def test_readers_end_when_their_lease_runs_out() -> None:
+    binding = new_binding(0, 1, 2, ended={2})
+    seen = []
+    for now in (9.9, 10.0, 10.9, 11.0):
+        binding.expire(now)
+        seen.append(binding.reading)
+    assert seen == [[0, 1], [1], [1], []]
+
+
+# What it says of itself
+
+
+@pytest.mark.parametrize(
+    ("offer", "waits_for", "expires_at"),
+    [
+        pytest.param(new_offer(), "its ticket", None, id="prepared"),
+        pytest.param(
+            new_offer(state=State.OFFERED, ends_at=7.0), "somebody to ask", 7.0, id="offered"
+        ),
+        pytest.param(
+            new_offer(state=State.GRANTED, binding=new_binding(0, 1, 2, ended={2})),
+            "engine 'decode', ranks 0, 1",
+            11.0,
+            id="granted",
+        ),
+    ],
+)
+def test_an_offer_says_what_it_waits_for_and_until_when(
+    offer: Offer, waits_for: str, expires_at: float | None
+) -> None:
+    assert offer.waits_for == waits_for
+    assert offer.expires_at == expires_at
+
+
+@pytest.mark.parametrize(
+    ("offer", "error"),
+    [
+        pytest.param(new_offer(state=State.GRANTED), "GRANTED with binding None", id="unbound"),
+        pytest.param(new_offer(binding=new_binding()), "PREPARED with binding", id="bound"),
+        pytest.param(new_offer(state=State.OFFERED), "OFFERED with an end at None", id="endless"),
+        pytest.param(new_offer(ends_at=1.0), "PREPARED with an end at 1.0", id="ends early"),
+        pytest.param(
+            new_offer(state=State.GRANTED, binding=new_binding(0, ended={0})),
+            "GRANTED, but all readers have ended",
+            id="without a reader",
+        ),
+    ],
+)
+def test_an_offer_that_contradicts_itself_is_invalid(offer: Offer, error: str) -> None:
+    with pytest.raises(LocalProtocolError, match=error):
+        offer.validate()
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        pytest.param(new_offer(), id="prepared"),
+        pytest.param(new_offer(state=State.OFFERED, ends_at=7.0), id="offered"),
+        pytest.param(new_offer(state=State.GRANTED, binding=new_binding()), id="granted"),
+    ],
+)
+def test_an_offer_in_order_is_valid(offer: Offer) -> None:
+    offer.validate()

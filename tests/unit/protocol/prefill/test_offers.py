@@ -1,0 +1,284 @@
+"""The book of offers: states, slots, timers, and the transitions that it records."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.records import (
+    CLAIM,
+    DECODE,
+    LEASE_S,
+    NONCE,
+    NONCE2,
+    P1,
+    P2,
+    READER,
+    RIVAL,
+    STRANGER,
+    ask,
+    asked,
+    hex32,
+    no_record,
+    prepare_offer,
+    publish_offer,
+    reader,
+    release,
+    renew,
+)
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Generation, Incarnation, Nonce, Rank
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import (
+    OVER,
+    OfferEnd,
+    RevokeOffer,
+    Tick,
+    Transition,
+    WithdrawOffer,
+)
+from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.prefill.offer import Binding, State
+from nixl_kv.protocol.prefill.offers import OfferBook
+
+TTL_S = 10.0
+RANK_LIFE = Incarnation(hex32(0xB))
+
+
+@pytest.fixture
+def recorded() -> list[Transition]:
+    return []
+
+
+@pytest.fixture
+def machine(recorded: list[Transition]) -> Iterator[PrefillMachine]:
+    machine = PrefillMachine(
+        RANK_LIFE, recorded.append, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S
+    )
+    yield machine
+    machine.offers.validate()
+
+
+@pytest.fixture
+def book(machine: PrefillMachine) -> OfferBook:
+    return machine.offers
+
+
+# What it says of itself
+
+
+def test_the_book_shows_states_and_whether_time_matters(machine: PrefillMachine) -> None:
+    book = machine.offers
+    seen = [(repr(book), len(book), book.has_timers, book.any_granted)]
+    for event in (prepare_offer(), publish_offer(), asked(ask()), asked(release())):
+        machine.handle(event, 100.0)
+        seen.append((repr(book), len(book), book.has_timers, book.any_granted))
+    assert seen == [
+        ("<OfferBook: none>", 0, False, False),
+        ("<OfferBook: 1 PREPARED>", 1, False, False),
+        ("<OfferBook: 1 OFFERED>", 1, True, False),
+        ("<OfferBook: 1 GRANTED>", 1, True, True),
+        ("<OfferBook: none>", 0, False, False),
+    ]
+
+
+def test_the_book_counts_states(machine: PrefillMachine) -> None:
+    for number in (1, 2, 3):
+        machine.handle(prepare_offer(nonce=Nonce(hex32(number)), request=P2), 100.0)
+    machine.handle(asked(ask()), 100.0)
+    assert repr(machine.offers) == "<OfferBook: 1 GRANTED, 2 PREPARED>"
+
+
+def test_an_offer_is_in_the_book_while_it_lives(machine: PrefillMachine, book: OfferBook) -> None:
+    assert book.get(NONCE) is None
+    machine.handle(prepare_offer(), 100.0)
+    offer = book.get(NONCE)
+    assert offer is not None
+    assert (offer.request, offer.state) == (P1, State.PREPARED)
+    assert book.all() == [offer]
+    machine.handle(asked(release()), 100.1)
+    assert book.get(NONCE) is None
+    assert book.all() == []
+
+
+def test_a_reader_holds_what_is_granted_to_it(machine: PrefillMachine, book: OfferBook) -> None:
+    for nonce, request in ((NONCE, P1), (NONCE2, P2)):
+        machine.handle(prepare_offer(nonce=nonce, request=request), 100.0)
+    machine.handle(asked(ask(readers=(0, 1))), 100.0)
+    held = {
+        name: [offer.request for offer, _ in book.held_by(who)]
+        for name, who in (("first", READER), ("second", reader(1)), ("stranger", STRANGER))
+    }
+    assert held == {"first": [P1], "second": [P1], "stranger": []}
+    machine.handle(asked(release()), 100.1)
+    assert list(book.held_by(READER)) == []
+
+
+def test_settling_an_unclaimed_offer_does_nothing(machine: PrefillMachine, book: OfferBook) -> None:
+    machine.handle(prepare_offer(), 100.0)
+    offer = book.get(NONCE)
+    assert offer is not None
+    assert book.settle(offer, release(), OfferEnd.READ) == []
+
+
+# What it checks
+
+
+def test_the_book_checks_its_offers() -> None:
+    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S)
+    book.prepare(prepare_offer())
+    offer = book.get(NONCE)
+    assert offer is not None
+    book.validate()
+    offer.ends_at = 1.0
+    with pytest.raises(LocalProtocolError, match="PREPARED with an end"):
+        book.validate()
+
+
+@pytest.mark.parametrize(
+    ("free", "bound"),
+    [
+        pytest.param([0], [], id="lost"),
+        pytest.param([0, 1, 1], [], id="free twice"),
+        pytest.param([0, 1], [1], id="free and granted"),
+        pytest.param([], [1, 1], id="granted twice"),
+    ],
+)
+def test_the_book_checks_that_each_slot_is_granted_once_or_free(
+    free: list[int], bound: list[int]
+) -> None:
+    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S)
+    for number, slot in enumerate(bound):
+        nonce = Nonce(hex32(number))
+        book.prepare(prepare_offer(nonce=nonce))
+        offer = book.get(nonce)
+        assert offer is not None
+        offer.state = State.GRANTED
+        leases = {Rank(0): 1.0}
+        offer.binding = Binding(CLAIM, DECODE, slot, Generation(bytes(16)), leases)
+    book._free_slots = free
+    with pytest.raises(LocalProtocolError) as raised:
+        book.validate()
+    assert str(raised.value) == f"slots {bound} granted, {free} free"
+
+
+# What it records
+
+PREPARED = Transition(P1, "", "", "PREPARED", "PrepareOffer: offer 00000000")
+PUBLISHED = Transition(P1, "", "PREPARED", "OFFERED", "PublishOffer")
+GRANTED = Transition(P1, "engine 'decode', rank 0", "OFFERED", "GRANTED", "Ask")
+
+
+def ended(cause: str, before: str = "GRANTED", peer: str = "engine 'decode'") -> Transition:
+    return Transition(P1, peer, before, OVER, cause)
+
+
+UNCLAIMED: list[events.PrefillEvent] = [prepare_offer(), publish_offer()]
+CLAIMED: list[events.PrefillEvent] = [*UNCLAIMED, asked(ask())]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        pytest.param(
+            [*CLAIMED, asked(release())],
+            [PREPARED, PUBLISHED, GRANTED, ended("Release: read")],
+            id="read",
+        ),
+        pytest.param(
+            [*CLAIMED, asked(release(complete=False))],
+            [PREPARED, PUBLISHED, GRANTED, ended("Release: aborted")],
+            id="aborted",
+        ),
+        pytest.param(
+            [*CLAIMED, asked(renew(2))],
+            [PREPARED, PUBLISHED, GRANTED, ended("Renew: aborted")],
+            id="no longer renewed",
+        ),
+        pytest.param(
+            [*CLAIMED, Tick()],
+            [PREPARED, PUBLISHED, GRANTED, ended("Tick: expired")],
+            id="expired",
+        ),
+        pytest.param(
+            [*UNCLAIMED, Tick()],
+            [PREPARED, PUBLISHED, ended("Tick: unclaimed", "OFFERED", "")],
+            id="unclaimed",
+        ),
+        pytest.param(
+            [*UNCLAIMED, RevokeOffer(NONCE)],
+            [PREPARED, PUBLISHED, ended("RevokeOffer: revoked", "OFFERED", "")],
+            id="revoked",
+        ),
+        pytest.param(
+            [*CLAIMED, RevokeOffer(NONCE)],
+            [PREPARED, PUBLISHED, GRANTED, Transition(P1, "", "GRANTED", "GRANTED", "RevokeOffer")],
+            id="granted, so not revoked",
+        ),
+        pytest.param(
+            [*UNCLAIMED, asked(release())],
+            [PREPARED, PUBLISHED, ended("Release: not_needed", "OFFERED", "")],
+            id="not needed",
+        ),
+        pytest.param(
+            [prepare_offer(), WithdrawOffer(NONCE)],
+            [PREPARED, ended("WithdrawOffer", "PREPARED", "")],
+            id="withdrawn",
+        ),
+        pytest.param(
+            [prepare_offer(), prepare_offer(), asked(ask()), publish_offer()],
+            [
+                PREPARED,
+                Transition(P1, "", "PREPARED", "PREPARED", "PrepareOffer"),
+                GRANTED._replace(before="PREPARED"),
+                Transition(P1, "", "GRANTED", "GRANTED", "PublishOffer"),
+            ],
+            id="prepared again, and claimed before it is published",
+        ),
+    ],
+)
+def test_each_transition_of_an_offer_is_recorded_once(
+    machine: PrefillMachine,
+    recorded: list[Transition],
+    steps: list[events.PrefillEvent],
+    expected: list[Transition],
+) -> None:
+    for second, step in enumerate(steps, start=100):
+        machine.handle(step, 1000.0 if isinstance(step, Tick) else float(second))
+    assert recorded == expected
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(asked(ask(number=2)), id="asked again"),
+        pytest.param(asked(renew(2, CLAIM)), id="renewed"),
+        pytest.param(asked(release(claim=RIVAL)), id="released by a stranger"),
+        pytest.param(Tick(), id="nothing is due"),
+    ],
+)
+def test_what_changes_no_state_is_not_recorded(
+    machine: PrefillMachine, recorded: list[Transition], step: events.PrefillEvent
+) -> None:
+    for event in CLAIMED:
+        machine.handle(event, 100.0)
+    recorded.clear()
+    machine.handle(step, 100.5)
+    assert recorded == []
+
+
+def test_a_denial_is_part_of_the_story_of_its_offer(
+    machine: PrefillMachine, recorded: list[Transition]
+) -> None:
+    for event in CLAIMED:
+        machine.handle(event, 100.0)
+    recorded.clear()
+    machine.handle(asked(ask(claim=RIVAL)), 100.5)
+    cause = "Ask denied: claimed by another, or ended for this reader"
+    assert recorded == [Transition(P1, "engine 'decode', rank 0", "GRANTED", "GRANTED", cause)]
+
+
+def test_a_denial_of_an_unknown_offer_is_not_recorded(
+    machine: PrefillMachine, recorded: list[Transition]
+) -> None:
+    machine.handle(asked(ask()), 100.0)
+    assert recorded == []

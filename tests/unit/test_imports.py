@@ -1,0 +1,72 @@
+"""What can be imported where, and what an import opens."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nixl_kv
+
+PACKAGE = Path(nixl_kv.__file__).parent
+TRANSFER = sorted(
+    f"nixl_kv.transfer.{path.stem}"
+    for path in (PACKAGE / "transfer").glob("*.py")
+    if not path.stem.startswith(("_", "gpu_"))
+)
+
+WITHOUT = """
+import sys
+for name in ("vllm", "torch", "triton", "nixl", "nixl_cu12", "nixl_cu13"):
+    sys.modules[name] = None  # to import it raises an ImportError
+"""
+
+OPENED = """
+import os, sys, threading
+def opened():
+    paths = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return sorted(os.readlink(path) for path in paths if os.path.lexists(path))
+before = opened()
+import nixl_kv.connector, nixl_kv.connector.plugin
+assert opened() == before, opened()
+assert threading.active_count() == 1, threading.enumerate()
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"vllm", "torch", "nixl", "zmq", "numpy", "msgspec"}, loaded
+"""
+
+
+def run(program: str) -> None:
+    """In a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_the_transfer_engine_needs_neither_vllm_nor_torch_nor_nixl() -> None:
+    """Any inference engine may use it, also with another data plane."""
+    assert len(TRANSFER) > 10
+    run(WITHOUT + "".join(f"import {name}\n" for name in TRANSFER))
+
+
+@pytest.mark.parametrize("module", ["decode", "prefill", "offer_quota", "block_pinning", "prompt"])
+def test_the_schedulers_decisions_need_no_vllm(module: str) -> None:
+    run(f"{WITHOUT}import nixl_kv.connector.{module}")
+
+
+def test_the_connectors_package_opens_and_starts_nothing() -> None:
+    """Every process of every start of vLLM imports it, wanted or not."""
+    run(OPENED)
+
+
+@pytest.mark.slow
+def test_the_connector_is_imported_without_nixl() -> None:
+    """It is imported in vLLM's API server too, which moves nothing. Slow: vLLM is."""
+    pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
+    run(f"""{WITHOUT}
+for name in ("vllm", "torch", "triton"):
+    del sys.modules[name]
+import warnings
+warnings.simplefilter("ignore")
+import nixl_kv.connector.connector
+""")

@@ -1,0 +1,100 @@
+"""The rate-limited log: one line of a kind per interval, the rest counted."""
+
+import logging
+
+import pytest
+
+from nixl_kv.log_limit import LimitedLog
+
+logger = logging.getLogger("test_log_limit")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log(clock: Clock, caplog: pytest.LogCaptureFixture) -> LimitedLog:
+    caplog.set_level(logging.DEBUG)
+    return LimitedLog(logger, clock, interval_s=2.0)
+
+
+def test_the_first_line_is_logged_with_its_arguments(
+    log: LimitedLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.warning("lost %s: %s", "tcp://10.0.0.1:1", "closed")
+    assert caplog.record_tuples == [
+        ("test_log_limit", logging.WARNING, "lost tcp://10.0.0.1:1: closed")
+    ]
+
+
+def test_lines_of_one_kind_are_counted_until_the_interval_is_over(
+    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(4):
+        log.warning("dropped %d", number)
+        clock.now += 0.5
+    assert caplog.messages == ["dropped 0"]
+    log.warning("dropped %d", 4)
+    assert caplog.messages[1:] == ["dropped 4", "  and 3 more like it since the last such line"]
+
+
+def test_nothing_is_said_of_lines_left_out_where_there_are_none(
+    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        log.warning("dropped %d", number)
+        clock.now += 2.0
+    assert caplog.messages == ["dropped 0", "dropped 1", "dropped 2"]
+
+
+def test_the_count_starts_again_with_each_line(
+    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        log.warning("dropped")
+        log.warning("dropped")
+        clock.now += 2.0
+    log.warning("dropped")
+    more = "  and 1 more like it since the last such line"
+    assert caplog.messages == ["dropped", "dropped", more, "dropped", more]
+
+
+def test_each_kind_has_an_interval_and_a_count_of_its_own(
+    log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.warning("lost %s", "a")
+    log.warning("lost %s", "b")
+    clock.now += 1.5
+    log.warning("denied %s", "c")
+    clock.now += 0.5
+    log.warning("denied %s", "d")
+    log.warning("lost %s", "e")
+    assert caplog.messages == [
+        "lost a",
+        "denied c",
+        "lost e",
+        "  and 1 more like it since the last such line",
+    ]
+
+
+def test_the_interval_is_a_second_where_none_is_given(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = LimitedLog(logger, clock)
+    for _ in range(3):
+        log.warning("dropped")
+        clock.now += 0.5
+    assert caplog.messages == [
+        "dropped",
+        "dropped",
+        "  and 1 more like it since the last such line",
+    ]
