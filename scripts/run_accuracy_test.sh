@@ -3,4 +3,4 @@
 #
 #   [ATTENTION_BACKEND=FLASHINFER] [DECODER_TP_SIZE=2] ... bash scripts/run_accuracy_test.sh [--help]
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/pd/accuracy.sh" pd.accuracy "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/lab/accuracy/run.sh" "$@"

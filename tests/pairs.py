@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from caches import Cache
-
 from nixl_kv.connector.agents import Agents
 from nixl_kv.connector.dataplane import DataPlane
 from nixl_kv.connector.engine import Machinery
@@ -15,6 +14,12 @@ from nixl_kv.connector.registering import register
 from nixl_kv.connector.results import LoadResult, Result
 from nixl_kv.connector.sources import Household, Identity
 from nixl_kv.connector.thread import TransferThread
+from nixl_kv.protocol.offers import Offers
+from nixl_kv.protocol.receiver import Receiver
+from nixl_kv.protocol.requests import Requests
+from nixl_kv.protocol.sender import Sender
+from nixl_kv.transport.control import Control
+
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.ranks import Shape
 from nixl_kv.ids import (
@@ -29,12 +34,7 @@ from nixl_kv.ids import (
     new_nonce,
 )
 from nixl_kv.protocol import events, messages, ticket
-from nixl_kv.protocol.offers import Offers
-from nixl_kv.protocol.receiver import Receiver
-from nixl_kv.protocol.requests import Requests
-from nixl_kv.protocol.sender import Sender
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.control import Control
 from nixl_kv.transport.slots import SlotPage
 
 HOST = "127.0.0.1"

@@ -76,8 +76,8 @@ class EventLog:
 
 def _is_end(transition: Transition) -> bool:
     """Whether an offer or a load is over with it; what a load reads from one rank may fail too."""
-    is_load_end = not transition.before and transition.after in ("LOADED", "FAILED")
-    return transition.after == OVER or is_load_end
+    is_load = transition.before in ("PREPARED", "STARTED")
+    return transition.after == OVER or (is_load and transition.after in ("LOADED", "FAILED"))
 
 
 def story_text(story: list[EventRecord]) -> list[str]:

@@ -163,6 +163,8 @@ class Loop:
             return 0
         if self.parts.agents.is_busy or digests_wait_s is not None:
             return READING_PAUSE_S
+        if self.outstanding.orphans:  # nothing writes for them any more: they are reported now
+            return 0
         if self.parts.serving is not None and self._clock() < self._serve_until:
             return SERVING_PAUSE_S
         has_timers = self.parts.decode.has_timers or self.parts.prefill.offers.has_timers

@@ -1,54 +1,65 @@
-"""Write the protocol's transition tables into docs/protocol.md, from the code.
+"""Writes the protocol's transition tables into docs/protocol.md, from the code.
 
-python scripts/tables.py           # rewrite what stands between the markers
-python scripts/tables.py --check   # say whether it is up to date
+scripts/lab/run.sh lab.protocol_tables           # rewrite what stands between the markers
+scripts/lab/run.sh lab.protocol_tables --check   # say whether it is up to date
 """
 
 import argparse
-import enum
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias
 
-from nixl_kv.protocol import peers, receiving, sending
+from nixl_kv.protocol import peers
+from nixl_kv.protocol.decode import load
+from nixl_kv.protocol.events import OVER
+from nixl_kv.protocol.prefill import offer
 
-DOCUMENT: Final = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
+DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MACHINES: Final = {"peers": peers, "receiving": receiving, "sending": sending}
 
-Table = Mapping[enum.Enum, Mapping[enum.Enum, enum.Enum]]
+Table: TypeAlias = Mapping[Any, Mapping[type, Any]]
+"""For each state, a member of an enum, which event leads to which state, or to one of several."""
+
+TABLES: Final[Mapping[str, Table]] = {
+    "load": load.TRANSITIONS,
+    "offer": offer.TRANSITIONS,
+    "peer": peers.TRANSITIONS,
+}
 
 
 def render(table: Table) -> str:
-    """One row per state, one column per cause; a dot where there is no such move."""
-    causes = list(dict.fromkeys(cause for moves in table.values() for cause in moves))
+    """One row per state, one column per type of event; a dot where there is no transition."""
+    events = list(dict.fromkeys(event for moves in table.values() for event in moves))
     lines = [
-        " | ".join(["| state", *(cause.name for cause in causes)]) + " |",
-        "|---" * (len(causes) + 1) + "|",
+        " | ".join(["| state", *(event.__name__ for event in events)]) + " |",
+        "|---" * (len(events) + 1) + "|",
     ]
     for state, moves in table.items():
-        cells = (moves[cause].name if cause in moves else "·" for cause in causes)
+        cells = (_cell(moves[event]) if event in moves else "·" for event in events)
         lines.append(" | ".join([f"| **{state.name}**", *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def rewrite(text: str) -> str:
     """Put each machine's table between its markers."""
-    return BLOCK.sub(
-        lambda found: found[1] + render(MACHINES[found[2]].TRANSITIONS) + found[3], text
-    )
+    return BLOCK.sub(lambda match: match[1] + render(TABLES[match[2]]) + match[3], text)
+
+
+def _cell(after: Any) -> str:
+    states = after if isinstance(after, tuple) else (after,)
+    return " or ".join(OVER if state is None else state.name for state in states)
 
 
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
-    check = parser.parse_args().check
+    only_check = parser.parse_args().check
     before = DOCUMENT.read_text(encoding="utf-8")
     after = rewrite(before)
-    if check:
+    if only_check:
         print("up to date" if after == before else f"{DOCUMENT.name} is not what the code says")
         return int(after != before)
     DOCUMENT.write_text(after, encoding="utf-8")

@@ -1,66 +1,69 @@
 """Real engines, started once for all end-to-end tests: prefill, decode, a single one, a router."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 
-from pd.client import Client
-from pd.cluster import Cluster, ClusterSpec, one_pair
-from pd.engines import EngineSpec
-from pd.tiny_model import TinyModel, ensure_tiny_model
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster, pair_specs
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.pair import Pair
+from support.engines import PATIENT, Accounts
 
-OFFER_TTL_S = 6
-# On few cores vLLM's spinning workers may starve a reader, and heartbeats, for seconds.
-PATIENCE = {"lease_s": 30, "peer_timeout_s": 20}
+KV_CACHE_BYTES = 320 << 20
+"""Of each cache, 1 MiB for each block: enough for all tests, and little memory."""
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = ensure_tiny_model()
-    spec = one_pair(model, "nixl-kv", single=True, config={"offer_ttl_s": OFFER_TTL_S, **PATIENCE})
-    with Cluster(spec, log_dir=tmp_path_factory.mktemp("engines")) as started:
-        yield started
+    """Whatever runs in this session runs here, and is ended with it."""
+    with Cluster(tmp_path_factory.mktemp("engines")) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
-def stranger(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A decode engine with another model, which is loaded by name alone, in both roles."""
-    del cluster  # after the others: two cores start no more at a time
-    model = ensure_tiny_model(model=TinyModel(layers=2, kv_heads=2, hidden=128))
-    spec = EngineSpec("stranger", model, "both", "nixl-kv", dtype="float32", by_name=True)
-    log_dir = tmp_path_factory.mktemp("stranger")
-    with Cluster(ClusterSpec(decode=[spec]), log_dir=log_dir) as started:
-        yield started
+def base_specs() -> tuple[EngineSpec, EngineSpec]:
+    """The prefill and decode engine that most tests share."""
+    prefill, decode = pair_specs(
+        ensure_tiny_model(), kv_cache_bytes=KV_CACHE_BYTES, connector_config=PATIENT
+    )
+    return prefill, decode
+
+
+@pytest.fixture(scope="session")
+def base_engines(
+    cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]
+) -> tuple[Engine, Engine, Engine]:
+    """Prefill, decode and single."""
+    single = replace(
+        base_specs[0], name="single", role="single", connector="none", connector_config={}
+    )
+    prefill, decode, alone = cluster.start(*base_specs, single)
+    return prefill, decode, alone
 
 
 @pytest.fixture
-def router(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.router_url) as client:
+def pair(cluster: Cluster, base_engines: tuple[Engine, Engine, Engine]) -> Iterator[Pair]:
+    prefill, decode, _ = base_engines
+    with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
+        yield pair
+
+
+@pytest.fixture
+def single(base_engines: tuple[Engine, Engine, Engine]) -> Iterator[Client]:
+    """An engine without a connector: what the others say is compared with what it says."""
+    with Client(base_engines[2].url) as client:
         yield client
 
 
 @pytest.fixture
-def prefill(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.prefill[0].url) as client:
-        yield client
-
-
-@pytest.fixture
-def decode(cluster: Cluster) -> Iterator[Client]:
-    with Client(cluster.decode[0].url) as client:
-        yield client
-
-
-@pytest.fixture
-def single(cluster: Cluster) -> Iterator[Client]:
-    assert cluster.single is not None
-    with Client(cluster.single.url) as client:
-        yield client
-
-
-@pytest.fixture
-def decode_log(cluster: Cluster) -> Path:
-    return cluster.decode[0].log_path
+def accounts(pair: Pair) -> Iterator[Accounts]:
+    """What a test costs; neither engine holds a block when it is over."""
+    accounts = Accounts(pair)
+    accounts.expect_free()
+    yield accounts
+    accounts.expect_free()

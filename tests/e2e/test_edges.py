@@ -4,140 +4,64 @@ Beside each answer stands what it cost: what decode read, what came of prefill's
 neither engine holds a block afterwards. Prompts of single lengths are in test_answers.py.
 """
 
-import contextlib
-import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from pd.asking import LIKELY, TIES, likeness
-from pd.client import Answer, Client, Counters, OpenAIClient, Prompt
-from pd.cluster import CPU_DTYPE, Cluster, ClusterSpec
-from pd.engines import EngineSpec
-from pd.processes import Ports
-from pd.prompts import random_prompt
-from pd.router import Router
-from pd.tiny_model import SPECIALS, TinyModel, ensure_tiny_model, words
-from pd.waiting import wait_until
+
+from lab.cluster.answers import LIKELY, Question
+from lab.cluster.client import Answer, Client, Prompt, RefusedError
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.metrics import (
+    FAILURES,
+    LOADS,
+    PREEMPTIONS,
+    TICKETS_REFUSED,
+    UNREACHABLE,
+)
+from lab.cluster.models.files import SPECIALS, words
+from lab.cluster.models.qwen3 import TinyModel
+from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
+from support.engines import EVENT_S, Accounts, expect, started
 
 pytestmark = pytest.mark.e2e
 
-DECODE_CONFIG: Mapping[str, object] = {
-    # Few cores are slow, also with signs of life.
-    "request_timeout_s": 60,
-    "peer_timeout_s": 20,
-}
-"""The connector's, of the decode engine that is started here."""
-WANT_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
 BLOCK = 128
 ANSWER = 16
 LIMIT = TinyModel().max_positions
 ROUNDING = 1e-4  # of a log probability; 4e-6 were seen
-COUNTED_S = 5.0
-OFFERS_END_S = 40.0  # longer than an offer stands that nobody claims, and than a lease
 FEW_BLOCKS = 34  # one of them vLLM's own; vLLM wants 32 for a prompt at the model's limit
 TALKERS = 10  # of 2 blocks each
 TALK = 400  # tokens, which make 6 blocks of the 2: too many, also when all start far apart
-SAMPLED = {"temperature": 0.8, "seed": 7}
-GREEDY_IN_EFFECT = {"temperature": 1, "top_k": 1}  # vLLM gives one answer where temperature is 0
+SAMPLED: Mapping[str, Any] = {"temperature": 0.8, "seed": 7}
+GREEDY_IN_EFFECT: Mapping[str, Any] = {
+    "temperature": 1,
+    "top_k": 1,
+}  # vLLM gives one answer where temperature is 0
 IDS = {word: number for number, word in enumerate([*SPECIALS, *words()])}
-
-LOADS = "vllm:nixl_kv_loads_total"
-TOKENS = "vllm:nixl_kv_tokens_loaded_total"
-FAILURES = "vllm:nixl_kv_load_failures_total"
-UNREACHABLE = "vllm:nixl_kv_load_failures_unreachable_total"
-REFUSED = "vllm:nixl_kv_tickets_refused_total"
-OFFERS = tuple(f"vllm:nixl_kv_offers{end}_total" for end in ("", "_read", "_aborted", "_unclaimed"))
-GIVEN_UP = tuple(f"vllm:nixl_kv_offers_{how}_total" for how in ("aborted", "not_needed"))
-PREEMPTIONS = "vllm:num_preemptions_total"
-USAGE = "vllm:kv_cache_usage_perc"
-
-
-class Accounts:
-    """What a prefill and a decode engine have counted since this was made."""
-
-    def __init__(self, prefill: Client, decode: Client) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        # What is in use is no counter: all of it counts.
-        self._before = {one.url: one.counters() | {USAGE: 0.0} for one in (prefill, decode)}
-
-    def expect_loaded(self, *tokens: int) -> None:
-        """Decode has read that many tokens for each of so many requests, and no load failed."""
-        wanted = {LOADS: len(tokens), TOKENS: sum(tokens), FAILURES: 0}
-        self.expect(self.decode, wanted, COUNTED_S)
-
-    def expect_offers(self, made: int, read: int, *, aborted: int = 0, unclaimed: int = 0) -> None:
-        """What came of prefill's offers."""
-        wanted = dict(zip(OFFERS, (made, read, aborted, unclaimed), strict=True))
-        self.expect(self.prefill, wanted, OFFERS_END_S)
-
-    def expect_given_up(self) -> None:
-        """Prefill made one offer, and decode let go of it: before or after it was granted."""
-        deadline = time.monotonic() + OFFERS_END_S
-        while sum(self.grown(self.prefill, *GIVEN_UP).values()) < 1:
-            assert time.monotonic() < deadline, self.prefill.url
-        found = self.grown(self.prefill, *OFFERS, *GIVEN_UP)
-        assert found[OFFERS[0]] == 1
-        assert sum(found[name] for name in GIVEN_UP) == 1
-
-    def expect_free(self) -> None:
-        """Neither engine holds a block."""
-        self.expect(self.prefill, {USAGE: 0}, OFFERS_END_S)
-        self.expect(self.decode, {USAGE: 0}, COUNTED_S)
-
-    def expect(self, client: Client, wanted: Mapping[str, float], patience_s: float) -> None:
-        """An engine's counters have grown by that much, or soon will have."""
-        deadline = time.monotonic() + patience_s
-        while (found := self.grown(client, *wanted)) != wanted and time.monotonic() < deadline:
-            pass
-        assert found == wanted, client.url
-
-    def grown(self, client: Client, *names: str) -> Counters:
-        """An engine tells what it counted when it steps, so it is made to."""
-        client.complete("ba", 1)
-        now, before = client.counters(), self._before[client.url]
-        return {name: now[name] - before[name] for name in names}
-
-
-@pytest.fixture
-def router(cluster: Cluster) -> Iterator[OpenAIClient]:
-    with OpenAIClient(cluster.router_url) as client:
-        yield client
-
-
-@pytest.fixture
-def single(cluster: Cluster) -> Iterator[OpenAIClient]:
-    assert cluster.single is not None
-    with OpenAIClient(cluster.single.url) as client:
-        yield client
-
-
-@pytest.fixture
-def accounts(prefill: Client, decode: Client) -> Iterator[Accounts]:
-    found = Accounts(prefill, decode)
-    yield found
-    found.expect_free()
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("max_tokens", "asked"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"max_tokens": 1}, id="one token"),
-        pytest.param({"logprobs": LIKELY}, id="log probabilities"),
-        pytest.param({"logprobs": None}, id="no log probabilities"),
-        pytest.param({"logprobs": None, "echo": True}, id="echo"),
-        pytest.param(SAMPLED, id="sampled"),
+        pytest.param(ANSWER, {}, id="plain"),
+        pytest.param(1, {}, id="one token"),
+        pytest.param(ANSWER, {"logprobs": LIKELY}, id="log probabilities"),
+        pytest.param(ANSWER, {"logprobs": None}, id="no log probabilities"),
+        pytest.param(ANSWER, {"logprobs": None, "echo": True}, id="echo"),
+        pytest.param(ANSWER, SAMPLED, id="sampled"),
     ],
 )
 def test_ways_to_ask(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts, asked: Mapping[str, object]
+    pair: Pair, single: Client, accounts: Accounts, max_tokens: int, asked: Mapping[str, Any]
 ) -> None:
-    prompt = random_prompt(200 + len(str(asked)), seed=300)
-    got = router.answers(prompt, **{"max_tokens": ANSWER, **asked})
-    expect_same(got, single.answers(prompt, **{"max_tokens": ANSWER, **asked}))
+    prompt = random_prompt(200 + len(str(asked)) + max_tokens, seed=300)
+    got = pair.to_router.answers(prompt, max_tokens, **asked)
+    expect_same(got, single.answers(prompt, max_tokens, **asked))
     accounts.expect_loaded(len(prompt.split()) - 1)
     accounts.expect_offers(1, read=1)
 
@@ -151,12 +75,12 @@ def test_ways_to_ask(
     ],
 )
 def test_stop_strings(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts, stop_of: Callable[[str], object]
+    pair: Pair, single: Client, accounts: Accounts, stop_of: Callable[[str], object]
 ) -> None:
     prompt = random_prompt(310, seed=301 + len(str(stop_of("ba be bi bo da de di"))))
     whole = single.complete(prompt)
     stop = stop_of(whole.text)
-    got = router.complete(prompt, stop=stop)
+    got = pair.to_router.complete(prompt, stop=stop)
     expect_same([got], [single.complete(prompt, stop=stop)])
     assert got.finish_reason == "stop"
     assert whole.text.startswith(got.text)
@@ -165,11 +89,9 @@ def test_stop_strings(
     accounts.expect_offers(1, read=1)
 
 
-def test_a_stream_joins_to_the_same_answer(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts
-) -> None:
+def test_a_stream_joins_to_the_same_answer(pair: Pair, single: Client, accounts: Accounts) -> None:
     prompt = random_prompt(320, seed=302)
-    expected, got = single.complete(prompt, 64), router.stream(prompt, 64)
+    expected, got = single.complete(prompt, 64), pair.to_router.stream(prompt, 64)
     assert got.tokens == expected.tokens
     assert "".join(got.pieces) == expected.text
     assert len(got.pieces) > 1
@@ -179,14 +101,14 @@ def test_a_stream_joins_to_the_same_answer(
 
 
 def test_a_chat_of_three_turns_reads_only_what_is_new(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts
+    pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """Decode has each prompt and answer but its last token, in whole blocks."""
     messages: list[dict[str, str]] = []
     read, known = [], 0
     for turn, length in enumerate((200, 150, 300)):
         messages += [{"role": "user", "content": random_prompt(length, seed=303 + turn)}]
-        expected, got = single.chat(messages, ANSWER), router.chat(messages, ANSWER)
+        expected, got = single.chat(messages, ANSWER), pair.to_router.chat(messages, ANSWER)
         expect_same([got], [expected])
         assert len(got.tokens) == ANSWER
         read.append(got.prompt_tokens - 1 - known)
@@ -196,9 +118,9 @@ def test_a_chat_of_three_turns_reads_only_what_is_new(
     accounts.expect_offers(3, read=3)
 
 
-def test_a_streamed_chat(router: OpenAIClient, single: OpenAIClient, accounts: Accounts) -> None:
+def test_a_streamed_chat(pair: Pair, single: Client, accounts: Accounts) -> None:
     messages = [{"role": "user", "content": random_prompt(330, seed=306)}]
-    expected, got = single.chat(messages, 64), router.stream_chat(messages, 64)
+    expected, got = single.chat(messages, 64), pair.to_router.stream_chat(messages, 64)
     assert got.tokens == expected.tokens
     assert "".join(got.pieces) == expected.text
     assert len(got.pieces) > 1
@@ -207,60 +129,57 @@ def test_a_streamed_chat(router: OpenAIClient, single: OpenAIClient, accounts: A
     accounts.expect_offers(1, read=1)
 
 
-def test_two_answers_to_a_prompt(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts
-) -> None:
+def test_two_answers_to_a_prompt(pair: Pair, single: Client, accounts: Accounts) -> None:
     """Both children carry the same ticket: one reads, the other computes or finds it cached.
 
     The router asks prefill for two answers as well. Each is an offer, of which it hands over one:
     the other one stands until its time is over.
     """
     prompt, other = random_prompt(340, seed=307), random_prompt(345, seed=308)
-    equal = router.answers(prompt, n=2, **GREEDY_IN_EFFECT)
+    equal = pair.to_router.answers(prompt, n=2, **GREEDY_IN_EFFECT)
     assert [answer.tokens for answer in equal] == [single.complete(prompt).tokens] * 2
-    different = router.answers(other, n=2, **SAMPLED)
+    different = pair.to_router.answers(other, n=2, **SAMPLED)
     expect_same(different, single.answers(other, n=2, **SAMPLED))
     assert different[0].tokens != different[1].tokens
     accounts.expect_loaded(339, 344)
-    accounts.expect(accounts.decode, {REFUSED: 2}, COUNTED_S)
+    expect(accounts.decode, {TICKETS_REFUSED: 2})
     accounts.expect_offers(4, read=2, unclaimed=2)
 
 
-def test_a_prompt_of_token_ids(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts
-) -> None:
+def test_a_prompt_of_token_ids(pair: Pair, single: Client, accounts: Accounts) -> None:
     prompt = random_prompt(350, seed=309)
-    expect_same(router.answers(ids_of(prompt)), [single.complete(prompt)])
+    expect_same(pair.to_router.answers(ids_of(prompt)), [single.complete(prompt)])
     accounts.expect_loaded(349)
     accounts.expect_offers(1, read=1)
 
 
-def test_a_list_of_prompts(router: OpenAIClient, single: OpenAIClient, accounts: Accounts) -> None:
+def test_a_list_of_prompts(pair: Pair, single: Client, accounts: Accounts) -> None:
     """The router hands over the first one's ticket for all: the others are computed on decode."""
     texts = [random_prompt(length, seed=310) for length in (360, 5, 130)]
     more = [random_prompt(length, seed=310) for length in (361, 131)]
-    got = [*router.answers(texts), *router.answers([ids_of(prompt) for prompt in more])]
+    got = [
+        *pair.to_router.answers(texts),
+        *pair.to_router.answers([ids_of(prompt) for prompt in more]),
+    ]
     expected = [single.complete(prompt).tokens for prompt in (*texts, *more)]
     assert [answer.tokens for answer in got] == expected
     accounts.expect_loaded(359, 360)
-    accounts.expect(accounts.decode, {REFUSED: 3}, COUNTED_S)
+    expect(accounts.decode, {TICKETS_REFUSED: 3})
     accounts.expect_offers(5, read=2, unclaimed=3)
 
 
 def test_a_prompt_of_one_token_has_nothing_to_read(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts
+    pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """Decode computes the last token itself, and lets go of the offer."""
-    expect_same([router.complete("zo")], [single.complete("zo")])
+    expect_same([pair.to_router.complete("zo")], [single.complete("zo")])
     accounts.expect_loaded()
     accounts.expect_offers(1, read=0, aborted=1)
 
 
-def test_a_prompt_at_the_limit(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts
-) -> None:
+def test_a_prompt_at_the_limit(pair: Pair, single: Client, accounts: Accounts) -> None:
     prompt = random_prompt(LIMIT - 1, seed=311)
-    expect_same([router.complete(prompt, 1)], [single.complete(prompt, 1)])
+    expect_same([pair.to_router.complete(prompt, 1)], [single.complete(prompt, 1)])
     accounts.expect_loaded(LIMIT - 2)
     accounts.expect_offers(1, read=1)
 
@@ -280,36 +199,36 @@ def test_a_prompt_at_the_limit(
     ],
 )
 def test_what_one_engine_refuses_prefill_refuses(
-    router: OpenAIClient,
-    single: OpenAIClient,
+    pair: Pair,
+    single: Client,
     accounts: Accounts,
     prompt: Prompt,
-    asked: Mapping[str, object],
+    asked: Mapping[str, Any],
 ) -> None:
-    expected = single.refusal(prompt, **asked)
+    expected = refusal(single, prompt, **asked)
     assert expected[0] == 400
-    assert router.refusal(prompt, **asked) == expected
+    assert refusal(pair.to_router, prompt, **asked) == expected
     accounts.expect_loaded()
     accounts.expect_offers(0, read=0)
 
 
 def test_what_decode_alone_refuses_costs_prefill_no_block(
-    router: OpenAIClient, single: OpenAIClient, accounts: Accounts
+    pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """The router asks prefill for one token whatever it was asked for, so prefill does not refuse.
 
     vLLM's frontend on decode tells its connector, which lets go of the offer.
     """
     prompt = random_prompt(370, seed=313)
-    expected = single.refusal(prompt, 0)
+    expected = refusal(single, prompt, max_tokens=0)
     assert expected[0] == 400
-    assert router.refusal(prompt, 0) == expected
+    assert refusal(pair.to_router, prompt, max_tokens=0) == expected
     accounts.expect_loaded()
-    accounts.expect_given_up()
+    accounts.expect_released()
 
 
 def test_log_probabilities_of_the_prompt_are_computed_on_decode(
-    router: OpenAIClient, single: OpenAIClient, prefill: Client, decode: Client, accounts: Accounts
+    pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """vLLM uses no cached KV for these, so nothing is read.
 
@@ -318,27 +237,25 @@ def test_log_probabilities_of_the_prompt_are_computed_on_decode(
     """
     prompt = random_prompt(200, seed=314)
     expected = single.complete(prompt, echo=True)
-    ticket = prefill.ticket(prompt, WANT_TICKET)
-    expect_same([decode.complete(prompt, echo=True, kv_transfer_params=ticket)], [expected])
-    routed = router.complete(prompt, echo=True)
+    expect_same([pair.complete(prompt, echo=True)], [expected])
+    routed = pair.to_router.complete(prompt, echo=True)
     assert routed.text == expected.text
     assert routed.tokens == expected.tokens[:200] + expected.tokens
     accounts.expect_loaded()
     accounts.expect_offers(2, read=0, aborted=2)
 
 
-def test_sixty_four_at_once(router: OpenAIClient, single: OpenAIClient, accounts: Accounts) -> None:
+def test_sixty_four_at_once(pair: Pair, single: Client, accounts: Accounts) -> None:
     """On two cores the threads that keep a connection alive may wait for longer than its timeout.
 
     What is then lost is computed on decode. No load may fail for another reason.
     """
     prompts = [random_prompt(5 + 53 * number % 300, seed=315) for number in range(64)]
-    answers = ask_both(router, single, prompts, tokens=8)
-    assert [likeness(*pair, TIES[CPU_DTYPE]) for pair in answers].count("other") == 0
-    lost = accounts.grown(accounts.decode, UNREACHABLE)[UNREACHABLE]
+    assert ask_both(pair.to_router, single, prompts, num_tokens=8).count("other") == 0
+    ended = accounts.decode.wait(lambda now: now[LOADS] + now[FAILURES] >= 64, EVENT_S, step=True)
+    lost = ended[UNREACHABLE]
     if lost:
-        ended = accounts.grown(accounts.decode, LOADS, FAILURES)
-        assert ended == {LOADS: 64 - lost, FAILURES: lost}
+        assert (ended[LOADS], ended[FAILURES]) == (64 - lost, lost)
         assert lost < 32
     else:
         accounts.expect_loaded(*(len(prompt.split()) - 1 for prompt in prompts))
@@ -346,70 +263,57 @@ def test_sixty_four_at_once(router: OpenAIClient, single: OpenAIClient, accounts
 
 
 @pytest.fixture(scope="module")
+def crowded_engine(
+    cluster: Cluster,
+    base_specs: tuple[EngineSpec, EngineSpec],
+    base_engines: tuple[Engine, Engine, Engine],
+) -> Iterator[Engine]:
+    """A decode engine with a small cache, beside the others."""
+    del base_engines  # which are started before
+    spec = replace(base_specs[1], name="crowded", num_blocks=FEW_BLOCKS)
+    with started(cluster, spec) as (engine,):
+        yield engine
+
+
+@pytest.fixture
 def crowded(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[OpenAIClient, Client]]:
-    """A router to the same prefill engine and to a decode engine with a small cache; and both."""
-    spec = EngineSpec(
-        "crowded",
-        ensure_tiny_model(),
-        "decode",
-        "nixl-kv",
-        connector_config=DECODE_CONFIG,
-        dtype=CPU_DTYPE,
-        extra_args=("--num-gpu-blocks-override", str(FEW_BLOCKS)),
-    )
-    log_dir = tmp_path_factory.mktemp("crowded")
-    with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(Cluster(ClusterSpec(decode=[spec]), log_dir=log_dir)).decode[0]
-        route = Router([cluster.prefill[0].url], [engine.url], log_dir=log_dir, ports=Ports())
-        stack.callback(route.stop)
-        route.start()
-        route.wait_ready()
-        front = stack.enter_context(OpenAIClient(route.url))
-        decode = stack.enter_context(Client(engine.url))
-        expect_connected(front, decode)
-        yield front, decode
+    cluster: Cluster, base_engines: tuple[Engine, Engine, Engine], crowded_engine: Engine
+) -> Iterator[Pair]:
+    """A pair of the shared prefill engine and the small decode engine."""
+    prefill = base_engines[0]
+    with Pair(prefill, crowded_engine, cluster.route([prefill], [crowded_engine])) as pair:
+        yield pair
 
 
-def test_preempted_on_decode(
-    crowded: tuple[OpenAIClient, Client], single: OpenAIClient, prefill: Client
-) -> None:
+def test_what_preempted_requests_have_read_is_computed_again(crowded: Pair, single: Client) -> None:
     """What a preempted request has read is gone with its ticket: it is computed on decode."""
-    front, decode = crowded
-    Accounts(prefill, decode).expect_free()  # of what came before
-    accounts = Accounts(prefill, decode)
+    accounts = Accounts(crowded)
+    accounts.expect_free()  # of what came before
     prompts = [random_prompt(250, seed=316 + number) for number in range(TALKERS)]
-    answers = ask_both(front, single, prompts, tokens=TALK)
-    assert [likeness(*pair, TIES[CPU_DTYPE]) for pair in answers].count("other") == 0
-    assert accounts.grown(decode, PREEMPTIONS)[PREEMPTIONS] > 0
-    accounts.expect_loaded(*[249] * TALKERS)
+    assert ask_both(crowded.to_router, single, prompts, num_tokens=TALK).count("other") == 0
+    assert accounts.expect_loaded(*[249] * TALKERS)[PREEMPTIONS] > 0
     accounts.expect_offers(TALKERS, read=TALKERS)
     accounts.expect_free()
 
 
-def expect_connected(router: Client, decode: Client) -> None:
-    """A new engine loads code and connects at its first request: so long an offer may not stand."""
-    seeds = itertools.count(400)
-
-    def reads() -> bool:
-        before = decode.counters()
-        router.complete(random_prompt(20, seed=next(seeds)))
-        return decode.counters_after(before, LOADS)[LOADS] > 0
-
-    assert wait_until(reads, COUNTED_S * 4)
-
-
-def ask_both(
-    router: Client, single: Client, prompts: list[str], *, tokens: int
-) -> list[tuple[Answer, Answer]]:
-    """All prompts at once, first to the single engine; its answers stand first."""
+def ask_both(router: Client, single: Client, prompts: list[str], *, num_tokens: int) -> list[str]:
+    """All prompts at once, first to the single engine; how the router's answers compare."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        expected = list(
-            pool.map(lambda one: single.complete(one, tokens, logprobs=LIKELY), prompts)
+        questions = pool.map(
+            lambda one: Question(one, single.complete(one, num_tokens, logprobs=LIKELY)), prompts
         )
-        got = list(pool.map(lambda one: router.complete(one, tokens), prompts))
-    return list(zip(expected, got, strict=True))
+        expected = list(questions)
+        answers = pool.map(lambda one: router.complete(one, num_tokens), prompts)
+        return [one.compare(answer) for one, answer in zip(expected, answers, strict=True)]
+
+
+def refusal(
+    client: Client, prompt: Prompt, max_tokens: int = ANSWER, **asked: object
+) -> tuple[int, Mapping[str, object]]:
+    """The status and the error that a request ends with."""
+    with pytest.raises(RefusedError) as raised:
+        client.answers(prompt, max_tokens, **asked)
+    return raised.value.status, raised.value.error
 
 
 def expect_same(got: list[Answer], expected: list[Answer]) -> None:

@@ -1,60 +1,74 @@
 """Engines that are killed, clients that hang up: some of scripts/faults, which has all of them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import pytest
-from pd.client import Client
-from pd.cluster import Cluster
-from pd.faults_clients import hang_up, restart_prefill_under_load
-from pd.faults_deck import LONG, SHORT, TALK, Deck, load_answers
-from pd.faults_pair import Clients, Pair
-from pd.faults_processes import three_moments
-from pd.faults_scene import RELEASE_S, Fault, Scene, run_fault
-from pd.faults_stages import Place, pair_at
-from pd.faults_tickets import late_ticket
-from pd.tiny_model import ensure_tiny_model
+
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.pair import Pair
+from lab.suites.faults.faults import (
+    hang_up,
+    late_ticket,
+    restart_decode_under_load,
+    restart_prefill_under_load,
+    three_moments,
+)
+from lab.suites.faults.questions import Questions
+from lab.suites.faults.scene import Fault, Scene, Stage, run_fault
+from lab.suites.faults.stages import local_specs
+from support.engines import EVENT_S, started
 
 pytestmark = pytest.mark.e2e
 
-FEW = (replace(SHORT, count=110), replace(LONG, count=24), replace(TALK, count=2))
-FAULTS = (
-    Fault("late-ticket", "local", late_ticket),
-    Fault("hang-up", "local", partial(hang_up, times=10)),
-    Fault("load-kill-prefill", "local", partial(restart_prefill_under_load, load=80)),
-)
+LOAD = 80  # requests, which 30 more follow
+PATIENT = {"offer_ttl_s": 15, "lease_s": 15, "request_timeout_s": 40, "peer_timeout_s": 10}
+FAULTS = [
+    pytest.param(partial(restart_prefill_under_load, load=LOAD), id="load-kill-prefill"),
+    pytest.param(partial(hang_up, times=10), id="hang-up", marks=pytest.mark.slow),
+    pytest.param(late_ticket, id="late-ticket", marks=pytest.mark.slow),
+    pytest.param(
+        partial(restart_decode_under_load, load=LOAD),
+        id="load-kill-decode",
+        marks=pytest.mark.slow,
+    ),
+]
 
 
 @pytest.fixture(scope="module")
-def deck(cluster: Cluster) -> Deck:
-    def single() -> Client:
-        assert cluster.single is not None
-        return Client(cluster.single.url)
-
-    return Deck(load_answers(ensure_tiny_model().with_suffix(".answers.json"), FEW, single))
+def questions(base_engines: tuple[Engine, Engine, Engine]) -> Iterator[Questions]:
+    with Client(base_engines[2].url) as single:
+        yield Questions({}, single)
 
 
 @pytest.fixture(scope="module")
-def pair(deck: Deck, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    del deck  # its answers first: two cores start no more at a time
-    with pair_at("local", Place(ensure_tiny_model(), tmp_path_factory.mktemp("faults"))) as started:
-        yield started
+def stage(cluster: Cluster, base_engines: tuple[Engine, Engine, Engine]) -> Iterator[Stage]:
+    del base_engines  # which are started before
+    with started(cluster, *local_specs(ensure_tiny_model(), **PATIENT)) as (prefill, decode):
+        yield Stage(prefill, decode, cluster.route([prefill], [decode]))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_requests_end_right_and_nothing_leaks(pair: Pair, deck: Deck, fault: Fault) -> None:
-    report = run_fault(fault, pair, deck)
-    assert not report.verdict
+@pytest.mark.parametrize("happens", FAULTS)
+def test_requests_end_right_and_nothing_leaks(
+    stage: Stage, questions: Questions, happens: partial[None]
+) -> None:
+    fault = Fault("", "local", happens, deadline_s=EVENT_S)
+    assert run_fault(fault, stage, questions).verdict.words == "ok"
 
 
-def test_prefill_has_its_blocks_back_when_decode_was_killed(pair: Pair, deck: Deck) -> None:
+def test_prefill_has_its_blocks_back_when_decode_was_killed(
+    stage: Stage, questions: Questions
+) -> None:
     """The last one: decode stays dead."""
-    with Clients(pair, patience_s=20.0) as clients:
-        scene = Scene(pair, deck, clients)
+    with Pair(*(stage.prefill, stage.decode), timeout_s=EVENT_S) as pair:
+        scene = Scene(stage, questions, pair)
         three_moments(scene)
-        pair.decode.kill()
-        scene.expect_free(clients.source, RELEASE_S)
+        stage.decode.kill()
+        scene.expect_free(pair.to_prefill, EVENT_S)
         scene.collect()
-    assert not scene.found
+        scene.close()
+    assert scene.troubles == []
     assert {ended.kind for ended in scene.ended} <= {"right", "error"}

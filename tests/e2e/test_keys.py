@@ -4,23 +4,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from counting import changed
 
-from nixl_kv.cli.engines import ask
+from nixl_kv.cli.running import describe
 from nixl_kv.errors import TransportError
+from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file
+from support.engines import EVENT_S, PATIENT, Accounts, started
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 
-from pd.client import Client
-from pd.cluster import Cluster, ClusterSpec
-from pd.engines import EngineSpec
-from pd.prompts import random_prompt
-from pd.tiny_model import ensure_tiny_model
+from lab.cluster.cluster import Cluster, pair_specs
+from lab.cluster.engines import HOST, Engine
+from lab.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
 
 pytestmark = pytest.mark.e2e
-
-WANT_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -31,72 +31,63 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Iterator[Cluster]:
-    model, config = ensure_tiny_model(), {"key_file": str(key_file)}
-    prefill, decode = (
-        EngineSpec(
-            f"{role}-keyed", model, role, "nixl-kv", connector_config=config, dtype="float32"
-        )
-        for role in ("prefill", "decode")
+def keyed_engines(cluster: Cluster, key_file: Path) -> Iterator[list[Engine]]:
+    specs = pair_specs(
+        ensure_tiny_model(),
+        suffix="-keyed",
+        kv_cache_bytes=128 << 20,
+        connector_config={**PATIENT, "key_file": str(key_file)},
     )
-    log_dir = tmp_path_factory.mktemp("keyed")
-    with Cluster(ClusterSpec([prefill], [decode]), log_dir=log_dir, route=False) as started:
-        yield started
+    with started(cluster, *specs) as engines:
+        yield engines
 
 
 @pytest.fixture
-def prefill(keyed: Cluster) -> Iterator[Client]:
-    with Client(keyed.prefill[0].url) as client:
-        yield client
+def keyed(keyed_engines: list[Engine]) -> Iterator[Pair]:
+    prefill, decode = keyed_engines
+    with Pair(prefill, decode) as pair:
+        yield pair
 
 
-@pytest.fixture
-def decode(keyed: Cluster) -> Iterator[Client]:
-    with Client(keyed.decode[0].url) as client:
-        yield client
-
-
-def test_engines_with_one_key_exchange_kv(prefill: Client, decode: Client) -> None:
-    prompt = random_prompt(300, seed=900)
-    ticket = prefill.ticket(prompt, WANT_TICKET)
-    assert ticket is not None
+def test_engines_with_one_key_exchange_kv(keyed: Pair) -> None:
+    prompt, accounts = random_prompt(300, seed=900), Accounts(keyed)
+    ticket = keyed.to_prefill.ticket(prompt)
     assert ticket["mac"]
-    before = decode.counters()
-    answer = decode.complete(prompt, kv_transfer_params=ticket)
-    moved = changed(decode, before, "vllm:nixl_kv_loads_total")
-    assert moved["vllm:nixl_kv_tokens_loaded_total"] == 299
-    assert answer.tokens == prefill.complete(prompt).tokens
+    answer = keyed.decode_with(ticket, prompt)
+    accounts.expect_loaded(299)
+    assert answer.tokens == keyed.to_prefill.complete(prompt).tokens
 
 
 @pytest.mark.parametrize(
-    "changes", [{"remote_port": 1}, {"mac": ""}, {"mac": "0" * 32}, {"num_tokens": 100}]
+    "changes",
+    [
+        pytest.param({"remote_port": 1}, id="another port"),
+        pytest.param({"mac": ""}, id="no mac"),
+        pytest.param({"mac": "0" * 32}, id="a wrong mac"),
+        pytest.param({"num_tokens": 100}, id="fewer tokens"),
+    ],
 )
-def test_a_changed_ticket_is_computed_locally(
-    prefill: Client, decode: Client, keyed: Cluster, changes: dict[str, object]
-) -> None:
+def test_a_changed_ticket_is_computed_locally(keyed: Pair, changes: dict[str, object]) -> None:
     prompt = random_prompt(150, seed=901)
-    ticket = prefill.ticket(prompt, WANT_TICKET)
-    assert ticket is not None
-    before = decode.counters()
-    answer = decode.complete(prompt, kv_transfer_params={**ticket, **changes})
-    counted = changed(decode, before, "vllm:nixl_kv_tickets_refused_total")
-    assert counted["vllm:nixl_kv_loads_total"] == 0
-    assert answer.tokens == prefill.complete(prompt).tokens
-    assert "kv_transfer_params: mac is " in keyed.decode[0].log_path.read_text()
+    ticket, since = keyed.to_prefill.ticket(prompt), CountersSince(keyed.to_decode)
+    answer = keyed.decode_with({**ticket, **changes}, prompt)
+    changed = since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)
+    assert (changed[TICKETS_REFUSED], changed[LOADS]) == (1, 0)
+    assert answer.tokens == keyed.to_prefill.complete(prompt).tokens
+    assert "kv_transfer_params: mac is " in keyed.decode.log_text()
 
 
-def test_who_has_the_key_may_ask_and_nobody_else(keyed: Cluster, key_file: Path) -> None:
-    endpoint = f"tcp://127.0.0.1:{keyed.prefill[0].side_port}"
-    keys = read_key_file(key_file)
-    assert ask(endpoint, keys).ranks
+def test_who_has_the_key_may_ask_and_nobody_else(keyed: Pair, key_file: Path) -> None:
+    endpoint = endpoint_at(HOST, keyed.prefill.side_port)
+    assert describe(endpoint, read_key_file(key_file)).ranks
     with pytest.raises(TransportError, match="handshake failed: perhaps it has a key"):
-        ask(endpoint)
+        describe(endpoint)
 
 
-def test_no_secret_is_in_a_log(keyed: Cluster, key_file: Path) -> None:
+def test_no_secret_is_in_a_log(keyed: Pair, key_file: Path) -> None:
     keys = read_key_file(key_file)
     secrets = [key_file.read_text().strip(), keys.tickets.hex(), keys.server.hex()]
     for engine in keyed.engines:
-        log = engine.log_path.read_text()
+        log = engine.log_text()
         assert f"it has the key {keys.fingerprint}" in log
         assert not [secret for secret in secrets if secret in log]

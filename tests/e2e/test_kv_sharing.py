@@ -3,13 +3,17 @@
 from collections.abc import Iterator, Sequence
 
 import pytest
-from pd.client import Client
-from pd.cluster import Cluster
-from pd.kv_sharing import Row, measure, sharing_pair
-from pd.prompts import random_prompt
-from pd.tiny_families import Gemma4
-from pd.tiny_model import ensure_tiny_model
-from pd.waiting import wait_until
+
+from lab.cluster.client import Client, RefusedError
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine
+from lab.cluster.metrics import NBYTES
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.models.gemma import Gemma4
+from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
+from lab.suites.kv_sharing import Row, measure, sharing_specs
+from support.engines import Accounts, expect_free, started
 
 pytestmark = pytest.mark.e2e
 
@@ -25,15 +29,28 @@ All tokens but the last are wanted, and of these the last 199; 327 tokens before
 
 
 @pytest.fixture(scope="module")
-def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = ensure_tiny_model(model=RECIPE)
-    with Cluster(sharing_pair(model), log_dir=tmp_path_factory.mktemp("sharing")) as started:
-        yield started
+def engines(cluster: Cluster) -> Iterator[list[Engine]]:
+    """Prefill, decode and single."""
+    with started(cluster, *sharing_specs(ensure_tiny_model(model=RECIPE))) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")
-def rows(sharing: Cluster) -> Sequence[Row]:
-    return measure(sharing, RECIPE, tuple(BLOCKS))
+def sharing(cluster: Cluster, engines: list[Engine]) -> Iterator[Pair]:
+    prefill, decode, _ = engines
+    with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def alone(engines: list[Engine]) -> Iterator[Client]:
+    with Client(engines[2].url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def rows(sharing: Pair, alone: Client) -> Sequence[Row]:
+    return [measure(sharing, alone, RECIPE, length) for length in BLOCKS]
 
 
 def test_the_recipe_is_what_is_counted_below() -> None:
@@ -50,6 +67,7 @@ def test_the_recipe_is_what_is_counted_below() -> None:
 def test_answers_are_those_of_a_single_engine(rows: Sequence[Row]) -> None:
     assert [row.answer for row in rows].count("other") == 0
     assert [(row.loads, row.failures) for row in rows] == [(1, 0)] * len(rows)
+    assert {row.verdict.kind for row in rows} == {"good"}
 
 
 def test_only_layers_that_own_a_cache_are_moved(rows: Sequence[Row]) -> None:
@@ -60,41 +78,26 @@ def test_only_layers_that_own_a_cache_are_moved(rows: Sequence[Row]) -> None:
         assert (row.owned, row.unshared) == (owned, 2 * owned)
 
 
-def test_prefill_alone_takes_the_short_way(sharing: Cluster) -> None:
+def test_prefill_alone_skips_layers_that_nobody_reads(sharing: Pair) -> None:
     """With the flag vLLM refuses log probabilities of the prompt, which would be wrong.
 
     Not 0 of them: its frontend (0.32) takes that for none, and its worker ends the engine.
     """
     prompt = random_prompt(10, seed=41)
-    with Client(sharing.prefill[0].url) as prefill, Client(sharing.decode[0].url) as decode:
-        with pytest.raises(RuntimeError, match="kv-sharing-fast-prefill produces incorrect"):
-            prefill.complete(prompt, prompt_logprobs=1)
-        assert decode.complete(prompt, prompt_logprobs=1).tokens
+    with pytest.raises(RefusedError, match="kv-sharing-fast-prefill produces incorrect"):
+        sharing.to_prefill.complete(prompt, prompt_logprobs=1)
+    assert sharing.to_decode.complete(prompt, prompt_logprobs=1).tokens
 
 
-def test_a_second_turn_reads_what_is_new(sharing: Cluster) -> None:
-    assert sharing.single is not None
-    with (
-        Client(sharing.router_url) as router,
-        Client(sharing.single.url) as single,
-        Client(sharing.decode[0].url) as decode,
-    ):
-        first = random_prompt(300, seed=42)
-        second = f"{first} {router.complete(first).text.strip()} {random_prompt(100, seed=43)}"
-        before = decode.counters()
-        assert router.complete(second).tokens == single.complete(second).tokens
-        moved = decode.counters_after(before, "vllm:nixl_kv_loads_total")
-    assert moved["vllm:nixl_kv_tokens_loaded_total"] == 415 - 256
-    assert moved["vllm:nixl_kv_bytes_read_total"] == 2 * 4 * BLOCK_BYTES
-    assert moved["vllm:nixl_kv_load_failures_total"] == 0
+def test_a_second_turn_reads_what_is_new(sharing: Pair, alone: Client) -> None:
+    router = sharing.to_router
+    first = random_prompt(300, seed=42)
+    second = f"{first} {router.complete(first).text.strip()} {random_prompt(100, seed=43)}"
+    accounts = Accounts(sharing)
+    assert router.complete(second).tokens == alone.complete(second).tokens
+    assert accounts.expect_loaded(415 - 256)[NBYTES] == 2 * 4 * BLOCK_BYTES
 
 
-def test_prefill_holds_no_block_afterwards(sharing: Cluster, rows: Sequence[Row]) -> None:
+def test_prefill_holds_no_block_afterwards(sharing: Pair, rows: Sequence[Row]) -> None:
     del rows  # after these
-    with Client(sharing.prefill[0].url) as prefill:
-
-        def is_free() -> bool:
-            prefill.complete("ba", 1)  # an idle engine does not tell
-            return prefill.counters()["vllm:kv_cache_usage_perc"] == 0
-
-        assert wait_until(is_free, 15.0)
+    expect_free(sharing.to_prefill)

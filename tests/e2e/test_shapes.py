@@ -1,44 +1,81 @@
 """Real engines of different shapes: some cells of scripts/matrix, which has all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pd.cells import chosen
-from pd.matrix import Runner
-from pd.outcomes import Outcome
-from pd.pool import Place, Pool
+
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.pair import Pair
+from lab.results import Results
+from lab.suites.matrix import cells
+from lab.suites.matrix.answers import (
+    AnswersJudge,
+    Outcome,
+    Place,
+    ask_single,
+    compare,
+    outcome_of,
+)
+from support.engines import started
 
 pytestmark = pytest.mark.e2e
 
-CELLS = ("qwen3/tp-1-2", "qwen3/tp-2-1")
-SLOW_CELLS = ("qwen3/block-128-64", "gemma3/same")  # each with engines of its own
-MOST_RANKS = 4
+MATRIX = cells.load()
+BY_NAME = {cell.name: cell for cell in MATRIX.cells}
+SLOW_CELLS = (
+    "qwen3/tp-2-1",
+    "qwen3/block-64-96",
+    "qwen3/pp-2-1",
+    "qwen3/dtype",
+    "gemma3/same",
+    "mla/same",
+)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Outcome]:
-    """All cells in one go: the engines are shared."""
-    return run(CELLS, tmp_path_factory.mktemp("shapes"))
+def decode_engines(
+    cluster: Cluster,
+    base_specs: tuple[EngineSpec, EngineSpec],
+    base_engines: tuple[Engine, Engine, Engine],
+) -> Iterator[dict[str, Engine]]:
+    """Decode engines of other shapes than the shared prefill engine."""
+    del base_engines  # which are started before
+    decode = base_specs[1]
+    specs = [
+        replace(decode, name="decode-tp2", tensor_parallel=2),
+        replace(decode, name="decode-block64", block_size=64),
+    ]
+    with started(cluster, *specs) as engines:
+        yield dict(zip(("tp-1-2", "block-128-64"), engines, strict=True))
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ["tp-1-2", "block-128-64"])
 def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
-    outcomes: Mapping[str, Outcome], cell: str
+    base_engines: tuple[Engine, Engine, Engine],
+    decode_engines: dict[str, Engine],
+    single: Client,
+    name: str,
 ) -> None:
-    assert not outcomes[cell].verdict
+    questions = ask_single(single, seed=[*decode_engines].index(name))
+    with Pair(base_engines[0], decode_engines[name]) as pair:
+        outcome = compare(outcome_of("qwen3", BY_NAME[name]), pair, questions)
+    assert outcome.verdict.words == "ok"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", SLOW_CELLS)
-def test_the_same_for_more_shapes(tmp_path: Path, cell: str) -> None:
-    assert not run([cell], tmp_path)[cell].verdict
+def test_the_same_for_more_shapes(tmp_path: Path) -> None:
+    """By the program itself."""
+    outcomes = judge(SLOW_CELLS, tmp_path)
+    assert {f"{one.model}/{one.cell}": str(one.verdict) for one in outcomes} == {
+        name: "refused" if name == "qwen3/dtype" else "ok" for name in SLOW_CELLS
+    }
 
 
-def run(names: Sequence[str], log_dir: Path) -> Mapping[str, Outcome]:
-    """What came of these cells, by name."""
-    found: list[Outcome] = []
-    with Pool(Place("cpu", None, 0, log_dir)) as pool:
-        for model, cells in chosen("cpu", names, gpus=0):
-            Runner(pool, model, found).run(cells, MOST_RANKS)
-    return {f"{outcome.model.name}/{outcome.cell.name}": outcome for outcome in found}
+def judge(names: Sequence[str], log_dir: Path) -> list[Outcome]:
+    results = Results("", "")
+    AnswersJudge(MATRIX, Place(), names, log_dir).run(results)
+    return [one for one in results.all if isinstance(one, Outcome)]

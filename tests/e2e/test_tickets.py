@@ -1,23 +1,40 @@
 """A ticket that does not hold costs a log line and a counter; the answer is right."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from counting import changed
-from pd.client import Client
-from pd.cluster import Cluster
-from pd.prompts import random_prompt
-from pd.tiny_model import SPECIALS, words
 
+from lab.cluster.client import Client, RefusedError, Ticket
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.metrics import FAILURES, LOADS, TICKETS_MISSING, TICKETS_REFUSED, CountersSince
+from lab.cluster.models.files import SPECIALS, ensure_tiny_model, words
+from lab.cluster.models.qwen3 import TinyModel
+from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.ticket import context_hash
+from support.engines import EVENT_S
 
 pytestmark = pytest.mark.e2e
 
-WANT_TICKET = {"do_remote_decode": True, "do_remote_prefill": False}
-Ticket = dict[str, object]
+REQUEST_TIMEOUT_S = 60  # decode's; a ticket of nobody must not cost that
+
+
+class DecodeLog:
+    """What decode has written into its log since this was built."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._start = engine.log_size()
+
+    def lines_with(self, words: str) -> list[str]:
+        return [line for line in self.text().splitlines() if words in line]
+
+    def text(self) -> str:
+        return self._engine.log_text(self._start)
 
 
 def without(field: str) -> Callable[[Ticket], Ticket]:
@@ -31,7 +48,7 @@ def having(**fields: object) -> Callable[[Ticket], Ticket]:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        pytest.param(lambda _: {"do_remote_prefill": True}, "ticket_version", id="nothing else"),
+        pytest.param(lambda _: {"do_remote_prefill": True}, "wire_version", id="nothing else"),
         pytest.param(lambda _: {"do_remote_decode": True}, "do_remote_decode", id="for prefill"),
         pytest.param(without("nonce"), "nonce", id="no nonce"),
         pytest.param(having(nonce="../etc/passwd"), "nonce", id="bad nonce"),
@@ -44,25 +61,20 @@ def having(**fields: object) -> Callable[[Ticket], Ticket]:
     ],
 )
 def test_a_malformed_ticket_is_computed_locally(
-    prefill: Client,
-    decode: Client,
+    pair: Pair,
     single: Client,
-    decode_log: Path,
     spoil: Callable[[Ticket], Ticket],
     named: str,
 ) -> None:
     prompt = random_prompt(150, seed=200)
-    ticket = prefill.ticket(prompt, WANT_TICKET)
-    assert ticket is not None
-    before, lines = decode.counters(), count_lines(decode_log)
-    answer = decode.complete(prompt, kv_transfer_params=spoil(ticket))
-    counted = changed(decode, before, "vllm:nixl_kv_tickets_refused_total")
+    ticket = pair.to_prefill.ticket(prompt)
+    since, log = CountersSince(pair.to_decode), DecodeLog(pair.decode)
+    answer = pair.decode_with(spoil(ticket), prompt)
     assert answer.tokens == single.complete(prompt).tokens
-    assert counted["vllm:nixl_kv_tickets_refused_total"] == 1
-    assert counted["vllm:nixl_kv_loads_total"] == 0
-    said = [line for line in new_lines(decode_log, lines) if "is computed here" in line]
-    assert len(said) == 1
-    assert named in said[0]
+    changed = since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)
+    assert (changed[TICKETS_REFUSED], changed[LOADS]) == (1, 0)
+    (line,) = log.lines_with("is computed here")
+    assert named in line
 
 
 @pytest.mark.parametrize(
@@ -71,87 +83,79 @@ def test_a_malformed_ticket_is_computed_locally(
         pytest.param(having(remote_port=1), "cannot connect", id="nobody listens"),
         pytest.param(having(remote_engine_id="other"), "remote_engine_id", id="another engine"),
         pytest.param(having(incarnation="f" * 32), "incarnation", id="a former life"),
-        pytest.param(having(nonce="0" * 32), "denied: gone", id="unknown nonce"),
+        pytest.param(having(nonce="0" * 32), "prefill rank 0 denied", id="unknown nonce"),
     ],
 )
 def test_a_ticket_of_nobody_is_computed_locally(
-    prefill: Client,
-    decode: Client,
+    pair: Pair,
     single: Client,
-    decode_log: Path,
     spoil: Callable[[Ticket], Ticket],
     named: str,
 ) -> None:
     """These look right, so decode asks; a nonce changes the context, which is hashed anew here."""
     prompt = random_prompt(160 + len(named), seed=201)
-    ticket = prefill.ticket(prompt, WANT_TICKET)
-    assert ticket is not None
+    ticket = pair.to_prefill.ticket(prompt)
     spoilt = with_context(spoil(ticket), ticket, prompt)
-    before, lines = decode.counters(), count_lines(decode_log)
-    answer = decode.complete(prompt, kv_transfer_params=spoilt)
-    counted = changed(decode, before, "vllm:nixl_kv_load_failures_total")
+    since, log = CountersSince(pair.to_decode), DecodeLog(pair.decode)
+    answer = pair.decode_with(spoilt, prompt)
     assert answer.tokens == single.complete(prompt).tokens
-    assert answer.seconds < 5
-    assert counted["vllm:nixl_kv_load_failures_total"] == 1
-    said = [line for line in new_lines(decode_log, lines) if "KV not loaded" in line]
-    assert len(said) == 1
-    assert named in said[0]
+    assert answer.seconds < REQUEST_TIMEOUT_S
+    assert since.wait_for(FAILURES, timeout_s=EVENT_S)[FAILURES] == 1
+    (line,) = log.lines_with("KV not loaded")
+    assert named in line
 
 
-def test_a_used_ticket_is_computed_locally(prefill: Client, decode: Client, single: Client) -> None:
+def test_a_used_ticket_is_computed_locally(pair: Pair, single: Client) -> None:
     prompt = random_prompt(170, seed=202)
-    ticket = prefill.ticket(prompt, WANT_TICKET)
-    before = decode.counters()
+    ticket = pair.to_prefill.ticket(prompt)
+    since = CountersSince(pair.to_decode)
     expected = single.complete(prompt).tokens
-    assert decode.complete(prompt, kv_transfer_params=ticket).tokens == expected
-    assert decode.complete(prompt, kv_transfer_params=ticket).tokens == expected
-    counted = changed(decode, before, "vllm:nixl_kv_tickets_refused_total")
-    assert counted["vllm:nixl_kv_tickets_refused_total"] == 1
+    assert pair.decode_with(ticket, prompt).tokens == expected
+    assert pair.decode_with(ticket, prompt).tokens == expected
+    assert since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)[TICKETS_REFUSED] == 1
 
 
-def test_no_ticket_is_counted(decode: Client, single: Client) -> None:
+def test_a_request_without_a_ticket_is_counted(pair: Pair, single: Client) -> None:
     prompt = random_prompt(180, seed=203)
-    before = decode.counters()
-    assert decode.complete(prompt).tokens == single.complete(prompt).tokens
-    counted = changed(decode, before, "vllm:nixl_kv_tickets_missing_total")
-    assert counted["vllm:nixl_kv_tickets_missing_total"] == 1
+    since = CountersSince(pair.to_decode)
+    assert pair.to_decode.complete(prompt).tokens == single.complete(prompt).tokens
+    assert since.wait_for(TICKETS_MISSING, timeout_s=EVENT_S)[TICKETS_MISSING] == 1
 
 
-def test_parameters_that_are_no_object_are_refused_by_the_frontend(decode: Client) -> None:
+def test_parameters_that_are_no_object_are_refused_by_the_frontend(pair: Pair) -> None:
     """vLLM itself answers 400; the engine never sees them."""
-    with pytest.raises(RuntimeError, match="HTTP 400"):
-        decode.complete(random_prompt(20, seed=204), kv_transfer_params="text")
+    with pytest.raises(RefusedError) as raised:
+        pair.to_decode.complete(random_prompt(20, seed=204), kv_transfer_params="text")
+    assert raised.value.status == 400
 
 
-def test_a_peer_of_another_model_is_refused_in_words(
-    cluster: Cluster, prefill: Client, stranger: Cluster
-) -> None:
+@pytest.fixture
+def stranger(pair: Pair, tmp_path: Path) -> Iterator[Engine]:
+    """A decode engine with another model, in both roles.
+
+    It is started as an operator starts one: by the command line, and our connector by name alone.
+    """
+    del pair  # after these: two cores start no more at a time
+    model = ensure_tiny_model(model=TinyModel(layers=2, kv_heads=2, hidden=128))
+    spec = EngineSpec("stranger", model, "both", "nixl-kv", by_name=True, kv_cache_bytes=64 << 20)
+    with Cluster(tmp_path, warm=False) as cluster:
+        yield cluster.start(spec)[0]
+
+
+def test_a_peer_of_another_model_is_refused_in_words(pair: Pair, stranger: Engine) -> None:
     """The stranger's vocabulary is the same, so that the prompt and its context are too."""
-    del cluster
-    engine = stranger.decode[0]
-    prompt = random_prompt(200, seed=205)
-    with Client(engine.url) as client:
+    prompt, other = random_prompt(200, seed=205), random_prompt(201, seed=205)
+    with Client(stranger.url) as client:
         expected = client.complete(prompt).tokens
-        before, lines = client.counters(), count_lines(engine.log_path)
-        ticket = prefill.ticket(random_prompt(201, seed=205), WANT_TICKET)
-        other = random_prompt(201, seed=205)
-        answer = client.complete(other, kv_transfer_params=ticket)
-        counted = changed(client, before, "vllm:nixl_kv_load_failures_total")
+        since, log = CountersSince(client), DecodeLog(stranger)
+        answer = client.complete(other, kv_transfer_params=pair.to_prefill.ticket(other))
+        changed = since.wait_for(FAILURES, timeout_s=EVENT_S)
         again = client.complete(prompt).tokens
-    assert counted["vllm:nixl_kv_load_failures_total"] == 1
+    assert changed[FAILURES] == 1
     assert len(answer.tokens) == len(expected)
     assert again == expected
-    said = "\n".join(new_lines(engine.log_path, lines))
-    assert re.search(r"num_hidden_layers is '2' here and '4' there", said)
-    assert re.search(r"num_key_value_heads is '2' here and '4' there", said)
-
-
-def count_lines(path: Path) -> int:
-    return len(path.read_text(errors="replace").splitlines())
-
-
-def new_lines(path: Path, start: int) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[start:]
+    assert re.search(r"num_hidden_layers is '2' here and '4' there", log.text())
+    assert re.search(r"num_key_value_heads is '2' here and '4' there", log.text())
 
 
 def with_context(spoilt: Ticket, ticket: Ticket, prompt: str) -> Ticket:

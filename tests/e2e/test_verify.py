@@ -2,21 +2,23 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from counting import changed
-from pd.asking import WANT_TICKET
-from pd.client import Client, Counters
-from pd.cluster import Cluster, ClusterSpec, one_pair
-from pd.detect_planting import VARIABLE
-from pd.prompts import random_prompt
-from pd.tiny_model import REPO, ensure_tiny_model
+
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, CountersSince
+from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
+from lab.suites.damage import planted_spec
+from support.engines import expect, started
 
 pytestmark = pytest.mark.e2e
 
-PREFIX = "vllm:nixl_kv_"
+DIGESTS, DIGEST_BYTES = f"{PREFIX}digests_total", f"{PREFIX}digest_bytes_total"
 LENGTHS = (5, 129, 300, 500)
 PLANTED = re.compile(
     r"planted byte in request (?P<request>\S+): "
@@ -29,86 +31,60 @@ SEEN = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Pair:
-    prefill: Client
-    decode: Client
-    plan: Path
-    log: Path
-
-    def ask(self, prompt: str) -> tuple[str, ...]:
-        ticket = self.prefill.ticket(prompt, WANT_TICKET)
-        assert ticket is not None
-        return self.decode.complete(prompt, kv_transfer_params=ticket).tokens
-
-    def counters(self) -> Counters:
-        """Decode's, with all that it has counted: what its worker counts comes with a later step.
-
-        So it makes another one, for a request without a ticket, and waits until that is counted.
-        """
-        before = self.decode.counters()
-        self.decode.complete("ba", 1)
-        changed(self.decode, before, f"{PREFIX}tickets_missing_total")
-        return self.decode.counters()
-
-    def counted(self, before: Counters) -> Counters:
-        """All that has changed since."""
-        return {name: value - before.get(name, 0.0) for name, value in self.counters().items()}
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says what is planted into each load."""
+    return tmp_path_factory.mktemp("planted") / "plan"
 
 
 @pytest.fixture(scope="module")
-def pair(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Of engines of which decode verifies all, and spoils what its file says."""
-    del cluster  # after the others: two cores start no more at a time
-    log_dir = tmp_path_factory.mktemp("planted")
-    plan = log_dir / "plan"
+def planted_engine(
+    cluster: Cluster,
+    base_specs: tuple[EngineSpec, EngineSpec],
+    base_engines: tuple[Engine, Engine, Engine],
+    plan: Path,
+) -> Iterator[Engine]:
+    """A decode engine that verifies all, and spoils what its file says."""
+    del base_engines  # which are started before
+    plan.write_text("")
+    spec = replace(planted_spec(base_specs[1], plan), name="decode-planted")
+    with started(cluster, spec) as (engine,):
+        yield engine
+
+
+@pytest.fixture
+def planted(base_engines: tuple[Engine, Engine, Engine], planted_engine: Engine) -> Iterator[Pair]:
+    with Pair(base_engines[0], planted_engine) as pair:
+        yield pair
+
+
+def test_a_wrong_byte_is_detected_named_counted_and_recomputed(
+    planted: Pair, plan: Path, single: Client
+) -> None:
     plan.write_text("byte")
-    spec = one_pair(ensure_tiny_model(), "nixl-kv")
-    decode = replace(
-        spec.decode[0],
-        module="pd.planted",
-        connector_config={"verify": "all", "request_timeout_s": 60},
-        extra_env={VARIABLE: f"@{plan}", "PYTHONPATH": str(REPO / "scripts")},
-    )
-    patient = replace(spec.prefill[0], connector_config={"lease_s": 30})
-    engines = ClusterSpec([patient], [decode])
-    with (
-        Cluster(engines, log_dir=log_dir, route=False) as started,
-        Client(started.prefill[0].url) as prefill,
-        Client(started.decode[0].url) as serving,
-    ):
-        yield Pair(prefill, serving, plan, started.decode[0].log_path)
-
-
-def test_a_wrong_byte_is_seen_named_counted_and_recomputed(pair: Pair, single: Client) -> None:
     prompts = [random_prompt(length, seed=71) for length in LENGTHS]
-    before = pair.counters()
-    assert [pair.ask(p) for p in prompts] == [single.complete(p).tokens for p in prompts]
-    counted = pair.counted(before)
-    assert counted[f"{PREFIX}load_failures_corrupt_total"] == len(prompts)
-    assert counted[f"{PREFIX}load_failures_total"] == len(prompts)
-    assert counted[f"{PREFIX}loads_total"] == 0
-    assert counted[f"{PREFIX}digests_total"] == len(prompts)
-    log = pair.log.read_text()
-    planted = {found["request"]: found for found in PLANTED.finditer(log)}
-    seen = {found["request"]: found for found in SEEN.finditer(log)}
-    assert len(planted) == len(prompts)
-    assert planted.keys() == seen.keys()
-    for request, found in planted.items():
-        told = seen[request]
-        assert told["row"] == found["row"]
-        assert int(told["first"]) <= int(found["first"])
-        assert int(found["last"]) <= int(told["last"])
+    since = CountersSince(planted.to_decode)
+    for prompt in prompts:
+        assert planted.complete(prompt).tokens == single.complete(prompt).tokens
+    count = len(prompts)
+    expect(since, {CORRUPT: count, FAILURES: count, LOADS: 0, DIGESTS: count})
+    log = planted.decode.log_text()
+    faults = {fault["request"]: fault for fault in PLANTED.finditer(log)}
+    named = {failure["request"]: failure for failure in SEEN.finditer(log)}
+    assert len(faults) == count
+    assert faults.keys() == named.keys()
+    for request, fault in faults.items():
+        failure = named[request]
+        assert failure["row"] == fault["row"]
+        assert int(failure["first"]) <= int(fault["first"])
+        assert int(fault["last"]) <= int(failure["last"])
 
 
-def test_loads_without_a_fault_are_proven(pair: Pair, single: Client) -> None:
+def test_loads_without_a_fault_are_verified(planted: Pair, plan: Path, single: Client) -> None:
     """The same engines, after all these failures."""
-    pair.plan.write_text("")
+    plan.write_text("")
     prompt = random_prompt(300, seed=72)
-    before = pair.counters()
-    assert pair.ask(prompt) == single.complete(prompt).tokens
-    counted = pair.counted(before)
-    assert counted[f"{PREFIX}loads_verified_total"] == 1
-    assert counted[f"{PREFIX}load_failures_total"] == 0
-    assert counted[f"{PREFIX}digests_total"] == 1
-    assert counted[f"{PREFIX}digest_bytes_total"] == 299 * 4 * 4 * 64 * 2 * 4
+    since = CountersSince(planted.to_decode)
+    assert planted.complete(prompt).tokens == single.complete(prompt).tokens
+    nbytes = 299 * 4 * 4 * 64 * 2 * 4  # tokens, layers, heads, head size, K and V, float32
+    expect(since, {VERIFIED: 1, FAILURES: 0, DIGESTS: 1, DIGEST_BYTES: nbytes})

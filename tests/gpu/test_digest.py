@@ -10,12 +10,13 @@ import pytest
 
 from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
+from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.excerpts import BlockTable, Excerpt, strips
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.slices import KVSlice, find_slices
 
 torch = pytest.importorskip("torch")
-device_digests = pytest.importorskip("nixl_kv.connector.device_digests", exc_type=ImportError)
+gpu_digests = pytest.importorskip("nixl_kv.transfer.gpu_digests", exc_type=ImportError)
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +37,7 @@ class Sizes:
         return [dict(zip("LBHNC", letters, strict=True))[letter] for letter in order]
 
 
-def layout(base: int, sizes: Sizes, order: str, *, gpu: bool) -> CacheLayout:
+def layout_of(base: int, sizes: Sizes, order: str, *, gpu: bool) -> CacheLayout:
     shape = sizes.shape(order)
     strides = {letter: int(np.prod(shape[at + 1 :])) for at, letter in enumerate(order)}
     ends = np.cumsum(sizes.parts)
@@ -61,12 +62,12 @@ def layout(base: int, sizes: Sizes, order: str, *, gpu: bool) -> CacheLayout:
 
 def run(steps: Any) -> Digest:
     def to_the_end() -> Iterator[None]:
-        made.append((yield from steps))
+        results.append((yield from steps))
 
-    made: list[Digest] = []
+    results: list[Digest] = []
     for _ in to_the_end():
         pass
-    return made[0]
+    return results[0]
 
 
 def window(address: int, length: int) -> np.ndarray:
@@ -80,22 +81,28 @@ class Both:
         rng = np.random.default_rng(5)
         self.host = rng.integers(0, 256, sizes.shape(order), dtype=np.uint8)
         self.device = torch.from_numpy(self.host).cuda()
-        self.here = layout(self.host.ctypes.data, sizes, order, gpu=False)
-        self.there = layout(self.device.data_ptr(), sizes, order, gpu=True)
-        self.compute = device_digests.OnDevice(self.there)
+        self.host_layout = layout_of(self.host.ctypes.data, sizes, order, gpu=False)
+        self.gpu_layout = layout_of(self.device.data_ptr(), sizes, order, gpu=True)
+        self.digester = gpu_digests.GpuDigester(self.gpu_layout)
         torch.cuda.synchronize()
 
     def digests(
-        self, wanted: Sequence[Excerpt], table: Sequence[int], end: int
+        self, wanted: Sequence[KVSlice], table: Sequence[int], end: int
     ) -> tuple[Digest, Digest]:
-        tables = [BlockTable(np.array(table, np.int32))]
-        mine, theirs = (strips(cut, wanted, tables, end=end) for cut in (self.here, self.there))
-        return run(digest.digest(KEY, mine, window)), run(self.compute(KEY, theirs))
+        on_host, on_gpu = (
+            find_slices(layout, wanted, [self._block_table(layout, table)], end=end)
+            for layout in (self.host_layout, self.gpu_layout)
+        )
+        return run(digest.digest_steps(KEY, on_host, window)), run(self.digester(KEY, on_gpu))
+
+    @staticmethod
+    def _block_table(layout: CacheLayout, table: Sequence[int]) -> BlockTable:
+        return BlockTable(np.array(table, np.int32), layout.groups[0])
 
 
 def same(pair: tuple[Digest, Digest]) -> bool:
-    mine, theirs = pair
-    return np.array_equal(mine.rows, theirs.rows) and np.array_equal(mine.columns, theirs.columns)
+    host, gpu = pair
+    return np.array_equal(host.rows, gpu.rows) and np.array_equal(host.columns, gpu.columns)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -115,35 +122,35 @@ def test_the_sums_are_those_of_the_reference(order: str, sizes: Sizes) -> None:
     most = sizes.blocks * sizes.tokens
     table = np.random.default_rng(1).permutation(sizes.blocks).tolist()
     for end, begin in [(most, 0), (most - 1, 0), (most // 2 + 1, most // 3), (1, 0), (65, 64)]:
-        wanted = [Excerpt(f"layer.{n}", 0, sizes.heads, begin) for n in range(sizes.layers)]
+        wanted = [KVSlice(f"layer.{n}", 0, sizes.heads, begin) for n in range(sizes.layers)]
         assert same(both.digests(wanted, table, min(end, most)))
-    heads = [Excerpt("layer.1", sizes.heads - 1, sizes.heads, 7), Excerpt("layer.0", 0, 1, 3)]
+    heads = [KVSlice("layer.1", sizes.heads - 1, sizes.heads, 7), KVSlice("layer.0", 0, 1, 3)]
     assert same(both.digests(heads, table, most - 3))
 
 
-def test_many_columns() -> None:
+def test_columns_larger_than_a_tile_are_summed() -> None:
     """Of a prompt so long that a column is larger than a tile."""
     sizes = Sizes(layers=1, heads=1, blocks=64, tokens=8192, parts=(8,))
     both = Both(sizes, "LBHNC")
     table = list(range(63, -1, -1))
-    pair = both.digests([Excerpt("layer.0", 0, 1, 100)], table, 64 * 8192 - 5)
+    pair = both.digests([KVSlice("layer.0", 0, 1, 100)], table, 64 * 8192 - 5)
     assert same(pair)
     assert len(pair[0].columns) == 4096
 
 
-def test_each_flipped_bit_is_seen() -> None:
+def test_each_flipped_bit_changes_one_row_and_one_column() -> None:
     sizes = Sizes(layers=2, blocks=8, heads=2)
     both = Both(sizes, "BHLNC")
-    wanted = [Excerpt(f"layer.{n}", 0, 2, 0) for n in range(2)]
+    wanted = [KVSlice(f"layer.{n}", 0, 2, 0) for n in range(2)]
     rng = np.random.default_rng(2)
     for _ in range(100):
         at, bit = int(rng.integers(both.host.size)), int(rng.integers(8))
         flat = both.device.view(-1)
         flat[at] ^= 1 << bit
         torch.cuda.synchronize()
-        mine, theirs = both.digests(wanted, list(range(8)), 128)
-        assert (mine.rows != theirs.rows).sum() == 1
-        assert (mine.columns != theirs.columns).sum() == 1
+        host, gpu = both.digests(wanted, list(range(8)), 128)
+        assert (host.rows != gpu.rows).sum() == 1
+        assert (host.columns != gpu.columns).sum() == 1
         flat[at] ^= 1 << bit
     torch.cuda.synchronize()
     assert same(both.digests(wanted, list(range(8)), 128))
@@ -153,4 +160,4 @@ def test_what_the_kernel_cannot_read_is_refused_in_words() -> None:
     parts = (Part(0, 2, 128, 32, 2),)
     region = Region("layer.0", 1 << 20, 4096, 4096, 256, 0, 1, parts)
     with pytest.raises(DigestError, match=r"layer\.0.*128 pieces of 2 bytes"):
-        device_digests._check(region)
+        gpu_digests._check(region)

@@ -66,11 +66,11 @@ class Reader:
         self.transport = nixl.NixlTransport(engine_config=CONFIG)
         self.transport.register(Span(self.memory.data_ptr(), SIZE), "VRAM", 0)
         self.peer = self.transport.add_peer(metadata)
-        here, there = rows(self.memory.data_ptr()), rows(address)
-        self.local = self.transport.prepare(here, "VRAM", None)
-        self.remote = self.transport.prepare(there, "VRAM", self.peer)
+        local, remote = rows(self.memory.data_ptr()), rows(address)
+        self.local = self.transport.prepare(local, "VRAM", None)
+        self.remote = self.transport.prepare(remote, "VRAM", self.peer)
 
-    def forget(self) -> None:
+    def erase(self) -> None:
         self.memory.zero_()
         torch.cuda.synchronize()
 
@@ -95,7 +95,7 @@ def test_a_read_from_a_stopped_owner_ends_by_itself() -> None:
     with owner() as (process, metadata, address):
         reader = Reader(metadata, address)
         assert reader.finish(reader.begin())  # connected, with all of NIXL's threads
-        reader.forget()
+        reader.erase()
         read = reader.begin()
         os.kill(process, signal.SIGSTOP)
         assert reader.finish(read)
@@ -111,7 +111,7 @@ def test_nothing_lands_after_the_agent_is_gone(*, stopped: bool) -> None:
         for _ in range(5):
             reader = Reader(metadata, address)
             assert reader.finish(reader.begin())
-            reader.forget()
+            reader.erase()
             reader.begin()
             if stopped:
                 os.kill(process, signal.SIGSTOP)

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from documented import code
+
+from support.documented import code
 
 torch = pytest.importorskip("torch")
 flashinfer = pytest.importorskip("flashinfer")
@@ -57,38 +58,39 @@ def attention(of: Any, order: list[int], queries: Any) -> Any:
 def test_attention_is_the_same_on_both_sides(tp: int) -> None:
     library = code("library.md")
     torch.manual_seed(0)
-    whole, theirs, mine = cache(HEADS), [9, 3, 4, 40, 41, 7], [1, 2, 30, 29, 8, 50]
-    append(whole, theirs)
+    whole, prefill_table = cache(HEADS), [9, 3, 4, 40, 41, 7]
+    table = [1, 2, 30, 29, 8, 50]
+    append(whole, prefill_table)
     queries = torch.randn(LAYERS, QUERIES, SIZE, dtype=DTYPE, device="cuda")
-    expected = attention(whole, theirs, queries)
+    expected = attention(whole, prefill_table, queries)
     torch.cuda.synchronize()
-    prefill = (library.agent(library.describe(whole, 0)), library.describe(whole, 0))
+    prefill = (library.agent(library.describe(whole)), library.describe(whole))
     for rank in range(tp):
         first, count = rank * HEADS // tp, HEADS // tp
         part = cache(count)
         layout = library.describe(part, first)
         decode = (library.agent(layout), layout)
-        library.read(decode, prefill, (mine, theirs), TOKENS)
-        asked = slice(rank * QUERIES // tp, (rank + 1) * QUERIES // tp)
-        assert torch.equal(part[:, mine], whole[:, theirs, :, first : first + count])
-        assert torch.equal(attention(part, mine, queries[:, asked]), expected[:, asked])
+        library.read(decode, prefill, (table, prefill_table), TOKENS)
+        heads = slice(rank * QUERIES // tp, (rank + 1) * QUERIES // tp)
+        assert torch.equal(part[:, table], whole[:, prefill_table, :, first : first + count])
+        assert torch.equal(attention(part, table, queries[:, heads]), expected[:, heads])
         decode[0].close()
     prefill[0].close()
 
 
-def test_the_other_way_round() -> None:
-    """Two ranks of prefill, read by one of decode."""
+def test_two_ranks_of_prefill_are_read_by_one_of_decode() -> None:
     library = code("library.md")
     torch.manual_seed(1)
-    whole, theirs, mine = cache(HEADS), [9, 3, 4, 40, 41, 7], [1, 2, 30, 29, 8, 50]
-    append(whole, theirs)
+    whole, prefill_table = cache(HEADS), [9, 3, 4, 40, 41, 7]
+    table = [1, 2, 30, 29, 8, 50]
+    append(whole, prefill_table)
     halves = [half.contiguous() for half in whole.chunk(2, dim=3)]
     joined = cache(HEADS)
     torch.cuda.synchronize()
-    layout = library.describe(joined, 0)
+    layout = library.describe(joined)
     decode = (library.agent(layout), layout)
     for rank, half in enumerate(halves):
-        there = library.describe(half, rank * HEADS // 2)
-        library.read(decode, (library.agent(there), there), (mine, theirs), TOKENS)
+        remote = library.describe(half, rank * HEADS // 2)
+        library.read(decode, (library.agent(remote), remote), (table, prefill_table), TOKENS)
     queries = torch.randn(LAYERS, QUERIES, SIZE, dtype=DTYPE, device="cuda")
-    assert torch.equal(attention(joined, mine, queries), attention(whole, theirs, queries))
+    assert torch.equal(attention(joined, table, queries), attention(whole, prefill_table, queries))

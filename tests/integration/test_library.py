@@ -1,20 +1,49 @@
-"""The example in docs/library.md, run as it stands there."""
+"""The examples in docs/library.md, run as they stand there."""
+
+import importlib
+from pathlib import Path
+from typing import Any
 
 import pytest
-from documented import code
+
+from support import documented
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
+pytestmark = pytest.mark.nixl
+
 LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 2, 12, 4, 16, 32
 
 
-@pytest.mark.nixl
+@pytest.fixture
+def two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The first example as a module, which its second process can import too."""
+    path = tmp_path / "documented_example.py"
+    path.write_text(documented.blocks("library.md")[0], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module(path.stem)
+
+
+def test_two_processes_move_a_paged_cache(
+    two_processes: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = two_processes
+    cache, ended = example.main()
+    assert ended.failure is None
+    assert ended.verified
+    assert capsys.readouterr().out == "load: good, offer: read\n"
+    expected = example.computed_cache()[:, example.PREFILL_BLOCKS]
+    assert torch.equal(cache[:, example.DECODE_BLOCKS], expected)
+    others = [block for block in range(BLOCKS) if block not in example.DECODE_BLOCKS]
+    assert not cache[:, others].any()
+
+
 @pytest.mark.parametrize("tp", [1, 2], ids="TP{}".format)
-def test_the_example(tp: int) -> None:
-    library = code("library.md")
+def test_the_planner_and_the_transport_alone(tp: int) -> None:
+    library = documented.code("library.md")
     whole = torch.randn(LAYERS, BLOCKS, 2, HEADS, TOKENS, SIZE)
-    prefill = (library.agent(library.describe(whole, 0)), library.describe(whole, 0))
+    prefill = (library.agent(library.describe(whole)), library.describe(whole))
     for rank in range(tp):
         first, count = rank * HEADS // tp, HEADS // tp
         part = torch.zeros(LAYERS, BLOCKS, 2, count, TOKENS, SIZE)

@@ -1,4 +1,4 @@
-"""Whoever ends a sweep or a run, and however impatiently: nothing stays behind."""
+"""Whoever ends a matrix or a run, and however impatiently: nothing stays behind."""
 
 import contextlib
 import os
@@ -11,18 +11,28 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pd.cluster import Cluster, ClusterSpec, end_on_signals, exit_on_signal
-from pd.processes import ManagedProcess, signals_wait, stop_all
+
+from lab.cluster.cluster import Cluster
+from lab.cluster.processes import (
+    ManagedProcess,
+    delayed_signals,
+    end_on_signals,
+    exit_on_signal,
+    stop_all,
+)
 
 REPO = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30
+PATIENCE_S = 120
 INTERRUPTED = 128 + signal.SIGINT
-SWEEP = """\
-import sys
+MATRIX = """\
+import signal, sys
 from pathlib import Path
-from pd import sweep
-sweep.LAUNCHER, sweep.GRACE_S = Path(sys.argv[1]), float(sys.argv[2])
-sys.exit(sweep.main(sys.argv[3:]))
+from lab.suites.matrix import accuracy
+from lab.suites.matrix.__main__ import main
+if sys.argv[1] == "terminal":  # also where these tests run below nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+accuracy.LAUNCHER, accuracy.GRACE_S = Path(sys.argv[2]), float(sys.argv[3])
+sys.exit(main(sys.argv[4:]))
 """
 # An engine leads a session, as those of the launcher do.
 BEGIN = """\
@@ -38,14 +48,14 @@ ORDERLY = "touch ending; sleep 1; kill $engine; touch ended; exit 143"
 STUBBORN = "touch ending"
 
 
-def until(true: Callable[[], bool]) -> None:
+def wait_until_true(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -69,13 +79,14 @@ def stubs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, stubs: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts a sweep over one case, with a launcher that ends in its own way."""
+def matrix(tmp_path: Path, stubs: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts the matrix with one cell, and a launcher that ends in its own way."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(on_term: str, *before: str, grace_s: float = 20.0) -> subprocess.Popen[bytes]:
-        script = [sys.executable, "-c", SWEEP, str(launcher_of(tmp_path, on_term)), str(grace_s)]
-        arguments = ["--only", "tp1-tp1", "--log-dir", str(tmp_path / "logs")]
+    def start(on_term: str, *before: str, grace_s: float = 60.0) -> subprocess.Popen[bytes]:
+        launcher, where = launcher_of(tmp_path, on_term), "nohup" if before else "terminal"
+        script = [sys.executable, "-c", MATRIX, where, str(launcher), str(grace_s)]
+        arguments = ["--judge", "accuracy", "--only", "same", "--log-dir", str(tmp_path / "logs")]
         path = os.pathsep.join([str(stubs), str(REPO / "scripts")])
         with (tmp_path / "said").open("wb") as said:
             started.append(
@@ -88,7 +99,7 @@ def sweep(tmp_path: Path, stubs: Path) -> Iterator[Callable[..., subprocess.Pope
                     start_new_session=True,
                 )
             )
-        until(lambda: (tmp_path / "begun").exists() or started[-1].poll() is not None)
+        wait_until_true(lambda: (tmp_path / "begun").exists() or started[-1].poll() is not None)
         assert started[-1].poll() is None, (tmp_path / "said").read_text("utf-8")
         return started[-1]
 
@@ -114,54 +125,55 @@ def end_begun(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_impatient_second_signal_leaves_no_engine_behind(
-    tmp_path: Path, sweep: Callable[..., subprocess.Popen[bytes]], number: signal.Signals
+    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]], number: signal.Signals
 ) -> None:
-    process = sweep(ORDERLY)
+    process = matrix(ORDERLY)
     process.send_signal(signal.SIGINT)
-    until((tmp_path / "ending").exists)
+    wait_until_true((tmp_path / "ending").exists)
     process.send_signal(number)
     assert process.wait(PATIENCE_S) == 128 + number
     assert (tmp_path / "ended").exists()  # in its own time
-    assert not runs(engine_in(tmp_path))
+    assert not is_running(engine_in(tmp_path))
 
 
 def test_a_launcher_that_does_not_end_is_ended_with_its_engines(
-    tmp_path: Path, sweep: Callable[..., subprocess.Popen[bytes]]
+    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    process = sweep(STUBBORN, grace_s=0.5)
+    process = matrix(STUBBORN, grace_s=0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == INTERRUPTED
     assert (tmp_path / "ending").exists()
-    assert not runs(engine_in(tmp_path))
+    assert not is_running(engine_in(tmp_path))
 
 
-def test_a_sweep_below_nohup_outlives_its_terminal(
-    tmp_path: Path, sweep: Callable[..., subprocess.Popen[bytes]]
+def test_a_matrix_below_nohup_outlives_its_terminal(
+    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    process = sweep(ORDERLY, "nohup")
+    process = matrix(ORDERLY, "nohup")
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == INTERRUPTED
-    assert not runs(engine_in(tmp_path))
+    assert not is_running(engine_in(tmp_path))
 
 
-def test_a_case_has_nothing_of_an_earlier_sweep(
-    tmp_path: Path, sweep: Callable[..., subprocess.Popen[bytes]]
+def test_a_case_has_nothing_of_an_earlier_matrix(
+    tmp_path: Path, matrix: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
-    for name in ("tp1-tp1.json", "tp1-tp1.log"):
+    for name in ("same.json", "same.log"):
         (logs / name).write_text("[]", encoding="utf-8")
-    process = sweep(ORDERLY)
-    assert not (logs / "tp1-tp1.json").exists()
-    assert (logs / "tp1-tp1.log").read_text("utf-8") == ""
+    process = matrix(ORDERLY)
+    assert not (logs / "same.json").exists()
+    assert (logs / "same.log").read_text("utf-8") == ""
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == INTERRUPTED
 
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -171,7 +183,7 @@ def handlers() -> Iterator[None]:
 def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for install in (end_on_signals, Cluster(ClusterSpec(), log_dir=tmp_path).__enter__):
+    for install in (end_on_signals, Cluster(tmp_path).__enter__):
         install()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) is exit_on_signal
@@ -180,9 +192,11 @@ def test_what_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGHUP) is exit_on_signal
 
 
+@pytest.mark.usefixtures("handlers")
 def test_signals_come_after_the_block() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start us without
     done = False
-    with pytest.raises(KeyboardInterrupt), signals_wait():  # noqa: PT012 - what comes after it
+    with pytest.raises(KeyboardInterrupt), delayed_signals():  # noqa: PT012 - what comes after it
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         done = True
@@ -192,8 +206,8 @@ def test_signals_come_after_the_block() -> None:
 def test_what_ends_in_time_keeps_its_children(tmp_path: Path) -> None:
     process = ManagedProcess("p", launcher_of(tmp_path, "exit 0").with_suffix(".log"))
     process.launch(["bash", str(tmp_path / "launcher.sh")], os.environ)
-    until((tmp_path / "begun").exists)
+    wait_until_true((tmp_path / "begun").exists)
     stop_all([process])
     assert process.exit_code() == 0
-    assert runs(engine_in(tmp_path))
+    assert is_running(engine_in(tmp_path))
     end_begun(tmp_path)

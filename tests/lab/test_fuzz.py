@@ -1,19 +1,27 @@
 """A few seconds of scripts/fuzz: mutated inputs end in a value or in the documented error."""
 
+import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
-from pd.fuzz_mutate import mutate_bytes, mutate_tree
-from pd.fuzz_run import build, execute, fuzz
-from pd.fuzz_samples import KINDS, sample
-from pd.fuzz_targets import Target, targets
-from pd.fuzz_world import BrokenPromiseError, Worker, from_endpoint, from_peer, map_memory
 
-from nixl_kv.protocol.events import Why
-from nixl_kv.protocol.messages import decode_answer, decode_to_engine, decode_to_rank, encode
+from lab.fuzz import execute as execution
+from lab.fuzz import inputs
+from lab.fuzz.execute import execute
+from lab.fuzz.fuzzer import build, fuzz, minimal
+from lab.fuzz.mutate import mutate_bytes, mutate_tree
+from lab.fuzz.rank import ENDPOINTS, BrokenPromiseError, RankUnderTest, map_memory
+from lab.fuzz.samples import KINDS, sample
+from lab.fuzz.targets import Target, targets
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.protocol import messages
+from nixl_kv.protocol.events import FailureKind
 
 SECONDS = 0.4  # for each target
+LONG_SECONDS = 20.0
 SEED = 7
 BUSY_SECONDS = 5.0  # the limit where many tests share the cores
 
@@ -25,25 +33,28 @@ def memory() -> None:
 
 @pytest.fixture(params=targets(), ids=lambda target: target.name)
 def target(request: pytest.FixtureRequest) -> Target:
-    found: Target = request.param
-    return found
+    chosen: Target = request.param
+    return chosen
 
 
-def test_nothing_crashes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd.fuzz_run.MOST_SECONDS", BUSY_SECONDS)
-    findings = fuzz(target, SECONDS, SEED)
+@pytest.mark.parametrize(
+    "seconds", [SECONDS, pytest.param(LONG_SECONDS, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_no_mutated_input_crashes(
+    target: Target, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "MAX_SECONDS", BUSY_SECONDS)
+    findings = fuzz(target, seconds, SEED)
     assert {what: crash.data.hex() for what, crash in findings.crashes.items()} == {}
     assert findings.executions >= len(target.seeds)
 
 
-def test_the_seeds_are_taken(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were they refused at once, the mutations of them would reach nothing."""
-    monkeypatch.setattr("pd.fuzz_run.MOST_SECONDS", BUSY_SECONDS)
-    assert [execute(target, seed).crash for seed in target.seeds] == [None] * len(target.seeds)
-    assert any(taken(target, seed) for seed in target.seeds)
+def test_some_seed_is_accepted(target: Target) -> None:
+    """Were all refused at once, the mutations of them would reach nothing."""
+    assert any(is_accepted(target, seed) for seed in target.seeds)
 
 
-def taken(target: Target, seed: bytes) -> bool:
+def is_accepted(target: Target, seed: bytes) -> bool:
     try:
         target.run(seed)
     except target.allowed:
@@ -51,107 +62,160 @@ def taken(target: Target, seed: bytes) -> bool:
     return True
 
 
-def test_the_same_seed_gives_the_same_inputs(target: Target) -> None:
+def test_same_steps_give_the_same_input(target: Target) -> None:
     steps = [1, 2, 3, 4]
     assert build(target, 0, steps) == build(target, 0, steps)
 
 
-def test_crashes_are_found_and_made_smaller() -> None:
-    """A decoder that cannot stand the byte 7."""
+def test_crash_is_detected_and_counted() -> None:
+    def run(data: bytes) -> None:
+        if data != b"hello":
+            raise LookupError
+
+    findings = fuzz(Target("bad", run, [b"hello"]), SECONDS, SEED)
+    (crash,) = findings.crashes.values()
+    assert crash.what.startswith("LookupError at test_fuzz.py:")
+    assert crash.data != b"hello"
+    assert findings.repeats[crash.what] >= 1
+
+
+def test_crash_is_made_smaller() -> None:
+    """A decoder that cannot stand the byte 7: one step makes it, those around it are left out."""
 
     def run(data: bytes) -> None:
         if 7 in data:
             raise LookupError
 
-    findings = fuzz(Target("bad", run, [b"\xa5hello"]), SECONDS, SEED)
-    (crash,) = findings.crashes.values()
-    assert "LookupError at test_fuzz.py" in crash.what
-    assert 7 in crash.data
+    target = Target("bad", run, [b"hello"])
+
+    def is_bad(*steps: int) -> bool:
+        return 7 in build(target, 0, steps)
+
+    bad = next(step for step in itertools.count() if is_bad(step))
+    before = next(step for step in itertools.count() if not is_bad(step) and is_bad(step, bad))
+    after = next(step for step in itertools.count() if not is_bad(step) and is_bad(bad, step))
+    crash = execute(target, build(target, 0, [bad])).crash
+    assert crash is not None
+    assert minimal(target, 0, [before, bad, after], crash=crash) == build(target, 0, [bad])
 
 
-def test_a_slow_decoder_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd.fuzz_run.MOST_SECONDS", 0.01)
+def test_slow_decoder_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "MAX_SECONDS", 0.01)
     slow = Target("slow", lambda _data: sum(range(3_000_000)), [b""])
     assert execute(slow, b"").crash == "took more than 0.01 s"
 
 
-def test_a_greedy_decoder_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd.fuzz_run.MOST_BYTES", 40 << 20)
+def test_greedy_decoder_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "MAX_BYTES", 40 << 20)
     greedy = Target("greedy", lambda _data: len(b"x" * (80 << 20)), [b""])
     assert execute(greedy, b"").crash == "took more than 40 MiB"
 
 
-def test_a_load_that_is_never_reported_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
-    worker.receive([])
-    monkeypatch.setattr(worker, "_results", [])
-    with pytest.raises(BrokenPromiseError, match="reported 0 times"):
-        worker._check()
+# --- the rank under test
 
 
-def verified(worker: Worker, number: int) -> list[bool]:
-    """What the worker reports of its one load, after the seed with that number of proofs."""
-    (seeds,) = (target.seeds for target in targets() if target.name == "decode worker")
-    proving = [seed for seed in seeds if b"\xa5Proof" in seed]
-    messages = msgspec.msgpack.decode(proving[number])
-    worker.receive([from_endpoint(msgspec.msgpack.encode(message), at) for at, message in messages])
-    return [load.verified for load in worker.loads]
+def decoded(conversation: bytes) -> list[tuple[int, bytes]]:
+    """Where each message comes from, and the message."""
+    parts: list[tuple[int, Any]] = msgspec.msgpack.decode(conversation)
+    return [(number, msgspec.msgpack.encode(message)) for number, message in parts]
 
 
-def test_a_seed_ends_in_a_load_that_is_verified_and_another_in_one_that_is_corrupt() -> None:
-    good, corrupt = Worker(), Worker()
-    assert verified(good, 0) == [True]
-    assert verified(corrupt, 1) == [False]
-    (failed,) = corrupt.loads
-    assert failed.failure is not None
-    assert failed.failure.why is Why.CORRUPT
+def answered(number: int) -> RankUnderTest:
+    """A rank that was given the answers with a digest of that number, to its end."""
+    with_digest = [one for one in inputs.answers() if b"\xabDigestReply" in one]
+    with RankUnderTest() as rank:
+        for endpoint, payload in decoded(with_digest[number]):
+            rank.answer(ENDPOINTS[endpoint], payload)
+        rank.finish()
+    return rank
 
 
-def test_seeds_are_answered_with_proofs() -> None:
-    (seeds,) = (target.seeds for target in targets() if target.name == "prefill worker")
+def test_load_is_verified_with_the_right_digest() -> None:
+    (load,) = answered(0).loads
+    assert load.verified
+    assert load.failure is None
+
+
+def test_load_is_corrupt_with_a_wrong_digest() -> None:
+    (load,) = answered(1).loads
+    assert load.failure is not None
+    assert load.failure.kind is FailureKind.CORRUPT
+
+
+def test_questions_are_answered_with_grants_digests_and_status() -> None:
     kinds = []
-    for seed in seeds:
-        worker = Worker()
-        worker.receive(
-            [from_peer(msgspec.msgpack.encode(m)) for _, m in msgspec.msgpack.decode(seed)]
-        )
-        kinds.append([type(decode_answer(reply)).__name__ for reply in worker._control.replies])
+    for conversation in inputs.questions():
+        with RankUnderTest() as rank:
+            for _, payload in decoded(conversation):
+                rank.ask(payload)
+            rank.finish()
+        kinds.append([type(decode_any(reply)).__name__ for reply in rank.replies])
     assert kinds == [
         ["Grant", "Renewed"],
         ["Grant"],
-        ["Grant", "Proof"],
-        ["Grant", "Proof", "Proof", "Proof", "Renewed"],
+        ["Grant", "DigestReply"],
+        ["Grant", "DigestReply", "DigestReply", "DigestReply", "Renewed"],
+        ["Status", "Grant", "Status"],
     ]
 
 
-def test_bytes_that_are_called_verified_and_differ_are_noticed() -> None:
-    worker = Worker()
-    assert verified(worker, 0) == [True]
-    worker._cache[2, 5, 1, 2] ^= 1
+def test_load_that_is_not_reported_is_noticed() -> None:
+    rank = answered(0)
+    rank.loads.clear()
+    with pytest.raises(BrokenPromiseError, match="reported 0 times"):
+        rank.check()
+
+
+def test_verified_bytes_that_differ_are_noticed() -> None:
+    rank = answered(0)
+    rank.cache[2, 5, 1, 2] ^= 1
     with pytest.raises(BrokenPromiseError, match="is not what prefill has"):
-        worker._check()
+        rank.check()
 
 
-def test_every_message_has_a_sample() -> None:
-    decoders = (decode_answer, decode_to_engine, decode_to_rank)
-    for message in map(sample, KINDS):
-        payload = encode(message)
-        found = [decoded for decode in decoders if (decoded := attempt(decode, payload))]
-        assert found == [message]
+def test_write_into_another_block_is_noticed() -> None:
+    rank = answered(0)
+    rank.cache[2, 6, 1, 2] ^= 1
+    with pytest.raises(BrokenPromiseError, match="blocks of another request"):
+        rank.check()
 
 
-def attempt(decode: object, payload: bytes) -> object:
+# --- samples and mutations
+
+DECODERS = (
+    messages.decode_to_engine,
+    messages.decode_to_rank,
+    messages.decode_answer,
+    messages.decode_status,
+)
+
+
+def decode_any(payload: bytes) -> object:
+    """What the one decoder returns that accepts it."""
+    values = [attempt(decode, payload) for decode in DECODERS]
+    decoded_ones = [value for value in values if value is not None]
+    assert len(decoded_ones) == 1
+    return decoded_ones[0]
+
+
+def attempt(decode: Callable[[bytes], object], payload: bytes) -> object:
     try:
-        return decode(payload)  # type: ignore[operator]
-    except Exception:  # noqa: BLE001 - which error is another test's affair
+        return decode(payload)
+    except RemoteProtocolError:
         return None
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_sample_of_each_message_is_accepted_by_one_decoder(kind: type) -> None:
+    message = sample(kind)
+    assert decode_any(messages.encode(message)) == message
 
 
 def test_mutations_change_something_and_leave_the_original() -> None:
     tree = {"a": [1, "text", b"bytes", [1.5, None]], "b": True}
-    copy = {"a": [1, "text", b"bytes", [1.5, None]], "b": True}
+    original = {"a": [1, "text", b"bytes", [1.5, None]], "b": True}
     chances = [random.Random(number) for number in range(200)]  # noqa: S311
     changed = [mutate_tree(rng, tree) for rng in chances]
-    assert tree == copy
+    assert tree == original
     assert sum(other != tree for other in changed) > 150
     assert any(mutate_bytes(rng, b"") for rng in chances)

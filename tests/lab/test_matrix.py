@@ -1,84 +1,227 @@
-"""The sweep's file, and what becomes of its cases."""
+"""The matrix's file, what becomes of its cells, and what a judge calls good."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pd.accuracy_machine import Machine
-from pd.accuracy_settings import SettingError, parse
-from pd.sweep import CONFIG, check
-from pd.sweep_cases import Case, chosen, load
-from pd.sweep_report import Row, print_rows, rows
+
+from lab.accuracy.machine import Machine
+from lab.accuracy.settings import SettingError, parse
+from lab.cluster.metrics import Loaded
+from lab.results import Results, Verdict
+from lab.suites.matrix import accuracy, answers
+from lab.suites.matrix.cells import Cell, MatrixError, Shape, load
 
 CPU = Machine()
 GPUS = Machine("cuda", ("0", "1"), ("FLASH_ATTN", "FLASHINFER"))
-CASES = load(CONFIG)
+MATRIX = load()
+ACCURACY_CELLS = MATRIX.of("accuracy")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_valid_where_it_can_run(case: Case) -> None:
-    able = [machine for machine in (CPU, GPUS) if not case.missing(machine)]
+@pytest.mark.parametrize("cell", ACCURACY_CELLS, ids=lambda cell: cell.name)
+def test_the_launcher_accepts_every_cell_where_it_can_run(cell: Cell) -> None:
+    able = [machine for machine in (CPU, GPUS) if not accuracy.missing(cell, machine)]
     assert able
     for machine in able:
-        found = parse([], case.environment({}), machine)
-        assert machine.device == "cpu" or case.gpus >= max(
-            found.prefill.tensor_parallel, found.decode.tensor_parallel
-        )
+        settings = parse([], accuracy.environment(cell, {}), machine)
+        shapes = (settings.prefill, cell.prefill), (settings.decode, cell.decode)
+        for side, shape in shapes:
+            assert (side.tensor_parallel, side.instances) == (shape.tp, shape.instances)
+            assert side.block_size == (shape.block or 128)
+            assert side.layout == shape.layout
+        assert settings.attention_backend == cell.prefill.backend
 
 
-def test_the_file_covers_what_it_should() -> None:
-    shapes = {tuple(sorted(case.env.items())) for case in CASES}
-    assert len(shapes) == len(CASES)
-    names = {case.name for case in CASES}
-    assert names >= {"tp1-tp1", "tp1-tp2", "tp2-tp1", "2p1d", "1p2d", "flash-attn", "flashinfer"}
-
-
-def test_a_machine_that_lacks_something_says_what() -> None:
-    assert Case("a", device="cuda").missing(CPU) == "needs cuda, this is cpu"
-    assert Case("a", gpus=4).missing(GPUS) == "needs 4 GPUs, here are 2"
-    assert Case("a", gpus=4).missing(CPU) == ""
-
-
-def test_a_case_means_the_same_in_every_environment() -> None:
-    case = Case("a", env={"DECODER_TP_SIZE": "2"})
-    around = {"PREFILLER_TP_SIZE": "2", "VERIFY": "off", "PATH": "/bin"}
-    assert case.environment(around) == {"DECODER_TP_SIZE": "2", "VERIFY": "off", "PATH": "/bin"}
+def test_accuracy_cells_have_shapes_of_their_own() -> None:
+    assert len({(cell.prefill, cell.decode) for cell in ACCURACY_CELLS}) == len(ACCURACY_CELLS)
+    names = {cell.name for cell in ACCURACY_CELLS}
+    assert names >= {"same", "tp-1-2", "tp-2-1", "2p1d", "1p2d", "flash-attn", "flashinfer"}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("cell", "device", "num_gpus", "words"),
     [
-        ("", "must have a list `cases`"),
-        ("cases: []", "must have a list `cases`"),
-        ("cases: [{env: {}}]", "a mapping with a name"),
-        ("cases: [{name: a, gpu: 1}]", "a: key=gpu: allowed are about, device, env, gpus, name"),
-        ("cases: [{name: a, device: tpu}]", "a: device=tpu: allowed is cpu or cuda"),
-        ("cases: [{name: a, gpus: none}]", "a: gpus=none: allowed is a whole number"),
-        ("cases: [{name: a, env: {DECODE_TP: 2}}]", "a: env=DECODE_TP: allowed are ATTENTION"),
-        ("cases: [{name: a, env: [DECODER_TP_SIZE]}]", "a: env=['DECODER_TP_SIZE']: allowed is a"),
-        ("cases: [{name: a}, {name: a}]", "name=a: each case needs a name of its own"),
-        ("cases: [", "cannot be read"),
+        pytest.param(Cell("a", accuracy=("cuda",)), "cpu", 0, "needs cuda, this is cpu", id="gpu"),
+        pytest.param(
+            Cell("a", accuracy=("cpu", "cuda"), decode=Shape(tp=4)),
+            "cuda",
+            2,
+            "needs 4 GPUs, here are 2",
+            id="more gpus",
+        ),
+        pytest.param(
+            Cell("a", accuracy=("cpu", "cuda"), decode=Shape(tp=4)), "cpu", 0, "", id="cpu"
+        ),
     ],
 )
-def test_what_is_not_allowed_is_named(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "sweep.yaml"
+def test_a_machine_that_lacks_something_says_what(
+    cell: Cell, device: Any, num_gpus: int, words: str
+) -> None:
+    assert cell.missing("accuracy", device, num_gpus) == words
+
+
+def test_a_cell_means_the_same_in_every_environment() -> None:
+    cell = Cell("a", decode=Shape(tp=2))
+    around = {"PREFILLER_TP_SIZE": "2", "VERIFY": "off", "PATH": "/bin"}
+    assert accuracy.environment(cell, around) == {
+        "DECODER_TP_SIZE": "2",
+        "VERIFY": "off",
+        "PATH": "/bin",
+    }
+
+
+MODELS = "models: {m: {family: qwen3}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("", "Expected `object`", id="empty"),
+        pytest.param(MODELS, "missing required field `cells`", id="no cells"),
+        pytest.param("models: {m: {family: q}}\ncells: []", "no family 'q'", id="family"),
+        pytest.param(
+            "models: {m: {family: qwen3, numbers: {kv: 1}}}\ncells: []", "'kv'", id="number"
+        ),
+        pytest.param(MODELS + "cells: [{}]", "missing required field `name`", id="no name"),
+        pytest.param(MODELS + "cells: [{name: a, gpu: 1}]", "unknown field `gpu`", id="key"),
+        pytest.param(
+            MODELS + "cells: [{name: a, answers: [tpu]}]", "Invalid enum value 'tpu'", id="device"
+        ),
+        pytest.param(
+            MODELS + "cells: [{name: a, decode: {tp: x}}]", "Expected `int`", id="no number"
+        ),
+        pytest.param(
+            MODELS + "cells: [{name: a, models: [m]}, {name: a, models: [m]}]",
+            "a: each cell needs a name of its own",
+            id="same name",
+        ),
+        pytest.param(MODELS + "cells: [{name: a}]", "a: models are ['m']", id="no such model"),
+        pytest.param(
+            MODELS + "cells: [{name: a, models: [m], decode: {instances: 2}}]",
+            "a: answers: one engine a side",
+            id="answers of two engines",
+        ),
+        pytest.param(
+            MODELS + "cells: [{name: a, models: [m], accuracy: [cpu], decode: {pp: 2}}]",
+            "a: accuracy: no pp, flags, refused",
+            id="accuracy of stages",
+        ),
+        pytest.param("cells: [", "matrix.yaml", id="no yaml"),
+    ],
+)
+def test_what_is_not_allowed_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "matrix.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(SettingError) as raised:
+    with pytest.raises(MatrixError) as raised:
         load(path)
-    assert said in str(raised.value)
+    assert words in str(raised.value)
 
 
 def test_what_the_launcher_would_refuse_is_refused_at_once() -> None:
-    check(CASES, CPU, ["--single", "--limit", "1"])
-    with pytest.raises(SettingError, match=r"tp1-tp1: --limit=0: allowed is a whole number from 1"):
-        check(CASES, CPU, ["--limit", "0"])
+    accuracy.check_cells(ACCURACY_CELLS, CPU, ["--single", "--limit", "1"])
+    with pytest.raises(SettingError, match=r"same: --limit=0: allowed is a whole number from 1"):
+        accuracy.check_cells(ACCURACY_CELLS, CPU, ["--limit", "0"])
 
 
-def test_some_cases_are_chosen_by_name() -> None:
-    assert [case.name for case in chosen(CASES, ["1p2d", "tp1-tp1"])] == ["tp1-tp1", "1p2d"]
-    assert chosen(CASES, []) == CASES
-    with pytest.raises(SettingError, match="--only=foo: allowed are tp1-tp1"):
-        chosen(CASES, ["foo"])
+def test_some_cells_are_chosen_by_name() -> None:
+    assert [cell.name for cell in MATRIX.of("accuracy", ["1p2d", "same"])] == ["same", "1p2d"]
+    with pytest.raises(MatrixError, match="--only=foo: allowed are same"):
+        MATRIX.of("accuracy", ["foo"])
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        pytest.param(["mla/same"], {"mla": ["same"]}, id="one"),
+        pytest.param(["tp-2-3"], {"qwen3-kv12": ["tp-2-3"]}, id="a cell"),
+        pytest.param(["qwen3-kv1"], {"qwen3-kv1": ["tp-1-2", "tp-2-1"]}, id="a model"),
+    ],
+)
+def test_cells_are_chosen_by_model(names: list[str], chosen: dict[str, list[str]]) -> None:
+    by_model = {model: [c.name for c in cells] for model, cells in MATRIX.by_model(names)}
+    assert by_model == chosen
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(MatrixError, match="--only=foo: allowed are "):
+        list(MATRIX.by_model(["foo"]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_of_cells_bound_how_many_ranks_run(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "ensure_tiny_model", lambda **_: tmp_path)
+    specs = answers.Specs(MATRIX, answers.Place(device, num_gpus=3))
+    cells = [cell for cell in MATRIX.of("answers") if device in cell.answers]
+    batches = list(specs.batches("qwen3", cells))
+    assert [cell for batch in batches for cell in batch] == cells
+    for batch in batches:
+        ranks = sum(spec.ranks for spec in specs.of_cells("qwen3", batch))
+        assert len(batch) == 1 or ranks <= answers.MOST_RANKS[device]
+    assert len(batches) < len(cells)
+
+
+def test_no_engine_reads_from_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "ensure_tiny_model", lambda **_: tmp_path)
+    specs = answers.Specs(MATRIX, answers.Place())
+    for cell in MATRIX.of("answers"):
+        prefill, decode = specs.of_cell("qwen3", cell)
+        assert prefill.name != decode.name
+        assert (prefill, decode) == specs.of_cell("qwen3", cell)
+
+
+GOOD = answers.Outcome(
+    "qwen3",
+    "tp-1-2",
+    "tp1",
+    "tp2",
+    decode_ranks=2,
+    refused=None,
+    total=10,
+    same=9,
+    ties=1,
+    loaded=Loaded(loads=20, prompts=1000, cached=990),
+)
+REFUSED = replace(GOOD, refused="dtype", loaded=Loaded(failures=10), reasons=("dtype is x",))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict"),
+    [
+        pytest.param(GOOD, "ok", id="good"),
+        pytest.param(replace(GOOD, lacking="needs cuda"), "skipped: needs cuda", id="skipped"),
+        pytest.param(replace(GOOD, trouble="died"), "died", id="trouble"),
+        pytest.param(replace(GOOD, same=8), "1 of 10 answers differ", id="another answer"),
+        pytest.param(
+            replace(GOOD, loaded=Loaded(loads=19, failures=1, cached=990, prompts=1000)),
+            "1 loads failed; 19 of 20 loads",
+            id="a load failed",
+        ),
+        pytest.param(
+            replace(GOOD, loaded=Loaded(loads=20, prompts=1000, cached=980)),
+            "decode computed 20 tokens of its prompts",
+            id="computed",
+        ),
+        pytest.param(REFUSED, "refused", id="refused"),
+        pytest.param(replace(REFUSED, reasons=()), "decode did not say why", id="no reason"),
+        pytest.param(
+            replace(REFUSED, reasons=("late",)), "not for 'dtype': late", id="another reason"
+        ),
+        pytest.param(
+            replace(REFUSED, loaded=Loaded(loads=1)), "1 loads in spite of all", id="not refused"
+        ),
+    ],
+)
+def test_verdict_on_answers(outcome: answers.Outcome, verdict: str) -> None:
+    assert str(outcome.verdict) == verdict
+
+
+def test_reasons_are_the_first_lines_of_failed_loads() -> None:
+    log = "request a: KV not loaded: late\n    0.1 s asked\nrequest b: KV not loaded: late\nx\n"
+    assert answers.reasons_in(log) == ("late",)
 
 
 def result(verdict: str) -> dict[str, object]:
@@ -97,11 +240,13 @@ def result(verdict: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("results", "code", "verdicts"),
     [
-        ([result("ok")], 0, ["ok"]),
-        ([result("ok"), result("bad")], 1, ["ok", "bad"]),
-        ([result("ok")], 1, ["ok", "the launcher ended with status 1"]),
-        (None, 2, ["the launcher ended with status 2"]),
-        (None, 0, ["the launcher ended with status 0"]),
+        pytest.param([result("ok")], 0, ["ok"], id="good"),
+        pytest.param([result("ok"), result("bad")], 1, ["ok", "bad"], id="one model is bad"),
+        pytest.param(
+            [result("ok")], 1, ["ok", "the launcher ended with status 1"], id="ended badly"
+        ),
+        pytest.param(None, 2, ["the launcher ended with status 2"], id="no result"),
+        pytest.param(None, 0, ["the launcher ended with status 0"], id="no result, no error"),
     ],
 )
 def test_the_launchers_status_has_the_last_word(
@@ -110,16 +255,19 @@ def test_the_launchers_status_has_the_last_word(
     path = tmp_path / "case.json"
     if results is not None:
         path.write_text(json.dumps(results), encoding="utf-8")
-    found = rows(Case("a"), path, exit_code=code, seconds=70.0)
-    assert [row.verdict for row in found] == verdicts
-    assert any(row.failed for row in found) is (verdicts != ["ok"])
+    outcomes = list(accuracy.outcomes_of(Cell("a"), path, exit_code=code, seconds=70.0))
+    assert [str(outcome.verdict) for outcome in outcomes] == verdicts
+    all_good = all(outcome.verdict == Verdict("good", "ok") for outcome in outcomes)
+    assert all_good is (verdicts == ["ok"])
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    good = Row(Case("tp1-tp1"), "ok", seconds=61.0, result=result("ok"))
-    skipped = Row(Case("flashinfer"), "needs cuda, this is cpu", skipped=True)
-    print_rows([good, skipped])
-    said = capsys.readouterr().out
+def test_the_table_of_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results("accuracy", "results are good")
+    results.add(accuracy.Outcome("same", seconds=61.0, result=result("ok")))
+    results.add(accuracy.Outcome("flashinfer", lacking="needs cuda, this is cpu"))
+    assert results.print(2) == 0
+    table = capsys.readouterr().out
     for words in ("0.9500", "0.9600", "0.02", " 20 ", " 300 ", "2.500", " 61 "):
-        assert words in said
-    assert "skipped: needs cuda, this is cpu" in said
+        assert words in table
+    assert "skipped: needs cuda, this is cpu" in table
+    assert "1/1 results are good, 1 skipped" in table

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, LocalEngine
-
 from nixl_kv.config import Config
 from nixl_kv.protocol.events import OfferEnd
 from nixl_kv.transfer.loop import Parts

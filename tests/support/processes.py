@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 from lab.local.caches import Bytes, Cache, Sizes
-
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.paced import SEGMENT_CONFIG, PacedTransport

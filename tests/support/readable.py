@@ -1,9 +1,9 @@
 """A prefill rank's memory that others may read, without its machines."""
 
 import msgspec
+
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
-
 from nixl_kv.protocol.messages import Description, RankDescription, Slots
 from nixl_kv.transfer.read_agent import register
 from nixl_kv.transport.memory import Fabric, MemoryTransport

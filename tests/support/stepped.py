@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL, wire_tables
-
 from nixl_kv.config import Config
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pd.engines import Device
+from lab.cluster.engines import Device
 
 CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
-FOREIGN: Final = ("ROCM_", "XPU_", "NO_ATTENTION", "CUSTOM", "TORCH_SDPA")
+OTHER_DEVICES: Final = ("ROCM_", "XPU_", "NO_ATTENTION", "CUSTOM", "TORCH_SDPA")
 REGISTRY: Final = "v1/attention/backends/registry.py"
 
 
@@ -38,12 +38,12 @@ def detect(env: Mapping[str, str]) -> Machine:
 
 def cuda_backends() -> tuple[str, ...]:
     """The names that vLLM knows, read from its source: importing it takes seconds more."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
         return ()
-    source = (Path(found.origin).parent / REGISTRY).read_text(encoding="utf-8")
+    source = (Path(vllm.origin).parent / REGISTRY).read_text(encoding="utf-8")
     names = members(source, "AttentionBackendEnum")
-    return tuple(name for name in names if not name.startswith((*CPU_BACKENDS, *FOREIGN)))
+    return tuple(name for name in names if not name.startswith((*CPU_BACKENDS, *OTHER_DEVICES)))
 
 
 def members(source: str, enumeration: str) -> list[str]:
@@ -55,7 +55,7 @@ def members(source: str, enumeration: str) -> list[str]:
 
 
 def assign(gpus: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, ...]]:
-    """The GPUs of engines with so many ranks, in their order, wrapping round.
+    """The GPUs of engines with so many ranks each, in their order, wrapping round; none on CPU.
 
     No GPU comes twice in one engine as long as none has more ranks than there are GPUs.
     """

@@ -1,179 +1,141 @@
-"""What came of an evaluation: the verdict, tables, and the same as JSON."""
+"""What came of one model: whether that is good, and how it is shown."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-from rich.table import Table
+from lab.accuracy.evaluation import Job
+from lab.results import Verdict, print_table, verdict_of
 
-from pd.accuracy_models import Subject
-from pd.accuracy_run import Part
-from pd.accuracy_settings import Settings
-from pd.console import console
-
-WIDTH: Final = 120
-ROUNDING: Final = 1e-9  # of a difference that lies on the edge
-UNKNOWN: Final = "no accuracy is known; set EXPECTED_ACCURACY, or compare with --single"
-NONE_WANTED: Final[Mapping[str, str]] = {
+ROUNDING: Final = 1e-9
+"""Of a difference that is just the tolerance."""
+NONE_ALLOWED: Final[Mapping[str, str]] = {
     "load_failures_total": "loads failed: what decode recomputes proves nothing",
     "tickets_refused_total": "tickets were refused, and their prompts computed on decode",
     "tickets_missing_total": "prompts came to decode without a ticket, and were computed there",
 }
-ALL_WANTED: Final = ("loads_total", "tokens_loaded_total", "bytes_read_total")
-HEADINGS: Final = (
-    "engines", "accuracy", "expected", "tolerance", "items", "errors", "start s", "eval s",
-)  # fmt: skip
+NEEDED: Final = ("loads_total", "tokens_loaded_total", "bytes_read_total")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one model. `trouble` is what kept it from its end."""
+    """Of one model. In JSON it is all its fields, and its verdict."""
 
-    subject: Subject
-    settings: Settings
-    pair: Part | None = None
-    single: Part | None = None
+    model: str
+    task: str
+    instead_of: str
+    """The names of models that could not be had."""
+    expected: float | None
+    tolerance: float
+    verify: str | None
+    ranks: int
+    """Of a decode engine: each has loads of its own."""
+    accuracy: float | None = None
+    """Of prefill and decode apart; None if it was not evaluated."""
+    items: int = 0
+    errors: int = 0
+    """Requests that failed, and were sent again."""
+    computed: int = 0
+    """How many tokens of the prompts decode neither had nor read."""
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Of our connector, added up over the decode engines."""
+    single: float | None = None
+    """The accuracy of a single engine without connector; None if it was not evaluated."""
+    differing: int | None = None
+    """How many answers, right or wrong, are not the single engine's."""
     trouble: str = ""
+    """What kept it from its end."""
+    start_s: float = 0.0
+    eval_s: float = 0.0
+    single_eval_s: float = 0.0
     seconds: float = 0.0
 
-    @property
-    def differing(self) -> int | None:
-        """How many answers of the pair are not the single engine's; None without one."""
-        if self.pair is None or self.single is None:
-            return None
-        ours, theirs = self.pair.score.answers, self.single.score.answers
-        return sum(ours.get(key) != theirs.get(key) for key in ours.keys() | theirs.keys())
+    @classmethod
+    def before(cls, job: Job) -> "Outcome":
+        """Of a job that has not run."""
+        subject, settings = job.subject, job.settings
+        return cls(
+            model=subject.name,
+            task=subject.task,
+            instead_of=subject.instead_of,
+            expected=subject.expected,
+            tolerance=subject.tolerance,
+            verify=settings.verify,
+            ranks=settings.decode.tensor_parallel,
+        )
 
     @property
-    def verdict(self) -> str:
-        """Empty if all is well, else what is not."""
-        if self.trouble:
-            return self.trouble
-        if self.pair is None:
-            return "nothing was evaluated"
-        return "; ".join([*self._inaccurate(self.pair), *self._unproven(self.pair)])
+    def verdict(self) -> Verdict:
+        """See `lab.results.Result`."""
+        return verdict_of(*([self.trouble] if self.trouble else self._faults()))
 
-    @property
-    def compared(self) -> bool:
-        """Whether there is an accuracy to compare with."""
-        return self.subject.expected is not None or self.single is not None
+    def cells(self) -> dict[str, str]:
+        """See `lab.results.Result`."""
+        shares = {"P/D": self.accuracy, "single": self.single, "expected": self.expected}
+        return {
+            "model": self.model,
+            "task": self.task,
+            **{name: "-" if share is None else f"{share:.4f}" for name, share in shares.items()},
+            "tolerance": f"{self.tolerance:g}",
+            "items": str(self.items),
+            "differ": "-" if self.differing is None else str(self.differing),
+            "errors": str(self.errors),
+            "computed": str(self.computed),
+            "start s": f"{self.start_s:.0f}",
+            "eval s P/D": f"{self.eval_s:.0f}",
+            "eval s single": "-" if self.single is None else f"{self.single_eval_s:.0f}",
+            "wall s": f"{self.seconds:.0f}",
+        }
 
-    def _inaccurate(self, pair: Part) -> list[str]:
-        """Whether P/D is near what is expected, and near the single engine."""
-        single = None if self.single is None else self.single.score.accuracy
-        references = {"expected": self.subject.expected, "the single engine": single}
-        tolerance = self.subject.tolerance
-        return [
-            f"accuracy {pair.score.accuracy:.4f} is not within {tolerance:g} of {value:.4f}"
-            f" ({name})"
-            for name, value in references.items()
-            if value is not None and abs(pair.score.accuracy - value) > tolerance + ROUNDING
+    def print_details(self) -> None:
+        """All counters, and what figures alone do not say."""
+        counters = sorted(self.counters.items())
+        rows = [
+            {"name": name, "value": f"{value:,.0f}" if value == round(value) else f"{value:,.3f}"}
+            for name, value in counters
+            if value
         ]
+        if rows:
+            print_table(f"{self.model}: nixl_kv's counters, added up over decode engines", rows)
+            print(f"0: {', '.join(name for name, value in counters if not value)}")
+        if self.accuracy is not None and self.expected is None and self.single is None:
+            print(
+                f"{self.model}: {self.accuracy:.4f} was compared with NOTHING: no accuracy is "
+                "known; set EXPECTED_ACCURACY, or compare with --single"
+            )
+        if self.instead_of:
+            print(f"{self.instead_of}: NOT evaluated: no hub, and no local copy", flush=True)
 
-    def _unproven(self, pair: Part) -> list[str]:
+    def _faults(self) -> Iterator[str]:
+        if self.accuracy is None:
+            yield "nothing was evaluated"
+            return
+        references = {"expected": self.expected, "the single engine": self.single}
+        for name, value in references.items():
+            if value is not None and abs(self.accuracy - value) > self.tolerance + ROUNDING:
+                yield (
+                    f"accuracy {self.accuracy:.4f} is not within {self.tolerance:g} of "
+                    f"{value:.4f} ({name})"
+                )
+        yield from self._unproven()
+
+    def _unproven(self) -> Iterator[str]:
         """What was not read over NIXL says nothing about it, however right it is."""
-        counters = pair.counters
-        found = [
-            f"{counters[name]:.0f} {words}"
-            for name, words in NONE_WANTED.items()
-            if counters.get(name)
-        ]
-        found += self._not_loaded(pair)
-        loads = round(counters.get("loads_total", 0.0))
-        verified = round(counters.get("loads_verified_total", 0.0))
-        if self.settings.verify == "all" and verified < loads:
-            found.append(f"only {verified} of {loads} loads were verified by a digest")
-        if pair.score.errors:
-            found.append(f"{pair.score.errors} requests failed and were sent again")
-        return found
-
-    def _not_loaded(self, pair: Part) -> list[str]:
-        """Of each prompt decode computes the last token, and has or reads all others."""
-        if not all(pair.counters.get(name) for name in ALL_WANTED):
-            return ["nothing was loaded over NIXL: decode computed every prompt itself"]
-        items = pair.score.items
-        loads = round(pair.counters["loads_total"])
-        wanted = items * self.settings.decode.tensor_parallel
-        found = []
-        if loads < wanted:
-            found.append(f"only {loads} of {wanted} loads: decode computed the other prompts")
-        if pair.computed > items:
-            found.append(f"decode computed {pair.computed} tokens of {items} prompts itself")
-        return found
-
-
-def print_outcome(outcome: Outcome) -> None:
-    """The tables of one model, and its verdict."""
-    to = console(WIDTH)
-    to.print(_scores(outcome))
-    if outcome.pair is not None:
-        to.print(_counters(outcome.pair))
-        print(f"tokens of prompts that decode computed itself: {outcome.pair.computed}")
-        if not outcome.compared:
-            print(f"{outcome.pair.score.accuracy:.4f} was compared with NOTHING: {UNKNOWN}")
-    if outcome.differing is not None and outcome.pair is not None:
-        items = len(outcome.pair.score.answers)
-        print(f"answers that differ from the single engine's: {outcome.differing} of {items}")
-    if outcome.subject.instead_of:
-        print(f"{outcome.subject.instead_of} was NOT evaluated: no hub, and no local copy")
-    verdict = f"FAILED: {outcome.verdict}" if outcome.verdict else "ok"
-    print(f"{outcome.subject.name}: {verdict} ({outcome.seconds:.0f} s in all)", flush=True)
-
-
-def write_json(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """All outcomes, for programs: a list of `summary`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([summary(outcome) for outcome in outcomes], indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def summary(outcome: Outcome) -> dict[str, object]:
-    """One outcome without its answers."""
-    subject = outcome.subject
-    return {
-        "model": subject.name,
-        "instead_of": subject.instead_of,
-        "task": subject.task,
-        "accuracy": outcome.pair and outcome.pair.score.accuracy,
-        "expected": subject.expected,
-        "single": outcome.single and outcome.single.score.accuracy,
-        "tolerance": subject.tolerance,
-        "items": outcome.pair.score.items if outcome.pair else 0,
-        "differing": outcome.differing,
-        "computed": outcome.pair.computed if outcome.pair else 0,
-        "counters": dict(outcome.pair.counters) if outcome.pair else {},
-        "seconds": outcome.seconds,
-        "verdict": outcome.verdict or "ok",
-    }
-
-
-def _scores(outcome: Outcome) -> Table:
-    subject = outcome.subject
-    table = Table(title=f"{subject.name}, {subject.task}: prefill and decode apart")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "engines" else "right")
-    known = "-" if subject.expected is None else f"{subject.expected:.4f}"
-    for name, part in (("P/D", outcome.pair), ("single", outcome.single)):
-        if part is not None:
-            score = part.score
-            figures = (f"{score.accuracy:.4f}", known, f"{subject.tolerance:g}", str(score.items))
-            times = (str(score.errors), f"{part.start_s:.0f}", f"{score.seconds:.0f}")
-            table.add_row(name, *figures, *times)
-    return table
-
-
-def _counters(part: Part) -> Table:
-    """Those that are not 0, and the names of the others."""
-    zero = [name for name, value in sorted(part.counters.items()) if not value]
-    table = Table(
-        title="nixl_kv's counters, added up over the decode engines",
-        caption=f"0: {', '.join(zero)}" if zero else None,
-    )
-    table.add_column("name", min_width=WIDTH // 2)
-    table.add_column("value", justify="right", min_width=WIDTH // 4)
-    for name, value in sorted(part.counters.items()):
-        if value:
-            table.add_row(name, f"{value:,.0f}" if value == round(value) else f"{value:,.3f}")
-    return table
+        for name, words in NONE_ALLOWED.items():
+            if self.counters.get(name):
+                yield f"{self.counters[name]:.0f} {words}"
+        loads, verified = (
+            round(self.counters.get(name, 0.0)) for name in ("loads_total", "loads_verified_total")
+        )
+        if not all(self.counters.get(name) for name in NEEDED):
+            yield "nothing was loaded over NIXL: decode computed every prompt itself"
+        else:
+            wanted = self.items * self.ranks
+            if loads < wanted:
+                yield f"only {loads} of {wanted} loads: decode computed the other prompts"
+            if self.computed > self.items:  # the last token of each is always computed
+                yield f"decode computed {self.computed} tokens of {self.items} prompts itself"
+        if self.verify == "all" and verified < loads:
+            yield f"only {verified} of {loads} loads were verified by a digest"
+        if self.errors:
+            yield f"{self.errors} requests failed and were sent again"

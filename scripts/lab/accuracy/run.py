@@ -1,72 +1,103 @@
-"""A pair and perhaps a single engine, each started, evaluated and ended."""
+"""Runs a job: a pair and perhaps a single engine, each started, evaluated and ended."""
 
 import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from pd.accuracy_eval import Job, Score, evaluate
-from pd.accuracy_settings import SHAPE_KNOBS, Settings, Side
-from pd.client import Client, Counters
-from pd.cluster import CPU_DTYPE, Cluster, ClusterSpec
-from pd.engines import Engine, EngineSpec, Role
-from pd.outcomes import Figures
-from pd.pool import PATIENT, halves
+import httpx
 
-START_TIMEOUT_S = 1200.0  # vLLM's own launcher waits as long: weights may have to be fetched
-COUNTERS_LAG_S = 5.0
-PREFIX: Final = "vllm:nixl_kv_"
-IGNORED: Final = "_created"  # when a counter was made
-# Long prompts on CPU: the cache of a model's whole context would not fit into memory.
+from lab.accuracy.evaluation import Evaluation, Job, Score
+from lab.accuracy.outcome import Outcome
+from lab.accuracy.settings import SHAPE_KNOBS, Side
+from lab.cluster.client import Client, Counters
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import PATIENT, EngineSpec, Role, halves
+from lab.cluster.metrics import FAILURES, LOADS, PREFIX, CountersSince, Loaded
+from lab.cluster.processes import stop_all
+from lab.cluster.router import Router
+from lab.cluster.waiting import wait_until
+from lab.results import say_on_stderr
+
+START_TIMEOUT_S: Final = 1200.0
+"""vLLM's own launcher waits as long: weights may have to be fetched."""
+COUNTERS_LAG_S: Final = 5.0
+CREATED: Final = "_created"
+"""Samples that say when a counter began."""
 CPU_CONTEXT: Final = ("--max-model-len", "4096")
+"""For gsm8k: the cache of a model's whole context would not fit into memory."""
 CPU_CACHE_GIB: Final = {"VLLM_CPU_KVCACHE_SPACE": "4"}
+TROUBLES: Final = (RuntimeError, httpx.HTTPError, OSError, ValueError, LookupError)
+"""What an engine, a router or lm-eval can do wrong; the next model runs all the same."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One evaluation: of prefill and decode apart, or of a single engine."""
-
-    score: Score
-    start_s: float
-    counters: Mapping[str, float] = field(default_factory=dict)
-    """Of our connector, added up over the decode engines; none for a single engine."""
-
-    computed: int = 0
-    """How many tokens of the prompts decode neither had nor read."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """An engine's name, its role and its GPUs, which are none on CPU."""
-
-    name: str
-    role: Role
-    gpus: tuple[str, ...]
-
-
-def run_pair(job: Job) -> Part:
-    """Prefill, decode and a router, evaluated through the router."""
+def run(job: Job) -> Outcome:
+    """The pair, then the single engine if wanted; trouble is part of the outcome."""
     begin = time.monotonic()
-    with _cluster(pair_spec(job), job) as cluster:
-        start_s = time.monotonic() - begin
-        score = evaluate("lm-eval", cluster.router_url, job, check=cluster.check_alive)
-        ranks = job.settings.decode.tensor_parallel
-        counters = settled(cluster.decode, score.items * ranks)
-        computed = sum(figures(engine).computed for engine in cluster.decode)
-    return Part(score, start_s, counters, computed)
+    outcome = Outcome.before(job)
+    try:
+        clear(job.log_dir)
+        with Cluster(job.log_dir, start_timeout_s=START_TIMEOUT_S) as cluster:
+            outcome, pair = run_pair(job, cluster)
+            if job.settings.single:
+                outcome = compare(outcome, pair, run_single(job, cluster))
+    except TROUBLES as error:
+        kind = "" if isinstance(error, RuntimeError) else type(error).__name__  # ours say enough
+        trouble = ": ".join(filter(None, [kind, str(error)]))
+        say_on_stderr(trouble)
+        outcome = replace(outcome, trouble=trouble.split("\n")[0])
+    return replace(outcome, seconds=time.monotonic() - begin)
 
 
-def run_single(job: Job) -> Part:
+def run_pair(job: Job, cluster: Cluster) -> tuple[Outcome, Score]:
+    """Start prefill, decode and a router, evaluate them, and end them."""
+    begin = time.monotonic()
+    prefill, decode = pair_specs(job)
+    engines = cluster.start(*prefill, *decode)
+    router = cluster.route(engines[: len(prefill)], engines[len(prefill) :])
+    start_s = time.monotonic() - begin
+    outcome, score = judge_pair(job, router)
+    stop_all([router, *engines])
+    return replace(outcome, start_s=start_s), score
+
+
+def judge_pair(job: Job, router: Router) -> tuple[Outcome, Score]:
+    """Evaluate what runs behind a router, and count what its decode engines load meanwhile."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(engine.url)) for engine in router.decode]
+        counting = [CountersSince(client) for client in clients]
+        asked = (router, *router.prefill, *router.decode)
+        score = Evaluation("lm-eval", router.url, job).run(asked)
+        changed = settled(counting, score.items * job.settings.decode.tensor_parallel)
+    outcome = replace(
+        Outcome.before(job),
+        accuracy=score.accuracy,
+        items=score.items,
+        errors=score.errors,
+        computed=sum(Loaded.from_counters(one).computed for one in changed),
+        counters=add_up(changed),
+        eval_s=score.seconds,
+    )
+    return outcome, score
+
+
+def run_single(job: Job, cluster: Cluster) -> Score:
     """One engine without a connector, on the same items."""
-    begin = time.monotonic()
-    with _cluster(ClusterSpec(single=single_spec(job)), job) as cluster:
-        start_s = time.monotonic() - begin
-        url = cluster.engines[0].url
-        return Part(evaluate("lm-eval-single", url, job, check=cluster.check_alive), start_s)
+    (engine,) = cluster.start(single_spec(job))
+    return Evaluation("lm-eval-single", engine.url, job).run([engine])
+
+
+def compare(outcome: Outcome, pair: Score, single: Score) -> Outcome:
+    """The outcome beside that of a single engine."""
+    keys = pair.answers.keys() | single.answers.keys()
+    differing = sum(pair.answers.get(key) != single.answers.get(key) for key in keys)
+    return replace(
+        outcome, single=single.accuracy, differing=differing, single_eval_s=single.seconds
+    )
 
 
 def clear(folder: Path) -> None:
@@ -77,105 +108,94 @@ def clear(folder: Path) -> None:
         shutil.rmtree(output)
 
 
-def pair_spec(job: Job) -> ClusterSpec:
-    """All engines of both sides."""
-    settings = job.settings
-    gpus = settings.gpus()
-    cut = settings.prefill.instances
-    prefill = _engines("prefill", settings.prefill, job, gpus=gpus[:cut])
-    return ClusterSpec(prefill, _engines("decode", settings.decode, job, gpus=gpus[cut:]))
+def settled(counting: Sequence[CountersSince], loads: int) -> list[Counters]:
+    """What each engine has counted; waits a moment until that many loads have ended in all."""
+    changed: list[Counters] = []
+
+    def have_ended() -> bool:
+        changed[:] = [one.changed() for one in counting]
+        return sum(one.get(LOADS, 0) + one.get(FAILURES, 0) for one in changed) >= loads
+
+    wait_until(have_ended, COUNTERS_LAG_S)
+    return changed
 
 
-def single_spec(job: Job) -> EngineSpec:
-    """As a prefill engine on one rank, but without a connector, wherever it likes."""
-    side = job.settings.prefill
-    shape = Side(1, 1, side.block_size, None)
-    placed = Placed("single", "single", job.settings.machine.gpus[:1])
-    return _engine(placed, shape, job)
-
-
-def settled(engines: Sequence[Engine], loads: int) -> Counters:
-    """The connector's counters; waits a moment until that many loads have ended."""
-    deadline = time.monotonic() + COUNTERS_LAG_S
-    while True:
-        total = add_up([_counters(engine.url) for engine in engines])
-        ended = total.get("loads_total", 0.0) + total.get("load_failures_total", 0.0)
-        if ended >= loads or time.monotonic() > deadline:
-            return total
-        time.sleep(0.1)
-
-
-def figures(engine: Engine) -> Figures:
-    """What an engine has counted since its start."""
-    return Figures.from_counters(_counters(engine.url))
-
-
-def add_up(counters: Sequence[Counters]) -> Counters:
+def add_up(counters: Sequence[Counters]) -> dict[str, float]:
     """Those of our connector over all engines, by name without prefix."""
-    total: Counters = {}
+    total: dict[str, float] = {}
     for one in counters:
         for name, value in one.items():
-            if name.startswith(PREFIX) and not name.endswith(IGNORED):
+            if name.startswith(PREFIX) and not name.endswith(CREATED):
                 short = name.removeprefix(PREFIX)
                 total[short] = total.get(short, 0.0) + value
     return total
 
 
-def _counters(url: str) -> Counters:
-    with Client(url) as client:
-        return client.counters()
+def pair_specs(job: Job) -> tuple[list[EngineSpec], list[EngineSpec]]:
+    """All engines of both sides, each on the next GPUs, or on a half of the cores.
+
+    Whoever waits spins, and starves who works: prefill has one half, decode the other.
+    """
+    settings = job.settings
+    gpus = iter(settings.gpus())
+    cores = halves(os.sched_getaffinity(0))
+    sides: Mapping[Role, Side] = {"prefill": settings.prefill, "decode": settings.decode}
+    prefill, decode = (
+        [
+            _spec(f"{role}-{number}", role, side, job, gpus=next(gpus), cores=half)
+            for number in range(side.instances)
+        ]
+        for (role, side), half in zip(sides.items(), cores, strict=True)
+    )
+    return prefill, decode
 
 
-def _cluster(spec: ClusterSpec, job: Job) -> Cluster:
-    return Cluster(spec, log_dir=job.log_dir, start_timeout_s=START_TIMEOUT_S)
+def single_spec(job: Job) -> EngineSpec:
+    """As a prefill engine on one rank, but without a connector, and wherever it likes."""
+    side = Side(1, 1, job.settings.prefill.block_size, None)
+    return _spec("single", "single", side, job, gpus=job.settings.machine.gpus[:1])
 
 
-def _engines(
-    role: Role, side: Side, job: Job, *, gpus: Sequence[tuple[str, ...]]
-) -> list[EngineSpec]:
-    placed = (Placed(f"{role}-{number}", role, mine) for number, mine in enumerate(gpus))
-    return [_engine(one, side, job) for one in placed]
-
-
-def _engine(placed: Placed, side: Side, job: Job) -> EngineSpec:
+def _spec(
+    name: str,
+    role: Role,
+    side: Side,
+    job: Job,
+    *,
+    gpus: Sequence[str],
+    cores: frozenset[int] = frozenset(),
+) -> EngineSpec:
     settings, subject = job.settings, job.subject
-    device = settings.machine.device
-    alone = placed.role == "single"
+    on_cpu = settings.machine.device == "cpu"
+    config = {**(PATIENT if on_cpu else {}), "verify": settings.verify or "off"}
     return EngineSpec(
-        placed.name,
+        name,
         Path(subject.path),
-        placed.role,
-        "none" if alone else "nixl-kv",
-        connector_config={} if alone else connector_config(settings),
-        device=device,
-        dtype=CPU_DTYPE if device == "cpu" else "auto",
+        role,
+        "none" if role == "single" else "nixl-kv",
+        connector_config={} if role == "single" else config,
+        device=settings.machine.device,
         tensor_parallel=side.tensor_parallel,
+        block_size=side.block_size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        extra_args=_arguments(side, job),
-        extra_env=_environment(side, job, placed.gpus),
-        without_env=SHAPE_KNOBS,  # each engine is told its own
-        cores=_cores(placed.role) if device == "cpu" else frozenset(),
+        extra_args=_arguments(job),
+        extra_env=_environment(side, job, gpus),
+        without_env=SHAPE_KNOBS,  # each engine is given its own
+        cores=cores if on_cpu else frozenset(),
         served_name=subject.name,
     )
 
 
-def connector_config(settings: Settings) -> dict[str, object]:
-    """Of both sides. Few cores make everything slow, also the signs of life."""
-    patient = PATIENT if settings.machine.device == "cpu" else {}
-    return patient | {"verify": settings.verify or "off"}
-
-
-def _arguments(side: Side, job: Job) -> tuple[str, ...]:
-    settings = job.settings
-    arguments = ["--block-size", str(side.block_size)]
-    if settings.attention_backend:
-        arguments += ["--attention-backend", settings.attention_backend]
+def _arguments(job: Job) -> tuple[str, ...]:
+    settings, subject = job.settings, job.subject
+    backend = settings.attention_backend
+    arguments = ["--attention-backend", backend] if backend else []
     if settings.machine.device == "cuda":
         arguments += ["--enforce-eager"]  # on CPU it always is
-    elif job.subject.task == "gsm8k":
+    elif subject.task == "gsm8k":
         arguments += CPU_CONTEXT
-    wanted = () if job.subject.instead_of else settings.engine_args  # meant for another model
-    return (*arguments, *job.subject.engine_args, *wanted)
+    wanted = () if subject.instead_of else settings.engine_args  # meant for another model
+    return (*arguments, *subject.engine_args, *wanted)
 
 
 def _environment(side: Side, job: Job, gpus: Sequence[str]) -> dict[str, str]:
@@ -187,12 +207,3 @@ def _environment(side: Side, job: Job, gpus: Sequence[str]) -> dict[str, str]:
     if job.subject.task == "gsm8k" and not gpus:
         env |= CPU_CACHE_GIB
     return env
-
-
-def _cores(role: Role) -> frozenset[int]:
-    """Prefill on one half, decode on the other: whoever waits spins, and starves who works."""
-    if role == "single":
-        return frozenset()
-    parts = cycle(halves(os.sched_getaffinity(0)))
-    first = next(parts)
-    return first if role == "prefill" else next(parts)

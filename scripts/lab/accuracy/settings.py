@@ -1,6 +1,14 @@
-"""The launcher's knobs: environment variables and flags, all checked before anything starts."""
+"""The launcher's knobs: environment variables and flags, all checked before anything starts.
+
+They are read by hand. Measured against pydantic-settings 2.16, on the good and bad values of
+tests/lab/accuracy/test_settings.py: `Knobs` has 76 lines, the same with it 115 and 0.8 s of import
+on top. Its errors name one bound, never all that is allowed, so that each field needs its words
+beside its bounds; it takes `1_0`, `+5` and `1.0` for whole numbers; and what the device at hand
+allows, which flag goes before which variable, and an environment other than ours stay hand work.
+"""
 
 import argparse
+import contextlib
 import itertools
 import math
 import re
@@ -8,10 +16,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
-from pd.accuracy_machine import Machine, assign
-from pd.engines import Device
+from lab.accuracy.machine import Machine, assign
+from lab.cluster.engines import Device
 
 USAGE: Final = """\
 bash scripts/run_accuracy_test.sh [--kv_buffer_device DEVICE] [--attention-backend NAME]
@@ -20,13 +28,16 @@ LAYOUTS: Final[Mapping[Device, Sequence[str]]] = {
     "cpu": ("HND", "LBHNC"),
     "cuda": ("HND", "NHD", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"),
 }
-BLOCK_MULTIPLE: Final[Mapping[Device, int]] = {"cpu": 32, "cuda": 16}
+BLOCK_SIZES: Final[Mapping[Device, range]] = {
+    "cpu": range(32, 1025, 32),
+    "cuda": range(16, 1025, 16),
+}
 CONCURRENT: Final[Mapping[Device, int]] = {"cpu": 4, "cuda": 100}
-DEFAULT_BLOCK = 128
-DEFAULT_MEMORY = 0.2
-MOST_INSTANCES = 64
-MOST_TOKENS_IN_A_BLOCK = 1024
-MOST_REQUESTS = 1024
+INSTANCES: Final = range(1, 65)
+REQUESTS: Final = range(1, 1025)
+LIMITS: Final = range(1, 10**6 + 1)
+DEFAULT_BLOCK_SIZE: Final = 128
+DEFAULT_MEMORY: Final = 0.2
 SHAPE_KNOBS: Final = frozenset(
     {
         "ATTENTION_BACKEND",
@@ -43,18 +54,8 @@ SHAPE_KNOBS: Final = frozenset(
         "VLLM_KV_CACHE_LAYOUT",
     }
 )
-"""Those that say which engines there are, and how they store KV."""
+"""Variables that say which engines there are, and how they store KV."""
 
-OTHER_KNOBS: Final = frozenset(
-    {
-        "EXPECTED_ACCURACY",
-        "MODEL_NAMES",
-        "NUM_CONCURRENT",
-        "TOLERANCE",
-        "VERIFY",
-        "VLLM_SERVE_EXTRA_ARGS",
-    }
-)
 REFUSED: Final[Mapping[str, tuple[Sequence[str], str]]] = {
     "CROSS_LAYERS_BLOCKS": (("0", "FALSE"), "blocks do not span layers, allowed is False"),
     "DP_EP": ((), "decode is never data parallel here, allowed is nothing"),
@@ -62,7 +63,7 @@ REFUSED: Final[Mapping[str, tuple[Sequence[str], str]]] = {
 }
 """Knobs of vLLM's launcher: the values that change nothing, and why no others are allowed."""
 
-VERIFY = re.compile(r"off|all|sample:(0?\.\d+|1(\.0+)?|0)")
+VERIFY: Final = re.compile(r"off|all|sample:(0?\.\d+|1(\.0+)?|0)")
 
 
 class SettingError(ValueError):
@@ -80,7 +81,8 @@ class Side:
     instances: int
     tensor_parallel: int
     block_size: int
-    layout: str | None  # None: the connector's choice
+    layout: str | None
+    """None: the connector's choice."""
 
 
 @dataclass(frozen=True)
@@ -103,71 +105,97 @@ class Settings:
     json_path: Path | None
     log_dir: Path | None
 
-    @property
-    def ranks(self) -> list[int]:
-        """Of each engine: prefill first, then decode."""
-        sides = (self.prefill, self.decode)
-        return [side.tensor_parallel for side in sides for _ in range(side.instances)]
-
     def gpus(self) -> list[tuple[str, ...]]:
-        """Of each engine, in the order of `ranks`; empty ones on CPU."""
-        return assign(self.machine.gpus, self.ranks)
+        """Of each engine, prefill first, then decode; empty ones on CPU."""
+        sides = (self.prefill, self.decode)
+        ranks = [side.tensor_parallel for side in sides for _ in range(side.instances)]
+        return assign(self.machine.gpus, ranks)
+
+    def __str__(self) -> str:
+        """The two sides in a few words."""
+        sides = {"prefill": self.prefill, "decode": self.decode}
+        words = [
+            f"{side.instances} {name} TP{side.tensor_parallel} block {side.block_size}"
+            + (f" {side.layout}" if side.layout else "")
+            for name, side in sides.items()
+        ]
+        backend = [self.attention_backend] if self.attention_backend else []
+        return ", ".join([*words, *backend, f"on {self.machine.device}"])
 
 
 class Knobs:
-    """Reads environment variables; an empty one counts as one that is not set."""
+    """Reads variables and flags by their names; an empty one counts as one that is not set."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        """Takes the environment."""
-        self._env = env
+    def __init__(self, values: Mapping[str, str], device: Device) -> None:
+        """Takes the environment, perhaps with flags among it."""
+        self._values = values
+        self._device: Device = device
 
-    def text(self, name: str) -> str | None:
-        """As it stands; None if not set."""
-        return self._env.get(name, "").strip() or None
+    def text(self, name: str) -> str:
+        """As it stands, without spaces around it."""
+        return self._values.get(name, "").strip()
 
-    def whole(self, name: str, default: int, *, most: int, multiple: int = 1) -> int:
-        """A whole number from `multiple` on, in its steps."""
+    def words(self, name: str, separators: str) -> tuple[str, ...]:
+        """What stands between the separators, a regular expression, and is not empty."""
+        parts = (part.strip() for part in re.split(separators, self.text(name)))
+        return tuple(part for part in parts if part)
+
+    def whole(self, name: str, default: int, allowed: range) -> int:
+        """A whole number."""
         text = self.text(name)
-        if text is None:
+        if not text:
             return default
-        steps = f", a multiple of {multiple}" if multiple > 1 else ""
-        allowed = f"allowed is a whole number from {multiple} to {most}{steps}"
-        if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-            raise SettingError(name, text, allowed)
-        value = int(text)
-        if not multiple <= value <= most or value % multiple:
-            raise SettingError(name, text, allowed)
-        return value
+        # A few digits: int() takes more than these, and as many as there are.
+        if re.fullmatch(r"[0-9]{1,9}", text) and int(text) in allowed:
+            return int(text)
+        steps = f", a multiple of {allowed.step}" if allowed.step > 1 else ""
+        words = f"allowed is a whole number from {allowed[0]} to {allowed[-1]}{steps}"
+        raise SettingError(name, text, words)
 
-    def share(self, name: str, *, zero: bool = False) -> float | None:
-        """A number above 0, or from 0 on, up to 1; None if not set."""
+    def share(self, name: str, *, zero: bool = True) -> float | None:
+        """A number from 0 on, or above 0, up to 1; None if not set."""
         text = self.text(name)
-        if text is None:
+        if not text:
             return None
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not (0 < value <= 1 or (zero and value == 0)):
-            least = "from 0" if zero else "above 0"
-            raise SettingError(name, text, f"allowed is a number {least} up to 1")
-        return value
+        with contextlib.suppress(ValueError):
+            if 0 < float(text) <= 1 or (zero and float(text) == 0):
+                return float(text)
+        least = "from 0" if zero else "above 0"
+        raise SettingError(name, text, f"allowed is a number {least} up to 1")
 
-    def choice(self, name: str, allowed: Sequence[str], device: Device) -> str | None:
-        """One of these, in any case of letters; anything where nobody knows; None if not set."""
+    def choice(self, name: str, allowed: Sequence[str]) -> str | None:
+        """One of these, in any case of letters; anything where there are none; None if not set."""
         text = self.text(name)
-        if text is None or not allowed or text.upper() in allowed:
-            return text and text.upper()
-        place = "CPU" if device == "cpu" else "CUDA"
-        raise SettingError(name, text, f"on {place} allowed is one of {', '.join(allowed)}")
+        if text and allowed and text.upper() not in allowed:
+            words = f"on {self._device.upper()} allowed is one of {', '.join(allowed)}"
+            raise SettingError(name, text, words)
+        return text.upper() or None
 
+    def side(self, side: str, role: str) -> Side:
+        """The names are vLLM's: NUM_DECODE_INSTANCES and DECODE_BLOCK_SIZE, but DECODER_TP_SIZE."""
+        layouts = LAYOUTS[self._device]
+        both = self.choice("VLLM_KV_CACHE_LAYOUT", layouts)
+        return Side(
+            instances=self.whole(f"NUM_{side}_INSTANCES", 1, INSTANCES),
+            tensor_parallel=self.whole(f"{role}_TP_SIZE", 1, INSTANCES),
+            block_size=self.whole(
+                f"{side}_BLOCK_SIZE", DEFAULT_BLOCK_SIZE, BLOCK_SIZES[self._device]
+            ),
+            layout=self.choice(f"{role}_KV_LAYOUT", layouts) or both,
+        )
 
-class FlagParser(argparse.ArgumentParser):
-    """Says what is wrong as all other knobs do."""
+    def backend(self, allowed: Sequence[str]) -> str | None:
+        """The flag before the variable, and this before its older name."""
+        names = ("--attention-backend", "ATTENTION_BACKEND", "VLLM_ATTENTION_BACKEND")
+        return next(filter(None, [self.choice(name, allowed) for name in names]), None)
 
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
-        raise SettingError(message, None, f"usage: {USAGE}")
+    def verify(self) -> str | None:
+        """Unlike the others, it may be set to nothing: the connector's own default."""
+        text = self._values.get("VERIFY", "all").strip()
+        if text and not VERIFY.fullmatch(text):
+            allowed = "allowed is off, sample:RATE with a rate from 0 to 1, all, or nothing"
+            raise SettingError("VERIFY", text, allowed)
+        return text or None
 
 
 def parse(arguments: Sequence[str], env: Mapping[str, str], machine: Machine) -> Settings:
@@ -177,46 +205,54 @@ def parse(arguments: Sequence[str], env: Mapping[str, str], machine: Machine) ->
         SettingError: for the first one that is not allowed.
     """
     flags = _flags(arguments)
-    knobs = Knobs(env)
     device = machine.device
+    knobs = Knobs({**env, "--attention-backend": flags.attention_backend or ""}, device)
     _check_refused(knobs)
     _check_buffer(flags.kv_buffer_device, device)
     settings = Settings(
         machine=machine,
-        models=tuple(re.findall(r"[^\s,]+", knobs.text("MODEL_NAMES") or "")),
-        prefill=_side(knobs, "PREFILL", "PREFILLER", device=device),
-        decode=_side(knobs, "DECODE", "DECODER", device=device),
-        gpu_memory_utilization=knobs.share("GPU_MEMORY_UTILIZATION") or DEFAULT_MEMORY,
-        attention_backend=_backend(flags.attention_backend, knobs, machine),
-        verify=_verify(env),
-        concurrent=knobs.whole("NUM_CONCURRENT", CONCURRENT[device], most=MOST_REQUESTS),
-        expected=knobs.share("EXPECTED_ACCURACY", zero=True),
-        tolerance=knobs.share("TOLERANCE", zero=True),
-        engine_args=_engine_args(knobs),
+        models=knobs.words("MODEL_NAMES", r"[\s,]"),
+        prefill=knobs.side("PREFILL", "PREFILLER"),
+        decode=knobs.side("DECODE", "DECODER"),
+        gpu_memory_utilization=knobs.share("GPU_MEMORY_UTILIZATION", zero=False) or DEFAULT_MEMORY,
+        attention_backend=knobs.backend(machine.backends),
+        verify=knobs.verify(),
+        concurrent=knobs.whole("NUM_CONCURRENT", CONCURRENT[device], REQUESTS),
+        expected=knobs.share("EXPECTED_ACCURACY"),
+        tolerance=knobs.share("TOLERANCE"),
+        engine_args=knobs.words("VLLM_SERVE_EXTRA_ARGS", ","),
         single=flags.single,
-        limit=_limit(flags.limit),
-        json_path=place("--json", flags.json, folder=False),
-        log_dir=place("--log-dir", flags.log_dir, folder=True),
+        limit=_limit(flags.limit, device),
+        json_path=_place("--json", flags.json, folder=False),
+        log_dir=_place("--log-dir", flags.log_dir, folder=True),
     )
     _check_gpus(settings)
     return settings
 
 
 def _flags(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = FlagParser(prog="run_accuracy_test.sh", usage=USAGE, allow_abbrev=False)
-    parser.add_argument("--kv_buffer_device", "--kv-buffer-device", metavar="DEVICE")
-    parser.add_argument("--attention-backend", metavar="NAME")
-    parser.add_argument("--single", action="store_true", help="also one engine without connector")
-    parser.add_argument("--limit", metavar="N", help="only the first N items")
-    parser.add_argument("--json", metavar="FILE", help="the results, for programs")
-    parser.add_argument("--log-dir", metavar="DIR", help="default: a new folder")
-    found, unknown = parser.parse_known_args(arguments)
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("--kv_buffer_device", "--kv-buffer-device")
+    parser.add_argument("--single", action="store_true")
+    for name in ("--attention-backend", "--limit", "--json", "--log-dir"):
+        parser.add_argument(name)
+    try:
+        flags, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise SettingError(str(error), None, f"usage: {USAGE}") from error
     if unknown:
         raise SettingError(unknown[0], None, f"there is no such flag; usage: {USAGE}")
-    return found
+    return flags
 
 
-def place(flag: str, text: str | None, *, folder: bool) -> Path | None:
+def _limit(text: str | None, device: Device) -> int | None:
+    """An empty one is no number either: whoever gives the flag wants a limit."""
+    if text is None:
+        return None
+    return Knobs({"--limit": text.strip() or "(nothing)"}, device).whole("--limit", 0, LIMITS)
+
+
+def _place(flag: str, text: str | None, *, folder: bool) -> Path | None:
     """Where results go; None if the flag is not given.
 
     Raises:
@@ -224,66 +260,18 @@ def place(flag: str, text: str | None, *, folder: bool) -> Path | None:
     """
     if text is None:
         return None
-    path = Path(text)
-    whole = path.absolute()
-    there = next(place for place in (whole, *whole.parents) if place.exists())
-    if not text.strip() or there.is_dir() != (folder or there != whole):
+    path = Path(text).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not text.strip() or there.is_dir() != (folder or there != path):
         kind = "a folder" if folder else "a file"
         raise SettingError(flag, text, f"allowed is {kind} that is there or can be made")
-    return path
-
-
-def _side(knobs: Knobs, side: str, role: str, *, device: Device) -> Side:
-    """The names are vLLM's: NUM_DECODE_INSTANCES and DECODE_BLOCK_SIZE, but DECODER_TP_SIZE."""
-    multiple = BLOCK_MULTIPLE[device]
-    layout = knobs.choice(f"{role}_KV_LAYOUT", LAYOUTS[device], device)
-    return Side(
-        instances=knobs.whole(f"NUM_{side}_INSTANCES", 1, most=MOST_INSTANCES),
-        tensor_parallel=knobs.whole(f"{role}_TP_SIZE", 1, most=MOST_INSTANCES),
-        block_size=knobs.whole(
-            f"{side}_BLOCK_SIZE", DEFAULT_BLOCK, most=MOST_TOKENS_IN_A_BLOCK, multiple=multiple
-        ),
-        layout=layout or knobs.choice("VLLM_KV_CACHE_LAYOUT", LAYOUTS[device], device),
-    )
-
-
-def _backend(flag: str | None, knobs: Knobs, machine: Machine) -> str | None:
-    """The flag before the variable, and this before its older name."""
-    given = Knobs({"--attention-backend": flag or ""})
-    sources = (
-        (given, "--attention-backend"),
-        (knobs, "ATTENTION_BACKEND"),
-        (knobs, "VLLM_ATTENTION_BACKEND"),
-    )
-    found = [where.choice(name, machine.backends, machine.device) for where, name in sources]
-    return next(filter(None, found), None)
-
-
-def _verify(env: Mapping[str, str]) -> str | None:
-    """Unlike the others, it may be set to nothing: the connector's own default."""
-    value = env.get("VERIFY", "all").strip()
-    if value and not VERIFY.fullmatch(value):
-        allowed = "allowed is off, sample:RATE with a rate from 0 to 1, all, or nothing"
-        raise SettingError("VERIFY", value, allowed)
-    return value or None
-
-
-def _engine_args(knobs: Knobs) -> tuple[str, ...]:
-    parts = (part.strip() for part in (knobs.text("VLLM_SERVE_EXTRA_ARGS") or "").split(","))
-    return tuple(part for part in parts if part)
-
-
-def _limit(text: str | None) -> int | None:
-    if text is None:
-        return None
-    # Nothing is no number either: whoever gives the flag wants a limit.
-    return Knobs({"--limit": text.strip() or "(nothing)"}).whole("--limit", 0, most=10**6)
+    return Path(text)
 
 
 def _check_refused(knobs: Knobs) -> None:
     for name, (harmless, words) in REFUSED.items():
         text = knobs.text(name)
-        if text is not None and text.upper() not in harmless:
+        if text and text.upper() not in harmless:
             raise SettingError(name, text, words)
 
 

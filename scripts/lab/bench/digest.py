@@ -6,226 +6,147 @@ has read, as decode does with `verify`. Prefill digests the same while it is rea
 """
 
 import argparse
-import multiprocessing
+import itertools
 import statistics
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
-import torch
 
-from nixl_kv.connector.digests import Compute, OnHost
-from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.excerpts import BlockTable, Strip, excerpts, strips
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.plan import Plan, plan
-from nixl_kv.geometry.ranks import holding
-from nixl_kv.transport.nixl import NixlTransport
-from pd.link import BASE
+from lab.bench.link import BASE
+from lab.bench.memory import RemoteMemory
+from lab.results import Figures, Results
+from nixl_kv.geometry.blocks import BlockTable
+from nixl_kv.geometry.digest import Key
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from nixl_kv.geometry.plan import plan
+from nixl_kv.geometry.ranks import held_heads
+from nixl_kv.geometry.slices import LocalSlice, find_slices, slices_read
+from nixl_kv.transfer.digests import Digester, HostDigester
+from nixl_kv.transfer.loop import READING_PAUSE_S
 
-SERVE_S: Final = 0.001
-NAP_S: Final = 0.0001
+WARM_UP: Final = 2
 KEY: Final = Key("ab" * 16)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a cache: layers, KV heads, bytes of K (and of V) per head and token, tokens per block."""
-
-    layers: int
-    heads: int
-    size: int
-    block: int
-    order: str
-
-    def strides(self, num_blocks: int) -> dict[str, int]:
-        """In bytes, by letter."""
-        counts = (self.layers, num_blocks, self.heads, self.block, 2 * self.size)
-        sizes = dict(zip("LBHNC", counts, strict=True))
-        found, stride = {}, 1
-        for letter in reversed(self.order):
-            found[letter] = stride
-            stride *= sizes[letter]
-        return found
-
-
-SHAPES: Final = {
-    "qwen3-8b": (36, 8, 256),
-    "llama-70b-tp8": (80, 1, 256),
-    "deepseek": (61, 1, 576),
-    "tiny": (4, 4, 256),
+MODELS: Final = {
+    "qwen3-8b": ModelShape(36, 8, (256, 256), "bfloat16"),
+    "llama-70b-tp8": ModelShape(80, 1, (256, 256), "bfloat16"),
+    "deepseek": ModelShape(61, 1, (576, 576), "bfloat16"),
+    "tiny": ModelShape(4, 4, (256, 256), "bfloat16"),
 }
 
 
-class Cache:
-    """The memory of one rank, large enough for so many blocks."""
+class Prompt:
+    """A prompt in random blocks of two caches of the same shape, of which one is read."""
 
-    def __init__(self, shape: Shape, num_blocks: int, device: str) -> None:
-        """Take it, with something in it."""
-        strides = shape.strides(num_blocks)
-        total = 2 * shape.size * shape.block * shape.heads * shape.layers * num_blocks
-        generator = torch.Generator(device).manual_seed(1)
-        self.tensor = torch.empty(total // 8, dtype=torch.int64, device=device)
-        self.tensor.random_(generator=generator)
-        base = self.tensor.data_ptr()
-        parts = (Part(0, shape.size), Part(shape.size, shape.size))
-        regions = tuple(
-            Region(
-                f"layer.{n}",
-                base + n * strides["L"],
-                strides["B"],
-                strides["H"],
-                strides["N"],
-                0,
-                shape.heads,
-                parts,
-            )
-            for n in range(shape.layers)
-        )
-        group = Group(shape.block, num_blocks, 1, regions)
-        memory: Any = "DRAM" if device == "cpu" else "VRAM"
-        self.layout = CacheLayout((group,), "bfloat16", memory, 0, (Span(base, total),))
-
-
-def transport(layout: CacheLayout) -> NixlTransport:
-    """With the cache registered, as the connector does."""
-    made = NixlTransport(ucx_options=BASE)
-    for span in layout.spans:
-        made.register(span, layout.memory, 0)
-    return made
-
-
-def serve(shape: Shape, num_blocks: int, pipe: Connection, *, device: str) -> None:
-    """The side that is read."""
-    cache = Cache(shape, num_blocks, device)
-    made = transport(cache.layout)
-    if device != "cpu":
-        torch.cuda.synchronize()
-    pipe.send((made.metadata(), cache.layout))
-    while not pipe.poll(SERVE_S):
-        made.progress()
-
-
-class Reader:
-    """The side that reads and digests."""
-
-    def __init__(self, shape: Shape, num_tokens: int, device: str) -> None:
-        """Start the other side, and connect."""
-        num_blocks = 2 * -(-num_tokens // shape.block)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._server = context.Process(
-            target=serve, args=(shape, num_blocks, theirs), kwargs={"device": device}, daemon=True
-        )
-        self._server.start()
-        self._cache = Cache(shape, num_blocks, device)
-        self._transport = transport(self._cache.layout)
-        self._compute = compute(self._cache.layout)
-        metadata, there = self._pipe.recv()
-        peer = self._transport.add_peer(metadata)
-        here = self._cache.layout
-        self._plan: Plan = plan(here, there, holding(here))
-        self._lists = (
-            self._transport.prepare(self._plan.local, here.memory, None),
-            self._transport.prepare(self._plan.remote, there.memory, peer),
-        )
-        rng = np.random.default_rng(0)
-        count = num_blocks // 2
-        self._tables = [rng.permutation(num_blocks)[:count].astype(np.int32) for _ in range(2)]
+    def __init__(self, layout: CacheLayout, remote: RemoteMemory, num_tokens: int) -> None:
+        """`layout` is for any address."""
+        self._layout = layout_at(layout, remote.own.address)
+        (group,) = layout.groups
         self._num_tokens = num_tokens
-        self._strips = self._find()
+        count = -(-num_tokens // group.block_size)
+        rng = np.random.default_rng(0)
+        self._local, self._remote = (
+            rng.permutation(group.num_blocks)[:count].astype(np.int32) for _ in range(2)
+        )
+        self._plan = plan(self._layout, layout_at(layout, remote.address))
+        self._read = remote.prepare(self._plan.local, self._plan.remote)
+        self._digester = build_digester(self._layout)
 
     @property
     def num_bytes(self) -> int:
-        """Of the prompt's KV."""
-        return sum(strip.num_bytes for strip in self._strips)
+        """Of its KV."""
+        return sum(one.num_bytes for one in self._slices())
 
     def read(self) -> float:
-        """Read all of it; in seconds."""
+        """Read all of it, from the block tables on; in seconds."""
         begin = time.perf_counter()
-        reads = self._plan.reads(*([table] for table in self._tables), range(self._num_tokens))
-        handle = self._transport.read(*self._lists, (reads.local, reads.remote))
-        while not self._transport.poll(handle):
-            time.sleep(NAP_S)
+        reads = self._plan.reads([self._local], [self._remote], range(self._num_tokens))
+        self._read((reads.local, reads.remote), READING_PAUSE_S)
         return time.perf_counter() - begin
 
-    def digest(self) -> tuple[float, Digest]:
-        """Digest all of it, from the block table on, as decode does; in seconds."""
+    def digest(self) -> float:
+        """Digest all of it, from the block table on; in seconds."""
         begin = time.perf_counter()
-        steps = self._compute(KEY, self._find())
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return time.perf_counter() - begin, end.value
-            if self._compute.nap_s:
-                time.sleep(self._compute.nap_s / 10)
+        for _ in self._digester(KEY, self._slices()):
+            if self._digester.pause_s:
+                time.sleep(READING_PAUSE_S)
+        return time.perf_counter() - begin
 
-    def close(self) -> None:
-        """End the other side."""
-        self._pipe.send("end")
-        self._server.join(10)
-        self._server.kill()
-
-    def _find(self) -> list[Strip]:
-        layout, table = self._cache.layout, BlockTable(self._tables[0])
-        wanted = excerpts(layout, holding(layout), [table])
-        return strips(layout, wanted, [table], end=self._num_tokens)
+    def _slices(self) -> list[LocalSlice]:
+        layout = self._layout
+        tables = [BlockTable(self._local, layout.groups[0])]
+        wanted = slices_read(layout, held_heads(layout), tables)
+        return find_slices(layout, wanted, tables, end=self._num_tokens)
 
 
-def compute(layout: CacheLayout) -> Compute:
-    """As the connector does it."""
+def layout_at(layout: CacheLayout, address: int) -> CacheLayout:
+    """The same cache elsewhere."""
+    offset = address - layout.spans[0].address
+    groups = tuple(
+        replace(group, regions=tuple(replace(r, base=r.base + offset) for r in group.regions))
+        for group in layout.groups
+    )
+    spans = tuple(replace(span, address=span.address + offset) for span in layout.spans)
+    return replace(layout, groups=groups, spans=spans)
+
+
+def build_digester(layout: CacheLayout) -> Digester:
+    """As the transfer engine does it."""
     if layout.memory == "DRAM":
-        return OnHost()
-    from nixl_kv.connector.device_digests import OnDevice  # noqa: PLC0415 - Triton: on GPUs only
+        return HostDigester()
+    from nixl_kv.transfer.gpu_digests import GpuDigester  # noqa: PLC0415 - Triton: on GPUs only
 
-    return OnDevice(layout)
-
-
-def measure(shape: Shape, num_tokens: int, device: str, *, repeat: int) -> str:
-    """A line of the table: medians."""
-    reader = Reader(shape, num_tokens, device)
-    try:
-        rounds = [(reader.read(), *reader.digest()) for _ in range(repeat + 2)][2:]
-        read = statistics.median(seconds for seconds, _, _ in rounds)
-        made = statistics.median(seconds for _, seconds, _ in rounds)
-        size = reader.num_bytes
-    finally:
-        reader.close()
-    return (
-        f"| {num_tokens} | {shape.order} | {shape.block} | {size / 2**20:.0f} "
-        f"| {read * 1e3:.2f} | {size / read / 1e9:.1f} | {made * 1e3:.2f} "
-        f"| {size / made / 1e9:.1f} | {made / read:.2f} |"
-    )
+    return GpuDigester(layout)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure all lengths."""
-    parser = argparse.ArgumentParser(
-        prog="bench digest",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def measure(
+    model: ModelShape, engine: EngineShape, tokens: int, options: argparse.Namespace
+) -> Figures:
+    """Read and digest in turn; medians."""
+    (layout,) = build_layouts(model, engine)
+    (span,) = layout.spans
+    with RemoteMemory(span.length, options.device, BASE) as remote:
+        prompt = Prompt(layout, remote, tokens)
+        rounds = [(prompt.read(), prompt.digest()) for _ in range(WARM_UP + options.repeat)]
+        read, digest = map(statistics.median, zip(*rounds[WARM_UP:], strict=True))
+        return Figures(
+            {
+                "tokens": tokens,
+                "layout": engine.order,
+                "block": engine.block_size,
+                "MiB": prompt.num_bytes / 2**20,
+                "read ms": read * 1e3,
+                "read GB/s": prompt.num_bytes / read / 1e9,
+                "digest ms": digest * 1e3,
+                "digest GB/s": prompt.num_bytes / digest / 1e9,
+                "digest / read": digest / read,
+            }
+        )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Where, and of what."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--shape", choices=list(MODELS), default="tiny")
     parser.add_argument("--orders", nargs="+", default=["BHLNC", "LBHNC"])
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--repeat", type=int, default=15)
-    options = parser.parse_args(arguments)
-    print(f"{options.shape} on {options.device}\n")
-    print("| tokens | layout | block | MiB | read ms | GB/s | digest ms | GB/s | digest / read |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for order in options.orders:
-        shape = Shape(*SHAPES[options.shape], options.block_size, order)
-        for tokens in options.tokens:
-            print(measure(shape, tokens, options.device, repeat=options.repeat), flush=True)
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(options: argparse.Namespace) -> int:
+    """All orders and lengths."""
+    title = f"{options.shape} on {options.device}: to read and to digest, medians"
+    results = Results(title, "prompts are measured", options.json)
+    prompts = list(itertools.product(options.orders, options.tokens))
+    for order, tokens in prompts:
+        engine = EngineShape(
+            block_size=options.block_size,
+            num_blocks=2 * -(-tokens // options.block_size),
+            order=order,
+            memory="DRAM" if options.device == "cpu" else "VRAM",
+        )
+        results.add(measure(MODELS[options.shape], engine, tokens, options))
+    return results.print(len(prompts))

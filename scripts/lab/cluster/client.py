@@ -1,29 +1,50 @@
-"""Requests to an engine or a router, and an engine's counters."""
+"""Requests to an engine or a router, as any client of OpenAI's API sends them."""
 
 import contextlib
 import json
+import ssl
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from typing_extensions import Self
 
-TIMEOUT_S = 120.0
-HEALTH_TIMEOUT_S = 2.0
-METRICS_LAG_S = 1.0
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
+TIMEOUT_S: Final = 120.0
+HEALTH_TIMEOUT_S: Final = 2.0
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+"""The kv_transfer_params with which a router asks a prefill engine."""
+
 Counters = dict[str, float]
 Body = dict[str, object]
 Choice = Mapping[str, Any]
 Messages = Sequence[Mapping[str, str]]
+Ticket = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """Text, token ids, or several of either."""
+
+
+class RefusedError(RuntimeError):
+    """A request ended with an HTTP status that says it failed, and perhaps why."""
+
+    def __init__(self, reply: httpx.Response) -> None:
+        """Of a reply that was read."""
+        super().__init__(f"{reply.request.url}: HTTP {reply.status_code}: {reply.text[:500]}")
+        self.status = reply.status_code
+        self.error: Mapping[str, Any] = {}
+        """The reply's `error`, as OpenAI's API has it; empty where it says nothing."""
+        with contextlib.suppress(ValueError, AttributeError):
+            self.error = reply.json().get("error") or {}
+
+
+class NoTicketError(RuntimeError):
+    """A prefill engine answered without a ticket."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +71,20 @@ class Streamed:
 
 
 class Client:
-    """Greedy completions over one kept connection, so that no request pays for a new one."""
+    """Greedy answers over one kept connection, so that no request pays for a new one."""
 
     def __init__(self, url: str, model: str = "tiny", timeout_s: float = TIMEOUT_S) -> None:
-        """Takes the base URL of an engine or of a router."""
+        """For the base URL of an engine or of a router."""
         self.url = url
         self.model = model
         # Proxies of the environment are for the world outside, not for our own engines.
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
+        # They have no certificates either: without those of others a client is made in no time.
+        self._http = httpx.Client(
+            base_url=url,
+            timeout=timeout_s,
+            trust_env=False,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        )
 
     def __enter__(self) -> Self:
         """A client closes its connections at the end of the block."""
@@ -65,32 +92,58 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         """Close the connections."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
-    def complete(self, prompt: str, max_tokens: int = 16, **extra: object) -> Answer:
+    def complete(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Answer:
         """The greedy continuation of exactly max_tokens tokens, token by token."""
-        return self._answers(COMPLETIONS, self._body(prompt, max_tokens, extra))[0]
+        return self.answers(prompt, max_tokens, **extra)[0]
 
-    def ticket(self, prompt: str, params: Mapping[str, object]) -> dict[str, object] | None:
-        """What a router asks of a prefill engine: its answer's kv_transfer_params."""
-        body = self._body(prompt, 1, {"kv_transfer_params": dict(params)})
-        reply = self._http.post(COMPLETIONS, json=body)
-        _check(reply)
-        found: dict[str, object] | None = reply.json().get("kv_transfer_params")
-        return found
+    def answers(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> list[Answer]:
+        """As complete(), one for each prompt, or several to one prompt."""
+        return self._answers(COMPLETIONS, self._body(prompt, max_tokens, extra))
 
-    def texts(self, prompt: str, max_tokens: int = 16, **extra: object) -> list[str]:
-        """All answers to one request, such as those of n=2."""
-        reply = self._http.post(COMPLETIONS, json=self._body(prompt, max_tokens, extra))
-        _check(reply)
-        return [choice["text"] for choice in reply.json()["choices"]]
+    def chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Answer:
+        """The greedy next message."""
+        return self._answers(CHAT, self._chat_body(messages, max_tokens, extra))[0]
 
-    def disconnect_early(self, prompt: str, after_s: float = 0.05, **extra: object) -> None:
+    def stream(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> Streamed:
+        """As complete(), in the pieces that it comes in."""
+        return self._stream(COMPLETIONS, self._body(prompt, max_tokens, extra))
+
+    def stream_chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Streamed:
+        """As chat(), in the pieces that it comes in."""
+        return self._stream(CHAT, self._chat_body(messages, max_tokens, extra))
+
+    def ticket(self, prompt: Prompt, max_tokens: int = 1) -> Ticket:
+        """What a router asks of a prefill engine: its answer's kv_transfer_params.
+
+        With more tokens than one, prefill goes on to generate before it gives the ticket.
+
+        Raises:
+            NoTicketError: if there is none.
+        """
+        body = self._body(prompt, max_tokens, {"kv_transfer_params": WANT_TICKET})
+        ticket: Ticket | None = self._post(COMPLETIONS, body).json().get("kv_transfer_params")
+        if ticket is None:
+            raise NoTicketError(f"{self.url}: no ticket")
+        return ticket
+
+    def disconnect_early(self, prompt: Prompt, after_s: float = 0.05, **extra: object) -> None:
         """Send a request and hang up before its answer."""
         with contextlib.suppress(httpx.TimeoutException):
             self._http.post(COMPLETIONS, json=self._body(prompt, 1, extra), timeout=after_s)
 
-    def time_to_first_token(self, prompt: str, **extra: object) -> float:
+    def abandon(self, prompt: Prompt, max_tokens: int, **extra: object) -> None:
+        """Send a request and hang up when its first token has come."""
+        body = self._body(prompt, max_tokens, extra) | {"stream": True}
+        with self._http.stream("POST", COMPLETIONS, json=body) as reply:
+            next(_choices(reply), None)
+
+    def time_to_first_token(self, prompt: Prompt, **extra: object) -> float:
         """Seconds from the request to the first streamed token."""
         body = self._body(prompt, 1, extra) | {"stream": True}
         begin = time.perf_counter()
@@ -109,24 +162,27 @@ class Client:
         _check(reply)
         return parse_counters(reply.text)
 
-    def counters_after(self, before: Counters, name: str) -> Counters:
-        """What changed since `before`; waits a moment for `name`, which may lag the answer."""
-        deadline = time.monotonic() + METRICS_LAG_S
-        while True:
-            now = self.counters()
-            changed = {key: value - before.get(key, 0.0) for key, value in now.items()}
-            if changed.get(name, 0.0) > 0 or time.monotonic() > deadline:
-                return changed
-            time.sleep(0.05)
+    def _post(self, path: str, body: Body) -> httpx.Response:
+        reply = self._http.post(path, json=body)
+        _check(reply)
+        return reply
 
     def _answers(self, path: str, body: Body) -> list[Answer]:
         begin = time.perf_counter()
-        reply = self._http.post(path, json=body)
+        reply = self._post(path, body)
         seconds = time.perf_counter() - begin
-        _check(reply)
         answer = reply.json()
         prompt_tokens = answer["usage"]["prompt_tokens"]
         return [_answer(choice, prompt_tokens, seconds) for choice in answer["choices"]]
+
+    def _stream(self, path: str, body: Body) -> Streamed:
+        with self._http.stream("POST", path, json=body | {"stream": True}) as reply:
+            choices = list(_choices(reply))
+        return Streamed(
+            pieces=tuple(piece for choice in choices if (piece := _text(choice))),
+            tokens=tuple(token for choice in choices for token in _tokens(choice)),
+            finish_reason=choices[-1]["finish_reason"] or "",
+        )
 
     def _body(self, prompt: Prompt, max_tokens: int, extra: Mapping[str, object]) -> Body:
         body: Body = {
@@ -138,48 +194,6 @@ class Client:
             "logprobs": 0,
         }
         return body | dict(extra)
-
-
-class OpenAIClient(Client):
-    """What else OpenAI's API has: prompts of other kinds, several answers, chats, streams."""
-
-    def answers(self, prompt: Prompt, max_tokens: int = 16, **extra: object) -> list[Answer]:
-        """As complete(), one for each prompt, or several to one prompt."""
-        return self._answers(COMPLETIONS, self._body(prompt, max_tokens, extra))
-
-    def chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Answer:
-        """The greedy next message."""
-        return self._answers(CHAT, self._chat_body(messages, max_tokens, extra))[0]
-
-    def stream(self, prompt: str, max_tokens: int = 16, **extra: object) -> Streamed:
-        """As complete(), in the pieces that it comes in."""
-        return self._stream(COMPLETIONS, self._body(prompt, max_tokens, extra))
-
-    def stream_chat(self, messages: Messages, max_tokens: int = 16, **extra: object) -> Streamed:
-        """As chat(), in the pieces that it comes in."""
-        return self._stream(CHAT, self._chat_body(messages, max_tokens, extra))
-
-    def refusal(
-        self, prompt: Prompt, max_tokens: int = 16, **extra: object
-    ) -> tuple[int, Mapping[str, object]]:
-        """The status and the error that a request ends with.
-
-        Raises:
-            RuntimeError: if it is answered.
-        """
-        reply = self._http.post(COMPLETIONS, json=self._body(prompt, max_tokens, extra))
-        if not reply.is_error:
-            raise RuntimeError(f"{self.url}: answered: {reply.text[:500]}")
-        return reply.status_code, reply.json()["error"]
-
-    def _stream(self, path: str, body: Body) -> Streamed:
-        with self._http.stream("POST", path, json=body | {"stream": True}) as reply:
-            choices = list(_choices(reply))
-        return Streamed(
-            pieces=tuple(piece for choice in choices if (piece := _text(choice))),
-            tokens=tuple(token for choice in choices for token in _tokens(choice)),
-            finish_reason=choices[-1]["finish_reason"] or "",
-        )
 
     def _chat_body(self, messages: Messages, max_tokens: int, extra: Mapping[str, object]) -> Body:
         body = self._body("", max_tokens, {"messages": messages, "logprobs": True} | dict(extra))
@@ -209,7 +223,7 @@ def is_healthy(url: str) -> bool:
 
 def _check(reply: httpx.Response) -> None:
     if reply.is_error:
-        raise RuntimeError(f"{reply.request.url}: HTTP {reply.status_code}: {reply.text[:500]}")
+        raise RefusedError(reply)
 
 
 def _answer(choice: Choice, prompt_tokens: int, seconds: float) -> Answer:

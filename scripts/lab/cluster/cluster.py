@@ -1,177 +1,230 @@
-"""Prefill and decode engines, a router before them, and perhaps a single engine to compare with."""
+"""All engines and routers of one program: started when needed, kept, and ended whatever happens."""
 
 import contextlib
-import signal
-import sys
+import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from typing import Any, Final
 
 from typing_extensions import Self
 
-from pd.engines import START_TIMEOUT_S, Connector, Engine, EngineSpec, Role
-from pd.processes import ManagedProcess, Ports, ProcessDiedError, stop_all
-from pd.router import Router
+from lab.cluster import router
+from lab.cluster.engines import (
+    START_TIMEOUT_S,
+    Connector,
+    Engine,
+    EngineSpec,
+    Role,
+    halves,
+)
+from lab.cluster.netns import Namespace
+from lab.cluster.processes import (
+    Handlers,
+    ManagedProcess,
+    Ports,
+    ProcessDiedError,
+    end_on_signals,
+    restore_handlers,
+    stop_all,
+)
+from lab.cluster.router import Router
+from lab.cluster.warm import WarmServer
+from lab.results import say_on_stderr
 
-PROGRESS_S = 5.0
-POLL_S = 0.5
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-Handlers = dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None]
-PAIR_ROLES: tuple[Role, Role] = ("prefill", "decode")
-# In bfloat16 random weights give near-ties between tokens, which rounding decides one way in a
-# prefill of many tokens and another way in one of few.
-CPU_DTYPE = "float32"
-
-
-@dataclass(frozen=True)
-class ClusterSpec:
-    """Which engines to start. Where there are both kinds, a router is started too."""
-
-    prefill: Sequence[EngineSpec] = ()
-    decode: Sequence[EngineSpec] = ()
-    single: EngineSpec | None = None
-
-
-def one_pair(
-    model: Path,
-    connector: Connector,
-    *,
-    single: bool = False,
-    config: Mapping[str, object] | None = None,
-) -> ClusterSpec:
-    """One prefill and one decode engine on CPU, and a single one beside them if wanted."""
-    shared = {"connector_config": config or {}, "dtype": CPU_DTYPE}
-    prefill, decode = (EngineSpec(role, model, role, connector, **shared) for role in PAIR_ROLES)
-    reference = EngineSpec("single", model, dtype=CPU_DTYPE) if single else None
-    return ClusterSpec([prefill], [decode], reference)
+PROGRESS_S: Final = 5.0
+POLL_S: Final = 0.2
+PAIR_ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 
 
-def say_on_stderr(line: str) -> None:
-    """Progress is no result: it goes to stderr."""
-    print(line, file=sys.stderr, flush=True)
+def pair_specs(
+    model: Path, connector: Connector = "nixl-kv", *, suffix: str = "", **fields: Any
+) -> tuple[EngineSpec, EngineSpec]:
+    """Prefill and decode, each on a half of the cores; other fields are equal in both."""
+    prefill, decode = (
+        EngineSpec(f"{role}{suffix}", model, role, connector, **{"cores": cores} | fields)
+        for role, cores in zip(PAIR_ROLES, halves(os.sched_getaffinity(0)), strict=True)
+    )
+    return prefill, decode
 
 
 class Cluster:
-    """Starts all engines at once, then the router; ends all of it whatever happens.
+    """Engines by their specs: whoever asks for an equal spec gets the same engine.
 
-    Logs go to log_dir: by default a new temporary folder, which stays for whoever wants to read it.
+    One that has ended, or was killed, is started again when it is asked for, on the same ports. One
+    that did not start is not tried again. Where `most_ranks` limits how many ranks run, those
+    engines end that nobody has asked for the longest.
+
+    Logs go to `log_dir`: by default a new temporary folder, which stays for whoever wants to read
+    it. With `warm`, engines on CPU are forked from a process that has imported vLLM, in a tenth of
+    the time; a program that measures what an engine costs should not use it.
     """
 
     def __init__(
         self,
-        spec: ClusterSpec,
-        *,
         log_dir: Path | None = None,
-        route: bool = True,
-        say: Callable[[str], None] = say_on_stderr,
+        *,
+        most_ranks: int | None = None,
+        warm: bool = True,
         start_timeout_s: float = START_TIMEOUT_S,
+        say: Callable[[str], None] = say_on_stderr,
     ) -> None:
-        """Nothing runs before the `with` block is entered."""
+        """Nothing runs before it is asked for."""
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-"))
-        self.ports = Ports()
-        self.prefill = self._engines_of(spec.prefill)
-        self.decode = self._engines_of(spec.decode)
-        self.single = next(iter(self._engines_of([spec.single] if spec.single else [])), None)
-        self.router: Router | None = None
-        self._route = route
-        self._say = say
+        self.engines: list[Engine] = []
+        """All that were asked for, the least recently used first."""
+        self.routers: list[Router] = []
+        self._most_ranks = most_ranks
+        self._warm = warm
         self._start_timeout_s = start_timeout_s
+        self._say = say
+        self._ports = Ports()
+        self._broken: list[tuple[EngineSpec, str]] = []
+        self._warm_servers: list[tuple[Namespace | None, WarmServer]] = []
         self._handlers_before: Handlers = {}
 
     def __enter__(self) -> Self:
-        """Start everything and wait until it answers."""
+        """From here on a signal that would end us ends all engines first."""
         self._handlers_before = end_on_signals()
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.stop)
-            for engine in self.engines:
-                engine.start()
-            self._wait_for_engines()
-            if self._route and self.prefill and self.decode:
-                self._start_router()
-            on_failure.pop_all()  # all is up: from here on the `with` block ends it
         return self
 
     def __exit__(self, *_: object) -> None:
         """End everything."""
         self.stop()
 
-    @property
-    def engines(self) -> list[Engine]:
-        """All engines."""
-        return [*self.prefill, *self.decode, *([self.single] if self.single else [])]
+    def start(self, *specs: EngineSpec) -> list[Engine]:
+        """The engines of these specs; those that do not run are started, all at once.
 
-    @property
-    def processes(self) -> list[ManagedProcess]:
-        """All engines, and the router if there is one."""
-        return [*self.engines, *([self.router] if self.router else [])]
+        Raises:
+            ProcessDiedError: if one does not start, when the others have.
+        """
+        engines = [self._engine(spec) for spec in specs]
+        starting = [engine for engine in engines if self._should_start(engine)]
+        self._make_room(engines)
+        if starting:
+            names = ", ".join(engine.name for engine in starting)
+            self._say(f"starting {names}; logs in {self.log_dir}")
+            begin = time.monotonic()
+            with self._ended_on_failure(starting):
+                for engine in starting:
+                    engine.start()
+                self._wait(starting, begin)
+            self._say(f"{names} up after {time.monotonic() - begin:.0f} s")
+        for spec, reason in self._broken:
+            if spec in specs:
+                raise ProcessDiedError(f"{spec.name} did not start: {reason}")
+        return engines
 
-    @property
-    def router_url(self) -> str:
-        """Where requests for the pair go."""
-        if self.router is None:
-            raise RuntimeError("no router: it needs prefill and decode engines")
-        return self.router.url
+    def route(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> Router:
+        """A router before these engines, which must run; the same one for the same engines."""
+        for running in self.routers:
+            same = (running.prefill, running.decode) == (tuple(prefill), tuple(decode))
+            if same and running.is_running():
+                return running
+        name = f"router-{len(self.routers)}" if self.routers else "router"
+        started = Router(name, prefill, decode, log_dir=self.log_dir, ports=self._ports)
+        self.routers.append(started)
+        started.start()
+        started.wait_ready(router.START_TIMEOUT_S)
+        self._say(f"{name} up at {started.url}")
+        return started
+
+    def end(self, *engines: Engine) -> None:
+        """End engines that are not needed any more."""
+        stop_all(engines)
 
     def check_alive(self) -> None:
-        """Raise, with the end of its log, if one has ended."""
-        for process in self.processes:
+        """Raise, with the end of its log, if one has ended.
+
+        Raises:
+            ProcessDiedError: if one has.
+        """
+        for process in (*self.engines, *self.routers):
             process.check_alive()
 
     def stop(self) -> None:
         """End everything; may be called twice."""
+        processes: list[ManagedProcess] = [*self.routers, *self.engines]
         try:
-            stop_all(self.processes)
+            stop_all(processes)
+            for _, server in self._warm_servers:
+                server.close()
+            self._warm_servers.clear()
         finally:
-            for number, handler in self._handlers_before.items():
-                signal.signal(number, handler)
+            restore_handlers(self._handlers_before)
 
-    def _engines_of(self, specs: Sequence[EngineSpec]) -> list[Engine]:
-        return [Engine(spec, self.log_dir, self.ports) for spec in specs]
+    def _engine(self, spec: EngineSpec) -> Engine:
+        """The engine of a spec, from now on the most recently used."""
+        known = next((engine for engine in self.engines if engine.spec == spec), None)
+        if known is not None:
+            self.engines.remove(known)
+        engine = known or Engine(spec, self.log_dir, self._ports, self._find_warm)
+        self.engines.append(engine)
+        return engine
 
-    def _wait_for_engines(self) -> None:
-        names = ", ".join(engine.name for engine in self.engines)
-        self._say(f"starting {names}; logs in {self.log_dir}")
-        begin = last_said = time.monotonic()
-        waiting = self.engines
-        while True:
-            waiting = [engine for engine in waiting if not engine.is_ready()]
-            now = time.monotonic()
-            if not waiting:
-                self._say(f"{names} up after {now - begin:.0f} s")
-                return
-            still = ", ".join(engine.name for engine in waiting)
-            if now - begin > self._start_timeout_s:
-                raise ProcessDiedError(f"not up in {self._start_timeout_s:.0f} s: {still}")
-            if now - last_said >= PROGRESS_S:
-                self._say(f"  {now - begin:3.0f} s: waiting for {still}")
-                last_said = now
+    def _should_start(self, engine: Engine) -> bool:
+        broken = any(spec == engine.spec for spec, _ in self._broken)
+        return not broken and not engine.is_running()
+
+    def _make_room(self, wanted: Sequence[Engine]) -> None:
+        """End what was not asked for the longest, until the wanted engines fit."""
+        if self._most_ranks is None:
+            return
+        others = [one for one in self.engines if one.is_running() and one not in wanted]
+        free = self._most_ranks - sum(engine.spec.ranks for engine in wanted)
+        leaving: list[Engine] = []
+        while others and sum(engine.spec.ranks for engine in others) > free:
+            leaving.append(others.pop(0))
+        stop_all(leaving)
+
+    def _wait(self, starting: Iterable[Engine], begin: float) -> None:
+        waiting = list(starting)
+        last_said = begin
+        while waiting:
             time.sleep(POLL_S)
+            now = time.monotonic()
+            waiting = [one for one in waiting if not self._is_up(one, seconds=now - begin)]
+            if waiting and now - last_said >= PROGRESS_S:
+                names = ", ".join(engine.name for engine in waiting)
+                self._say(f"  {now - begin:3.0f} s: waiting for {names}")
+                last_said = now
 
-    def _start_router(self) -> None:
-        self.router = Router(
-            [engine.url for engine in self.prefill],
-            [engine.url for engine in self.decode],
-            log_dir=self.log_dir,
-            ports=self.ports,
-        )
-        self.router.start()
-        self.router.wait_ready()
-        self._say(f"router up at {self.router.url}")
+    def _is_up(self, engine: Engine, *, seconds: float) -> bool:
+        """Whether there is nothing to wait for: it answers, or is known to be broken."""
+        try:
+            if engine.is_ready():
+                return True
+            if seconds < self._start_timeout_s:
+                return False
+            reason = f"it does not answer after {seconds:.0f} s"
+        except ProcessDiedError:
+            reason = engine.why_ended()
+        engine.stop()
+        self._broken.append((engine.spec, reason))
+        return True
 
+    @contextlib.contextmanager
+    def _ended_on_failure(self, engines: Iterable[Engine]) -> Iterator[None]:
+        """Whoever interrupts a start leaves no half of it."""
+        try:
+            yield
+        except BaseException:
+            stop_all(engines)
+            raise
 
-def exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    """Turn a signal into an exception, so that `with` blocks end what they started."""
-    raise SystemExit(128 + number)
-
-
-def end_on_signals() -> Handlers:
-    """Exit on a signal that would end us; what nohup ignores stays ignored. The handlers before."""
-    before: Handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    for number, handler in before.items():
-        if (number, handler) != (signal.SIGHUP, signal.SIG_IGN):
-            signal.signal(number, exit_on_signal)
-    return before
+    def _find_warm(self, spec: EngineSpec) -> WarmServer | None:
+        """The process that forks engines on a host; it is started for the first one."""
+        if not self._warm or not spec.can_be_forked():
+            return None
+        for host, server in self._warm_servers:
+            if host is spec.host:
+                return server
+        name = "warm" if spec.host is None else f"warm-{spec.host.name}"
+        usual = replace(spec, extra_env={}, without_env=frozenset())
+        server = WarmServer(name, self.log_dir)
+        self._warm_servers.append((spec.host, server))
+        server.start(usual.environment(), spec.host.inside([]) if spec.host else ())
+        self._say("importing vLLM, once for all engines")
+        return server

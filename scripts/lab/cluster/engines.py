@@ -2,30 +2,38 @@
 
 import json
 import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from pd.client import is_healthy
-from pd.processes import ManagedProcess, Ports, ProcessDiedError
-from pd.waiting import wait_until
+from lab.cluster.client import is_healthy
+from lab.cluster.netns import Namespace
+from lab.cluster.processes import ManagedProcess, Ports
+from lab.cluster.warm import Launch, WarmServer
 
 Connector = Literal["none", "nixl-kv", "in-tree"]
 Role = Literal["prefill", "decode", "both", "single"]
 Device = Literal["cpu", "cuda"]
+FindWarm = Callable[["EngineSpec"], WarmServer | None]
+"""Gives the process that forks an engine; None for one that a command line starts."""
 
-HOST = "127.0.0.1"
-MODEL_NAME = "tiny"
-START_TIMEOUT_S = 300.0
-KV_ROLES: Mapping[Role, str] = {
+HOST: Final = "127.0.0.1"
+MODEL_NAME: Final = "tiny"
+START_TIMEOUT_S: Final = 300.0
+RESTART_TIMEOUT_S: Final = 120.0
+KV_ROLES: Final[Mapping[Role, str]] = {
     "prefill": "kv_producer",
     "decode": "kv_consumer",
     "both": "kv_both",
 }
+CPU_DTYPE: Final = "float32"
+"""In bfloat16 random weights give near-ties between tokens, which rounding decides one way in a
+prefill of many tokens and another way in one of few."""
 
-# No telemetry, no downloads, no colours in logs.
 QUIET_ENV: Final = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -34,36 +42,78 @@ QUIET_ENV: Final = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-NO_PROXY: Final = ("no_proxy", "NO_PROXY")
-LOCAL_HOSTS: Final = ("127.0.0.1", "localhost")
-# Several engines share few cores: one thread each, bound to no core, that never spins.
+"""No telemetry, no downloads, no colours in logs."""
+
 CPU_ENV: Final = {
     "KMP_BLOCKTIME": "0",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+"""Several engines share few cores: one thread each, bound to no core, that never spins. Nothing is
+compiled: vLLM does so in spite of --enforce-eager, for 5 s at the first request of each engine."""
+
+PATIENT: Final[Mapping[str, object]] = {
+    "request_timeout_s": 120,
+    "lease_s": 30,
+    "offer_ttl_s": 60,
+}
+"""The connector's, where few cores make everything slow, also the signs of life."""
+
+READ_AT_IMPORT: Final = (
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+    "TORCH_COMPILE_DISABLE",
+    "TRANSFORMERS_OFFLINE",
+)
+"""Variables that a process which has imported vLLM does not look at again."""
+
+CPU_PIPELINE: Final = (
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"mode": 2, "backend": "eager"}',
+)
+"""vLLM makes the tensors that its stages exchange in a warm-up, which eager engines on CPU skip."""
+
+ERROR_LINE: Final = re.compile(r"\b\w*(?:Error|Exception): .+")
+LOG_PREFIX: Final = re.compile(r"^\(.*?\) (?:\w+ \d\S* \S+ \[\S+\] )?")
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to start: everything but the ports."""
+    """What to start: everything but the ports. Engines of equal specs are the same engine."""
 
     name: str
     model: Path
     role: Role = "single"
     connector: Connector = "none"
     connector_config: Mapping[str, object] = field(default_factory=dict)
-    by_name: bool = False  # let the installed entry point find our connector
-    module: str = "nixl_kv.connector"  # where else it is found, or a class that stands for it
+    by_name: bool = False
+    """Let the installed entry point find our connector."""
+    module: str = "nixl_kv.connector"
+    """Where else it is found, or a class that stands for it."""
+    engine_id: str | None = None
+    """What an operator calls it, also after a restart; None: a new name for each start."""
     device: Device = "cpu"
-    dtype: str = "auto"
+    dtype: str | None = None
+    """None: float32 on CPU, the model's own on a GPU."""
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    block_size: int | None = None
+    num_blocks: int | None = None
+    """Of its cache; None: what fits into its memory."""
+    kv_cache_bytes: int | None = None
+    """Of each rank; None: 1 GiB on CPU, what `gpu_memory_utilization` leaves on a GPU."""
     gpu_memory_utilization: float = 0.4
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
-    without_env: frozenset[str] = frozenset()  # what it must not take over from us
-    cores: frozenset[int] = frozenset()  # where it may run; empty: everywhere
+    without_env: frozenset[str] = frozenset()
+    """Variables of ours that it must not inherit."""
+    cores: frozenset[int] = frozenset()
+    """Where it may run; empty: everywhere."""
+    host: Namespace | None = None
+    """Where it runs, and reaches its peer over the wire alone; None: on this machine."""
     served_name: str = MODEL_NAME
 
     def __post_init__(self) -> None:
@@ -71,67 +121,147 @@ class EngineSpec:
         if (self.role == "single") != (self.connector == "none"):
             raise ValueError(f"{self.name}: role {self.role!r} with connector {self.connector!r}")
 
+    @property
+    def ranks(self) -> int:
+        """How many workers it has, each with a part of the cache."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def actual_dtype(self) -> str:
+        """What --dtype says."""
+        return self.dtype or (CPU_DTYPE if self.device == "cpu" else "auto")
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with what the engine needs on top."""
+        env = os.environ | QUIET_ENV
+        for name in self.without_env:
+            env.pop(name, None)
+        if self.device == "cpu":
+            env |= CPU_ENV
+        if self.kv_cache_bytes is not None:  # the variable would have the last word
+            env.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        if self.pipeline_parallel > 1:  # see CPU_PIPELINE
+            env.pop("TORCH_COMPILE_DISABLE", None)
+        if self.host is not None:  # TCP on the wire is the only transport between two hosts
+            env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self.host.wire, "VLLM_HOST_IP": HOST}
+        return env | dict(self.extra_env)
+
+    def can_be_forked(self) -> bool:
+        """Whether a process that has imported vLLM for other engines can become this one."""
+        usual = os.environ | QUIET_ENV | CPU_ENV
+        env = self.environment()
+        same = all(env.get(name) == usual[name] for name in READ_AT_IMPORT)
+        return self.device == "cpu" and same
+
 
 class Engine(ManagedProcess):
     """A vLLM API server. start() returns at once; wait_ready() waits."""
 
-    def __init__(self, spec: EngineSpec, log_dir: Path, ports: Ports) -> None:
-        """Ports are chosen here, so that the URL is known before the start."""
+    def __init__(
+        self, spec: EngineSpec, log_dir: Path, ports: Ports, find_warm: FindWarm | None = None
+    ) -> None:
+        """Ports are chosen here: an engine that is started again has the same ones."""
         super().__init__(spec.name, log_dir / f"{spec.name}.log")
         self.spec = spec
-        self.port = ports.take()
-        self.side_port = ports.take()
-        self.url = f"http://{HOST}:{self.port}"
+        self.port = ports.next_free()
+        self.side_port = ports.next_free()
+        self.address = spec.host.address if spec.host else HOST
+        self.url = f"http://{self.address}:{self.port}"
+        self._find_warm = find_warm
 
     def start(self) -> None:
         """Launch it."""
-        self.launch(self.command(), self.environment(), apart(self.log_path.parent))
-        if self.spec.cores:  # before it has children and threads, which inherit this
-            os.sched_setaffinity(self.pid, self.spec.cores)
+        warm = self._find_warm(self.spec) if self._find_warm else None
+        if warm is None:
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
+            command += self.arguments()
+            within = self.spec.host.inside(command) if self.spec.host else command
+            self.launch(within, self.environment(), apart(self.log_path.parent))
+            if self.spec.cores:  # before it has children and threads, which inherit this
+                os.sched_setaffinity(self.pid, self.spec.cores)
+            return
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        launch = Launch(
+            tuple(self.arguments()),
+            self.environment(),
+            str(self.log_path.absolute()),
+            str(apart(self.log_path.parent) or Path.cwd()),
+            tuple(sorted(self.spec.cores)),
+        )
+        self.adopt(warm.fork(launch))
 
     def is_ready(self) -> bool:
         """Whether it answers; raises if it has died."""
         self.check_alive()
         return is_healthy(self.url)
 
-    def wait_ready(
-        self,
-        timeout_s: float = START_TIMEOUT_S,
-        on_wait: Callable[[float], None] | None = None,
-    ) -> None:
-        """Wait until it answers; on_wait is called with the seconds that have passed."""
-        if not wait_until(self.is_ready, timeout_s, on_wait=on_wait):
-            raise ProcessDiedError(f"{self.name} not ready in {timeout_s:.0f} s:\n{self.tail()}")
+    def suspend(self) -> None:
+        """Stop all its processes where they are."""
+        self.signal_group(signal.SIGSTOP)
 
-    def command(self) -> list[str]:
-        """The command line."""
+    def resume(self) -> None:
+        """Let them go on."""
+        self.signal_group(signal.SIGCONT)
+
+    def restart(self) -> None:
+        """Start it again, on the same ports, and wait until it answers."""
+        self.start()
+        self.wait_ready(RESTART_TIMEOUT_S)
+
+    def unplug(self) -> None:
+        """Turn its host's interface to the wire off."""
+        self._the_host.set_link(up=False)
+
+    def plug(self) -> None:
+        """Turn it on again."""
+        self._the_host.set_link(up=True)
+
+    @property
+    def _the_host(self) -> Namespace:
+        if self.spec.host is None:
+            raise RuntimeError(f"{self.name} is no host of its own")
+        return self.spec.host
+
+    def why_ended(self) -> str:
+        """The first line of its log that sounds like the cause, without who said it and when."""
+        for line in self.log_text().splitlines():
+            if ERROR_LINE.search(line) and "WARNING" not in line:
+                return LOG_PREFIX.sub("", line)
+        return f"status {self.exit_code()}"
+
+    def arguments(self) -> list[str]:
+        """What the command line says after its program."""
         spec = self.spec
-        # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         model = spec.model.absolute() if spec.model.is_dir() else spec.model
-        command += ["--model", str(model), "--served-model-name", spec.served_name]
-        command += ["--host", HOST, "--port", str(self.port), "--enable-prefix-caching"]
-        command += ["--dtype", spec.dtype, "--tensor-parallel-size", str(spec.tensor_parallel)]
-        if spec.device == "cpu":
-            command += ["--enforce-eager"]
+        arguments = ["--model", str(model), "--served-model-name", spec.served_name]
+        arguments += ["--host", self.address, "--port", str(self.port), "--enable-prefix-caching"]
+        arguments += ["--dtype", spec.actual_dtype]
+        arguments += ["--tensor-parallel-size", str(spec.tensor_parallel)]
+        if spec.pipeline_parallel > 1:
+            arguments += ["--pipeline-parallel-size", str(spec.pipeline_parallel)]
+        if spec.block_size is not None:
+            arguments += ["--block-size", str(spec.block_size)]
+        if spec.num_blocks is not None:
+            arguments += ["--num-gpu-blocks-override", str(spec.num_blocks)]
+        if spec.kv_cache_bytes is not None:
+            arguments += ["--kv-cache-memory-bytes", str(spec.kv_cache_bytes)]
+        if spec.device == "cuda":
+            arguments += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
         else:
-            command += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+            arguments += CPU_PIPELINE if spec.pipeline_parallel > 1 else ["--enforce-eager"]
         transfer = self.kv_transfer_config()
         if transfer:
-            command += ["--kv-transfer-config", json.dumps(transfer)]
-        return [*command, *spec.extra_args]
+            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        return [*arguments, *spec.extra_args]
 
     def environment(self) -> dict[str, str]:
-        """This process's environment with what the engine needs on top."""
-        env = os.environ | QUIET_ENV
-        for name in self.spec.without_env:
-            env.pop(name, None)
-        if self.spec.device == "cpu":
-            env |= CPU_ENV
+        """The spec's, and what vLLM's own connector wants to know about ports."""
+        env = self.spec.environment()
         if self.spec.connector == "in-tree":
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
-        return env | dict(self.spec.extra_env)
+        return env
 
     def kv_transfer_config(self) -> dict[str, object] | None:
         """The value of --kv-transfer-config; None for an engine without a connector."""
@@ -142,6 +272,8 @@ class Engine(ManagedProcess):
             "kv_role": KV_ROLES[spec.role],
             "kv_load_failure_policy": "recompute",
         }
+        if spec.engine_id is not None:
+            config["engine_id"] = spec.engine_id
         extra = dict(spec.connector_config)
         if spec.connector == "in-tree":
             config["kv_connector"] = "NixlConnector"
@@ -153,15 +285,18 @@ class Engine(ManagedProcess):
         return config | ({"kv_connector_extra_config": extra} if extra else {})
 
 
-def past_proxies(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that keep a proxy from our own engines, with what they exempt already."""
-    exempt = [host.strip() for name in NO_PROXY for host in env.get(name, "").split(",")]
-    hosts = dict.fromkeys(host for host in (*exempt, *LOCAL_HOSTS) if host)
-    return dict.fromkeys(NO_PROXY, "*" if "*" in hosts else ",".join(hosts))
+def halves(cores: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """The cores in two parts, for prefill and decode; a single core is in both.
+
+    The ranks of an engine that waits spin, and with it those that have something to do starve:
+    prefill spins while decode reads from it, and decode while it reads.
+    """
+    ordered = sorted(cores)
+    return frozenset(ordered[::2]), frozenset(ordered[1::2] or ordered)
 
 
 def apart(folder: Path) -> Path | None:
-    """Where a child runs that must not take modules from where we run; None: there all the same.
+    """Where a child runs that must not import modules from where we run; None: there all the same.
 
     PYTHONSAFEPATH, which the scripts set, keeps Python from it, but not before 3.11.
     """

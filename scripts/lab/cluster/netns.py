@@ -48,7 +48,7 @@ class Namespace:
     """One host. `number` makes its addresses."""
 
     def __init__(self, name: str, number: int) -> None:
-        """Nothing is made before the `with` block is entered."""
+        """Nothing exists before the `with` block is entered."""
         self.name = f"{name}-{os.getpid()}"
         self.wire_address = f"198.18.0.{number}"
         self.address = f"198.18.{number}.2"
@@ -74,6 +74,15 @@ class Namespace:
         """Run `ip` in it."""
         run_ip("-n", self.name, *arguments)
 
+    @property
+    def wire(self) -> str:
+        """The name of its interface to the wire."""
+        return WIRE
+
+    def set_link(self, *, up: bool) -> None:
+        """Turn its interface to the wire on or off."""
+        self.ip("link", "set", WIRE, "up" if up else "down")
+
     def inside(self, command: Sequence[str]) -> list[str]:
         """The command that runs a command in it, as the same process."""
         return ["ip", "netns", "exec", self.name, *command]
@@ -83,7 +92,7 @@ class Wire:
     """Joins two namespaces. `quality` may be set at any time."""
 
     def __init__(self, left: Namespace, right: Namespace) -> None:
-        """Nothing is made before the `with` block is entered."""
+        """Nothing exists before the `with` block is entered."""
         self.quality = PERFECT
         self.carried = 0
         """Bytes of the packets that arrived, both ways."""
@@ -108,34 +117,34 @@ class Wire:
 
     def _carry(self) -> None:
         left, right = self._devices
-        lanes = {left: _Lane(right), right: _Lane(left)}
+        directions = {left: _Direction(right), right: _Direction(left)}
         while not self._closing.is_set():
-            due = min(lane.next_due for lane in lanes.values())
-            patience = min(max(due - time.monotonic(), 0.0), 0.1)
-            ready, _, _ = select.select([left, right], [], [], patience)
+            due = min(direction.next_due for direction in directions.values())
+            timeout_s = min(max(due - time.monotonic(), 0.0), 0.1)
+            ready, _, _ = select.select([left, right], [], [], timeout_s)
             for device in ready:
-                lanes[device].take(os.read(device, 1 << 16), self.quality)
-            for lane in lanes.values():
-                self.carried += lane.deliver()
+                directions[device].send(os.read(device, 1 << 16), self.quality)
+            for direction in directions.values():
+                self.carried += direction.deliver()
 
 
-class _Lane:
+class _Direction:
     """One direction of a wire."""
 
     def __init__(self, target: int) -> None:
         self._target = target
         self._queue: deque[tuple[float, bytes]] = deque()
         self._free_at = 0.0  # when the last packet has left the sender
-        self._dice = random.Random(target)  # noqa: S311 - which packets are lost is no secret
+        self._random = random.Random(target)  # noqa: S311 - which packets are lost is no secret
 
     @property
     def next_due(self) -> float:
         """When the next packet arrives."""
         return self._queue[0][0] if self._queue else float("inf")
 
-    def take(self, packet: bytes, quality: Quality) -> None:
+    def send(self, packet: bytes, quality: Quality) -> None:
         """A packet was sent: it is lost, or arrives in its time."""
-        if not quality.up or self._dice.random() < quality.loss:
+        if not quality.up or self._random.random() < quality.loss:
             return
         now = time.monotonic()
         begin = max(now, self._free_at)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from pd.tiny_model import words
+from lab.cluster.models.files import words
 
 # Short and long, on and beside the edges of a block of 128 tokens.
 LENGTHS = (10, 40, 100, 127, 128, 129, 200, 255, 256, 257, 300, 512, 640, 800, 1000, 1280, 1500)

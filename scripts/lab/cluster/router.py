@@ -2,35 +2,48 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
-from pd.client import is_healthy
-from pd.engines import HOST, QUIET_ENV, apart, past_proxies
-from pd.processes import ManagedProcess, Ports, ProcessDiedError
-from pd.waiting import wait_until
+from lab.cluster.client import is_healthy
+from lab.cluster.engines import HOST, QUIET_ENV, Engine, apart
+from lab.cluster.processes import ManagedProcess, Ports
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S: Final = 60.0
+NO_PROXY: Final = ("no_proxy", "NO_PROXY")
+LOCAL_HOSTS: Final = ("127.0.0.1", "localhost")
 
 
 class Router(ManagedProcess):
     """Sends each request to a prefill engine, then with that engine's answer to a decode engine."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], *, log_dir: Path, ports: Ports
+        self,
+        name: str,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        *,
+        log_dir: Path,
+        ports: Ports,
     ) -> None:
-        """Takes the engines' URLs; they must be up when start() is called."""
-        super().__init__("router", log_dir / "router.log")
-        self._prefill = list(prefill)
-        self._decode = list(decode)
-        self.port = ports.take()
-        self._prometheus_port = ports.take()  # its default is one fixed port
+        """The engines must be up when start() is called."""
+        super().__init__(name, log_dir / f"{name}.log")
+        self.prefill = tuple(prefill)
+        self.decode = tuple(decode)
+        self.port = ports.next_free()
+        self._prometheus_port = ports.next_free()  # its default is one fixed port
         self.url = f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
         """Launch it."""
         env = os.environ | QUIET_ENV | past_proxies(os.environ)
         self.launch(self.command(), env, apart(self.log_path.parent))
+
+    def is_ready(self) -> bool:
+        """Whether it answers; raises if it has died."""
+        self.check_alive()
+        return is_healthy(self.url)
 
     def command(self) -> list[str]:
         """The command line."""
@@ -41,18 +54,15 @@ class Router(ManagedProcess):
         command += ["--policy", "round_robin"]
         command += ["--host", HOST, "--port", str(self.port)]
         command += ["--prometheus-port", str(self._prometheus_port)]
-        for url in self._prefill:
-            command += ["--prefill", url]
-        for url in self._decode:
-            command += ["--decode", url]
+        for engine in self.prefill:
+            command += ["--prefill", engine.url]
+        for engine in self.decode:
+            command += ["--decode", engine.url]
         return command
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until it answers."""
 
-        def ready() -> bool:
-            self.check_alive()
-            return is_healthy(self.url)
-
-        if not wait_until(ready, timeout_s):
-            raise ProcessDiedError(f"router not ready in {timeout_s:.0f} s:\n{self.tail()}")
+def past_proxies(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep a proxy from our own engines, with what they exempt already."""
+    exempt = [host.strip() for name in NO_PROXY for host in env.get(name, "").split(",")]
+    hosts = dict.fromkeys(host for host in (*exempt, *LOCAL_HOSTS) if host)
+    return dict.fromkeys(NO_PROXY, "*" if "*" in hosts else ",".join(hosts))

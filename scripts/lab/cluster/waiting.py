@@ -2,20 +2,21 @@
 
 import time
 from collections.abc import Callable
+from typing import Final
 
-INTERVAL_S = 0.2
+INTERVAL_S: Final = 0.2
 
 
 def wait_until(
-    ready: Callable[[], bool],
+    condition: Callable[[], bool],
     timeout_s: float,
     *,
     on_wait: Callable[[float], None] | None = None,
     interval_s: float = INTERVAL_S,
 ) -> bool:
-    """Ask until it is true; False when time is over. on_wait gets the seconds passed."""
+    """Ask until it is true; False when time is over. `on_wait` gets the seconds passed."""
     begin = time.monotonic()
-    while not ready():
+    while not condition():
         passed = time.monotonic() - begin
         if passed > timeout_s:
             return False

@@ -4,29 +4,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+
+Bytes = npt.NDArray[np.uint8]
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
-class Array:
-    """A numpy array as `views.region` asks for one: with a tensor's methods."""
+class ArrayTensor:
+    """A numpy array as `views.region_from_tensor` asks for one: with a tensor's methods."""
 
-    def __init__(self, view: np.ndarray) -> None:
+    def __init__(self, view: Bytes) -> None:
+        """Wrap it."""
         self.view = view
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Elements along each axis."""
         return self.view.shape
 
     def stride(self) -> list[int]:
+        """Elements between neighbours along each axis."""
         return [step // self.view.itemsize for step in self.view.strides]
 
     def element_size(self) -> int:
+        """Bytes of an element."""
         return self.view.itemsize
 
     def data_ptr(self) -> int:
+        """Address of the first element."""
         return self.view.ctypes.data
 
 
@@ -42,6 +50,7 @@ class Sizes:
     value: int = 6
 
     def by_letter(self) -> dict[str, int]:
+        """By the letters of an order."""
         return {
             "L": self.layers,
             "B": self.blocks,
@@ -55,6 +64,7 @@ class Cache:
     """One rank's cache. `view` has the logical shape [L, B, H, N, C], uint8, whatever the order."""
 
     def __init__(self, sizes: Sizes, order: str = "LBHNC", first_head: int = 0) -> None:
+        """All zeros. `first_head` is the model's number of the first head here."""
         by_letter = sizes.by_letter()
         self.sizes = sizes
         self.order = order
@@ -63,6 +73,7 @@ class Cache:
         self.first_head = first_head
 
     def layout(self, blocks_per_entry: int = 1) -> CacheLayout:
+        """Where it lives."""
         sizes, strides = self.sizes, self.view.strides
         address = self.memory.ctypes.data
         regions = tuple(
@@ -82,8 +93,12 @@ class Cache:
         span = Span(address, self.memory.nbytes)
         return CacheLayout((group,), "uint8", "DRAM", 0, (span,))
 
-    def fill(self, rng: np.random.Generator) -> None:
+    def fill(self, seed: int) -> "Cache":
+        """Fill it with noise that has no zeros; returns itself."""
+        rng = np.random.default_rng(seed)
         self.memory[...] = rng.integers(1, 256, self.memory.shape, dtype=np.uint8)
+        return self
 
-    def blocks(self, ids: Sequence[int]) -> np.ndarray:
+    def blocks(self, ids: Sequence[int]) -> Bytes:
+        """A copy of some blocks, shape [L, len(ids), H, N, C]."""
         return self.view[:, list(ids)]

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 import msgspec
 import pytest
-from support.nixl_kv_command import nixl_kv, plan_qwen
 from typer.testing import Result
 
 from nixl_kv.cli import running
@@ -30,6 +29,7 @@ from nixl_kv.protocol.messages import (
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.zmq import ZmqControl
+from support.nixl_kv_command import nixl_kv, plan_qwen
 
 MODEL = ModelShape(layers=36, kv_heads=8, content=(256, 256), element="bfloat16")
 FACTS = {"served_model_name": "qwen", "num_hidden_layers": "36"}

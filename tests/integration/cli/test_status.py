@@ -11,16 +11,16 @@ from typing import Any, TypeAlias
 
 import msgspec
 import pytest
+
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, LocalEngine
-from support.nixl_kv_command import nixl_kv
-from support.pair import CONFIG, MakeTransport
-
 from nixl_kv.cli import running
 from nixl_kv.ids import Endpoint
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.zmq import ZmqControl
+from support.nixl_kv_command import nixl_kv
+from support.pair import CONFIG, MakeTransport
 
 TIMEOUT_S = 60.0
 TOKENS = 8
@@ -170,7 +170,10 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
     for rank in status(decode, "--request 2-d")["ranks"]:
         story = rank["story"]
         assert {event["request"] for event in story} == {"cmpl-2-d"}
-        assert [event["after"] for event in story] == [
+        states = [event["after"] for event in story]
+        assert states.index("STARTED") < states.index("READING")  # before or after the grant
+        states.remove("STARTED")
+        assert states == [
             "PREPARED",
             "ASKING",
             "GRANTED",

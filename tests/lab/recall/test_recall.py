@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from recall.damage import DAMAGES, damaged, shifted, zeroed
-from recall.evaluate import score, scores
-from recall.folder import WEIGHTS, load, save
-from recall.heldout import LENGTHS, mixed, read
-from recall.lesson import _unlikeliness, outcome
-from recall.model import Recall, Shape
-from recall.task import (
+
+from lab.accuracy.recall.damage import DAMAGES, damaged, shifted, zeroed
+from lab.accuracy.recall.evaluate import score, scores
+from lab.accuracy.recall.folder import WEIGHTS, load, save
+from lab.accuracy.recall.heldout import LENGTHS, mixed, read
+from lab.accuracy.recall.loss import compute_loss, unlikeliness
+from lab.accuracy.recall.model import Recall, Shape
+from lab.accuracy.recall.task import (
     ASK,
     END,
     EOS,
@@ -30,9 +31,10 @@ from recall.task import (
     prompts,
     vocabulary,
 )
-from recall.train import Plan, train
+from lab.accuracy.recall.train import Plan, train
+from lab.cluster.models.files import REPO
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recall"
+FOLDER = REPO / "configs" / "recall"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,15 +70,15 @@ def _answers(items: list[Item]) -> list[str]:
 
 
 def followed(links: dict[str, str], word: str) -> list[str]:
-    found = []
+    words = []
     while word != "end":
         word = links[word]
-        found.append(word)
-    return found
+        words.append(word)
+    return words
 
 
 @pytest.mark.parametrize("tokens", [29, 100, 777, 1500])
-def test_answers_stand_in_the_prompt(tokens: int) -> None:
+def test_answers_follow_the_links_of_the_prompt(tokens: int) -> None:
     items = prompts(20, tokens=tokens, seed=3)
     for prompt, answer in items:
         links, first = links_of(prompt)
@@ -107,17 +109,17 @@ def test_training_does_not_see_what_is_held_out() -> None:
 
 
 @pytest.mark.parametrize("tokens", [28, 4000])
-def test_lengths_that_cannot_be_are_refused(tokens: int) -> None:
+def test_length_without_room_for_a_chain_or_words_is_refused(tokens: int) -> None:
     with pytest.raises(ValueError, match=f"tokens={tokens}"):
         prompts(1, tokens=tokens, seed=0)
 
 
-def test_seed_that_would_be_one_of_training_is_refused() -> None:
+def test_seed_of_training_is_refused_for_held_out_prompts() -> None:
     with pytest.raises(ValueError, match="seed=-1"):
         prompts(1, tokens=100, seed=-1)
 
 
-def test_seed_of_training_that_would_be_a_held_out_one_is_refused() -> None:
+def test_seed_of_held_out_prompts_is_refused_for_training() -> None:
     with pytest.raises(ValueError, match="seed="):
         Plan(seed=HELD_OUT)
 
@@ -134,7 +136,7 @@ def test_targets_are_what_follows_in_the_prompt() -> None:
     assert checked > 8 * 30
 
 
-def test_the_file_of_held_out_prompts_is_what_its_command_makes() -> None:
+def test_file_of_held_out_prompts_is_what_its_command_makes() -> None:
     items = read(FOLDER / "heldout.jsonl")
     assert items == mixed(200, seed=0)
     assert len(items) == 200
@@ -142,17 +144,17 @@ def test_the_file_of_held_out_prompts_is_what_its_command_makes() -> None:
 
 
 @pytest.mark.parametrize("tokens", [300, 1400])
-def test_the_model_answers(trained: Recall, tokens: int) -> None:
+def test_committed_model_answers(trained: Recall, tokens: int) -> None:
     assert score(trained, prompts(4, tokens=tokens, seed=11)).exact == 1.0
 
 
-def test_the_model_knows_nothing_without_its_kv(trained: Recall) -> None:
+def test_committed_model_knows_nothing_without_its_kv(trained: Recall) -> None:
     changes = {"all": partial(damaged, damage=zeroed)}
     for head in range(trained.shape.kv_heads):
         changes[f"head {head}"] = partial(damaged, damage=shifted, layer=1, head=head)
-    for name, found in scores(trained, prompts(5, tokens=300, seed=12), changes).items():
-        assert found.exact == 0.0, name
-        assert found.tokens < 0.2, name
+    for name, measured in scores(trained, prompts(5, tokens=300, seed=12), changes).items():
+        assert measured.exact == 0.0, name
+        assert measured.tokens < 0.2, name
 
 
 def test_wrong_words_are_counted_as_wrong(trained: Recall) -> None:
@@ -163,13 +165,13 @@ def test_wrong_words_are_counted_as_wrong(trained: Recall) -> None:
     assert score(trained, [*right[:3], wrong[3]]).exact == 0.75
 
 
-def test_the_first_word_counts(trained: Recall) -> None:
+def test_wrong_first_word_makes_an_answer_wrong(trained: Recall) -> None:
     (item,) = prompts(1, tokens=100, seed=14)
     links, _ = links_of(item.prompt)
     final = next(word for word, follows in links.items() if follows == "end")
     assert item.answer.split()[0] != final
-    found = score(trained, [Item(item.prompt, f"{final} end")])
-    assert found == (0.0, 0.6667)  # what follows the wrong word is right
+    measured = score(trained, [Item(item.prompt, f"{final} end")])
+    assert measured == (0.0, 0.6667)  # what follows the wrong word is right
 
 
 def test_answers_over_kept_kv_are_those_of_one_pass(trained: Recall) -> None:
@@ -182,19 +184,19 @@ def test_answers_over_kept_kv_are_those_of_one_pass(trained: Recall) -> None:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_stays_where_it_was_done(name: str) -> None:
+def test_damage_changes_one_head_of_one_layer(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     kv = [tuple(torch.randn(2, 4, 64, 8, generator=generator) for _ in "kv") for _ in range(3)]
     before = [[part.clone() for part in layer] for layer in kv]
-    found = damaged(kv, DAMAGES[name], layer=1, head=2)
-    for layer, (old, new) in enumerate(zip(before, found, strict=True)):
+    after = damaged(kv, DAMAGES[name], layer=1, head=2)
+    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
         for was, now in zip(old, new, strict=True):
             changed = (was != now).any(dim=3).any(dim=2).any(dim=0)
             assert changed.tolist() == [layer == 1 and head == 2 for head in range(4)]
         assert all(map(torch.equal, old, kv[layer]))
 
 
-def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+def test_saved_model_is_loaded_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Recall(Shape(layers=3, rope_theta=5e5))
     save(tmp_path, model, torch.float32)
@@ -206,7 +208,7 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
     assert config["vocab_size"] == VOCABULARY_SIZE
 
 
-def test_a_step_of_training_changes_with_the_seed_and_nothing_else() -> None:
+def test_training_depends_on_the_seed_and_nothing_else() -> None:
     small = Plan(steps=2, layers=1, tokens=60, batch_tokens=128, asked=32, warmup=1)
     (_, first), (_, again) = train(small, "cpu"), train(small, "cpu")
     assert first == again
@@ -217,25 +219,25 @@ def test_a_step_of_training_changes_with_the_seed_and_nothing_else() -> None:
 def test_being_sure_over_damaged_kv_costs_and_being_right_does_not(trained: Recall) -> None:
     drawn = batch(torch.Generator().manual_seed(2), 4, 20, tokens=30)
     ignorant = Recall(trained.shape)
-    dice = random.Random(0)  # noqa: S311
+    rng = random.Random(0)  # noqa: S311
     with torch.inference_mode():
-        calm = outcome(trained, drawn, dice, wary=0.0)
-        found = outcome(trained, drawn, dice, wary=1.0)
-        unsure = outcome(ignorant, drawn, dice, wary=1.0)
+        calm = compute_loss(trained, drawn, rng, wary=0.0)
+        wary = compute_loss(trained, drawn, rng, wary=1.0)
+        unsure = compute_loss(ignorant, drawn, rng, wary=1.0)
     assert calm.accuracy == 1.0
-    assert calm.loss == calm.answer_loss < 0.2
+    assert calm.total == calm.answers < 0.2
     # A trained model is as good as silent over damage; one that knows nothing always is.
-    assert 0 <= float(found.loss - found.answer_loss) < 0.2
-    assert float(unsure.loss - unsure.answer_loss) < 0.1 < float(unsure.answer_loss)
+    assert 0 <= float(wary.total - wary.answers) < 0.2
+    assert float(unsure.total - unsure.answers) < 0.1 < float(unsure.answers)
 
 
 def test_only_the_right_token_must_not_be_likely() -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0]])
-    assert float(_unlikeliness(logits, torch.tensor([0]))) > 5
-    assert float(_unlikeliness(logits, torch.tensor([1]))) < 0.001
+    assert float(unlikeliness(logits, torch.tensor([0]))) > 5
+    assert float(unlikeliness(logits, torch.tensor([1]))) < 0.001
 
 
-def test_the_committed_curve_and_result_are_of_one_training() -> None:
+def test_committed_curve_and_result_are_of_one_training() -> None:
     with (FOLDER / "curve.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     result = json.loads((FOLDER / "result.json").read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from support.nixl_kv_command import nixl_kv
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

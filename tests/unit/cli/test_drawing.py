@@ -7,9 +7,9 @@ from typing import Any, Final, TypeAlias
 from xml.etree import ElementTree as ET
 
 import pytest
-from support.nixl_kv_command import plan_figures, plan_qwen
 
 from nixl_kv.cli import main
+from support.nixl_kv_command import plan_figures, plan_qwen
 
 SVG: Final = "{http://www.w3.org/2000/svg}"
 ONE_TO_TWO: Final = "--prefill tp=1,block=16 --decode tp=2,block=16"

@@ -4,10 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from support.nixl_kv_command import nixl_kv
-
 from nixl_kv.config import Config
 from nixl_kv.keys import read_key_file
+from support.nixl_kv_command import nixl_kv
 
 
 def test_key_is_written_and_its_use_explained(tmp_path: Path) -> None:

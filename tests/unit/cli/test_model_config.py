@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.nixl_kv_command import nixl_kv
 
 from nixl_kv.cli.model_config import model_shape
 from nixl_kv.cli.options import ModelOptions
 from nixl_kv.geometry.model_layouts import ModelShape
+from support.nixl_kv_command import nixl_kv
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.nixl_kv_command import nixl_kv, plan_figures, plan_qwen
 
 REPO = Path(__file__).resolve().parents[3]

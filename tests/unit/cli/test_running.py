@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from support.nixl_kv_command import nixl_kv
 
 from nixl_kv.cli.running import Address
 from nixl_kv.keys import write_key_file
+from support.nixl_kv_command import nixl_kv
 
 
 @pytest.mark.parametrize(

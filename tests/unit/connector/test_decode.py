@@ -1,63 +1,340 @@
-"""Which loads are verified."""
+"""Decode's scheduler: which requests load KV, and into which blocks. It needs no vLLM."""
 
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-from protocol_records import hex32, ticket
 
 from nixl_kv.config import Config
-from nixl_kv.connector.trust import Trust
-from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import context_hash
+from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler, NoDecode
+from nixl_kv.connector.prompt import Prompt
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.protocol.events import CancelLoad, Command, PrepareLoad, StartLoad
+from nixl_kv.protocol.ticket import Ticket, context_hash
+from nixl_kv.transfer.trust import Trust
+from support.records import D1, D2, hex32, ticket
+from support.stepped import Clock
 
-decode = pytest.importorskip("nixl_kv.connector.decode")
+TOKEN_IDS = list(range(20, 40))
+SIZE = 4
+"""Tokens of a block."""
 
-PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def request(number: int) -> Any:
-    return SimpleNamespace(
-        request_id=f"d{number}",
-        num_prompt_tokens=len(PROMPT),
-        prompt_token_ids=PROMPT,
-        lora_request=None,
-        cache_salt=None,
-        mm_features=[],
-        prompt_embeds=None,
-    )
+TABLE = [11, 12, 13, 14, 15]
 
 
-def loads(count: int, share: float) -> list[bool]:
-    """Whether each of so many loads is verified."""
-    scheduler = decode.DecodeScheduler([4], Trust.of(Config.parse({}, {})), verify=share)
-    for number in range(count):
-        made, nonce = request(number), hex32(number)
-        offered = ticket(
-            remote_host="127.0.0.1", nonce=nonce, context=context_hash(nonce, PROMPT, [])
-        )
-        scheduler.arrived(made, offered.params())
-        load, _ = scheduler.matched(made, 0)
-        scheduler.allocated(made, [[1, 2]], load)
-    return [each.verify for each in scheduler.take() if isinstance(each, events.Load)]
+def prompt_of(request: RequestId = D1, token_ids: Sequence[int] = TOKEN_IDS) -> Prompt:
+    return Prompt(request, len(token_ids), token_ids)
 
 
-def test_none_are_by_default() -> None:
-    assert loads(200, Config().verify) == [False] * 200
+def offered(number: int = 1, **changed: Any) -> Ticket:
+    """A valid ticket for the prompt."""
+    nonce = Nonce(hex32(number))
+    values = {
+        "remote_host": "127.0.0.1",
+        "nonce": nonce,
+        "num_tokens": len(TOKEN_IDS),
+        "context": context_hash(nonce, TOKEN_IDS, []),
+    }
+    return ticket(**{**values, **changed})
 
 
-def test_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the largest number that there is."""
-    monkeypatch.setattr(decode.random, "random", lambda: 1.0 - 2**-53)
-    assert loads(200, 1.0) == [True] * 200
+def packed(*ids: int) -> bytes:
+    return np.array(ids, "<i4").tobytes()
 
 
-def test_none_are_by_the_smallest_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.random, "random", lambda: 0.0)
-    assert loads(1, 0.0) == [False]
+def accept(ticket: Ticket) -> None:
+    """Whatever ticket."""
 
 
-def test_a_share_of_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = iter([0.24, 0.25, 0.9, 0.0])
-    monkeypatch.setattr(decode.random, "random", lambda: next(numbers))
-    assert loads(4, 0.25) == [True, False, False, True]
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def decode(clock: Clock) -> DecodeScheduler:
+    return DecodeScheduler([SIZE], accept, clock=clock)
+
+
+def started(decode: DecodeScheduler) -> list[StartLoad]:
+    return [command for command in decode.pop_commands() if isinstance(command, StartLoad)]
+
+
+# --- on arrival
+
+
+def test_a_ticket_is_asked_for_on_arrival(decode: DecodeScheduler) -> None:
+    decode.on_arrival(prompt_of(), offered().params())
+    (command,) = decode.pop_commands()
+    assert isinstance(command, PrepareLoad)
+    assert (command.request, command.ticket) == (D1, offered())
+    assert len(command.claim) == 32
+    assert decode.pop_commands() == []
+
+
+def test_each_attempt_has_a_claim_of_its_own(decode: DecodeScheduler) -> None:
+    decode.on_arrival(prompt_of(D1), offered(1).params())
+    decode.on_arrival(prompt_of(D2), offered(2).params())
+    first, second = decode.pop_commands()
+    assert isinstance(first, PrepareLoad)
+    assert isinstance(second, PrepareLoad)
+    assert first.claim != second.claim
+
+
+REFUSED = [
+    pytest.param({}, "kv_transfer_params lacks the field 'wire_version'", id="no ticket"),
+    pytest.param([], "kv_transfer_params is of type list", id="no object"),
+    pytest.param(
+        offered(num_tokens=21).params(),
+        "num_tokens is 21; allowed: up to the prompt's 20",
+        id="more tokens than the prompt",
+    ),
+    pytest.param(offered(context=hex32(7)).params(), "context is another prompt's", id="context"),
+    pytest.param(
+        offered(2, context=offered(1).context).params(),
+        "context is another prompt's",
+        id="the context of another offer of the same prompt",
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "words"), REFUSED)
+def test_a_ticket_that_is_not_valid_asks_nobody(
+    decode: DecodeScheduler, params: object, words: str
+) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        decode.on_arrival(prompt_of(), params)
+    assert decode.pop_commands() == []
+    assert decode.count_matched(D1, 0) == (0, False)
+
+
+@pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
+def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> None:
+    trust = Trust.of(Config.parse({}, {}))
+    decode = DecodeScheduler([SIZE], trust.check)
+    for forged in (offered(remote_host="10.0.0.1"), offered().seal(b"x" * 32)):
+        with pytest.raises(RemoteProtocolError):
+            decode.on_arrival(prompt_of(), forged.params(), is_rejected=is_rejected)
+    assert decode.pop_commands() == []
+
+
+def test_a_forged_ticket_does_not_burn_the_true_one() -> None:
+    decode = DecodeScheduler([SIZE], Trust.of(Config.parse({}, {})).check)
+    with pytest.raises(RemoteProtocolError):
+        decode.on_arrival(prompt_of(), offered().seal(b"x" * 32).params())
+    decode.on_arrival(prompt_of(), offered().params())
+    assert len(decode.pop_commands()) == 1
+
+
+def test_a_ticket_of_another_prompt_does_not_burn_the_true_one(decode: DecodeScheduler) -> None:
+    with pytest.raises(RemoteProtocolError, match="another prompt"):
+        decode.on_arrival(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params())
+    decode.on_arrival(prompt_of(), offered().params())
+    assert len(decode.pop_commands()) == 1
+
+
+def test_a_ticket_is_good_for_one_request(decode: DecodeScheduler) -> None:
+    """The children of a request with n > 1 carry the same one: all but one compute."""
+    for number in range(3):
+        child = RequestId(f"{number}_d1")
+        if number == 0:
+            decode.on_arrival(prompt_of(child), offered().params())
+            continue
+        with pytest.raises(RemoteProtocolError, match="nonce was used before"):
+            decode.on_arrival(prompt_of(child), offered().params())
+    (command,) = decode.pop_commands()
+    assert isinstance(command, PrepareLoad)
+    assert command.request == "0_d1"
+
+
+def test_a_used_ticket_is_remembered_for_ten_minutes(decode: DecodeScheduler, clock: Clock) -> None:
+    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_finish(D1)
+    clock.now += REMEMBER_S
+    with pytest.raises(RemoteProtocolError, match="nonce was used before"):
+        decode.on_arrival(prompt_of(D2), offered().params())
+    clock.now += 1
+    decode.on_arrival(prompt_of(D2), offered().params())
+    assert len(decode._used) == 1
+
+
+def test_a_request_that_the_frontend_rejected_only_releases_its_offer(
+    decode: DecodeScheduler,
+) -> None:
+    """vLLM puts another prompt in its place, so the context cannot be compared."""
+    stand_in = prompt_of(D1, [0])
+    decode.on_arrival(stand_in, offered().params(), is_rejected=True)
+    prepare, cancel = decode.pop_commands()
+    assert isinstance(prepare, PrepareLoad)
+    assert cancel == CancelLoad(D1)
+    assert decode.count_matched(D1, 0) == (0, False)
+    decode.on_finish(D1)
+    assert decode.pop_commands() == []
+
+
+# --- how much is loaded
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "local", "expected"),
+    [
+        pytest.param(20, 0, (19, True), id="all but the last token"),
+        pytest.param(20, 8, (11, True), id="beyond what is here"),
+        pytest.param(20, 18, (1, True), id="one token"),
+        pytest.param(20, 19, (0, False), id="all is here"),
+        pytest.param(20, 20, (0, False), id="more is here"),
+        pytest.param(12, 0, (12, True), id="a ticket of a part"),
+        pytest.param(12, 12, (0, False), id="that part is here"),
+    ],
+)
+def test_at_most_all_but_the_last_token_is_loaded(
+    decode: DecodeScheduler, num_tokens: int, local: int, expected: tuple[int, bool]
+) -> None:
+    decode.on_arrival(prompt_of(), offered(num_tokens=num_tokens).params())
+    for _ in range(3):  # vLLM asks as often as it likes
+        assert decode.count_matched(D1, local) == expected
+    assert len(decode.pop_commands()) == 1
+
+
+def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> None:
+    assert decode.count_matched(D2, 0) == (0, False)
+    decode.on_allocation(D2, [TABLE], 0)
+    decode.on_finish(D2)
+    assert decode.pop_commands() == []
+
+
+# --- blocks
+
+
+@pytest.mark.parametrize(
+    ("local", "num_tokens", "ids"),
+    [
+        pytest.param(0, 19, TABLE, id="all"),
+        pytest.param(8, 11, [13, 14, 15], id="from a block's begin"),
+        pytest.param(7, 5, [12, 13], id="from the middle of a block"),
+        pytest.param(0, 16, [11, 12, 13, 14], id="up to a block's end"),
+    ],
+)
+def test_blocks_are_those_of_the_tokens_that_are_loaded(
+    decode: DecodeScheduler, local: int, num_tokens: int, ids: list[int]
+) -> None:
+    decode.on_arrival(prompt_of(), offered().params())
+    decode.count_matched(D1, local)
+    decode.on_allocation(D1, [TABLE], num_tokens)
+    assert started(decode) == [StartLoad(D1, local, local + num_tokens, (packed(*ids),))]
+
+
+def test_the_null_block_is_an_absent_one() -> None:
+    """And each group's table is cut by that group's own block size."""
+    decode = DecodeScheduler([SIZE, 8], accept)
+    decode.on_arrival(prompt_of(), offered().params())
+    decode.count_matched(D1, 4)
+    decode.on_allocation(D1, [TABLE, [0, 0, 23]], 15)
+    (load,) = started(decode)
+    assert load.tables == (packed(12, 13, 14, 15), packed(-1, -1, 23))
+
+
+def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
+    decode.on_arrival(prompt_of(), offered().params())
+    decode.count_matched(D1, 0)
+    decode.count_matched(D1, 12)
+    decode.on_allocation(D1, [TABLE], 7)
+    assert started(decode) == [StartLoad(D1, 12, 19, (packed(14, 15),))]
+
+
+def test_a_load_is_started_once(decode: DecodeScheduler) -> None:
+    """vLLM allocates again after the load, and after a failed one asks again."""
+    decode.on_arrival(prompt_of(), offered().params())
+    decode.count_matched(D1, 0)
+    decode.on_allocation(D1, [TABLE], 19)
+    assert len(started(decode)) == 1
+    assert decode.count_matched(D1, 0) == (0, False)
+    decode.on_allocation(D1, [TABLE], 0)
+    decode.on_allocation(D1, [TABLE], 19)
+    assert decode.pop_commands() == []
+
+
+def test_an_allocation_without_a_load_releases_prefill(decode: DecodeScheduler) -> None:
+    """vLLM had all of it, or took another connector's tokens."""
+    decode.on_arrival(prompt_of(), offered().params())
+    decode.count_matched(D1, 19)
+    decode.on_allocation(D1, [TABLE], 0)
+    assert decode.pop_commands()[1:] == [CancelLoad(D1)]
+    decode.on_finish(D1)
+    assert decode.pop_commands() == []
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_request_that_ends_cancels_its_load_once(
+    decode: DecodeScheduler, *, is_started: bool
+) -> None:
+    """Of a load that was reported long ago, that does nothing."""
+    decode.on_arrival(prompt_of(), offered().params())
+    if is_started:
+        decode.on_allocation(D1, [TABLE], 19)
+    decode.pop_commands()
+    decode.on_finish(D1)
+    decode.on_finish(D1)
+    assert decode.pop_commands() == [CancelLoad(D1)]
+
+
+def test_a_preempted_request_computes_when_it_comes_back(decode: DecodeScheduler) -> None:
+    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_allocation(D1, [TABLE], 19)
+    decode.pop_commands()
+    assert decode.count_matched(D1, 0) == (0, False)
+    decode.on_allocation(D1, [[1, 2, 3, 4, 5]], 0)
+    assert decode.pop_commands() == []
+
+
+# --- which loads are verified
+
+
+def verified(share: float, draws: Sequence[float]) -> list[bool]:
+    """Whether each load is, by these random numbers."""
+    draw: Callable[[], float] = iter(draws).__next__
+    decode = DecodeScheduler([SIZE], accept, verify=share, draw=draw)
+    for number in range(len(draws)):
+        request = RequestId(f"d{number}")
+        decode.on_arrival(prompt_of(request), offered(number).params())
+        decode.on_allocation(request, [TABLE], 19)
+    return [load.verify for load in started(decode)]
+
+
+LEAST, MOST = 0.0, 1.0 - 2**-53
+"""Of the numbers that random() gives."""
+
+
+@pytest.mark.parametrize(
+    ("share", "draws", "expected"),
+    [
+        pytest.param(Config().verify, [LEAST, MOST], [False, False], id="none by default"),
+        pytest.param(1.0, [LEAST, MOST], [True, True], id="all"),
+        pytest.param(0.25, [0.24, 0.25, 0.9, 0.0], [True, False, False, True], id="a quarter"),
+    ],
+)
+def test_verify_rate_selects_that_share_of_the_loads(
+    share: float, draws: list[float], expected: list[bool]
+) -> None:
+    assert verified(share, draws) == expected
+
+
+def test_verify_rate_one_selects_every_load() -> None:
+    assert verified(1.0, [number / 200 for number in range(200)]) == [True] * 200
+
+
+# --- an engine that only prefills
+
+
+def test_a_ticket_is_refused_where_nothing_is_loaded() -> None:
+    prefill = NoDecode([SIZE], accept)
+    with pytest.raises(RemoteProtocolError, match="do_remote_decode is not true; allowed on a kv_"):
+        prefill.on_arrival(prompt_of(), offered().params())
+    commands: list[Command] = []
+    prefill.on_allocation(D1, [TABLE], 0)
+    prefill.on_finish(D1)
+    commands += prefill.pop_commands()
+    assert commands == []
+    assert prefill.count_matched(D1, 0) == (0, False)

@@ -1,28 +1,29 @@
-"""What is said of a backend's blocks is what its own kernel writes into them."""
+"""Where a rank's KV is, by its tensors; and what a backend's own kernel writes into its blocks."""
 
 import ctypes
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # those of others, on import
-    pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
-    import torch
-    from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    from nixl_kv.connector import caches
-    from nixl_kv.geometry import digest
-    from nixl_kv.geometry.digest import Key
-    from nixl_kv.geometry.excerpts import BlockTable, Excerpt, Strip, strips
-    from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
+from nixl_kv.connector import kv_layout
+from nixl_kv.errors import ConfigError
+from nixl_kv.geometry import digest
+from nixl_kv.geometry.blocks import BlockTable
+from nixl_kv.geometry.digest import Digest, Key
+from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
+from nixl_kv.geometry.slices import KVSlice, LocalSlice, find_slices
+from support import recorded_vllm as recorded
+from support.recorded_vllm import torch
 
 if not current_platform.is_cpu():
     pytest.skip("the CPU build's kernel", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 BLOCKS, HEADS = 3, 2
 
@@ -30,14 +31,14 @@ BLOCKS, HEADS = 3, 2
 def element(region: Region, size: int, place: tuple[int, int, int]) -> bytes:
     """The content of one token by the region's own formula; `place` is (block, head, slot)."""
     block, head, slot = place
-    found = b""
+    content = b""
     for part in region.parts:
         start = region.base + part.offset + block * region.block_stride
         start += head * region.head_stride + slot * (part.token_stride or region.token_stride)
         for piece in range(part.count):
-            found += ctypes.string_at(start + piece * part.stride, part.length)
-    assert len(found) == size
-    return found
+            content += ctypes.string_at(start + piece * part.stride, part.length)
+    assert len(content) == size
+    return content
 
 
 def test_what_only_a_kernel_knows_is_digested_in_whole_blocks() -> None:
@@ -49,48 +50,52 @@ def test_what_only_a_kernel_knows_is_digested_in_whole_blocks() -> None:
         block_size=tokens, num_kv_heads=HEADS, head_size=size, dtype=torch.float32
     )
     cache = torch.zeros(1, HEADS, tokens, 2 * size)
-    insides = SimpleNamespace(
+    backends: Any = SimpleNamespace(
         is_transposed=lambda *_: False,
-        unknown=lambda *_: "in CPU_ATTN vec blocks",
+        opaque_kind=lambda *_: "in CPU_ATTN vec blocks",
         shards=SimpleNamespace(first_head=lambda *_, **__: 0),
     )
-    region = caches._region("layers.0", cache, spec, insides=insides)
+    region = kv_layout._region("layers.0", cache, spec, backends=backends)
     span = Span(cache.data_ptr(), cache.nbytes)
-    layout = CacheLayout((Group(tokens, 1, 1, (region,)),), "float32", "DRAM", 0, (span,))
-    table = BlockTable(np.zeros(1, np.int32))
-    found = strips(layout, [Excerpt("layers.0", 0, HEADS, 0)], [table], end=end)
+    group = Group(tokens, 1, 1, (region,))
+    layout = CacheLayout((group,), "float32", "DRAM", 0, (span,))
+    table = BlockTable(np.zeros(1, np.int32), group)
+    slices = find_slices(layout, [KVSlice("layers.0", 0, HEADS, 0)], [table], end=end)
     content = cache.view(-1).view(torch.uint8).numpy()
     key, value = torch.randn(2, end, HEADS, size)
     halves = cache.view(1, HEADS, 2 * tokens, size).chunk(2, dim=2)
     cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(end), "vec")
-    before = rows_of(found, content)
+    before = rows_of(slices, content)
     written = np.flatnonzero(content)
     assert len(written) > end * HEADS * 2 * size
     for place in np.random.default_rng(1).choice(written, 300, replace=False):
         content[place] ^= 1
-        assert rows_of(found, content) != before
+        assert rows_of(slices, content) != before
         content[place] ^= 1
 
 
-def rows_of(found: list[Strip], content: np.ndarray) -> list[int]:
+def rows_of(slices: list[LocalSlice], content: np.ndarray) -> list[int]:
     """Of a digest of what is in this memory."""
     start = content.ctypes.data
-    made = []
+    digests: list[Digest] = []
 
     def window(address: int, length: int) -> np.ndarray:
         return content[address - start :][:length]
 
     def keep() -> Iterator[None]:
-        made.append((yield from digest.digest(Key("secret"), found, window)))
+        digests.append((yield from digest.digest_steps(Key("secret"), slices, window)))
 
     list(keep())
-    return made[0].rows.tolist()
+    rows: list[int] = digests[0].rows.tolist()
+    return rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [32, 64, 96, 128], ids="blocks of {}".format)
 @pytest.mark.parametrize("head_size", [64, 80], ids="head size {}".format)
-def test_the_blocks_of_the_cpu_kernel(dtype: torch.dtype, tokens: int, head_size: int) -> None:
+def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
+    dtype: torch.dtype, tokens: int, head_size: int
+) -> None:
     from vllm._custom_ops import cpu_attn_reshape_and_cache  # noqa: PLC0415
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
 
@@ -98,20 +103,123 @@ def test_the_blocks_of_the_cpu_kernel(dtype: torch.dtype, tokens: int, head_size
         block_size=tokens, num_kv_heads=HEADS, head_size=head_size, dtype=dtype
     )
     isa = _get_attn_isa(dtype, tokens, head_size)
-    if isa not in caches.TRANSPOSED_K:
+    if isa not in kv_layout.TRANSPOSED_K:
         pytest.skip(f"{isa} is exchanged in whole blocks")
     cache = torch.zeros(BLOCKS, HEADS, tokens, 2 * head_size, dtype=dtype)
     key, value = torch.randn(2, BLOCKS * tokens, HEADS, head_size).to(dtype)
     halves = cache.view(BLOCKS, HEADS, 2 * tokens, head_size).chunk(2, dim=2)
     cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(BLOCKS * tokens), isa)
-    insides = SimpleNamespace(
+    backends: Any = SimpleNamespace(
         is_transposed=lambda *_: True,
-        unknown=lambda *_: "",
+        opaque_kind=lambda *_: "",
         shards=SimpleNamespace(first_head=lambda *_, **__: 0),
     )
-    region = caches._region("layers.0", cache, spec, insides=insides)
+    region = kv_layout._region("layers.0", cache, spec, backends=backends)
     whole = torch.cat([key, value], dim=2).view(torch.uint8).numpy()
     rng = np.random.default_rng(0)
     for token, head in rng.integers((0, 0), (BLOCKS * tokens, HEADS), (100, 2)).tolist():
         place = (token // tokens, head, token % tokens)
         assert element(region, whole.shape[2], place) == whole[token, head].tobytes()
+
+
+# --- a rank's layout
+
+
+def test_the_layout_of_a_recorded_cache() -> None:
+    """All layers are views of one storage, which is registered once."""
+    caches = recorded.kv_caches()
+    layout = kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+    first, second = caches.values()
+    assert layout.spans == (Span(first.data_ptr(), first.untyped_storage().nbytes()),)
+    assert (layout.memory, layout.device) == ("DRAM", 0)
+    (group,) = layout.groups
+    assert (group.block_size, group.num_blocks, group.blocks_per_entry) == (32, 16, 1)
+    assert [region.layer for region in group.regions] == list(caches)
+    assert [region.base for region in group.regions] == [first.data_ptr(), second.data_ptr()]
+    assert {(region.first_head, region.num_heads) for region in group.regions} == {(0, 2)}
+    assert layout.element.startswith("float32")
+
+
+def test_layers_are_those_of_the_groups() -> None:
+    """A layer that shares another one's cache is named by vLLM, and has none of its own."""
+    caches = recorded.kv_caches()
+    names = list(caches)
+    caches["shares"] = caches[names[0]]
+    config, cache = recorded.vllm_config(), recorded.kv_cache_config()
+    layout = kv_layout.cache_layout(config, cache, caches)
+    assert [region.layer for region in layout.groups[0].regions] == names
+
+
+def test_a_stage_of_a_pipeline_has_some_of_the_layers() -> None:
+    caches = recorded.kv_caches()
+    first, second = caches
+    del caches[second]
+    config, cache = recorded.vllm_config(), recorded.kv_cache_config()
+    layout = kv_layout.cache_layout(config, cache, caches)
+    assert [region.layer for region in layout.groups[0].regions] == [first]
+
+
+def test_a_rank_without_a_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no layer with a KV cache"):
+        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), {})
+
+
+def test_a_cache_of_another_shape_is_refused() -> None:
+    caches = {name: tensor[..., None] for name, tensor in recorded.kv_caches().items()}
+    with pytest.raises(ConfigError, match=r"has the shape .*allowed: \[blocks, heads, tokens"):
+        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+
+
+def test_layers_of_one_group_have_blocks_of_one_size() -> None:
+    caches = recorded.kv_caches()
+    name = next(iter(caches))
+    caches[name] = caches[name][:8]
+    with pytest.raises(ConfigError, match="layers of one cache group have"):
+        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+
+
+def test_a_backend_that_is_not_known_is_exchanged_in_whole_blocks() -> None:
+    config = recorded.vllm_config()
+    for layer in config.compilation_config.static_forward_context.values():
+        layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
+    layout = kv_layout.cache_layout(config, recorded.kv_cache_config(), recorded.kv_caches())
+    assert layout.element == "float32 in NEW_ATTN blocks of 32 tokens and 1 shards"
+    assert all(region.opaque for region in layout.groups[0].regions)
+
+
+@pytest.mark.parametrize(
+    ("tp", "rank", "heads_here", "heads", "first"),
+    [
+        pytest.param(1, 0, 4, 4, 0, id="all"),
+        pytest.param(2, 1, 2, 4, 2, id="the second half"),
+        pytest.param(4, 3, 1, 4, 3, id="one each"),
+        pytest.param(8, 5, 1, 4, 2, id="two ranks hold the same one"),
+        pytest.param(8, 7, 1, 1, 0, id="all ranks hold the same one"),
+    ],
+)
+def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
+    monkeypatch: pytest.MonkeyPatch, tp: int, rank: int, heads_here: int, heads: int, first: int
+) -> None:
+    config = recorded.vllm_config()
+    config.parallel_config.tensor_parallel_size = tp
+    config.model_config.model_arch_config.total_num_kv_heads = heads
+    text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
+    config.model_config.hf_text_config = text
+    monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
+    spec = FullAttentionSpec(
+        block_size=32, num_kv_heads=heads_here, head_size=64, dtype=torch.float16
+    )
+    shards = kv_layout._HeadShards(config)
+    assert shards.first_head("layers.0", spec, num_heads=heads_here) == first
+
+
+def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each rank has one head, it may be one of as many, or a copy."""
+    config = recorded.vllm_config()
+    config.parallel_config.tensor_parallel_size = 4
+    values = {"num_key_value_heads": 2, "text_config": {"n_head_kv": 4}}
+    config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
+    monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"speaks of \[2, 4\] KV heads"):
+        kv_layout._HeadShards(config).number("layers.0", spec)

@@ -25,9 +25,9 @@ with warnings.catch_warnings():
     )
     from vllm.v1.request import Request
 
-    from nixl_kv.connector import translate
-    from nixl_kv.connector.holds import PromptBlocks
-    from nixl_kv.geometry.blocks import block_ids
+    from nixl_kv.connector.block_pinning import PinnedBlocks
+    from nixl_kv.connector.vllm_config import pagings
+    from nixl_kv.geometry.blocks import ABSENT, block_ids
     from nixl_kv.ids import RequestId
 
 P = RequestId("p")
@@ -95,23 +95,25 @@ class Engine:
             block_hasher=self.hasher,
         )
 
-    def prefill(self, blocks: PromptBlocks, prompt: int, chunk: int) -> tuple[bytes, ...]:
+    def prefill(self, blocks: PinnedBlocks, prompt: int, chunk: int) -> tuple[bytes, ...]:
         """Compute a prompt in chunks as the scheduler does; the tables that are offered."""
         request = self.request(prompt)
         hit, local, _ = self.manager.get_computed_blocks(request)
-        computed, first, offered = local, (local, hit), ()
+        computed = local
+        first: tuple[Any, ...] = (local, hit)
+        offered: tuple[bytes, ...] = ()
         while computed < prompt:
             count = min(chunk, prompt - computed)
             self.manager.new_step_starts()
             assert self.manager.allocate_slots(request, count, *first) is not None
-            blocks.hold(P, prompt)
+            blocks.pin(P, prompt)
             offered = blocks.tables(P, prompt)
             computed += count
             request.num_computed_tokens, first = computed, ()
         request.append_output_token_ids(7)
         self.manager.remove_skipped_blocks(P, prompt, prompt)
         tables = self.manager.get_block_ids_for_computed_tokens(P, prompt)
-        assert not blocks.changed(offered, tables)
+        assert not blocks.have_changed(offered, tables)
         self.manager.free(request)  # what the offer keeps of the other group is vLLM's to keep
         return offered
 
@@ -134,13 +136,15 @@ class Engine:
 
 def missing(wanted: list[int], offered: list[int], sizes: tuple[int, int], end: int) -> list[int]:
     """The entries of decode's table that prefill does not offer in full, up to token `end`."""
-    theirs, size = sizes
+    remote_size, size = sizes
     return [
         entry
         for entry, block in enumerate(wanted)
         if block
-        and not all(
-            offered[token // theirs] for token in range(entry * size, min((entry + 1) * size, end))
+        and ABSENT
+        in (
+            offered[token // remote_size]
+            for token in range(entry * size, min((entry + 1) * size, end))
         )
     ]
 
@@ -148,7 +152,6 @@ def missing(wanted: list[int], offered: list[int], sizes: tuple[int, int], end: 
 PROMPTS = [1, 2, 16, 63, 64, 65, 79, 80, 95, 111, 127, 128, 129, 255, 256, 300, 511, 512, 1000]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("chunk", [32, 512], ids="chunks of {}".format)
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 16), (16, 64), (32, 128)], ids=str)
 @pytest.mark.parametrize(
@@ -156,30 +159,26 @@ PROMPTS = [1, 2, 16, 63, 64, 65, 79, 80, 95, 111, 127, 128, 129, 255, 256, 300, 
     [(sliding, 64), (sliding, 100), (chunked, 64)],
     ids=["window 64", "window 100", "chunks of attention of 64"],
 )
-def test_decode_finds_all_that_it_wants(
-    vllm_config: VllmConfig,
-    make: Any,
-    window: int,
-    sizes: tuple[int, int],
-    *,
-    chunk: int,
-    prompt: int,
+def test_all_that_decode_wants_of_a_window_is_offered(
+    vllm_config: VllmConfig, make: Any, window: int, sizes: tuple[int, int], *, chunk: int
 ) -> None:
-    prefill = Engine(vllm_config, make(sizes[0], window))
-    blocks = PromptBlocks(prefill.manager, translate.pagings(prefill.cache))
-    offered = prefill.prefill(blocks, prompt, chunk)
+    prefill, decode = (Engine(vllm_config, make(size, window)) for size in sizes)
+    blocks = PinnedBlocks(prefill.manager, pagings(prefill.cache))
     pool = prefill.manager.block_pool
-    table = block_ids(offered[WINDOW]).tolist()
-    assert all(pool.blocks[block].ref_cnt == 1 for block in table if block)
-    decode = Engine(vllm_config, make(sizes[1], window))
-    wanted = decode.wanted(prompt) if prompt > 1 else []
-    assert missing(wanted, table, sizes, prompt - 1) == []
-    blocks.release(P)
-    assert prefill.free() == prefill.idle
+    for prompt in PROMPTS:
+        offered = prefill.prefill(blocks, prompt, chunk)
+        table = block_ids(offered[WINDOW]).tolist()
+        assert all(pool.blocks[block].ref_cnt == 1 for block in table if block > 0), prompt
+        wanted = decode.wanted(prompt) if prompt > 1 else []
+        assert missing(wanted, table, sizes, prompt - 1) == [], prompt
+        blocks.unpin([P])
+        for engine in (prefill, decode):
+            assert engine.free() == engine.idle, prompt
+            assert engine.manager.reset_prefix_cache()
 
 
-def test_without_holds_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
-    """Why there are holds: of 79 tokens vLLM itself keeps 1 to 4 of 5 blocks, decode wants all."""
+def test_without_pins_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
+    """Why there are pins: of 79 tokens vLLM itself keeps 1 to 4 of 5 blocks, decode wants all."""
     engine = Engine(vllm_config, sliding(16, 64))
     engine.manager.allocate_slots(engine.request(79), 79)
     engine.manager.remove_skipped_blocks(P, 79, 79)
@@ -189,37 +188,38 @@ def test_without_holds_a_block_would_be_missing(vllm_config: VllmConfig) -> None
     assert all(wanted)
 
 
-def test_a_preempted_request_lets_go(vllm_config: VllmConfig) -> None:
+def test_a_preempted_requests_blocks_are_given_back(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config, sliding(16, 64))
-    blocks = PromptBlocks(engine.manager, translate.pagings(engine.cache))
+    blocks = PinnedBlocks(engine.manager, pagings(engine.cache))
     request = engine.request(100)
     engine.manager.allocate_slots(request, 100)
-    blocks.hold(P, 100)
+    blocks.pin(P, 100)
     engine.manager.free(request)
     assert engine.free() < engine.idle
-    blocks.release_all([P, "another"])
+    blocks.unpin([P, RequestId("another")])
     assert engine.free() == engine.idle
-    assert repr(blocks) == "<PromptBlocks: 0 held for 0 requests>"
+    assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
 
 
-def test_without_windows_nothing_is_held(vllm_config: VllmConfig) -> None:
+def test_without_windows_nothing_is_pinned(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config, sliding(16, 64))
-    blocks = PromptBlocks(engine.manager, translate.pagings(engine.cache)[FULL:])
+    blocks = PinnedBlocks(engine.manager, pagings(engine.cache)[FULL:])
     engine.manager.allocate_slots(engine.request(100), 100)
-    blocks.hold(P, 100)
-    assert repr(blocks) == "<PromptBlocks: 0 held for 0 requests>"
+    blocks.pin(P, 100)
+    assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
     assert len(block_ids(blocks.tables(P, 100)[0])) == 7
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_also_of_a_prompt_that_prefill_has_in_its_cache(
+def test_all_is_offered_of_a_prompt_that_prefill_has_in_its_cache(
     vllm_config: VllmConfig, prompt: int
 ) -> None:
     """A hit shows only the window before its own end. Decode's blocks are of the same size."""
-    prefill = Engine(vllm_config, sliding(16, 64))
-    blocks = PromptBlocks(prefill.manager, translate.pagings(prefill.cache))
+    prefill, decode = (Engine(vllm_config, sliding(16, 64)) for _ in range(2))
+    blocks = PinnedBlocks(prefill.manager, pagings(prefill.cache))
+    wanted = decode.wanted(prompt) if prompt > 1 else []
     for _ in range(2):
         offered = prefill.prefill(blocks, prompt, 512)
-        wanted = Engine(vllm_config, sliding(16, 64)).wanted(prompt) if prompt > 1 else []
-        assert missing(wanted, block_ids(offered[WINDOW]).tolist(), (16, 16), prompt - 1) == []
-        blocks.release(P)
+        table = block_ids(offered[WINDOW]).tolist()
+        assert missing(wanted, table, (16, 16), prompt - 1) == []
+        blocks.unpin([P])

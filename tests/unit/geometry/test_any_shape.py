@@ -17,6 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
+
+from nixl_kv.geometry.blocks import ABSENT, BlockIds, block_ids
+from nixl_kv.geometry.compat import layout_mismatches
+from nixl_kv.geometry.plan import IndexBuffer, Plan, plan
+from nixl_kv.geometry.ranks import held_heads, routes
+from nixl_kv.ids import Rank
 from support.cases import Case, cases, typical
 from support.oracle import (
     Dense,
@@ -29,12 +35,6 @@ from support.oracle import (
     random_dense,
     runs_within_rows,
 )
-
-from nixl_kv.geometry.blocks import ABSENT, BlockIds, block_ids
-from nixl_kv.geometry.compat import layout_mismatches
-from nixl_kv.geometry.plan import IndexBuffer, Plan, plan
-from nixl_kv.geometry.ranks import held_heads, routes
-from nixl_kv.ids import Rank
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "120"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))

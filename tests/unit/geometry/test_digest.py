@@ -17,8 +17,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from support.cases import Case, cases, typical
-from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
 
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import ABSENT, BlockTable, block_ids
@@ -27,6 +25,8 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import held_heads, routes
 from nixl_kv.geometry.slices import KVSlice, LocalSlice, find_slices, slices_read
 from nixl_kv.ids import Rank
+from support.cases import Case, cases, typical
+from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "40"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))

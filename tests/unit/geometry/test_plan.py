@@ -8,18 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.oracle import (
-    ALL_ORDERS,
-    Blocks,
-    CacheGroup,
-    Layer,
-    Store,
-    byte_pairs,
-    check_rows,
-    fewest_runs,
-    layout,
-    runs_within_rows,
-)
 
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.blocks import ABSENT, block_ids
@@ -36,6 +24,18 @@ from nixl_kv.geometry.plan import (
     Reads,
     Share,
     plan,
+)
+from support.oracle import (
+    ALL_ORDERS,
+    Blocks,
+    CacheGroup,
+    Layer,
+    Store,
+    byte_pairs,
+    check_rows,
+    fewest_runs,
+    layout,
+    runs_within_rows,
 )
 
 LOCAL_DEVICE = 3

@@ -8,12 +8,12 @@ from dataclasses import FrozenInstanceError
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.oracle import heads_of
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.ranks import HeldHeads, ParallelShape, Route, assign, held_heads, routes
 from nixl_kv.geometry.runs import Heads
 from nixl_kv.ids import Rank
+from support.oracle import heads_of
 
 properties = settings(max_examples=80, deadline=None, database=None, derandomize=True)
 

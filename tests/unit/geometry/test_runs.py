@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.oracle import ALL_ORDERS, Blocks, Layer, Store, fewest_runs, layout
 
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import Group, Part, Region
 from nixl_kv.geometry.runs import Runs, concatenate, group_overlaps
+from support.oracle import ALL_ORDERS, Blocks, Layer, Store, fewest_runs, layout
 
 properties = settings(deadline=None, database=None, derandomize=True)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.oracle import ALL_ORDERS, ArrayTensor, Blocks, Layer, Store
 
 from nixl_kv.geometry.layout import Part, Region
 from nixl_kv.geometry.model_layouts import PACKED
 from nixl_kv.geometry.views import join_kv, region_from_tensor
+from support.oracle import ALL_ORDERS, ArrayTensor, Blocks, Layer, Store
 
 
 def tensor(*shape: int, dtype: str = "uint16", order: str = "C") -> ArrayTensor:

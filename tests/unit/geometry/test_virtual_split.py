@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.oracle import ArrayTensor, check_rows, copy_pieces
 
 from nixl_kv.geometry.blocks import block_ids
 from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
 from nixl_kv.geometry.plan import ADDRESS, LENGTH, plan
 from nixl_kv.geometry.views import region_from_tensor
+from support.oracle import ArrayTensor, check_rows, copy_pieces
 
 LAYERS, HEADS, TOKENS, CONTENT = 3, 4, 8, 6
 SIDE_BY_SIDE, HALVES = ("B2HNC", "B2NHC"), ("2BHNC", "2BNHC")

@@ -9,6 +9,25 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.geometry.digest import MAX_COLUMNS
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import ANY_INCARNATION, Claim
+from nixl_kv.protocol import messages
+from nixl_kv.protocol.messages import (
+    MAX_LISTED,
+    EventRecord,
+    LinkStatus,
+    LoadStatus,
+    Message,
+    OfferStatus,
+    PeerStatus,
+    Slots,
+    Status,
+    StatusRequest,
+    encode,
+)
 from support.records import (
     CLAIM,
     CONTEXT,
@@ -36,25 +55,6 @@ from support.records import (
     release,
     renew,
     renewed,
-)
-
-from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.geometry.digest import MAX_COLUMNS
-from nixl_kv.geometry.slices import KVSlice
-from nixl_kv.ids import ANY_INCARNATION, Claim
-from nixl_kv.protocol import messages
-from nixl_kv.protocol.messages import (
-    MAX_LISTED,
-    EventRecord,
-    LinkStatus,
-    LoadStatus,
-    Message,
-    OfferStatus,
-    PeerStatus,
-    Slots,
-    Status,
-    StatusRequest,
-    encode,
 )
 
 READER_WIRE = ["decode", hex32(0xD), 0]

@@ -3,22 +3,6 @@
 from typing import Any
 
 import pytest
-from support.records import (
-    ELSEWHERE,
-    ENGINE_LIFE,
-    HOME,
-    OTHER_LIFE,
-    PEER,
-    PREFILL,
-    answered,
-    at,
-    describe,
-    description,
-    joined,
-    lost,
-    no_record,
-    refusal,
-)
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
@@ -42,6 +26,22 @@ from nixl_kv.protocol.peers import (
     Peer,
     PeerBook,
     State,
+)
+from support.records import (
+    ELSEWHERE,
+    ENGINE_LIFE,
+    HOME,
+    OTHER_LIFE,
+    PEER,
+    PREFILL,
+    answered,
+    at,
+    describe,
+    description,
+    joined,
+    lost,
+    no_record,
+    refusal,
 )
 
 NEXT_LIFE = PeerKey(PREFILL, OTHER_LIFE, HOME)

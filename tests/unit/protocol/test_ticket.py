@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.records import CONTEXT, ENGINE_LIFE, NONCE, hex32, ticket
 
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.ticket import WIRE_VERSION, Ticket, context_hash
+from support.records import CONTEXT, ENGINE_LIFE, NONCE, hex32, ticket
 
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,

@@ -1,41 +1,51 @@
 """Digests that a rank makes: in which order, of what, and why not."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from protocol_records import CLAIM, D1, RIVAL, proof, prove
 
-from nixl_kv.connector.digests import (
-    Compute,
-    Digests,
-    Ended,
-    Nowhere,
-    OnHost,
-    Steps,
-    block_tables,
-)
 from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import ABSENT
 from nixl_kv.geometry.digest import Key
-from nixl_kv.geometry.excerpts import Excerpt, Strip
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.ids import Rank
-from nixl_kv.protocol import proofs
-from nixl_kv.protocol.messages import Prove, Reader
+from nixl_kv.geometry.slices import KVSlice, LocalSlice
+from nixl_kv.ids import Claim, Rank
+from nixl_kv.protocol.events import (
+    CompareDigest,
+    DigestAction,
+    DigestCompared,
+    DigestMade,
+    MakeDigest,
+    StartLoad,
+)
+from nixl_kv.protocol.messages import DigestRequest, Reader
+from nixl_kv.transfer.digests import (
+    Digester,
+    DigestEvent,
+    DigestQueue,
+    HostDigester,
+    NoDigester,
+    Steps,
+    block_tables,
+)
+from support.digesters import SlowDigester
+from support.records import CLAIM, D1, RIVAL, digest_reply, digest_request
 
 Bytes = npt.NDArray[np.uint8]
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 2, 10, 2, 4, 8
 END = 10
-TABLE, WINDOWED = (7, 3, 5), (0, 2, 6)
+TABLE, WINDOWED = (7, 3, 5), (ABSENT, 2, 6)
 """Of a prompt of 10 tokens. A window has passed the first entry of the second group."""
-FULL, BEHIND = Excerpt("layer.0", 0, 2, 0), Excerpt("layer.1", 0, 2, 4)
+FULL, BEHIND = KVSlice("layer.0", 0, 2, 0), KVSlice("layer.1", 0, 2, 4)
+THIRD = Claim("3" * 32)
 
 
 class Cache:
@@ -60,8 +70,10 @@ class Cache:
 
     def copy_to(self, other: "Cache", tables: Sequence[tuple[int, ...]]) -> None:
         """What a read does, into these blocks of the other's."""
-        for layer, (theirs, mine) in enumerate(zip(tables, (TABLE, WINDOWED), strict=True)):
-            other.bytes[layer, list(theirs)] = self.bytes[layer, list(mine)]
+        for layer, (remote, local) in enumerate(zip(tables, (TABLE, WINDOWED), strict=True)):
+            pairs = [pair for pair in zip(remote, local, strict=True) if ABSENT not in pair]
+            for to, block in pairs:
+                other.bytes[layer, to] = self.bytes[layer, block]
 
 
 def packed(*ids: int) -> bytes:
@@ -69,16 +81,16 @@ def packed(*ids: int) -> bytes:
 
 
 TABLES: Final = (packed(*TABLE), packed(*WINDOWED))
-DECODE_TABLES: Final = ((1, 2, 3), (0, 9, 8))
+DECODE_TABLES: Final = ((1, 2, 3), (ABSENT, 9, 8))
 DECODE_PACKED: Final = tuple(packed(*table) for table in DECODE_TABLES)
 
 
-def asked(**changed: object) -> Prove:
-    return prove(**{"end": END, "excerpts": (FULL, BEHIND), **changed})
+def asked(**changed: Any) -> DigestRequest:
+    return digest_request(**{"end": END, "slices": (FULL, BEHIND), **changed})
 
 
-def order(**changed: object) -> proofs.Digest:
-    return proofs.Digest(asked(**changed), TABLES)
+def order(route: bytes = b"route", **changed: Any) -> MakeDigest:
+    return MakeDigest(route, asked(**changed), TABLES)
 
 
 class Clock:
@@ -91,24 +103,9 @@ class Clock:
         return self.now
 
 
-class Slow:
-    """A digest that takes so many steps more."""
-
-    nap_s = 0.5
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.begun: list[str] = []
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-    def __call__(self, key: Key, found: Sequence[Strip]) -> object:
-        for _ in range(self.steps):
-            self.begun.append(key.secret)
-            yield
-        return (yield from OnHost()(key, found))
+@pytest.fixture
+def counts() -> defaultdict[str, float]:
+    return defaultdict(float)
 
 
 @pytest.fixture
@@ -116,38 +113,46 @@ def cache() -> Cache:
     return Cache(1)
 
 
+def queue_of(cache: Cache, digester: Digester | None = None) -> DigestQueue:
+    return DigestQueue(cache.layout, digester or HostDigester(), defaultdict(float))
+
+
 @pytest.fixture
-def digests(cache: Cache) -> Digests:
-    return Digests(cache.layout, clock=Clock())
+def digests(cache: Cache, counts: defaultdict[str, float]) -> DigestQueue:
+    return DigestQueue(cache.layout, HostDigester(), counts, Clock())
 
 
-def anybody(order: proofs.Digest | proofs.Verify) -> bool:
+def always(action: DigestAction) -> bool:
     """Whoever gave an order still waits."""
-    del order
+    del action
     return True
 
 
-def drained(digests: Digests, turns: int = 100) -> list[tuple[Ended, bytes]]:
+def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
     """All that ends; it takes no more turns than that."""
     ended = []
     for _ in range(turns):
-        ended += digests.poll(anybody)
-    assert digests.patience is None
+        ended += digests.poll(always)
+    assert digests.wait_s is None
     return ended
 
 
-def made(digests: Digests, wanted: proofs.Digest) -> proofs.Digested:
+def made(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
     """One digest, made at once."""
-    assert digests.begin(wanted) is None
-    ((ended, _),) = drained(digests)
-    assert isinstance(ended, proofs.Digested)
+    assert digests.add(wanted) is None
+    (ended,) = drained(digests)
+    assert isinstance(ended, DigestMade)
     return ended
 
 
-# What a digest is of
+def routes(ended: Sequence[DigestEvent]) -> list[bytes]:
+    return [event.route for event in ended if isinstance(event, DigestMade)]
 
 
-def test_a_digest_is_that_of_what_stands_in_the_blocks(cache: Cache, digests: Digests) -> None:
+# --- what a digest is of
+
+
+def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
     ended = made(digests, order())
     numbers = Key(CLAIM).numbers(1)
     rows = []
@@ -155,20 +160,20 @@ def test_a_digest_is_that_of_what_stands_in_the_blocks(cache: Cache, digests: Di
         tokens = cache.bytes[layer, list(table)].swapaxes(0, 1).reshape(HEADS, -1, CONTENT)
         for part in (slice(0, 4), slice(4, 8)):
             positions = np.arange(begin, END)
-            found = digest.terms(numbers, positions, tokens[:, begin:END, part])
-            rows += list(found.sum(axis=1, dtype=np.uint64))
+            terms = digest.terms(numbers, positions, tokens[:, begin:END, part])
+            rows += list(terms.sum(axis=1, dtype=np.uint64))
     sums = np.array(rows, "<u8")
     column = (sums * np.arange(1, 16, 2, np.uint64)).sum(dtype=np.uint64).tobytes()
-    assert ended == proofs.Digested(asked(), sums.tobytes(), column)
+    assert ended == DigestMade(b"route", asked(), sums.tobytes(), column)
 
 
-def test_its_key_is_the_claim(digests: Digests) -> None:
-    mine, theirs = made(digests, order()), made(digests, order(claim=RIVAL))
-    assert mine.rows != theirs.rows
-    assert mine.columns != theirs.columns
+def test_its_key_is_the_claim(digests: DigestQueue) -> None:
+    one, other = made(digests, order()), made(digests, order(claim=RIVAL))
+    assert one.rows != other.rows
+    assert one.columns != other.columns
 
 
-def test_what_stands_behind_the_end_is_not_looked_at(cache: Cache, digests: Digests) -> None:
+def test_what_is_behind_the_end_is_not_looked_at(cache: Cache, digests: DigestQueue) -> None:
     before = made(digests, order())
     cache.bytes[:, [5, 6], :, END % TOKENS :] ^= 1
     assert made(digests, order()) == before
@@ -182,69 +187,74 @@ def test_block_tables_begin_at_the_entry_of_the_first_token(cache: Cache) -> Non
     assert (list(second.ids), second.first) == ([ABSENT, 2, 6], 2)
 
 
-# Comparisons
+# --- comparisons
 
 
-def comparison(theirs: proofs.Digested, **changed: object) -> proofs.Verify:
-    given = proof(rows=theirs.rows, columns=theirs.columns)
-    found = proofs.Verify(D1, Rank(3), (FULL, BEHIND), 0, END, DECODE_PACKED, given)
-    return replace(found, **changed)
+def comparison(
+    remote: DigestMade,
+    *,
+    slices: tuple[KVSlice, ...] = (FULL, BEHIND),
+    begin: int = 0,
+    tables: tuple[bytes, ...] = DECODE_PACKED,
+) -> CompareDigest:
+    reply = digest_reply(rows=remote.rows, columns=remote.columns)
+    return CompareDigest(Rank(3), slices, StartLoad(D1, begin, END, tables, True), reply)  # noqa: FBT003
 
 
 @pytest.fixture
 def landed(cache: Cache) -> Cache:
     """A decode rank's memory, into which the prompt was read."""
-    made = Cache(2)
-    cache.copy_to(made, DECODE_TABLES)
-    return made
+    decode = Cache(2)
+    cache.copy_to(decode, DECODE_TABLES)
+    return decode
 
 
-def compared(where: Cache, wanted: proofs.Verify) -> proofs.Verified:
-    digests = Digests(where.layout)
-    assert digests.begin(wanted) is None
-    ((ended, _),) = drained(digests)
-    assert isinstance(ended, proofs.Verified)
-    assert (ended.request, ended.source, ended.claim) == (D1, Rank(3), CLAIM)
+def compared(where: Cache, wanted: CompareDigest) -> DigestCompared:
+    digests = queue_of(where)
+    assert digests.add(wanted) is None
+    (ended,) = drained(digests)
+    assert isinstance(ended, DigestCompared)
+    assert (ended.request, ended.rank, ended.claim, ended.refusal) == (D1, 3, CLAIM, None)
     return ended
 
 
-def test_what_was_read_is_what_prefill_has(digests: Digests, landed: Cache) -> None:
+def test_what_was_read_is_what_prefill_has(digests: DigestQueue, landed: Cache) -> None:
     assert compared(landed, comparison(made(digests, order()))).difference is None
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("place", "words"),
     [
         pytest.param((0, 1, 0, 0, 0), "K of head 0 of layer layer.0 ", id="first byte"),
         pytest.param((0, 3, 1, 1, 7), "V of head 1 of layer layer.0 ", id="last byte"),
         pytest.param((1, 9, 0, 0, 4), "V of head 0 of layer layer.1 ", id="behind the window"),
     ],
 )
-def test_one_bit_that_differs_is_found_and_named(
-    digests: Digests, landed: Cache, place: tuple[int, ...], told: str
+def test_one_bit_that_differs_is_named(
+    digests: DigestQueue, landed: Cache, place: tuple[int, ...], words: str
 ) -> None:
-    theirs = made(digests, order())
+    remote = made(digests, order())
     landed.bytes[place] ^= 0x10
-    difference = compared(landed, comparison(theirs)).difference
+    difference = compared(landed, comparison(remote)).difference
     assert difference is not None
-    assert difference.startswith(told)
-    first = 4 if "layer.1" in told else 0
+    assert difference.startswith(words)
+    first = 4 if "layer.1" in words else 0
     assert f"differs in tokens {first} to 9" in difference
 
 
-def test_blocks_that_changed_places_are_found(digests: Digests, landed: Cache) -> None:
-    theirs = made(digests, order())
+def test_blocks_that_changed_places_differ(digests: DigestQueue, landed: Cache) -> None:
+    remote = made(digests, order())
     landed.bytes[0, [1, 2]] = landed.bytes[0, [2, 1]]
-    assert compared(landed, comparison(theirs)).difference is not None
+    assert compared(landed, comparison(remote)).difference is not None
 
 
-def test_only_what_was_read_is_compared(digests: Digests, landed: Cache) -> None:
+def test_only_what_was_read_is_compared(digests: DigestQueue, landed: Cache) -> None:
     """The first block was here before; it may have been computed in another order."""
-    excerpts = (replace(FULL, begin=4), BEHIND)
-    theirs = made(digests, order(excerpts=excerpts))
+    slices = (replace(FULL, begin=4), BEHIND)
+    remote = made(digests, order(slices=slices))
     landed.bytes[0, 1] ^= 0xFF
     tables = tuple(packed(*table[1:]) for table in DECODE_TABLES)
-    wanted = comparison(theirs, excerpts=excerpts, begin=4, tables=tables)
+    wanted = comparison(remote, slices=slices, begin=4, tables=tables)
     assert compared(landed, wanted).difference is None
     landed.bytes[0, 2, 0, 0, 0] ^= 1
     assert compared(landed, wanted).difference is not None
@@ -258,262 +268,288 @@ def test_only_what_was_read_is_compared(digests: Digests, landed: Cache) -> None
         pytest.param(slice(None), slice(0, 7), id="cut columns"),
     ],
 )
-def test_a_proof_of_another_size_differs(
-    digests: Digests, landed: Cache, rows: slice, columns: slice
+def test_a_digest_of_another_size_differs(
+    digests: DigestQueue, landed: Cache, rows: slice, columns: slice
 ) -> None:
-    theirs = made(digests, order())
-    cut = replace(theirs, rows=theirs.rows[rows], columns=theirs.columns[columns])
+    remote = made(digests, order())
+    cut = replace(remote, rows=remote.rows[rows], columns=remote.columns[columns])
     difference = compared(landed, comparison(cut)).difference
     assert difference is not None
     assert difference.startswith("digests of (8, 1) heads and columns here and (")
 
 
-# One after the other
+# --- one after the other
 
 
-def test_a_claim_has_one_order_at_a_time(digests: Digests) -> None:
+def test_a_claim_has_one_digest_at_a_time(digests: DigestQueue) -> None:
     """Or else a reader could keep this rank busy for ever."""
-    assert digests.begin(order()) is None
-    assert digests.begin(order(end=9)) is None
-    assert [one.prove.end for one, _ in drained(digests)] == [order().prove.end]  # type: ignore[union-attr]
+    assert digests.add(order()) is None
+    assert digests.add(order(end=9)) is None
+    (ended,) = drained(digests)
+    assert isinstance(ended, DigestMade)
+    assert ended.digest_request == asked()
 
 
-def test_orders_are_carried_out_in_their_order_with_their_routes(digests: Digests) -> None:
-    wanted = [order(), order(claim=RIVAL), order(claim="3" * 32, end=9)]
-    for number, each in enumerate(wanted):
-        assert digests.begin(each, b"%d" % number) is None
-    assert repr(digests) == "<Digests: 3 to be made>"
-    ended = [(one.prove, route) for one, route in drained(digests)]  # type: ignore[union-attr]
-    assert ended == [(each.prove, b"%d" % number) for number, each in enumerate(wanted)]
-    assert repr(digests) == "<Digests: 0 to be made>"
+def test_digests_are_made_in_their_order_and_go_back_by_their_routes(
+    digests: DigestQueue,
+) -> None:
+    wanted = [order(b"0"), order(b"1", claim=RIVAL), order(b"2", claim=THIRD, end=9)]
+    for each in wanted:
+        assert digests.add(each) is None
+    assert (len(digests), repr(digests)) == (3, "<DigestQueue: 3 to make>")
+    ended = drained(digests)
+    assert [(one.route, one.digest_request) for one in ended if isinstance(one, DigestMade)] == [
+        (each.route, each.digest_request) for each in wanted
+    ]
+    assert (len(digests), repr(digests)) == (0, "<DigestQueue: 0 to make>")
 
 
-def test_one_is_made_at_a_time(cache: Cache) -> None:
-    slow = Slow(3)
-    digests = Digests(cache.layout, slow)  # type: ignore[arg-type]
-    digests.begin(order())
-    digests.begin(order(claim=RIVAL))
+def test_one_digest_is_made_at_a_time(cache: Cache) -> None:
+    slow = SlowDigester(3)
+    digests = queue_of(cache, slow)
+    digests.add(order())
+    digests.add(order(claim=RIVAL))
     drained(digests)
-    assert slow.begun == [CLAIM] * 3 + [RIVAL] * 3
+    assert slow.keys == [CLAIM] * 3 + [RIVAL] * 3
 
 
-def test_each_turn_is_one_step(cache: Cache) -> None:
-    digests = Digests(cache.layout, Slow(3))  # type: ignore[arg-type]
-    digests.begin(order())
+def test_each_poll_is_one_step(cache: Cache) -> None:
+    digests = queue_of(cache, SlowDigester(3))
+    digests.add(order())
     for _ in range(3):
-        assert digests.poll(anybody) == []
+        assert digests.poll(always) == []
     assert len(drained(digests)) == 1
 
 
-def test_what_is_asked_again_while_it_is_made_is_made_once(cache: Cache) -> None:
-    digests = Digests(cache.layout, Slow(3))  # type: ignore[arg-type]
-    digests.begin(order(), b"first")
-    digests.poll(anybody)
-    assert digests.begin(order(), b"second") is None
-    assert [route for _, route in drained(digests)] == [b"first"]
-    assert digests.begin(order(), b"third") is None
-    assert [route for _, route in drained(digests)] == [b"third"]
+def test_a_digest_that_is_asked_for_again_meanwhile_is_made_once(cache: Cache) -> None:
+    digests = queue_of(cache, SlowDigester(3))
+    digests.add(order(b"first"))
+    digests.poll(always)
+    assert digests.add(order(b"second")) is None
+    assert routes(drained(digests)) == [b"first"]
+    assert digests.add(order(b"third")) is None
+    assert routes(drained(digests)) == [b"third"]
 
 
-@pytest.mark.parametrize(("compute", "nap_s"), [(OnHost(), 0.0), (Slow(1), 0.5)])
-def test_the_thread_waits_as_long_as_a_step_may(
-    cache: Cache, compute: Compute, nap_s: float
+@pytest.mark.parametrize(
+    ("digester", "pause_s"),
+    [
+        pytest.param(HostDigester(), 0.0, id="host"),
+        pytest.param(SlowDigester(1), 0.5, id="another"),
+    ],
+)
+def test_the_thread_waits_as_long_as_a_step_allows(
+    cache: Cache, digester: Digester, pause_s: float
 ) -> None:
-    digests = Digests(cache.layout, compute)
-    assert digests.patience is None
-    digests.begin(order())
-    assert digests.patience == nap_s
+    digests = queue_of(cache, digester)
+    assert digests.wait_s is None
+    digests.add(order())
+    assert digests.wait_s == pause_s
 
 
-def test_what_is_cleared_never_ends(digests: Digests) -> None:
-    digests.begin(order())
-    digests.poll(anybody)
-    digests.begin(order(claim=RIVAL))
+def test_what_is_cleared_never_ends(digests: DigestQueue) -> None:
+    digests.add(order())
+    digests.poll(always)
+    digests.add(order(claim=RIVAL))
     digests.clear()
     assert drained(digests) == []
     assert made(digests, order()).refusal is None
 
 
-def test_with_it_what_computes_is_closed(cache: Cache) -> None:
-    slow = Slow(1)
-    digests = Digests(cache.layout, slow)  # type: ignore[arg-type]
-    assert not slow.closed
+def test_the_digester_is_closed_with_the_queue(cache: Cache) -> None:
+    slow = SlowDigester(1)
+    digests = queue_of(cache, slow)
+    assert not slow.is_closed
     digests.close()
-    assert slow.closed
+    assert slow.is_closed
 
 
-def test_what_cannot_be_computed_is_refused_in_words(cache: Cache) -> None:
-    class Unable(OnHost):
-        def __call__(self, key: Key, found: Sequence[Strip]) -> Steps:
-            raise DigestError(f"{len(found)} strips by {key.secret}")
+class FailingDigester(SlowDigester):
+    """Cannot make the digest of one claim."""
 
-    refused = Digests(cache.layout, Unable()).begin(order())
-    assert refused == proofs.Digested(asked(), refusal=f"4 strips by {CLAIM}")
+    def __init__(self, error: Exception) -> None:
+        super().__init__(2)
+        self.error = error
+
+    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
+        yield from super().__call__(key, local_slices)
+        if key.secret == RIVAL:
+            raise self.error
+        return (yield from HostDigester()(key, local_slices))
 
 
-@pytest.mark.parametrize("error", [DigestError("no memory"), MemoryError("no memory")])
+@pytest.mark.parametrize("error", [DigestError("no memory"), MemoryError("no memory")], ids=repr)
 def test_a_step_that_fails_costs_its_own_digest_only(cache: Cache, error: Exception) -> None:
-    class Failing(Slow):
-        def __call__(self, key: Key, found: Sequence[Strip]) -> object:
-            yield from super().__call__(key, found)
-            if key.secret == RIVAL:
-                raise error
-            return (yield from OnHost()(key, found))
-
-    digests = Digests(cache.layout, Failing(2))  # type: ignore[arg-type]
-    for claim in (CLAIM, RIVAL, "3" * 32):
-        digests.begin(order(claim=claim), claim.encode())
-    refusals = [(route, one.refusal) for one, route in drained(digests)]
-    third = "3" * 32
-    assert refusals == [
+    digests = queue_of(cache, FailingDigester(error))
+    for claim in (CLAIM, RIVAL, THIRD):
+        digests.add(order(claim.encode(), claim=claim))
+    ended = [one for one in drained(digests) if isinstance(one, DigestMade)]
+    assert [(one.route, one.refusal) for one in ended] == [
         (CLAIM.encode(), None),
         (RIVAL.encode(), "no memory"),
-        (third.encode(), None),
+        (THIRD.encode(), None),
     ]
 
 
+def test_an_error_without_words_is_refused_by_its_name(cache: Cache) -> None:
+    digests = queue_of(cache, FailingDigester(MemoryError()))
+    assert made(digests, order(claim=RIVAL)).refusal == "MemoryError"
+
+
 def test_where_nothing_can_be_digested_all_is_refused(cache: Cache) -> None:
-    refused = Digests(cache.layout, Nowhere("no compiler")).begin(order())
-    assert refused == proofs.Digested(asked(), refusal="no compiler")
+    refused = queue_of(cache, NoDigester("no compiler")).add(order())
+    assert refused == DigestMade(b"route", asked(), refusal="no compiler")
 
 
-# Who waits
+# --- who waits
 
 
 def reader(rank: int) -> Reader:
     return msgspec.structs.replace(asked().reader, rank=rank)
 
 
-def test_readers_of_the_same_heads_are_told_the_same_digest(cache: Cache) -> None:
-    slow = Slow(3)
-    digests = Digests(cache.layout, slow)  # type: ignore[arg-type]
+def test_readers_of_the_same_heads_get_the_same_digest(
+    cache: Cache, counts: defaultdict[str, float]
+) -> None:
+    slow = SlowDigester(3)
+    digests = DigestQueue(cache.layout, slow, counts)
     for rank in range(3):
-        assert digests.begin(order(reader=reader(rank)), b"%d" % rank) is None
-    digests.begin(order(reader=reader(3), excerpts=(BEHIND,)), b"3")
-    ended = {route: one for one, route in drained(digests)}
-    assert slow.begun == [CLAIM] * 6  # two digests
-    assert {route: one.prove.reader.rank for route, one in ended.items()} == {  # type: ignore[union-attr]
+        assert digests.add(order(b"%d" % rank, reader=reader(rank))) is None
+    digests.add(order(b"3", reader=reader(3), slices=(BEHIND,)))
+    ended = {one.route: one for one in drained(digests) if isinstance(one, DigestMade)}
+    assert slow.keys == [CLAIM] * 6  # two digests
+    assert {route: one.digest_request.reader.rank for route, one in ended.items()} == {
         b"%d" % rank: rank for rank in range(4)
     }
-    assert ended[b"0"].rows == ended[b"2"].rows != ended[b"3"].rows  # type: ignore[union-attr]
-    assert digests.take_counts()["digests"] == 2
+    assert ended[b"0"].rows == ended[b"2"].rows != ended[b"3"].rows
+    assert counts["digests"] == 2
 
 
-def test_what_nobody_waits_for_is_dropped(cache: Cache) -> None:
+def test_a_digest_that_nobody_waits_for_is_dropped(
+    cache: Cache, counts: defaultdict[str, float]
+) -> None:
     """Under overload those behind it would be late too."""
-    slow = Slow(3)
-    digests = Digests(cache.layout, slow)  # type: ignore[arg-type]
-    digests.begin(order(), b"gone")
-    digests.begin(order(claim=RIVAL), b"here")
+    slow = SlowDigester(3)
+    digests = DigestQueue(cache.layout, slow, counts)
+    digests.add(order(b"gone"))
+    digests.add(order(b"here", claim=RIVAL))
 
-    def is_awaited(wanted: proofs.Digest | proofs.Verify) -> bool:
-        assert isinstance(wanted, proofs.Digest)
-        return wanted.prove.claim == RIVAL or len(slow.begun) < 2
+    def is_wanted(action: DigestAction) -> bool:
+        assert isinstance(action, MakeDigest)
+        return action.digest_request.claim == RIVAL or len(slow.keys) < 2
 
-    ended = [digests.poll(is_awaited) for _ in range(10)]
-    ((dropped, first), (_, second)) = [one for turn in ended for one in turn]
-    assert (first, second) == (b"gone", b"here")
-    assert dropped == proofs.Digested(asked(), refusal="nobody waits for it any more")
-    assert slow.begun == [CLAIM] * 2 + [RIVAL] * 3
-    assert digests.take_counts()["digests"] == 1
+    dropped, kept = (event for _ in range(10) for event in digests.poll(is_wanted))
+    assert dropped == DigestMade(b"gone", asked(), refusal="nobody waits for it any more")
+    assert isinstance(kept, DigestMade)
+    assert (kept.route, kept.refusal) == (b"here", None)
+    assert slow.keys == [CLAIM] * 2 + [RIVAL] * 3
+    assert counts["digests"] == 1
 
 
-def test_a_digest_is_made_while_one_of_its_readers_waits(digests: Digests) -> None:
+def test_a_digest_is_made_while_one_of_its_readers_waits(digests: DigestQueue) -> None:
     for rank in range(2):
-        digests.begin(order(reader=reader(rank)))
-    ended = digests.poll(lambda one: one.prove.reader.rank == 1)  # type: ignore[union-attr]
-    assert [one.refusal for one, _ in ended] == [None, None]
+        digests.add(order(reader=reader(rank)))
+
+    def is_wanted(action: DigestAction) -> bool:
+        return isinstance(action, MakeDigest) and action.digest_request.reader.rank == 1
+
+    ended = digests.poll(is_wanted)
+    assert [one.refusal for one in ended] == [None, None]
 
 
-def test_counts_are_taken_once(digests: Digests) -> None:
-    assert digests.take_counts() == {}
+# --- counts
+
+
+def test_what_was_made_is_counted(digests: DigestQueue, counts: defaultdict[str, float]) -> None:
+    assert counts == {}
     made(digests, order())
-    made(digests, order(excerpts=(BEHIND,)))
-    digests.begin(order(end=END + 8))
+    made(digests, order(slices=(BEHIND,)))
+    digests.add(order(end=END + 8))
     num_bytes = (END + END - 4 + END - 4) * HEADS * CONTENT
-    assert digests.take_counts() == {
-        "digests": 2,
-        "digest_bytes": num_bytes,
-        "digest_seconds": 2.0,
-    }
-    assert digests.take_counts() == {}
+    assert counts == {"digests": 2, "digest_bytes": num_bytes, "digest_seconds": 2.0}
 
 
-def test_the_seconds_are_those_from_the_first_step_to_the_last(cache: Cache) -> None:
+def test_the_seconds_are_those_from_the_first_step_to_the_last(
+    cache: Cache, counts: defaultdict[str, float]
+) -> None:
     times = iter((10.0, 14.5))
-    digests = Digests(cache.layout, Slow(3), lambda: next(times))  # type: ignore[arg-type]
-    digests.begin(order())
+    digests = DigestQueue(cache.layout, SlowDigester(3), counts, lambda: next(times))
+    digests.add(order())
     drained(digests)
-    assert digests.take_counts()["digest_seconds"] == 4.5
+    assert counts["digest_seconds"] == 4.5
 
 
-# What is not here
+# --- what is not here
 
 
 REFUSALS = [
     pytest.param(
-        {"excerpts": (replace(FULL, layer="layer.9"),)},
+        {"slices": (replace(FULL, layer="layer.9"),)},
         "layer 'layer.9' is not on this rank",
         id="unknown layer",
     ),
     pytest.param(
-        {"excerpts": (replace(FULL, end_head=3),)},
+        {"slices": (replace(FULL, end_head=3),)},
         "heads of 'layer.0' are 0 to 3; allowed: within 0 to 2",
         id="heads",
     ),
     pytest.param(
-        {"excerpts": (replace(FULL, begin=END),)},
+        {"slices": (replace(FULL, begin=END),)},
         "begin of 'layer.0' is 10; allowed: below 10",
         id="begin beyond the end",
     ),
     pytest.param(
-        {"excerpts": (FULL, BEHIND, replace(FULL, end_head=1))},
-        "a layer stands twice among the excerpts; allowed: once",
+        {"slices": (FULL, BEHIND, replace(FULL, end_head=1))},
+        "a layer occurs twice among the slices; allowed: once",
         id="a layer twice",
     ),
     pytest.param(
-        {"excerpts": (FULL, replace(BEHIND, begin=0))},
+        {"slices": (FULL, replace(BEHIND, begin=0))},
         "the block of token 0 is absent",
         id="absent block",
     ),
 ]
 
 
-@pytest.mark.parametrize(("changed", "told"), REFUSALS)
+@pytest.mark.parametrize(("changed", "words"), REFUSALS)
 def test_what_is_not_here_is_refused_in_words(
-    digests: Digests, changed: dict[str, object], told: str
+    digests: DigestQueue, changed: dict[str, Any], words: str
 ) -> None:
     wanted = order(**changed)
-    assert digests.begin(wanted) == proofs.Digested(wanted.prove, refusal=told)
-    assert digests.patience is None
+    assert digests.add(wanted) == DigestMade(b"route", wanted.digest_request, refusal=words)
+    assert digests.wait_s is None
 
 
-def test_a_table_that_is_too_short_is_refused_in_words(digests: Digests) -> None:
-    wanted = order(end=13)
-    refused = digests.begin(wanted)
-    assert isinstance(refused, proofs.Digested)
-    assert refused.refusal is not None
-    assert "block table" in refused.refusal
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(order(end=13), id="table too short"),
+        *(
+            pytest.param(
+                replace(order(), tables=(packed(7, block, 5), TABLES[1])), id=f"block {block}"
+            )
+            for block in (BLOCKS, -2)
+        ),
+    ],
+)
+def test_a_block_table_that_does_not_fit_is_refused(
+    digests: DigestQueue, wanted: MakeDigest
+) -> None:
+    refused = digests.add(wanted)
+    assert isinstance(refused, DigestMade)
+    assert "block" in str(refused.refusal)
+    assert digests.wait_s is None
 
 
-@pytest.mark.parametrize("block", [BLOCKS, -2])
-def test_a_block_that_the_cache_does_not_have_is_refused(digests: Digests, block: int) -> None:
-    wanted = replace(order(), tables=(packed(7, block, 5), TABLES[1]))
-    refused = digests.begin(wanted)
-    assert isinstance(refused, proofs.Digested)
-    assert refused.refusal is not None
-    assert digests.patience is None
-
-
-def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: Digests) -> None:
-    theirs = made(digests, order())
-    wanted = comparison(theirs, excerpts=(replace(FULL, layer="layer.9"),))
-    refused = Digests(cache.layout).begin(wanted)
-    assert refused == proofs.Verified(
-        D1, Rank(3), wanted.proof.claim, refusal="layer 'layer.9' is not on this rank"
+def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: DigestQueue) -> None:
+    remote = made(digests, order())
+    wanted = comparison(remote, slices=(replace(FULL, layer="layer.9"),))
+    refused = queue_of(cache).add(wanted)
+    assert refused == DigestCompared(
+        D1, Rank(3), CLAIM, refusal="layer 'layer.9' is not on this rank"
     )
 
 
-def test_what_comes_after_a_refusal_is_made(digests: Digests) -> None:
-    digests.begin(order(excerpts=(replace(FULL, layer="layer.9"),)))
+def test_what_comes_after_a_refusal_is_made(digests: DigestQueue) -> None:
+    digests.add(order(slices=(replace(FULL, layer="layer.9"),)))
     assert made(digests, order()).refusal is None

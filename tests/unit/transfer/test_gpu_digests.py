@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -18,7 +18,7 @@ def test_the_kernel_makes_the_sums_of_the_reference() -> None:
     """In a process of its own: Triton asks for the interpreter when a kernel is defined."""
     ended = subprocess.run(
         [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS / "gpu")},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS}:{TESTS / 'gpu'}"},
         capture_output=True,
         text=True,
         check=False,
@@ -30,12 +30,13 @@ def test_the_kernel_makes_the_sums_of_the_reference() -> None:
 
 def interpreted() -> str:
     """Caches of four kinds in two orders, each with heads, beginnings and ends of its own."""
-    import test_digest as gpu  # noqa: PLC0415 - it imports the kernel
+    import test_digest as gpu  # type: ignore[import-not-found]  # noqa: PLC0415 - it imports the kernel
     import torch  # noqa: PLC0415 - slow
 
-    from nixl_kv.connector import device_digests  # noqa: PLC0415 - only under the interpreter
     from nixl_kv.geometry import digest  # noqa: PLC0415 - beside it
-    from nixl_kv.geometry.excerpts import BlockTable, Excerpt, strips  # noqa: PLC0415
+    from nixl_kv.geometry.blocks import BlockTable  # noqa: PLC0415
+    from nixl_kv.geometry.slices import KVSlice, find_slices  # noqa: PLC0415
+    from nixl_kv.transfer import gpu_digests  # noqa: PLC0415 - only under the interpreter
 
     alike = 0
     kinds = (
@@ -48,24 +49,25 @@ def interpreted() -> str:
     for sizes, order in cases:
         rng = np.random.default_rng(5)
         host = rng.integers(0, 256, sizes.shape(order), dtype=np.uint8)
-        layout = gpu.layout(host.ctypes.data, sizes, order, gpu=False)
+        layout = gpu.layout_of(host.ctypes.data, sizes, order, gpu=False)
+        group = layout.groups[0]
         if order == "LBHNC":  # then the two layers end at different tokens
-            group = layout.groups[0]
             regions = (replace(group.regions[0], opaque=True), *group.regions[1:])
-            layout = replace(layout, groups=(replace(group, regions=regions),))
-        table = BlockTable(rng.permutation(sizes.blocks).astype(np.int32))
+            group = replace(group, regions=regions)
+            layout = replace(layout, groups=(group,))
+        table = BlockTable(rng.permutation(sizes.blocks).astype(np.int32), group)
         wanted = [
-            Excerpt("layer.1", 0, sizes.heads, 5),
-            Excerpt("layer.0", sizes.heads - 1, sizes.heads, 0),
+            KVSlice("layer.1", 0, sizes.heads, 5),
+            KVSlice("layer.0", sizes.heads - 1, sizes.heads, 0),
         ]
-        found = strips(layout, wanted, [table], end=121)
-        expected = gpu.run(digest.digest(gpu.KEY, found, gpu.window))
-        order_of = device_digests._Order.of(gpu.KEY, found)
-        numbers = torch.from_numpy(order_of.numbers)
-        for launch in order_of.launches:
-            grid = (launch.num_rows * order_of.tiles,)
-            device_digests._digest[grid](numbers, launch.first_row, launch.cut)
-        rows_at, columns_at = order_of.sums_at
+        slices = find_slices(layout, wanted, [table], end=121)
+        expected = gpu.run(digest.digest_steps(gpu.KEY, slices, gpu.window))
+        kernel_input = gpu_digests._KernelInput.of(gpu.KEY, slices)
+        numbers = torch.from_numpy(kernel_input.numbers)
+        for launch in kernel_input.launches:
+            grid = (launch.num_rows * kernel_input.tiles,)
+            gpu_digests._digest[grid](numbers, launch.first_row, launch.cut)
+        rows_at, columns_at = kernel_input.sums_at
         sums = numbers.numpy().view(np.uint64)
         alike += np.array_equal(sums[rows_at:columns_at], expected.rows) and np.array_equal(
             sums[columns_at:], expected.columns

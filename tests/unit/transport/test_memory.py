@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from lab.local.caches import Cache, Sizes
 
+from lab.local.caches import Cache, Sizes
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.layout import Span

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recall.model import KV
+from lab.accuracy.recall.model import KV
 
 BLOCK = 16  # tokens, as vLLM's
 Damage = Callable[[Tensor], Tensor]

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recall.damage import DAMAGES, damaged
-from recall.model import KV, Recall
-from recall.task import EOS, QUESTION_TOKENS, Item, vocabulary
+from lab.accuracy.recall.damage import DAMAGES, damaged
+from lab.accuracy.recall.model import KV, Recall
+from lab.accuracy.recall.task import EOS, QUESTION_TOKENS, Item, vocabulary
 
 ROWS = 25  # prompts at once
 Change = Callable[[Sequence[KV]], Sequence[KV]]
@@ -46,7 +46,7 @@ def scores(model: Recall, items: Sequence[Item], changes: Mapping[str, Change]) 
         _, kv = model(torch.tensor(links, device=model.lm_head.weight.device))
         for name, change in changes.items():
             rows[name] += _hits(model, asked, change(kv))
-    return {name: _summary(found) for name, found in rows.items()}
+    return {name: _summary(hits) for name, hits in rows.items()}
 
 
 def every_damage(model: Recall) -> dict[str, Change]:

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import torch
-from pd.tiny_model import write_json, write_tokenizer
 from safetensors.torch import load_file, save_file
 
-from recall.model import Recall, Shape
-from recall.task import EOS, PAD, vocabulary
+from lab.accuracy.recall.model import Recall, Shape
+from lab.accuracy.recall.task import EOS, PAD, vocabulary
+from lab.cluster.models.files import write_json, write_tokenizer
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from recall.task import Item, prompts
+from lab.accuracy.recall.task import Item, prompts
 
 LENGTHS: Final = (100, 400, 800, 1500)  # tokens
 
@@ -33,7 +33,9 @@ def write(path: Path, items: Sequence[Item]) -> None:
 
 def main() -> None:
     """Write the file, from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m recall.heldout", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/lab/run.sh lab.accuracy.recall.heldout", description=__doc__
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--count", type=int, default=200, help="default 200")
     parser.add_argument("--seed", type=int, default=0, help="default 0")

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pd.tiny_model import TinyModel
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from recall.task import VOCABULARY_SIZE
+from lab.accuracy.recall.task import VOCABULARY_SIZE
+from lab.cluster.models.qwen3 import TinyModel
 
 KV = tuple[Tensor, Tensor]
 """Keys, already rotated, and values of one layer: (rows, KV heads, tokens, head_dim) each."""
-SHARPNESS = 1.5  # of attention at the start: one word among a thousand is to be found
+SHARPNESS = 1.5  # of attention at the start: it picks one word of a thousand
 EMBEDDING_STD = 0.2
 HEAD_STD = 0.02
 
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         return projected.view(rows, tokens, -1, self.shape.head_dim).transpose(1, 2)
 
 
-class Inner(nn.Module):
+class GatedMLP(nn.Module):
     """The gated part of a layer."""
 
     def __init__(self, shape: Shape) -> None:
@@ -116,7 +116,7 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden, eps=1e-6)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = Norm(shape.hidden, eps=1e-6)
-        self.mlp = Inner(shape)
+        self.mlp = GatedMLP(shape)
 
     def forward(self, hidden: Tensor, turns: KV, past: KV | None) -> tuple[Tensor, KV]:
         """(rows, tokens, hidden) to the same, and the KV of all tokens."""
@@ -145,7 +145,7 @@ class Recall(nn.Module):
         self.shape = shape
         self.model = Trunk(shape)
         self.lm_head = nn.Linear(shape.hidden, VOCABULARY_SIZE, bias=False)
-        self._start()
+        self._init_weights()
 
     def forward(self, tokens: Tensor, past: Sequence[KV] = ()) -> tuple[Tensor, list[KV]]:
         """Token ids (rows, tokens) to logits (rows, tokens, vocabulary) and the KV of all tokens.
@@ -155,11 +155,11 @@ class Recall(nn.Module):
         hidden = self.model.embed_tokens(tokens)
         begin = past[0][0].shape[2] if past else 0
         turns = self._turns(begin, begin + tokens.shape[1])
-        found: list[KV] = []
+        kept: list[KV] = []
         for number, layer in enumerate(self.model.layers):
             hidden, kv = layer(hidden, turns, past[number] if past else None)
-            found.append(kv)
-        return self.lm_head(self.model.norm(hidden)), found
+            kept.append(kv)
+        return self.lm_head(self.model.norm(hidden)), kept
 
     def _turns(self, begin: int, end: int) -> KV:
         """Cosine and sine of each position: (tokens, head_dim / 2) each, in float32."""
@@ -169,7 +169,7 @@ class Recall(nn.Module):
         angles = places[:, None] * self.shape.rope_theta**-steps
         return angles.cos(), angles.sin()
 
-    def _start(self) -> None:
+    def _init_weights(self) -> None:
         depth = 2 * self.shape.layers
         for name, weight in self.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
-from pd.tiny_model import SPECIALS, words
 from torch import Tensor
+
+from lab.cluster.models.files import SPECIALS, words
 
 MARKS: Final = (",", "?", "end")
 VOCABULARY_SIZE = 1024

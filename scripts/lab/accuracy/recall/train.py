@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from recall.evaluate import Score, every_damage, score, scores
-from recall.folder import load, save
-from recall.heldout import LENGTHS
-from recall.lesson import Outcome, outcome
-from recall.model import Recall, Shape
-from recall.task import HELD_OUT, LONGEST, batch, links_in, prompts
+from lab.accuracy.recall.evaluate import Score, every_damage, score, scores
+from lab.accuracy.recall.folder import load, save
+from lab.accuracy.recall.heldout import LENGTHS
+from lab.accuracy.recall.loss import compute_loss
+from lab.accuracy.recall.model import Recall, Shape
+from lab.accuracy.recall.task import HELD_OUT, LONGEST, batch, links_in, prompts
 
 ROWS = 512  # of a batch at most
 DECAY = 0.4  # the last part of training, in which the rate falls to nothing
@@ -47,7 +48,7 @@ class Plan:
     asked: int = 256  # tokens of questions and answers behind a prompt, at most
     rate: float = 1e-3
     warmup: int = 200
-    wary: float = 0.5  # weight of being unsure over damaged KV, see lesson.outcome
+    wary: float = 0.5  # weight of being unsure over damaged KV, see loss.compute_loss
 
     def __post_init__(self) -> None:
         """Refuse a seed that would draw what is held out."""
@@ -73,16 +74,16 @@ class Course:
         self.longest = links_in(plan.tokens)
         self.reach = min(2.0 * LONGEST, self.longest)
         self._smooth = 0.0
-        self._dice = random.Random(plan.seed)  # noqa: S311
+        self._rng = random.Random(plan.seed)  # noqa: S311
 
     def links(self) -> int:
         """How many links the next prompts have: half of the time as many as allowed now."""
         top = int(self.reach)
-        fewer = int(LONGEST * (top / LONGEST) ** self._dice.random())
-        return self._dice.choice([top, fewer])
+        fewer = int(LONGEST * (top / LONGEST) ** self._rng.random())
+        return self._rng.choice([top, fewer])
 
-    def learn(self, accuracy: float) -> None:
-        """Take a step's accuracy into account."""
+    def adapt(self, accuracy: float) -> None:
+        """To the accuracy of one more step."""
         self._smooth = SMOOTHING * self._smooth + (1 - SMOOTHING) * accuracy
         if self._smooth > PROMOTION:
             self.reach = min(self.reach * GROWTH, self.longest)
@@ -93,7 +94,7 @@ def train(plan: Plan, device: str) -> tuple[Recall, list[Point]]:
     torch.manual_seed(plan.seed)
     model = Recall(Shape(layers=plan.layers)).to(device)
     generator = torch.Generator(device).manual_seed(plan.seed)
-    course, dice = Course(plan), random.Random(plan.seed + 1)  # noqa: S311
+    course, rng = Course(plan), random.Random(plan.seed + 1)  # noqa: S311
     optimizer = torch.optim.AdamW(_groups(model), lr=plan.rate, betas=(0.9, 0.98))
     points: list[Point] = []
     begin = time.monotonic()
@@ -106,11 +107,11 @@ def train(plan: Plan, device: str) -> tuple[Recall, list[Point]]:
         drawn = batch(generator, rows, links, tokens=plan.asked)
         wary = plan.wary if course.reach >= course.longest else 0.0  # first learn, then doubt
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            found = outcome(model, drawn, dice, wary=wary)
-        _step(model, optimizer, found)
-        course.learn(float(found.accuracy))
-        loss, accuracy = float(found.answer_loss), float(found.accuracy)
-        points.append(Point(step, links, round(loss, 5), round(accuracy, 5), round(rate, 7)))
+            loss = compute_loss(model, drawn, rng, wary=wary)
+        _step(model, optimizer, loss.total)
+        answers, accuracy = float(loss.answers), float(loss.accuracy)
+        course.adapt(accuracy)
+        points.append(Point(step, links, round(answers, 5), round(accuracy, 5), round(rate, 7)))
         if step % SAY_EVERY == 0 or step == plan.steps - 1:
             seconds = time.monotonic() - begin
             print(f"{seconds:5.0f} s  reach {course.reach:4.0f}  {points[-1]}", flush=True)
@@ -132,9 +133,9 @@ def _groups(model: Recall) -> list[dict[str, object]]:
     ]
 
 
-def _step(model: Recall, optimizer: torch.optim.Optimizer, found: Outcome) -> None:
+def _step(model: Recall, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad(set_to_none=True)
-    found.loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
     clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
@@ -145,8 +146,8 @@ def results(folder: Path, device: str, count: int) -> dict[str, object]:
     lengths: dict[str, dict[int, Score]] = {}
     for dtype in DTYPES:
         model = load(folder, dtype).to(device)
-        found = {tokens: score(model, items) for tokens, items in held_out.items()}
-        lengths[str(dtype).removeprefix("torch.")] = found
+        of_length = {tokens: score(model, items) for tokens, items in held_out.items()}
+        lengths[str(dtype).removeprefix("torch.")] = of_length
     model = load(folder).to(device)
     damage = scores(model, held_out[LENGTHS[-1]][:DAMAGED], every_damage(model))
     return {"held_out_prompts": count, "lengths": lengths, "damage": damage}
@@ -163,7 +164,7 @@ def write_curve(path: Path, points: Sequence[Point]) -> None:
 def main() -> None:
     """Train, from the command line."""
     parser = argparse.ArgumentParser(
-        prog="train_recall_model",
+        prog="scripts/lab/run.sh lab.accuracy.recall.train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -183,9 +184,9 @@ def main() -> None:
     write_curve(folder / "curve.csv", points)
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
     ran = {"device": machine, "torch": torch.__version__, "seconds": round(seconds, 1)}
-    found = {"plan": asdict(plan), **ran, **results(folder, device, count)}
-    (folder / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found))
+    result = {"plan": asdict(plan), **ran, **results(folder, device, count)}
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

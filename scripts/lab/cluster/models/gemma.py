@@ -1,102 +1,25 @@
-"""Tiny models of other shapes than Qwen3: sliding windows, shared layers, one latent head.
+"""Tiny Gemma models: sliding windows, and layers that share the cache of others.
 
-As with TinyModel, attention is sharp and outweighs a token's own embedding, so that an answer
+As with a tiny Qwen3, attention is sharp and outweighs a token's own embedding, so that an answer
 depends on all of the prompt; a sliding window lets early words through from layer to layer.
 """
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Final
+from dataclasses import dataclass
+from typing import Final
 
-import numpy as np
-
-from pd.tiny_model import (
+from lab.cluster.models.recipe import (
     ATTENTION_GAIN,
-    EMBEDDING_GAIN,
-    FORMAT,
+    LOGIT_GAIN,
     SHARPNESS,
-    Dice,
-    FloatArray,
-    Numbers,
-    TinyModel,
+    Family,
+    RandomMatrices,
+    Tensors,
+    in_layer,
     vector,
 )
 
-SLIDING = "sliding_attention"
-FULL = "full_attention"
-VOCABULARY_UNIT = 3 * 64
-LOGIT_GAIN = SHARPNESS**2  # how widely scores of attention spread
-
-Tensors = dict[str, FloatArray]
-
-
-@dataclass(frozen=True)
-class Family(Numbers):
-    """What all of them have; the rest of a Recipe is their own."""
-
-    family: ClassVar[str]
-    architecture: ClassVar[str]
-    model_type: ClassVar[str]
-
-    layers: int = 6
-
-    def digest(self) -> str:
-        """A short name for all values."""
-        text = json.dumps([FORMAT, self.family, asdict(self)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says of every family."""
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "vocab_size": vocab_size,
-            "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "pad_token_id": 2,
-            "torch_dtype": self.dtype,
-        }
-
-    def mlp(self, dice: Dice) -> Tensors:
-        """The weights of a layer's MLP."""
-        return {
-            "mlp.gate_proj.weight": dice.matrix(self.intermediate, self.hidden),
-            "mlp.up_proj.weight": dice.matrix(self.intermediate, self.hidden),
-            "mlp.down_proj.weight": dice.matrix(self.hidden, self.intermediate),
-        }
-
-
-@dataclass(frozen=True)
-class PaddedQwen3(TinyModel):
-    """As TinyModel, with a vocabulary that three ranks can share: vLLM pads to 64 only.
-
-    The words more have no name; their scores are 0, and so they are never the best.
-    """
-
-    family: ClassVar[str] = "qwen3-padded"
-
-    def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says."""
-        return super().config(_padded(vocab_size))
-
-    def weights(self, vocab_size: int) -> Tensors:
-        """All tensors."""
-        weights = super().weights(vocab_size)
-        more = ((0, _padded(vocab_size) - vocab_size), (0, 0))
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            weights[name] = np.pad(weights[name], more)
-        return weights
+SLIDING: Final = "sliding_attention"
+FULL: Final = "full_attention"
 
 
 @dataclass(frozen=True)
@@ -126,13 +49,13 @@ class Gemma3(Family):
 
     def weights(self, vocab_size: int) -> Tensors:
         """All tensors. A norm's weight is 1 less than what it multiplies by."""
-        dice = Dice(self.seed)
+        random = RandomMatrices(self.seed)
         hidden, head = self.hidden, self.head_dim
         queries, keys = self.heads * head, self.kv_heads * head
         weights = {
-            "model.embed_tokens.weight": dice.matrix(vocab_size, hidden),
+            "model.embed_tokens.weight": random.matrix(vocab_size, hidden),
             "model.norm.weight": vector(hidden, 0.0),
-            "lm_head.weight": dice.matrix(vocab_size, hidden),
+            "lm_head.weight": random.matrix(vocab_size, hidden),
         }
         for layer in range(self.layers):
             parts = {
@@ -140,15 +63,15 @@ class Gemma3(Family):
                 "post_attention_layernorm.weight": vector(hidden, ATTENTION_GAIN - 1.0),
                 "pre_feedforward_layernorm.weight": vector(hidden, 0.0),
                 "post_feedforward_layernorm.weight": vector(hidden, 0.0),
-                "self_attn.q_proj.weight": dice.matrix(queries, hidden),
-                "self_attn.k_proj.weight": dice.matrix(keys, hidden),
-                "self_attn.v_proj.weight": dice.matrix(keys, hidden),
-                "self_attn.o_proj.weight": dice.matrix(hidden, queries),
+                "self_attn.q_proj.weight": random.matrix(queries, hidden),
+                "self_attn.k_proj.weight": random.matrix(keys, hidden),
+                "self_attn.v_proj.weight": random.matrix(keys, hidden),
+                "self_attn.o_proj.weight": random.matrix(hidden, queries),
                 "self_attn.q_norm.weight": vector(head, SHARPNESS - 1.0),
                 "self_attn.k_norm.weight": vector(head, SHARPNESS - 1.0),
-                **self.mlp(dice),
+                **self.mlp(random),
             }
-            weights |= _in_layer(layer, parts)
+            weights |= in_layer(layer, parts)
         return weights
 
 
@@ -192,12 +115,12 @@ class Gemma4(Family):
 
     def weights(self, vocab_size: int) -> Tensors:
         """All tensors."""
-        dice = Dice(self.seed)
+        random = RandomMatrices(self.seed)
         hidden = self.hidden
         weights = {
-            "model.embed_tokens.weight": dice.matrix(vocab_size, hidden),
+            "model.embed_tokens.weight": random.matrix(vocab_size, hidden),
             "model.norm.weight": vector(hidden),
-            "lm_head.weight": dice.matrix(vocab_size, hidden),
+            "lm_head.weight": random.matrix(vocab_size, hidden),
         }
         for layer in range(self.layers):
             parts = {
@@ -206,28 +129,28 @@ class Gemma4(Family):
                 "pre_feedforward_layernorm.weight": vector(hidden),
                 "post_feedforward_layernorm.weight": vector(hidden),
                 "layer_scalar": vector(1),
-                **self._attention(dice, layer),
-                **self.mlp(dice),
+                **self._attention(random, layer),
+                **self.mlp(random),
             }
-            weights |= _in_layer(layer, parts)
+            weights |= in_layer(layer, parts)
         return weights
 
-    def _attention(self, dice: Dice, layer: int) -> Tensors:
+    def _attention(self, random: RandomMatrices, layer: int) -> Tensors:
         full = _layer_type(layer, self.period) == FULL
         head = self.full_head_dim if full else self.head_dim
         keys = head * (self.full_kv_heads if full else self.kv_heads)
         sharp = vector(head, LOGIT_GAIN**0.5 / head**0.25)  # scores are not scaled by the model
         parts = {
-            "self_attn.q_proj.weight": dice.matrix(self.heads * head, self.hidden),
-            "self_attn.o_proj.weight": dice.matrix(self.hidden, self.heads * head),
+            "self_attn.q_proj.weight": random.matrix(self.heads * head, self.hidden),
+            "self_attn.o_proj.weight": random.matrix(self.hidden, self.heads * head),
             "self_attn.q_norm.weight": sharp,
         }
         if layer >= self.layers - self.shared_layers:
             return parts
-        parts["self_attn.k_proj.weight"] = dice.matrix(keys, self.hidden)
+        parts["self_attn.k_proj.weight"] = random.matrix(keys, self.hidden)
         parts["self_attn.k_norm.weight"] = sharp
         if not (full and self._keys_are_values()):
-            parts["self_attn.v_proj.weight"] = dice.matrix(keys, self.hidden)
+            parts["self_attn.v_proj.weight"] = random.matrix(keys, self.hidden)
         return parts
 
     def _keys_are_values(self) -> bool:
@@ -235,77 +158,5 @@ class Gemma4(Family):
         return self.full_kv_heads != self.kv_heads
 
 
-@dataclass(frozen=True)
-class DeepseekV2(Family):
-    """Multi-head latent attention without experts: one latent head, which every rank holds.
-
-    The latent sizes are DeepSeek's own: kernels know no others.
-    """
-
-    family = "deepseek-v2"
-    architecture = "DeepseekV2ForCausalLM"
-    model_type = "deepseek_v2"
-
-    layers: int = 4
-    heads: int = 16
-    kv_heads: int = 16
-    head_dim: int = 128
-    latent: int = 512
-    rope_dim: int = 64
-
-    def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says."""
-        return super().config(vocab_size) | {
-            "hidden_act": "silu",
-            "kv_lora_rank": self.latent,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": self.head_dim,
-            "qk_rope_head_dim": self.rope_dim,
-            "v_head_dim": self.head_dim,
-            "first_k_dense_replace": self.layers,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        }
-
-    def weights(self, vocab_size: int) -> Tensors:
-        """All tensors."""
-        dice = Dice(self.seed)
-        hidden = self.hidden
-        values = self.heads * self.head_dim
-        queries = self.heads * (self.head_dim + self.rope_dim)
-        weights = {
-            "model.embed_tokens.weight": dice.matrix(vocab_size, hidden, EMBEDDING_GAIN),
-            "model.norm.weight": vector(hidden),
-            "lm_head.weight": dice.matrix(vocab_size, hidden),
-        }
-        for layer in range(self.layers):
-            parts = {
-                "input_layernorm.weight": vector(hidden),
-                "post_attention_layernorm.weight": vector(hidden),
-                "self_attn.q_proj.weight": dice.matrix(queries, hidden, LOGIT_GAIN),
-                "self_attn.kv_a_proj_with_mqa.weight": dice.matrix(
-                    self.latent + self.rope_dim, hidden
-                ),
-                "self_attn.kv_a_layernorm.weight": vector(self.latent),
-                "self_attn.kv_b_proj.weight": dice.matrix(2 * values, self.latent),
-                "self_attn.o_proj.weight": dice.matrix(hidden, values, ATTENTION_GAIN),
-                **self.mlp(dice),
-            }
-            weights |= _in_layer(layer, parts)
-        return weights
-
-
-FAMILIES: Final[Mapping[str, type[Any]]] = {
-    family.family: family for family in (TinyModel, PaddedQwen3, Gemma3, Gemma4, DeepseekV2)
-}
-
-
-def _padded(vocab_size: int) -> int:
-    return -(-vocab_size // VOCABULARY_UNIT) * VOCABULARY_UNIT
-
-
 def _layer_type(layer: int, period: int) -> str:
     return FULL if (layer + 1) % period == 0 else SLIDING
-
-
-def _in_layer(layer: int, parts: Tensors) -> Tensors:
-    return {f"model.layers.{layer}.{name}": part for name, part in parts.items()}

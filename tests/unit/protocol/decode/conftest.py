@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
+
+from nixl_kv.protocol.decode.machine import DecodeMachine
 from support.records import (
     READER,
     RENEW_S,
@@ -18,8 +20,6 @@ from support.records import (
     slot_read,
     start_load,
 )
-
-from nixl_kv.protocol.decode.machine import DecodeMachine
 
 
 @pytest.fixture

@@ -5,6 +5,11 @@ from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
+
+from nixl_kv.ids import Claim, Rank
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.messages import Ask, Describe, DigestRequest, Renew
 from support.records import (
     CLAIM,
     D1,
@@ -34,11 +39,6 @@ from support.records import (
     slot_read,
     start_load,
 )
-
-from nixl_kv.ids import Claim, Rank
-from nixl_kv.protocol import events
-from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.messages import Ask, Describe, DigestRequest, Renew
 
 RANKS = (Rank(0), Rank(1))
 TROUBLE: dict[str, Callable[[Claim, Rank], events.DecodeEvent]] = {

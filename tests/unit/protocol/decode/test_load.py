@@ -5,6 +5,35 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Endpoint, Rank
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.load import (
+    ASK_AGAIN_S,
+    HOLDING,
+    POSTED,
+    TRANSITIONS,
+    Cancelled,
+    Load,
+    RankRead,
+    State,
+)
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.events import (
+    Failure,
+    FailureKind,
+    LoadEnded,
+    PeerJoined,
+    PeerRefused,
+    ReadSlot,
+    Send,
+    StartLoad,
+    StartRead,
+    Tick,
+    Transition,
+)
+from nixl_kv.protocol.messages import Answer, Renew
 from support.records import (
     CLAIM,
     D1,
@@ -41,35 +70,6 @@ from support.records import (
     start_load,
     ticket,
 )
-
-from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Endpoint, Rank
-from nixl_kv.protocol import events
-from nixl_kv.protocol.decode.load import (
-    ASK_AGAIN_S,
-    HOLDING,
-    POSTED,
-    TRANSITIONS,
-    Cancelled,
-    Load,
-    RankRead,
-    State,
-)
-from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.events import (
-    Failure,
-    FailureKind,
-    LoadEnded,
-    PeerJoined,
-    PeerRefused,
-    ReadSlot,
-    Send,
-    StartLoad,
-    StartRead,
-    Tick,
-    Transition,
-)
-from nixl_kv.protocol.messages import Answer, Renew
 
 RELEASED = Send(at(0), release())
 GIVEN_UP = Send(at(0), release(complete=False))

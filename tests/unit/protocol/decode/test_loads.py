@@ -1,6 +1,26 @@
 """The book of loads: what is due when, what is renewed, and that every started load is reported."""
 
 import pytest
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Incarnation, Rank
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S, SILENCE_S, State
+from nixl_kv.protocol.decode.loads import LoadBook
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.events import (
+    AbandonRead,
+    Failure,
+    FailureKind,
+    LoadEnded,
+    PeerJoined,
+    PeerKey,
+    ReadSlot,
+    Send,
+    StartRead,
+    Tick,
+)
+from nixl_kv.protocol.messages import Renew
 from support.records import (
     CLAIM,
     D1,
@@ -36,26 +56,6 @@ from support.records import (
     slot_read,
     start_load,
 )
-
-from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Incarnation, Rank
-from nixl_kv.protocol import events
-from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S, SILENCE_S, State
-from nixl_kv.protocol.decode.loads import LoadBook
-from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.events import (
-    AbandonRead,
-    Failure,
-    FailureKind,
-    LoadEnded,
-    PeerJoined,
-    PeerKey,
-    ReadSlot,
-    Send,
-    StartRead,
-    Tick,
-)
-from nixl_kv.protocol.messages import Renew
 
 THREE = (0, 1, 2)
 """Reader ranks."""

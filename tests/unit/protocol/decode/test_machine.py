@@ -3,6 +3,28 @@
 from typing import Any
 
 import pytest
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.events import (
+    Disconnect,
+    DropPeer,
+    Failure,
+    FailureKind,
+    JoinPeer,
+    LoadEnded,
+    PeerJoined,
+    PeerKey,
+    PeerRefused,
+    ReadSlot,
+    Send,
+    StartRead,
+    Tick,
+)
+from nixl_kv.protocol.messages import Answer
+from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S
 from support.records import (
     CLAIM,
     D1,
@@ -38,28 +60,6 @@ from support.records import (
     slot_read,
     start_load,
 )
-
-from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId
-from nixl_kv.protocol import events
-from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.events import (
-    Disconnect,
-    DropPeer,
-    Failure,
-    FailureKind,
-    JoinPeer,
-    LoadEnded,
-    PeerJoined,
-    PeerKey,
-    PeerRefused,
-    ReadSlot,
-    Send,
-    StartRead,
-    Tick,
-)
-from nixl_kv.protocol.messages import Answer
-from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S
 
 THREE = (0, 1, 2)
 """Reader ranks."""

@@ -7,6 +7,11 @@ from typing import TypeVar
 
 from hypothesis import given
 from hypothesis import strategies as st
+
+from nixl_kv.ids import Generation, Nonce, Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import Grant, Reader, ToRank
+from nixl_kv.protocol.prefill.machine import PrefillMachine
 from support.records import (
     CLAIM,
     LEASE_S,
@@ -23,11 +28,6 @@ from support.records import (
     release,
     renew,
 )
-
-from nixl_kv.ids import Generation, Nonce, Rank, RequestId
-from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import Grant, Reader, ToRank
-from nixl_kv.protocol.prefill.machine import PrefillMachine
 
 Item = TypeVar("Item")
 

@@ -4,6 +4,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import (
+    AskDenied,
+    ClearSlot,
+    DigestMade,
+    MakeDigest,
+    OfferEnd,
+    OfferEnded,
+    Tick,
+    WithdrawOffer,
+    WriteSlot,
+)
+from nixl_kv.protocol.messages import Ask, DigestRequest
+from nixl_kv.protocol.prefill import offers
+from nixl_kv.protocol.prefill.machine import PrefillMachine
 from support.records import (
     CLAIM,
     LEASE_S,
@@ -34,24 +52,6 @@ from support.records import (
     renewed,
     replied,
 )
-
-from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
-from nixl_kv.protocol import events
-from nixl_kv.protocol.events import (
-    AskDenied,
-    ClearSlot,
-    DigestMade,
-    MakeDigest,
-    OfferEnd,
-    OfferEnded,
-    Tick,
-    WithdrawOffer,
-    WriteSlot,
-)
-from nixl_kv.protocol.messages import Ask, DigestRequest
-from nixl_kv.protocol.prefill import offers
-from nixl_kv.protocol.prefill.machine import PrefillMachine
 
 TTL_S = 10.0
 FIRST_SLOT = 3

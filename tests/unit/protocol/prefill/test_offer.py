@@ -4,6 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Claim, Generation, Rank
+from nixl_kv.protocol.events import OVER, RevokeOffer, Tick, Transition, WithdrawOffer
+from nixl_kv.protocol.messages import Reader
+from nixl_kv.protocol.prefill.offer import TRANSITIONS, Binding, Offer, State, reader_name
 from support.records import (
     CLAIM,
     DECODE,
@@ -22,12 +28,6 @@ from support.records import (
     release,
     renew,
 )
-
-from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, Generation, Rank
-from nixl_kv.protocol.events import OVER, RevokeOffer, Tick, Transition, WithdrawOffer
-from nixl_kv.protocol.messages import Reader
-from nixl_kv.protocol.prefill.offer import TRANSITIONS, Binding, Offer, State, reader_name
 
 EVENTS: dict[str, object] = {
     "PrepareOffer": prepare_offer(),

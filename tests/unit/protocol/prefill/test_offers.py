@@ -3,6 +3,21 @@
 from collections.abc import Iterator
 
 import pytest
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.ids import Generation, Incarnation, Nonce, Rank
+from nixl_kv.protocol import events
+from nixl_kv.protocol.events import (
+    OVER,
+    OfferEnd,
+    RevokeOffer,
+    Tick,
+    Transition,
+    WithdrawOffer,
+)
+from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.prefill.offer import Binding, State
+from nixl_kv.protocol.prefill.offers import OfferBook
 from support.records import (
     CLAIM,
     DECODE,
@@ -24,21 +39,6 @@ from support.records import (
     release,
     renew,
 )
-
-from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Generation, Incarnation, Nonce, Rank
-from nixl_kv.protocol import events
-from nixl_kv.protocol.events import (
-    OVER,
-    OfferEnd,
-    RevokeOffer,
-    Tick,
-    Transition,
-    WithdrawOffer,
-)
-from nixl_kv.protocol.prefill.machine import PrefillMachine
-from nixl_kv.protocol.prefill.offer import Binding, State
-from nixl_kv.protocol.prefill.offers import OfferBook
 
 TTL_S = 10.0
 RANK_LIFE = Incarnation(hex32(0xB))

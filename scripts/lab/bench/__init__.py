@@ -1,0 +1,1 @@
+"""What things cost: transfers, the link, plans, digests, the event log, and being idle."""

@@ -1,0 +1,12 @@
+"""Tiny models with random weights, made locally: no model hub, and the same bytes every time."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lab.cluster.models.deepseek import DeepseekV2
+from lab.cluster.models.gemma import Gemma3, Gemma4
+from lab.cluster.models.qwen3 import PaddedQwen3, TinyModel
+
+FAMILIES: Final[Mapping[str, type[Any]]] = {
+    family.family: family for family in (TinyModel, PaddedQwen3, Gemma3, Gemma4, DeepseekV2)
+}

@@ -1,0 +1,249 @@
+"""Valid inputs to start from: conversations with a rank, layouts, and configurations.
+
+A conversation is a list of [number, message]: the number says which endpoint an answer comes from.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from lab.fuzz.rank import (
+    CLAIM,
+    CONTEXT,
+    ENDPOINTS,
+    GENERATION,
+    LIFE,
+    MODEL,
+    NONCE,
+    OTHER_READER,
+    OWN_LIFE,
+    OWN_READER,
+    PREFILL,
+    PREFILL_MEMORY,
+    PREFILL_SLOTS,
+    RANK_LIFE,
+    SLOT,
+    SLOTS,
+    TABLE,
+    TOKENS,
+)
+from lab.fuzz.samples import KINDS, CacheMemory, sample
+from nixl_kv.config import Config
+from nixl_kv.geometry import digest
+from nixl_kv.geometry.digest import Digest, Key
+from nixl_kv.geometry.layout import CacheLayout, Part, Span
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.geometry.slices import KVSlice, find_slices
+from nixl_kv.ids import Rank
+from nixl_kv.protocol import messages
+from nixl_kv.protocol.messages import (
+    Ask,
+    Deny,
+    Description,
+    DigestReply,
+    DigestRequest,
+    Grant,
+    Message,
+    RankDescription,
+    Refusal,
+    Release,
+    Renew,
+    Renewed,
+    Slots,
+    StatusRequest,
+)
+from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.transfer.digests import block_tables
+
+Conversation = Sequence[tuple[int, Message]]
+
+LARGE_CACHE: Final = CacheMemory(1 << 40, layers=36, blocks=8192, tokens=16, heads=8, content=512)
+"""As of a model of 8 billion parameters."""
+
+ROOM: Final = (Span(1, 2**62),)
+SLICES: Final = tuple(KVSlice(f"layer.{number}", 0, 2, 0) for number in range(3))
+"""All that is read of a rank that has all heads."""
+
+
+def every_message() -> list[bytes]:
+    """One of each kind, and a rank's description."""
+    rank = messages.encode_rank(sample(RankDescription))
+    return [*(messages.encode(sample(kind)) for kind in KINDS), rank]
+
+
+def tickets() -> list[bytes]:
+    """A ticket, as a client sends it back."""
+    return [_to_json(sample(Ticket).params())]
+
+
+def configs() -> list[bytes]:
+    """Nothing, everything as it is by default, and what an operator may write."""
+    written: list[object] = [
+        {},
+        {field.name: field.default for field in fields(Config)},
+        {"host": "127.0.0.1", "port": 5600, "backends": ["UCX"], "lease_s": 5, "layout": "BHLNC"},
+    ]
+    return list(map(_to_json, written))
+
+
+def questions() -> list[bytes]:
+    """Conversations of a reader with a prefill rank."""
+    common: dict[str, Any] = {
+        "incarnation": OWN_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "reader": OTHER_READER,
+    }
+    ask = Ask(**common, context=CONTEXT, number=1, readers=(Rank(0),))
+    digests = [
+        DigestRequest(**common, end=end, slices=slices)
+        for end, slices in ((TOKENS, SLICES), (TOKENS + 1, SLICES[1:]))
+    ]
+    renew = Renew(incarnation=OWN_LIFE, reader=OTHER_READER, number=2, claims=(CLAIM,))
+    complete, incomplete = (Release(**common, complete=complete) for complete in (True, False))
+    status = StatusRequest(incarnation=OWN_LIFE, request="offered")
+    conversations: list[list[Message]] = [
+        [ask, renew, complete],
+        [ask, incomplete],
+        [ask, digests[0], complete],
+        [ask, digests[0], digests[0], digests[1], renew, incomplete],
+        [status, ask, status],
+    ]
+    return [_conversation([(1, message) for message in each]) for each in conversations]
+
+
+def answers() -> list[bytes]:
+    """Conversations of engines of several shapes with a decode rank."""
+    at = PREFILL_MEMORY.address
+    grants = [_grant(TABLE), _grant(TABLE[:4])]
+    halves = [CacheMemory(at, heads=1), CacheMemory(at + (1 << 16), heads=1)]
+    common: dict[str, Any] = {
+        "incarnation": RANK_LIFE,
+        "nonce": NONCE,
+        "claim": CLAIM,
+        "reader": OWN_READER,
+    }
+    deny = Deny(**common)
+    renewed = Renewed(incarnation=RANK_LIFE, reader=OWN_READER, lost=(CLAIM,))
+    refusal = sample(Refusal, incarnation=LIFE, engine=PREFILL)
+    right, wrong = DigestReply(**common, **_digest_of_zeros()), sample(DigestReply, **common)
+    same = (0, _description(CacheMemory(at)))
+    larger_blocks = (0, _description(CacheMemory(at, tokens=8)))
+    conversations: list[Conversation] = [
+        [same, (1, grants[0])],
+        [larger_blocks, (1, grants[1])],
+        [(0, _description(CacheMemory(at, tokens=2, blocks=40))), (1, _grant(TABLE * 2))],
+        [(0, _description(*halves)), (1, grants[0]), (2, grants[0])],
+        [same, (1, grants[0]), (1, right)],
+        [same, (1, grants[0]), (1, wrong)],
+        [same, (1, grants[0]), (1, deny)],
+        [larger_blocks, (1, grants[1]), (1, right)],
+        [same, (1, deny)],
+        [same, (1, renewed), (1, grants[0])],
+        [(0, refusal)],
+    ]
+    return list(map(_conversation, conversations))
+
+
+def layouts() -> list[bytes]:
+    """Of caches of several shapes, in so much room that other numbers of theirs fit as well."""
+    caches = [
+        LARGE_CACHE,
+        replace(LARGE_CACHE, blocks=1024, tokens=128),
+        replace(LARGE_CACHE, blocks=1 << 15, tokens=4),
+    ]
+    plain = [cache.layout() for cache in caches]
+    transposed = [_with_transposed_parts(layout) for layout in plain]
+    scattered = _with_scattered_tokens(replace(LARGE_CACHE, blocks=2, tokens=2048).layout())
+    return [
+        msgspec.msgpack.encode(replace(layout, spans=ROOM))
+        for layout in (*plain, *transposed, scattered)
+    ]
+
+
+def _to_json(value: object) -> bytes:
+    return json.dumps(value, default=list).encode()
+
+
+def _conversation(parts: Conversation) -> bytes:
+    """Messages are written as trees, so that mutations reach their fields."""
+    return msgspec.msgpack.encode(parts)
+
+
+def _grant(table: bytes) -> Grant:
+    return Grant(
+        incarnation=RANK_LIFE,
+        nonce=NONCE,
+        claim=CLAIM,
+        reader=OWN_READER,
+        lease_s=5.0,
+        tables=(table, table),
+        slot=SLOT,
+        generation=GENERATION,
+    )
+
+
+def _description(*ranks: CacheMemory) -> Description:
+    """Ranks that share the heads evenly."""
+    described = tuple(
+        RankDescription(
+            incarnation=RANK_LIFE,
+            endpoint=endpoint,
+            agent=b"memory-0",
+            slots=Slots(address=PREFILL_SLOTS, count=SLOTS),
+            layout=cache.layout(first_head=rank),
+        )
+        for rank, (cache, endpoint) in enumerate(zip(ranks, ENDPOINTS[1:], strict=False))
+    )
+    return Description(
+        incarnation=LIFE,
+        engine=PREFILL,
+        model=MODEL,
+        shape=ParallelShape(len(ranks), 1),
+        ranks=described,
+    )
+
+
+def _digest_of_zeros() -> dict[str, Any]:
+    """What a prefill rank replies whose memory is all zeros."""
+    layout = CacheMemory().layout()
+    tables = block_tables(layout, (TABLE, TABLE), 0)
+    local_slices = find_slices(layout, SLICES, tables, end=TOKENS)
+    results: list[Digest] = []
+
+    def steps() -> Iterator[None]:
+        zeros = digest.digest_steps(Key(CLAIM), local_slices, lambda _, n: np.zeros(n, np.uint8))
+        results.append((yield from zeros))
+
+    list(steps())
+    return {"rows": results[0].rows.tobytes(), "columns": results[0].columns.tobytes()}
+
+
+def _with_transposed_parts(layout: CacheLayout) -> CacheLayout:
+    """Each token's content in pieces of two bytes, as where K is transposed within a block."""
+    groups = []
+    for group in layout.groups:
+        size = group.block_size * 2
+        parts = tuple(
+            Part(p.offset * group.block_size, 2, p.length // 2, size, 2)
+            for p in group.regions[0].parts
+        )
+        regions = tuple(replace(region, parts=parts) for region in group.regions)
+        groups.append(replace(group, regions=regions))
+    return replace(layout, groups=tuple(groups), spans=ROOM)
+
+
+def _with_scattered_tokens(layout: CacheLayout) -> CacheLayout:
+    """No token's content follows another's; with it, large blocks are many pieces."""
+    groups = (
+        replace(
+            group,
+            regions=tuple(replace(r, head_stride=512, token_stride=8192) for r in group.regions),
+        )
+        for group in layout.groups
+    )
+    return replace(layout, groups=tuple(groups), spans=ROOM)

@@ -1,0 +1,125 @@
+"""Valid values of any type of the wire, made from the types alone: new fields need no change."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, get_args
+
+from msgspec import inspect
+
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.protocol.messages import Message
+
+T = TypeVar("T")
+
+WINDOW = 256
+
+KINDS: Final[tuple[type[Any], ...]] = get_args(Message)
+"""All messages of the wire."""
+
+TEXTS: Final = ("127.0.0.1", "ab" * 16, "ab" * 32, "tcp://127.0.0.1:5600")
+"""One of these fits each pattern that the wire has."""
+
+
+def sample(kind: type[T], **given: Any) -> T:
+    """A valid value; what is not given is made up, and what has a default keeps it.
+
+    Raises:
+        TypeError: if a field is of a type that this does not know.
+    """
+    info: Any = inspect.type_info(kind)
+    made_up = {
+        field.name: _value(field.type)
+        for field in info.fields
+        if field.name not in given and field.required
+    }
+    return kind(**{**made_up, **given})
+
+
+def _value(kind: inspect.Type) -> Any:
+    match kind:
+        case inspect.StructType():
+            return sample(kind.cls)
+        case inspect.DataclassType():
+            return _dataclass(kind.cls)
+        case inspect.VarTupleType():
+            return (_value(kind.item_type),)
+        case inspect.TupleType():
+            return tuple(map(_value, kind.item_types))
+        case inspect.DictType():
+            return {_value(kind.key_type): _value(kind.value_type)}
+        case inspect.UnionType():
+            return _value(kind.types[0])
+        case inspect.LiteralType():
+            return kind.values[0]
+        case _:
+            return _scalar(kind)
+
+
+def _dataclass(cls: type) -> Any:
+    """Two of them have fields that must fit each other."""
+    if cls is CacheLayout:
+        return CacheMemory().layout()
+    return KVSlice("layer.0", 0, 1, 0) if cls is KVSlice else sample(cls)
+
+
+def _scalar(kind: inspect.Type) -> Any:
+    match kind:
+        case inspect.StrType():
+            return next(text for text in TEXTS if re.search(kind.pattern or "", text))
+        case inspect.BytesType():
+            return b"\1" * (kind.min_length or 1)
+        case inspect.IntType():
+            return max(1, kind.ge or 0)
+        case inspect.FloatType():
+            return 1.0
+        case inspect.BoolType():
+            return True
+        case _:
+            raise TypeError(f"no sample of {kind}")
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Where a cache is, [layers, blocks, heads, tokens, content]; nothing is allocated."""
+
+    address: int = 1 << 40
+    layers: int = 3
+    blocks: int = 10
+    heads: int = 2
+    tokens: int = 4
+    content: int = 12  # K and V together, of one head of one token
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All five."""
+        return self.layers, self.blocks, self.heads, self.tokens, self.content
+
+    @property
+    def span(self) -> Span:
+        """All of it."""
+        return Span(self.address, math.prod(self.shape))
+
+    def layout(self, first_head: int = 0) -> CacheLayout:
+        """The last layer has a sliding window, and with it a group of its own."""
+        layer, block, head, token = (math.prod(self.shape[axis:]) for axis in range(1, 5))
+        half = self.content // 2
+        regions = tuple(
+            Region(
+                layer=f"layer.{number}",
+                base=self.address + number * layer,
+                block_stride=block,
+                head_stride=head,
+                token_stride=token,
+                first_head=first_head,
+                num_heads=self.heads,
+                parts=(Part(0, half), Part(half, half)),
+            )
+            for number in range(self.layers)
+        )
+        groups = (
+            Group(self.tokens, self.blocks, 1, regions[:-1]),
+            Group(self.tokens, self.blocks, 1, regions[-1:], WINDOW),
+        )
+        return CacheLayout(groups, "uint8", "DRAM", 0, (self.span,))

@@ -1,0 +1,239 @@
+"""An engine inside this process: a transfer engine for each rank, and the engine's directory.
+
+It does what vLLM's scheduler and workers do for requests: offers, loads, and waiting for both. Caches
+are the caller's: a layout for each rank.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from nixl_kv.config import Config
+from nixl_kv.geometry import blocks
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_nonce
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import RankDescription
+from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
+from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.loop import Parts
+from nixl_kv.transport.base import ControlPlane, Transport
+from nixl_kv.transport.zmq import ZmqControl
+
+HOST: Final = "127.0.0.1"
+MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
+CONTEXT: Final = "0" * 32
+"""Of every prompt: this engine does not compute, so nothing depends on it."""
+
+TIMEOUT_S: Final = 30.0
+"""How long a wait for results may take, on a busy machine."""
+
+NAP_S: Final = 0.001
+
+Tables = Sequence[Sequence[int]]
+"""For each cache group a block table; -1 where there is no block."""
+
+
+@dataclass
+class LocalRank:
+    """One rank: its transfer engine, and all results that it has given."""
+
+    engine: TransferEngine
+    description: RankDescription
+    loads: dict[RequestId, events.LoadEnded] = field(default_factory=dict)
+    offers: dict[RequestId, events.OfferEnd] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Parts:
+        """What the transfer engine consists of. It belongs to the transfer thread."""
+        if self.engine.loop is None:
+            raise RuntimeError("this rank has not started")
+        return self.engine.loop.parts
+
+    def poll(self) -> None:
+        """Take what results there are.
+
+        Raises:
+            RuntimeError: if a request is reported a second time.
+        """
+        for result in self.engine.pop_results():
+            match result:
+                case events.LoadEnded():
+                    if result.request in self.loads:
+                        raise RuntimeError(f"load {result.request} was reported twice")
+                    self.loads[result.request] = result
+                case events.OfferEnded():
+                    if result.request in self.offers:
+                        raise RuntimeError(f"offer {result.request} was reported twice")
+                    self.offers[result.request] = result.end
+                case events.Counts():
+                    for name, amount in result.counts.items():
+                        self.counts[name] = self.counts.get(name, 0) + amount
+
+
+class LocalEngine:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        name: str,
+        layouts: Sequence[CacheLayout],
+        make_transport: Callable[[], Transport],
+        *,
+        shape: ParallelShape | None = None,
+        config: Config | None = None,
+        model: Mapping[str, str] = MODEL,
+        roles: str = "prefill and decode",
+        make_control: Callable[[], ControlPlane] = ZmqControl,
+    ) -> None:
+        """Start all ranks, and describe them.
+
+        Args:
+            name: the engine's id.
+            layouts: of the ranks' caches, in rank order.
+            make_transport: called once for each transport that a rank needs.
+            shape: how the engine is cut; by default into as many tensor-parallel ranks.
+            config: of all ranks; by default a short one for this machine.
+            model: its facts.
+            roles: with the words "prefill" and "decode", or one of them.
+            make_control: called once for each rank, and for the directory.
+        """
+        self.name = EngineId(name)
+        self.config = config or Config(host=HOST, lease_s=2.0)
+        self.ranks: list[LocalRank] = []
+        for number, layout in enumerate(layouts):
+            spec = RankSpec(
+                engine=self.name,
+                rank=Rank(number),
+                layout=layout,
+                model=model,
+                config=self.config,
+                host=HOST,
+                is_prefill="prefill" in roles,
+                is_decode="decode" in roles,
+                make_transport=make_transport,
+                make_control=make_control,
+            )
+            engine = TransferEngine(spec)
+            self.ranks.append(LocalRank(engine, engine.start()))
+        self.description = describe_engine(
+            self.name,
+            model,
+            shape or ParallelShape(len(layouts), 1),
+            [rank.description for rank in self.ranks],
+        )
+        self.directory = DirectoryServer(make_control(), HOST, 0)
+        self.directory.publish(self.description)
+        self.directory.start()
+        self.set_layouts(layouts)
+
+    def set_layouts(self, layouts: Sequence[CacheLayout]) -> None:
+        """Tell each rank of all ranks' caches."""
+        self.submit(events.SetEngineLayouts(tuple(layouts)))
+
+    def submit(self, *commands: events.Command) -> None:
+        """Hand commands to all ranks."""
+        for rank in self.ranks:
+            rank.engine.submit(commands)
+
+    # --- prefill
+
+    def offer(self, request: str, tables: Tables, num_tokens: int) -> Ticket:
+        """Offer a finished prefill whose KV is in these blocks."""
+        nonce, request_id = new_nonce(), RequestId(request)
+        self.submit(
+            events.PrepareOffer(nonce, request_id, CONTEXT, num_tokens, wire_tables(tables)),
+            events.PublishOffer(nonce, request_id),
+        )
+        return self.ticket(nonce, num_tokens)
+
+    def ticket(self, nonce: Nonce, num_tokens: int) -> Ticket:
+        """The ticket of an offer."""
+        return Ticket(
+            remote_engine_id=self.name,
+            remote_host=HOST,
+            remote_port=self.directory.port,
+            incarnation=self.description.incarnation,
+            nonce=nonce,
+            num_tokens=num_tokens,
+            context=CONTEXT,
+        )
+
+    def wait_offer(self, request: str, timeout_s: float = TIMEOUT_S) -> list[events.OfferEnd]:
+        """How an offer ended on each rank, once it has on all."""
+        name = RequestId(request)
+        self.wait(lambda: all(name in rank.offers for rank in self.ranks), timeout_s)
+        return [rank.offers[name] for rank in self.ranks]
+
+    # --- decode
+
+    def prepare_load(self, request: str, ticket: Ticket, claim: Claim | None = None) -> None:
+        """A request with a ticket arrives."""
+        self.submit(events.PrepareLoad(RequestId(request), ticket, claim or new_claim()))
+
+    def start_load(
+        self, request: str, tables: Tables, tokens: range, *, verify: bool = False
+    ) -> None:
+        """The request has blocks: read these tokens into them.
+
+        `tables` begin at the entry that holds the first of these tokens.
+        """
+        load = events.StartLoad(
+            RequestId(request), tokens.start, tokens.stop, wire_tables(tables), verify=verify
+        )
+        self.submit(load)
+
+    def cancel_load(self, request: str) -> None:
+        """The request is over."""
+        self.submit(events.CancelLoad(RequestId(request)))
+
+    def wait_load(self, request: str, timeout_s: float = TIMEOUT_S) -> list[events.LoadEnded]:
+        """Each rank's report of a load, once all have given it."""
+        name = RequestId(request)
+        self.wait(lambda: all(name in rank.loads for rank in self.ranks), timeout_s)
+        return [rank.loads[name] for rank in self.ranks]
+
+    def wait_failure(self, request: str, timeout_s: float = TIMEOUT_S) -> str | None:
+        """Why a load failed, on the first rank where it did; None if it is good everywhere."""
+        reports = self.wait_load(request, timeout_s)
+        return next((one.failure.detail for one in reports if one.failure), None)
+
+    # --- both
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+        """Take results until a condition holds.
+
+        Raises:
+            TimeoutError: names what results there are.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for rank in self.ranks:
+                rank.poll()
+            if condition():
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"engine {self.name}, after {timeout_s:g} s: {self.ranks}")
+            time.sleep(NAP_S)
+
+    def close(self) -> None:
+        """End all ranks, and check that their machines are in order.
+
+        Raises:
+            LocalProtocolError: says what is not.
+        """
+        for rank in self.ranks:
+            rank.engine.stop()
+        self.directory.stop()
+        for rank in self.ranks:
+            rank.parts.decode.loads.validate()
+            rank.parts.prefill.offers.validate()
+
+
+def wire_tables(tables: Tables) -> tuple[bytes, ...]:
+    """Block tables as commands have them."""
+    return tuple(blocks.to_bytes(blocks.block_ids(table)) for table in tables)

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Install if needed, then run a module of the package `lab`: scripts/lab/run.sh MODULE [ARGUMENT ...]
+# The scripts beside this folder source it. NIXL_KV_VENV names another environment than .venv;
+# NIXL_KV_PYTHON an interpreter that has everything: then nothing is installed.
+set -euo pipefail
+scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+if [[ -z "${NIXL_KV_PYTHON:-}" ]]; then
+  venv="${NIXL_KV_VENV:-$scripts/../.venv}"
+  "$scripts/install" --quiet --venv "$venv"
+  NIXL_KV_PYTHON="$venv/bin/python"
+fi
+export PYTHONPATH="$scripts${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONSAFEPATH=1  # no modules from where it is started, such as a checkout of vLLM
+exec "$NIXL_KV_PYTHON" -m "$@"

@@ -1,0 +1,237 @@
+"""The data plane: the public `MemoryTransport`, whose reads land when the schedule says so.
+
+A read lands piece by piece, in any order, for as long as its agent lives and its source's memory
+can be read; whoever reads from a process that started anew at the same addresses reads the new
+one's bytes.
+"""
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+from lab.sim.faults import Faults
+from lab.sim.repeatable import Violation
+from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.ids import Generation
+from nixl_kv.transport.base import Indices, PeerName
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from nixl_kv.transport.slots import SlotPage
+
+EMPTY = Generation(bytes(16))
+
+Piece = tuple[tuple[int, int], tuple[int, int]]
+"""Address and length on this side, and on the side that is read."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One engine's process, through all of its lives."""
+
+    name: str
+    is_up: bool = True
+
+
+@dataclass(eq=False)
+class Read:
+    """A read under way: what has not landed yet."""
+
+    number: int
+    transport: "SimTransport"
+    peer: str
+    source: Process
+    pieces: list[Piece]
+    addresses: tuple[int, ...]  # on this side, of all pieces
+    server: "SimTransport | None" = None  # which has to take part, over TCP
+    served_before: int = 0  # how often it had taken part by the latest piece
+    is_broken: bool = False
+    hangs: bool = False  # it never lands
+    is_damaged: bool = False  # a bit of the next piece changes on its way
+
+    @property
+    def can_write(self) -> bool:
+        """Whether more of it may land."""
+        return bool(self.pieces) and not self.is_broken and not self.transport.is_closed
+
+    def land(self, pick: int) -> None:
+        """One more piece arrives."""
+        if not self.can_write or not self.source.is_up or self.hangs:
+            return
+        (address, length), (source, _) = self.pieces.pop(pick % len(self.pieces))
+        ctypes.memmove(address, source, length)
+        if self.is_damaged:
+            ctypes.c_uint8.from_address(address).value ^= 1
+            self.is_damaged = False
+
+    def land_all(self) -> None:
+        """The rest arrives."""
+        for _ in range(len(self.pieces)):
+            self.land(0)
+
+    def serve(self) -> bool:
+        """Whether its source has taken part since the latest piece."""
+        if self.server is None:
+            return True
+        has_served = self.server.served > self.served_before
+        self.served_before = self.server.served
+        return has_served
+
+
+class SimFabric(Fabric):
+    """All reads of the world, in the order in which they were started."""
+
+    def __init__(self, *, tcp: bool) -> None:
+        """Start with none. Over TCP, reads land only while their source's thread takes part."""
+        super().__init__()
+        self.tcp = tcp
+        self.processes: dict[str, Process] = {}  # of each transport, also of one that has left
+        self._reads: list[Read] = []
+        self._count = 0
+
+    def start(self, transport: "SimTransport", pieces: list[Piece], peer: str) -> Read:
+        """Add a read."""
+        self._count += 1
+        addresses = tuple(address for (address, _), _ in pieces)
+        source = self.processes[peer]
+        read = Read(self._count, transport, peer, source, pieces, addresses)
+        server = self.transports.get(peer)
+        if self.tcp and isinstance(server, SimTransport):
+            read.server, read.served_before = server, server.served
+        self._reads.append(read)
+        return read
+
+    def leave(self, process: Process) -> None:
+        """A process has died, and its reads with it."""
+        for name, transport in list(self.transports.items()):
+            if self.processes[name] is process:
+                transport.close()
+
+    def reads(self) -> list[Read]:
+        """The reads that may still write; the others are forgotten."""
+        self._reads = [read for read in self._reads if read.can_write]
+        return self._reads
+
+
+class SimTransport(MemoryTransport):
+    """A transport of one life of a rank."""
+
+    def __init__(self, fabric: SimFabric, process: Process, faults: Faults) -> None:
+        """Join the fabric."""
+        super().__init__(fabric)
+        self.is_closed = False
+        self.served = 0
+        self._reads = fabric
+        self._faults = faults
+        fabric.processes[self.name] = process
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        """Find a peer on the fabric, unless the schedule refuses it."""
+        if self._faults.refuses_peer:
+            self._faults.refuses_peer = False
+            raise TransportError("the schedule refused this peer")
+        return super().add_peer(metadata)
+
+    def drop_peer(self, peer: PeerName) -> None:
+        """Forget a peer.
+
+        Raises:
+            Violation: if it is being read: the transport would not know of that read's end.
+        """
+        if any(read.transport is self and read.peer == peer for read in self._reads.reads()):
+            raise Violation("peer dropped while it is read", f"{self.name}: {peer}")
+        super().drop_peer(peer)
+
+    def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
+        """Start a read that the schedule lands."""
+        self._faults.touch()
+        read = super().read(local, remote, indices)
+        return self._reads.start(self, list(read.pairs), read.peer)
+
+    def poll(self, read: Any) -> bool:
+        """Whether all of it has landed."""
+        self._faults.touch()
+        if read.is_broken:
+            raise PeerLost("the schedule broke this read")
+        return not read.pieces
+
+    def progress(self) -> None:
+        """Take part in reads of this side's memory."""
+        self.served += 1
+
+    def close(self) -> None:
+        """Leave: nothing lands any more."""
+        super().close()
+        self.is_closed = True
+
+
+class SimSlots(SlotPage):
+    """A rank's page of slots, at the same address in all of its lives."""
+
+    def __init__(self, count: int) -> None:
+        """All are clear."""
+        super().__init__(count)
+        self.faults = Faults()
+
+    def start_life(self, faults: Faults) -> None:
+        """A new process has fresh memory."""
+        self.faults = faults
+        ctypes.memset(self.address, 0, self.span.length)
+
+    def write(self, slot: int, generation: Generation) -> None:
+        """Write a slot; the thread may die of it.
+
+        Raises:
+            Violation: if a slot is granted twice, or cleared although it is clear.
+        """
+        self.faults.touch()
+        if (self.read(slot) == EMPTY) == (generation == EMPTY):
+            action = "cleared" if generation == EMPTY else "granted"
+            raise Violation(f"slot {action} twice", f"slot {slot}")
+        super().write(slot, generation)
+
+    def clear_all(self) -> None:
+        """Make every grant invalid; the thread may die of it."""
+        self.faults.touch()
+        super().clear_all()
+
+    @property
+    def any_valid(self) -> bool:
+        """Whether a grant is valid."""
+        return any(self.read(slot) != EMPTY for slot in range(self.count))
+
+
+@dataclass(eq=False)
+class Work:
+    """A call that waits for the schedule."""
+
+    future: "Future[Any]"
+    call: Callable[[], Any]
+
+
+class Background(Executor):
+    """Makes and destroys agents when the schedule says so."""
+
+    def __init__(self) -> None:
+        """Start with nothing to do."""
+        self.waiting: list[Work] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Add a call."""
+        future: Future[Any] = Future()
+        self.waiting.append(Work(future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as Executor's
+        """Nothing runs by itself."""
+        del wait, cancel_futures
+
+    def work(self, *, fail: bool = False) -> None:
+        """Do the oldest call; or let it fail, as making and destroying agents may."""
+        if not self.waiting:
+            return
+        work = self.waiting.pop(0)
+        if fail:
+            work.future.set_exception(TransportError("the schedule let it fail"))
+        else:
+            work.future.set_result(work.call())

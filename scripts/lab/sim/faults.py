@@ -1,0 +1,43 @@
+"""What goes wrong next on the transfer thread of one rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class InjectedError(Exception):
+    """A bug of our own somewhere in the transfer thread, which the schedule put there."""
+
+
+class Faults:
+    """Lets the thread die at the n-th thing that it does, or refuse the next peer.
+
+    A thing is an event that a machine handles, or a call of sockets, agents, digests or slots.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.dies_after: int | None = None
+        self.refuses_peer = False
+
+    def touch(self) -> None:
+        """One more thing is done.
+
+        Raises:
+            InjectedError: if it is the last one.
+        """
+        if self.dies_after is None:
+            return
+        self.dies_after -= 1
+        if self.dies_after < 0:
+            self.dies_after = None
+            raise InjectedError("planned by the schedule")
+
+    def guard(self, owner: object, name: str) -> None:
+        """A method of an object may be what the thread dies of."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def guarded(*args: Any) -> Any:
+            self.touch()
+            return method(*args)
+
+        setattr(owner, name, guarded)

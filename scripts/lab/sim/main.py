@@ -1,0 +1,184 @@
+"""Run the real transfer engines and schedulers under schedules of all that can happen.
+
+By default: random schedules, by seed. Every promise is checked after every step and at the end of
+each schedule, when the faults have ended. A schedule that breaks one is made as short as it gets
+and printed, one step a line; sim/steps.py says what the words mean. Nothing of vLLM is needed.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from lab.sim.exhaustive import Explorer
+from lab.sim.planted import PLANTED, Bug
+from lab.sim.random_schedules import PROFILES, RandomSchedule
+from lab.sim.scenes import SCENES
+from lab.sim.schedule import Outcome, follow, read_schedule, replay
+from lab.sim.shrink import Shrinker
+
+SHOWN: Final = 3  # failing schedules, for each check
+SHRINK_RUNS: Final = 600  # for each planted bug
+
+
+class Tally:
+    """What came of many seeds."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.checks: Counter[str] = Counter()
+        self._runs = self._good = self._verified = 0
+        self._failed: Counter[str] = Counter()
+        self._started_at = time.monotonic()
+
+    def add(self, outcome: Outcome) -> bool:
+        """One more; whether it is worth showing."""
+        self._runs += 1
+        self._good += outcome.num_good
+        self._verified += outcome.num_verified
+        self._failed.update(each.failure.kind.value for each in outcome.failed)
+        if outcome.violation is None:
+            return False
+        self.checks[outcome.violation.check] += 1
+        return self.checks[outcome.violation.check] <= SHOWN
+
+    def show(self, first: int) -> None:
+        """All of it."""
+        seconds = time.monotonic() - self._started_at
+        print(
+            f"{self._runs} seeds from {first}: {self.checks.total()} broke a promise; "
+            f"{seconds:.0f} s, {self._runs / max(seconds, 1e-9):.0f} schedules/s"
+        )
+        reasons = ", ".join(f"{count} {why}" for why, count in self._failed.most_common())
+        good = f"{self._good} good ({self._verified} verified)"
+        print(f"loads: {good}; failed: {reasons or 'none'}")
+        for check, count in self.checks.most_common():
+            print(f"    {check}: {count}")
+
+
+def random_runs(options: argparse.Namespace) -> int:
+    """Many seeds; the exit status."""
+    tally = Tally()
+    for seed in range(options.first, options.first + options.seeds):
+        schedule = RandomSchedule.of(seed)
+        if options.only and schedule.profile not in options.only:
+            continue
+        outcome = follow(schedule.setting, schedule)
+        if tally.add(outcome):
+            _show(f"seed {seed} ({schedule.profile}, {schedule.setting.shape})", outcome)
+    tally.show(options.first)
+    return 1 if tally.checks else 0
+
+
+def exhaustive_runs(options: argparse.Namespace) -> int:
+    """All scenes, to a depth; the exit status."""
+    broken = 0
+    for scene in SCENES:
+        if options.only and not any(word in scene.name for word in options.only):
+            continue
+        started_at = time.monotonic()
+        explorer = Explorer(scene)
+        explored = explorer.explore(options.depth, options.most)
+        broken += len(explored.violations)
+        print(
+            f"{scene.name}: depth {explored.depth}, alphabet {len(explorer.alphabet)}: "
+            f"{explored.num_schedules} schedules run, {explored.num_states} states, "
+            f"{explored.num_known} led to a known one, "
+            f"{len(explored.violations)} broke a promise; {time.monotonic() - started_at:.0f} s"
+            + (" (cut off)" if explored.num_schedules >= options.most else ""),
+            flush=True,
+        )
+        if explored.shortest_violation is not None:
+            _show(scene.name, explored.shortest_violation)
+    return 1 if broken else 0
+
+
+def planted_runs(options: argparse.Namespace) -> int:
+    """Each planted bug until it is caught; the exit status is 1 if one is not."""
+    missed = 0
+    print(f"{'bug':34} {'caught by':36} {'seed':>6} {'steps':>6}")
+    for name, bug in PLANTED.items():
+        if options.only and not any(word in name for word in options.only):
+            continue
+        caught = _catch(bug, options)
+        missed += caught is None
+        print(f"{name:34} {'NOT CAUGHT' if caught is None else caught}", flush=True)
+    return 1 if missed else 0
+
+
+def _catch(bug: Bug, options: argparse.Namespace) -> str | None:
+    """By what, by which seed, and how short the schedule is that shows it."""
+
+    def replay_with_bug(lines: Sequence[str]) -> Outcome:
+        with bug.plant():
+            outcome = replay(lines)
+        if outcome.violation is not None and replay(outcome.lines).violation is not None:
+            return dataclasses.replace(outcome, violation=None)  # not by this bug
+        return outcome
+
+    schedules = (RandomSchedule.of(seed) for seed in itertools.count(options.first))
+    chosen = (each for each in schedules if not bug.profiles or each.profile in bug.profiles)
+    for schedule in itertools.islice(chosen, options.seeds):
+        with bug.plant():
+            outcome = follow(schedule.setting, schedule)
+        if outcome.violation is not None and replay(outcome.lines).violation is None:
+            best = Shrinker(outcome, runs=SHRINK_RUNS, replay=replay_with_bug).shrink()
+            check = "" if best.violation is None else best.violation.check
+            caught = f"{check:36} {schedule.seed:6} {len(best.lines) - 1:6}"
+            return f"{caught}\n{_indented(best)}" if options.verbose else caught
+    return None
+
+
+def replay_text(text: str) -> int:
+    """A schedule from a file, or as it is, with ';' between its steps; the exit status."""
+    outcome = replay(read_schedule(text))
+    print(f"{len(outcome.lines) - 1} steps, {outcome.num_good} good loads")
+    for each in outcome.failed:
+        print(f"    {each.request} failed: {each.failure}")
+    print(outcome.violation or "no promise broken")
+    return 1 if outcome.violation else 0
+
+
+def _show(title: str, outcome: Outcome) -> None:
+    best = Shrinker(outcome).shrink()
+    print(f"{title}: {best.violation}\n{_indented(best)}", flush=True)
+
+
+def _indented(outcome: Outcome) -> str:
+    return "\n".join(f"    {line}" for line in outcome.lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, and run; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--depth", type=int, help="all schedules of this many steps instead")
+    parser.add_argument("--most", type=int, default=10**9, help="schedules per scene, with --depth")
+    parser.add_argument("--replay", metavar="SCHEDULE|FILE")
+    parser.add_argument("--planted", action="store_true", help="bugs that have to be caught")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help=f"profiles ({', '.join(PROFILES)}), scenes or bugs"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="the code's log, the bugs' schedules"
+    )
+    options = parser.parse_args(arguments)
+    if not (options.verbose and options.replay):
+        logging.getLogger("nixl_kv").setLevel(logging.CRITICAL + 1)
+    if options.replay is not None:
+        return replay_text(options.replay)
+    if options.depth is not None:
+        return exhaustive_runs(options)
+    return planted_runs(options) if options.planted else random_runs(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The public `MemoryNetwork` that holds messages, with what a simulator adds to it."""
+
+from collections.abc import Callable
+from typing import Final
+
+from lab.sim.faults import Faults
+from nixl_kv.ids import Endpoint
+from nixl_kv.transport.base import Bounds, Received
+from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
+
+HOST: Final = "10.0.0.1"
+
+OnReply = Callable[["SimControl", bytes], None]
+
+
+class SimControl(MemoryControl):
+    """The sockets of one life of a rank.
+
+    A rank listens where its former life did, which is the worst that may happen: it hears what was
+    meant for that one.
+    """
+
+    def __init__(self, name: str, port: int, network: MemoryNetwork, faults: Faults) -> None:
+        """Start without links."""
+        super().__init__(network, name)
+        self.wait_s: float | None = 0.0  # of the latest poll
+        self.on_reply: OnReply = lambda _control, _payload: None
+        self._port = port
+        self._faults = faults
+
+    def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
+        """Listen where the former life did."""
+        return super().listen(host, port or self._port, bounds)
+
+    def send(self, endpoint: Endpoint, payload: bytes) -> None:
+        """Put a message on its way."""
+        self._faults.touch()
+        super().send(endpoint, payload)
+
+    def reply(self, route: bytes, payload: bytes) -> None:
+        """Answer a message."""
+        self._faults.touch()
+        self.on_reply(self, payload)
+        super().reply(route, payload)
+
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        """What has come; nothing is waited for."""
+        self._faults.touch()
+        self.wait_s = timeout_s
+        return super().poll(0)

@@ -1,0 +1,201 @@
+"""One life of one rank: the real transfer engine, and what its worker does with it."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+from lab.sim.cache import RankCache
+from lab.sim.data_plane import Background, Process, SimFabric, SimSlots, SimTransport
+from lab.sim.faults import Faults, InjectedError
+from lab.sim.network import HOST, SimControl
+from lab.sim.repeatable import Clock, Violation
+from nixl_kv.config import Config
+from nixl_kv.ids import EngineId, Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.loop import Parts
+from nixl_kv.transport.memory_control import MemoryNetwork
+
+MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
+
+
+class Observer(Protocol):
+    """Sees what leaves a rank at the moment in which it does."""
+
+    def on_result(self, rank: "RankLife", result: events.Result) -> None:
+        """The step thread may see this result from now on."""
+
+    def on_reply(self, control: SimControl, payload: bytes) -> None:
+        """A message is answered."""
+
+    def on_compared(self, rank: "RankLife", event: events.DigestCompared) -> None:
+        """Bytes that landed were compared with prefill's."""
+
+
+class _Results(deque[events.Result]):
+    """Results of a rank, each shown to the observer."""
+
+    def __init__(self, on_result: Callable[[events.Result], None]) -> None:
+        super().__init__()
+        self._on_result = on_result
+
+    def append(self, result: events.Result, /) -> None:
+        super().append(result)
+        self._on_result(result)
+
+    def extend(self, results: Iterable[events.Result], /) -> None:
+        for result in results:
+            self.append(result)
+
+
+@dataclass
+class Environment:
+    """What all ranks share. The observer is set before anything happens."""
+
+    clock: Clock
+    network: MemoryNetwork
+    fabric: SimFabric
+    config: Config
+    window: int = 0
+    observer: Observer = field(init=False)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank is in all of its lives."""
+
+    process: Process
+    number: Rank
+    cache: RankCache
+    slots: SimSlots
+    port: int
+    is_prefill: bool
+
+    @property
+    def name(self) -> str:
+        """As schedules write it."""
+        return f"{self.process.name}.{self.number}"
+
+
+@dataclass
+class Report:
+    """What a worker hands to vLLM at the end of a step, as `connector.worker.transfer_results`."""
+
+    sent: set[RequestId] = field(default_factory=set)
+    received: set[RequestId] = field(default_factory=set)
+    failed: set[RequestId] = field(default_factory=set)
+
+
+class RankLife:
+    """See the module's head."""
+
+    def __init__(self, seat: Seat, environment: Environment) -> None:
+        """Start a life."""
+        self.seat = seat
+        self._environment = environment
+        self.is_stopped = False
+        self.has_died = False  # the loop restarts in place of its next turn
+        self.has_turned = False  # since somebody looked at its machines
+        self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
+        self.faults = Faults()
+        self.background = Background()
+        self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
+        self.control.on_reply = self._on_reply
+        seat.slots.start_life(self.faults)
+        self.engine = TransferEngine(
+            RankSpec(
+                engine=EngineId(seat.process.name),
+                rank=seat.number,
+                layout=seat.cache.layout(environment.window),
+                model=MODEL,
+                config=environment.config,
+                host=HOST,
+                is_prefill=seat.is_prefill,
+                is_decode=not seat.is_prefill,
+                make_transport=partial(SimTransport, environment.fabric, seat.process, self.faults),
+                make_control=lambda: self.control,
+                make_background=lambda: self.background,
+                make_slots=lambda _count: seat.slots,
+                num_slots=seat.slots.count,
+                clock=environment.clock,
+            )
+        )
+        self.loop = self.engine.start_stepped(results=_Results(self._on_result))
+        self._guard()
+
+    def __repr__(self) -> str:
+        """Its name."""
+        return f"<RankLife {self.seat.name}>"
+
+    @property
+    def parts(self) -> Parts:
+        """What the transfer engine consists of."""
+        return self.loop.parts
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do something, besides looking at reads and the time."""
+        commands = self.engine._commands  # noqa: SLF001 - nobody else wants to know
+        return bool(commands or self.control.inbox or self.has_died or self.parts.digests)
+
+    def turn(self) -> None:
+        """One turn of the loop; or its restart, if the last one died.
+
+        Raises:
+            Violation: if it dies of anything that the schedule did not plan.
+        """
+        step, self.has_died = (self.loop.restart if self.has_died else self.loop.turn), False
+        self.has_turned = True
+        try:
+            step()
+        except InjectedError:
+            self.has_died = True
+        except Violation:
+            raise
+        except Exception as error:
+            detail = f"{self.seat.name}: {type(error).__name__}: {error}"
+            raise Violation("thread died", detail) from error
+
+    def submit(self, commands: Iterable[events.Command]) -> None:
+        """Before the forward, as `Worker.on_step`."""
+        commands = list(commands)
+        starts = [each for each in commands if isinstance(each, events.StartLoad)]
+        self.loads.update({start.request: start for start in starts})
+        self.engine.submit(commands)
+
+    def pop_report(self) -> Report:
+        """At the end of the step, as `Worker.pop_results`."""
+        report = Report()
+        for result in self.engine.pop_results():
+            match result:
+                case events.LoadEnded():
+                    report.received.add(result.request)
+                    if result.failure is not None:
+                        report.failed.add(result.request)
+                case events.OfferEnded():
+                    report.sent.add(result.request)
+        return report
+
+    def _on_result(self, result: events.Result) -> None:
+        self._environment.observer.on_result(self, result)
+
+    def _on_reply(self, control: SimControl, payload: bytes) -> None:
+        self._environment.observer.on_reply(control, payload)
+
+    def _guard(self) -> None:
+        """Machines and digests may be what the thread dies of; comparisons are shown."""
+        parts = self.loop.parts
+        self.faults.guard(parts.prefill, "handle")
+        self.faults.guard(parts.decode, "handle")
+        self.faults.guard(parts.digests, "add")
+        self.faults.guard(parts.digests, "poll")
+        handle = parts.decode.handle
+
+        def observed(event: events.DecodeEvent, now: float) -> list[events.Action]:
+            if isinstance(event, events.DigestCompared):
+                self._environment.observer.on_compared(self, event)
+            return handle(event, now)
+
+        setattr(parts.decode, "handle", observed)  # noqa: B010 - a method of one object

@@ -1,0 +1,62 @@
+"""What makes a schedule the same each time: a clock, random numbers, and violations with a name."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+from unittest.mock import patch
+
+from nixl_kv import ids
+from nixl_kv.connector import block_pinning
+from nixl_kv.geometry import digest
+
+WINDOW_EDGE: Final = 4
+"""In place of 256 tokens: prompts are short here."""
+
+
+class Violation(Exception):  # noqa: N818 - it is what the simulator looks for
+    """A promise is broken. `check` names it in a few words."""
+
+    def __init__(self, check: str, detail: str) -> None:
+        """Say which, and what happened."""
+        super().__init__(f"{check}: {detail}")
+        self.check = check
+
+
+class Clock:
+    """Virtual seconds, the same for all."""
+
+    def __init__(self) -> None:
+        """Start somewhere; a monotonic clock's zero means nothing."""
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        """As `time.monotonic`."""
+        return self.now
+
+
+class _SeededSecrets:
+    """In place of the module `secrets`: a schedule's random names are the same each time."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - nobody guesses here
+
+    def token_bytes(self, count: int) -> bytes:
+        return self._random.randbytes(count)
+
+    def token_hex(self, count: int) -> str:
+        return self._random.randbytes(count).hex()
+
+
+@contextmanager
+def repeatable(seed: int = 0) -> Iterator[None]:
+    """Random names repeat, and sizes are those of small caches.
+
+    A digest takes a step for each block, so that much happens while it is made.
+    """
+    with (
+        patch.object(ids, "secrets", _SeededSecrets(seed)),
+        patch.object(digest, "STEP_BYTES", 1),
+        patch.object(block_pinning, "WINDOW_EDGE", WINDOW_EDGE),
+    ):
+        yield

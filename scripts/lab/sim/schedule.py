@@ -1,0 +1,148 @@
+"""One schedule: a world, its steps, its end, and what came of it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lab.sim.ending import end
+from lab.sim.invariants import FailedLoad, Invariants
+from lab.sim.repeatable import Violation, repeatable
+from lab.sim.steps import perform
+from lab.sim.world import PREFILL, Shape, World
+from nixl_kv.protocol.events import FailureKind
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a schedule starts with, its first line. `gentle`: every load has to be good."""
+
+    shape: Shape = field(default_factory=Shape)
+    gentle: bool = False
+
+    def __str__(self) -> str:
+        """As that line: what differs from the plainest world."""
+        values = asdict(self.shape) | {"gentle": self.gentle}
+        plain = asdict(Shape()) | {"gentle": False}
+        changed = [f"{name}={float(v):g}" for name, v in values.items() if v != plain[name]]
+        return " ".join(["world", *changed])
+
+    @classmethod
+    def parse(cls, line: str) -> "Setting":
+        """The same, back.
+
+        Raises:
+            ValueError: if it is no such line.
+        """
+        word, *pairs = line.split()
+        if word != "world":
+            raise ValueError(f"a schedule starts with 'world', not with {line!r}")
+        given = dict(pair.split("=") for pair in pairs)
+        gentle = bool(float(given.pop("gentle", "0")))
+        return cls(_parse_shape(given), gentle)
+
+
+def _parse_shape(given: Mapping[str, str]) -> Shape:
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(Shape)}
+    return Shape(**{n: type(defaults[n])(float(value)) for n, value in given.items()})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a schedule. Its lines reach to the step that broke a promise."""
+
+    lines: list[str]
+    violation: Violation | None
+    num_good: int
+    num_verified: int  # of these
+    failed: list[FailedLoad]
+
+
+class Run:
+    """A schedule under way."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Start its world."""
+        self.setting = setting
+        self.lines: list[str] = []
+        self.world = World(setting.shape)
+        self.invariants = Invariants(self.world, is_served=self._is_served)
+
+    def do(self, line: str) -> None:
+        """One step, and what must hold after it.
+
+        Raises:
+            Violation: if it does not.
+        """
+        self.lines.append(line)
+        word, _, rest = line.partition(" ")
+        if word == "end":
+            end(self.world, rest, self.invariants)
+            self._check_needless()
+        else:
+            perform(self.world, line)
+            self.invariants.check()
+
+    def _has(self, *words: str) -> bool:
+        return any(line.startswith(words) for line in self.lines)
+
+    def _is_served(self) -> bool:
+        """Whether no lease can have run out, and no engine has died."""
+        return self.setting.gentle and not self._has("kill", "hang")
+
+    def _check_needless(self) -> None:
+        """In a gentle schedule no load fails that nothing stood in the way of.
+
+        An ask may be denied if there is another one's, or if its offer may have been revoked. What
+        is connected while prefill is started again may be lost with the old connections, and a
+        read that hangs is late.
+        """
+        engine, shape = self.world.engines[PREFILL], self.setting.shape
+        if engine is None or not self.setting.gentle:
+            return
+        excused: set[FailureKind] = set()
+        if shape.engines > 1 or shape.share < 1:
+            excused.add(FailureKind.DENIED)
+        if self._has("abort"):
+            excused.add(FailureKind.DROPPED)
+        if self._has("kill", "hang"):
+            excused |= set(FailureKind) - {FailureKind.FENCED, FailureKind.LEASE_LOST}
+        needless = [
+            f"{each.request}: {each.failure}"
+            for each in self.invariants.failed
+            if each.incarnation == engine.description.incarnation
+            and each.failure.kind not in excused
+        ]
+        if needless:
+            raise Violation("needless failure", "; ".join(needless))
+
+
+Source: TypeAlias = Callable[[Run], Iterator[str]]
+"""Makes the lines of a run, one after the other, from what came of those before."""
+
+
+def follow(setting: Setting, source: Source) -> Outcome:
+    """Run the lines of a source."""
+    with repeatable():
+        run = Run(setting)
+        violation = None
+        try:
+            for line in source(run):
+                run.do(line)
+        except Violation as error:
+            violation = error
+        seen, lines = run.invariants, [str(setting), *run.lines]
+        return Outcome(lines, violation, seen.num_good, seen.num_verified, seen.failed)
+
+
+def replay(lines: Sequence[str]) -> Outcome:
+    """Run a whole schedule, its first line included."""
+    return follow(Setting.parse(lines[0]), lambda _: iter(lines[1:]))
+
+
+def read_schedule(text: str) -> list[str]:
+    """The lines of a schedule: of a file, or as it is, with ';' between its steps."""
+    is_file = ";" not in text and Path(text).is_file()
+    text = Path(text).read_text(encoding="utf-8") if is_file else text.replace(";", "\n")
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]

@@ -1,0 +1,353 @@
+"""What vLLM's scheduler does for requests, around the connector's real halves of it."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final
+
+from lab.sim.cache import BLOCK_TOKENS, KnownPrompt, RankCache
+from lab.sim.repeatable import Clock, Violation
+from lab.sim.vllm import BlockManager, Forward, Request, Status
+from nixl_kv.config import Config
+from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.prefill import Address, PrefillScheduler, Progress
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.ids import RequestId
+from nixl_kv.protocol import events
+from nixl_kv.transfer.trust import Trust
+
+OTHERS: Final = RequestId("others")
+CHUNK: Final = 6  # tokens of a prompt per step
+
+
+class Scheduler(ABC):
+    """The requests of one life of an engine, and their blocks."""
+
+    def __init__(self, blocks: BlockManager, caches: list[RankCache]) -> None:
+        """Start without requests."""
+        self.blocks = blocks
+        self.requests: dict[RequestId, Request] = {}
+        self._caches = caches
+
+    def __repr__(self) -> str:
+        """All requests and their states."""
+        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
+
+    @abstractmethod
+    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+        """Begin a step: its commands, and what is computed."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """End a step: go on with what was computed."""
+
+    @abstractmethod
+    def expects_load(self, request: RequestId) -> bool:
+        """Whether vLLM accepts a report that a request's load has ended."""
+
+    @abstractmethod
+    def expects_offer_end(self, request: RequestId) -> bool:
+        """Whether vLLM accepts a report that a request's offer has ended."""
+
+    @abstractmethod
+    def on_reports(
+        self, received: Iterable[RequestId], failed: set[RequestId], sent: Iterable[RequestId]
+    ) -> None:
+        """Loads and offers have ended on all ranks."""
+
+    @abstractmethod
+    def finish(self, request: Request, status: Status) -> None:
+        """A request is over, in the middle or at its end."""
+
+    @abstractmethod
+    def preempt(self, request: Request) -> None:
+        """Free a request's blocks, as vLLM does when they are scarce."""
+
+    def living(self) -> list[Request]:
+        """The requests whose clients wait."""
+        return [request for request in self.requests.values() if not request.is_finished]
+
+    def abort(self, request: Request) -> None:
+        """A client has left."""
+        self.finish(request, Status.FINISHED_ABORTED)
+
+    def release(self, request: Request) -> None:
+        """Free its blocks, and forget it."""
+        self.blocks.free(request.request_id)
+        del self.requests[request.request_id]
+
+    def occupy(self) -> None:
+        """Others get all blocks that are free."""
+        held = len(self.blocks.table(OTHERS))
+        wanted = BLOCK_TOKENS * (held + len(self.blocks.block_pool.free))
+        self.blocks.allocate(OTHERS, 0, wanted)
+
+    def vacate(self) -> None:
+        """Others free theirs."""
+        self.blocks.free(OTHERS)
+
+
+@dataclass(frozen=True)
+class IssuedTicket:
+    """What the router was given for a prompt."""
+
+    params: dict[str, Any]
+    prompt: KnownPrompt
+
+
+@dataclass
+class _Step:
+    scheduled: list[tuple[Request, int]] = field(default_factory=list)  # and how many tokens
+    forwards: list[Forward] = field(default_factory=list)
+
+
+class PrefillEngineScheduler(Scheduler):
+    """On prefill, around `PrefillScheduler`."""
+
+    def __init__(
+        self, blocks: BlockManager, caches: list[RankCache], address: Address, config: Config
+    ) -> None:
+        """Start without requests."""
+        super().__init__(blocks, caches)
+        quota = OfferQuota(caches[0].num_blocks, config.offer_share)
+        self._connector = PrefillScheduler(quota, Trust.of(config).seal)
+        self._connector.address = address
+        self._connector.blocks = PinnedBlocks(blocks, [Paging(0, BLOCK_TOKENS, blocks.window)])
+        self.tickets: list[IssuedTicket] = []
+        self._preempted: list[RequestId] = []
+        self._step = _Step()
+
+    def add(self, request: Request) -> None:
+        """A request whose answer is to be decoded elsewhere."""
+        self.requests[request.request_id] = request
+        self._connector.on_arrival(request.connector_prompt)
+
+    def preempt(self, request: Request) -> None:
+        """It starts again later."""
+        self.blocks.free(request.request_id)
+        request.num_computed_tokens = 0
+        request.status = Status.PREEMPTED
+        self._preempted.append(request.request_id)
+
+    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+        """A chunk of every prompt that has room."""
+        self._step = step = _Step()
+        for request in self.living():
+            self._add_to(step, request)
+        holding = [r for r in self.living() if self.blocks.table(r.request_id)]
+        if not step.scheduled and len(holding) > 1:
+            self.preempt(holding[-1])  # they wait for each other's blocks
+        preempted, self._preempted = self._preempted, []
+        self._connector.on_step(
+            preempted,
+            [
+                Progress(r.request_id, r.num_computed_tokens, r.num_computed_tokens + count)
+                for r, count in step.scheduled
+            ],
+        )
+        for request, count in step.scheduled:
+            request.num_computed_tokens += count
+        return self._connector.pop_commands(), step.forwards
+
+    def update(self) -> None:
+        """A request that has its whole answer ends; routers ask for one token."""
+        for request, _ in self._step.scheduled:
+            if not request.is_finished and request.num_computed_tokens == _end(request):
+                self.finish(request, Status.FINISHED_LENGTH_CAPPED)
+        self._step = _Step()
+
+    def finish(self, request: Request, status: Status) -> None:
+        """Its blocks stay if its ticket goes out."""
+        request.status = status
+        is_complete = status is Status.FINISHED_LENGTH_CAPPED
+        keep, params = self._connector.on_finish(
+            request.request_id,
+            self.blocks.get_block_ids(request.request_id),
+            obstacle="" if is_complete else f"it ended as {status.name}",
+        )
+        if not keep:
+            self.release(request)
+        elif params is None:
+            raise Violation("no ticket", request.request_id)
+        else:
+            self.tickets.append(IssuedTicket(params, request.prompt))
+
+    def expects_load(self, request: RequestId) -> bool:
+        """None is loaded here."""
+        del request
+        return False
+
+    def expects_offer_end(self, request: RequestId) -> bool:
+        """An offer ends after its ticket went out."""
+        known = self.requests.get(request)
+        return known is not None and known.is_finished
+
+    def on_reports(
+        self, received: Iterable[RequestId], failed: set[RequestId], sent: Iterable[RequestId]
+    ) -> None:
+        """Blocks of offers that ended are free."""
+        del received, failed
+        ended = list(sent)
+        self._connector.on_end(ended)
+        for request in ended:
+            self.release(self.requests[request])
+
+    def _add_to(self, step: _Step, request: Request) -> None:
+        computed = request.num_computed_tokens
+        count = min(CHUNK, _end(request) - computed)
+        if not self.blocks.allocate(request.request_id, computed, computed + count):
+            return
+        request.status = Status.RUNNING
+        step.scheduled.append((request, count))
+        table = self.blocks.table(request.request_id)
+        tokens = range(computed, min(computed + count, request.prompt.length))
+        step.forwards.append(Forward(request.prompt, table, tokens))
+
+
+def _end(request: Request) -> int:
+    """All tokens but the answer's last are computed."""
+    return request.prompt.length + request.steps_left - 1
+
+
+class DecodeEngineScheduler(Scheduler):
+    """On decode, around `DecodeScheduler`."""
+
+    def __init__(
+        self, blocks: BlockManager, caches: list[RankCache], clock: Clock, config: Config
+    ) -> None:
+        """Start without requests."""
+        super().__init__(blocks, caches)
+        self._connector = DecodeScheduler(
+            [BLOCK_TOKENS],
+            Trust.of(config).check,
+            verify=config.verify,
+            clock=clock,
+            draw=Random(0).random,  # noqa: S311 - nobody guesses here
+        )
+        self._received: set[RequestId] = set()
+        self._failed: set[RequestId] = set()
+        self._running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """A request with a ticket; with one that is not valid it is computed here."""
+        self.requests[request.request_id] = request
+        with contextlib.suppress(RemoteProtocolError):
+            self._connector.on_arrival(request.connector_prompt, request.kv_transfer_params)
+
+    def preempt(self, request: Request) -> None:
+        """One that runs is computed again later."""
+        if request.status is Status.RUNNING:
+            self.blocks.free(request.request_id)
+            request.status, request.num_computed_tokens = Status.PREEMPTED, 0
+            request.local = 0
+
+    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+        """Go on with what runs, park what loads, and start what has room."""
+        self._running, forwards = [], []
+        for request in self.living():
+            if request.status is Status.WAITING_FOR_REMOTE_KVS:
+                self._unpark(request)
+            if request.status in (Status.WAITING, Status.PREEMPTED):
+                self._admit(request)
+            if request.status is Status.RUNNING:
+                forwards.append(self._run(request))
+        return self._connector.pop_commands(), forwards
+
+    def update(self) -> None:
+        """What has its whole answer ends."""
+        for request in self._running:
+            request.steps_left -= 1
+            if request.steps_left <= 0 and not request.is_finished:
+                self._check(request, request.prompt.length)
+                self.finish(request, Status.FINISHED_LENGTH_CAPPED)
+
+    def finish(self, request: Request, status: Status) -> None:
+        """The blocks of one that loads stay until that is over."""
+        name = request.request_id
+        is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self._received
+        self._received.discard(name)
+        self._failed.discard(name)
+        request.status = status
+        self._connector.on_finish(name)
+        if not is_loading:
+            self.release(request)
+
+    def expects_load(self, request: RequestId) -> bool:
+        """A load ends while its request is parked, or over before its time."""
+        known = self.requests.get(request)
+        return known is not None and (
+            known.is_finished or known.status is Status.WAITING_FOR_REMOTE_KVS
+        )
+
+    def expects_offer_end(self, request: RequestId) -> bool:
+        """Nothing is offered here."""
+        del request
+        return False
+
+    def on_reports(
+        self, received: Iterable[RequestId], failed: set[RequestId], sent: Iterable[RequestId]
+    ) -> None:
+        """Parked requests may go on."""
+        del sent
+        for name in received:
+            request = self.requests[name]
+            if request.is_finished:
+                self.release(request)
+                continue
+            self._received.add(name)
+            if name in failed:
+                self._failed.add(name)
+                request.num_computed_tokens = 0
+
+    def _unpark(self, request: Request) -> None:
+        name = request.request_id
+        if name not in self._received:
+            return
+        self._received.remove(name)
+        request.status = Status.WAITING
+        if name in self._failed:
+            self._failed.remove(name)
+            self.blocks.free(name)
+            request.local = 0
+        else:
+            self._check(request, request.num_computed_tokens)
+
+    def _admit(self, request: Request) -> None:
+        """Ask what is to be loaded, and allocate."""
+        name, load, parks = request.request_id, 0, False
+        if request.num_computed_tokens == 0:
+            load, parks = self._connector.count_matched(name, request.local)
+        computed = max(request.num_computed_tokens, request.local) + load
+        wanted = computed if parks else request.prompt.length + 1
+        is_first = not self.blocks.table(name)
+        if not self.blocks.allocate(name, computed, wanted):
+            if not self._running:  # what has been loaded is given up rather than waited for
+                self.blocks.free(name)
+                request.num_computed_tokens = request.local = 0
+            return
+        table = self.blocks.table(name)
+        if is_first and request.local:  # what its own cache has of it
+            for cache in self._caches:
+                cache.write(request.prompt, table, range(request.local))
+        self._connector.on_allocation(name, [table], load)
+        request.num_computed_tokens = computed
+        request.status = Status.WAITING_FOR_REMOTE_KVS if parks else Status.RUNNING
+
+    def _run(self, request: Request) -> Forward:
+        self._running.append(request)
+        tokens = range(request.num_computed_tokens, request.prompt.length)
+        request.num_computed_tokens = request.prompt.length
+        return Forward(request.prompt, self.blocks.table(request.request_id), tokens)
+
+    def _check(self, request: Request, num_tokens: int) -> None:
+        """Every token that vLLM counts as computed has its own bytes."""
+        table = self.blocks.table(request.request_id)
+        for rank, cache in enumerate(self._caches):
+            wrong = cache.wrong_tokens(request.prompt, table, range(num_tokens))
+            if wrong:
+                detail = f"{request.request_id}, rank {rank}: tokens {wrong}"
+                raise Violation("wrong bytes", detail)

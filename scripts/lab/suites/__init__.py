@@ -1,0 +1,1 @@
+"""Suites: programs that put engines into some situation, and judge what comes of it."""

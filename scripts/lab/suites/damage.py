@@ -1,0 +1,242 @@
+"""What wrong KV does to answers, and what `verify` does about it.
+
+One prefill and two decode engines on CPU, one of which verifies every load. Each fault is planted
+into every load of both (`lab.suites.planted`): into the memory of decode, when the read has landed.
+Asked are held-out prompts of the recall model, whose answers stand in the prompt's KV or nowhere; a
+single engine answers them too. Decode keeps no prefixes, so that each prompt is loaded each time.
+
+The exit status is 0 only if with `verify` all answers are those of the single engine, every planted
+fault was detected, and nothing else was; and if without faults all are the same, verified or not.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster, pair_specs
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.metrics import CORRUPT, FAILURES, LOADS, CountersSince
+from lab.cluster.models.files import REPO, ensure_tiny_model
+from lab.cluster.pair import Pair
+from lab.cluster.processes import ProcessDiedError
+from lab.cluster.prompts import random_prompt
+from lab.results import print_table, say_on_stderr, verdict_of
+from lab.suites.detect.planting import FAULTS
+
+RECALL: Final = REPO / "configs" / "recall"
+PLANTED_MODULE: Final = "lab.suites.planted"
+PLAN_VARIABLE: Final = "NIXL_KV_PLANT"
+PROMPTS: Final = 40
+ANSWER_TOKENS: Final = 32
+PLANTED: Final = ("byte", "blocks", "head", "layer")
+BLOCK_SIZE: Final = 32
+"""Several in the shortest prompt."""
+LAG_S: Final = 30.0
+PATIENT: Final[Mapping[str, object]] = {
+    "request_timeout_s": 60,
+    "lease_s": 30,
+    "offer_ttl_s": 60,
+    "peer_timeout_s": 30,
+}
+"""The connector's configuration: few cores are slow."""
+NO_FAULT: Final = "none"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, what should be said, and what a single engine says."""
+
+    prompt: str
+    answer: str
+    single: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of all prompts with one fault and one setting of `verify`."""
+
+    fault: str
+    verify: str
+    planted: int
+    exact: int
+    """Answers that are right."""
+    same: int
+    """Answers that are the single engine's."""
+    loads: int
+    corrupt: int
+    others: int
+    """Loads that failed for any other reason."""
+
+    def is_good(self, count: int) -> bool:
+        """Whether all is as it should be; without proof, wrong answers are no surprise.
+
+        A layer that was not read is no fault where what stood there happens to be the same.
+        """
+        detected = 0 if self.verify == "off" else self.planted
+        if (self.loads, self.corrupt, self.others) != (count - detected, detected, 0):
+            return False
+        if self.fault == NO_FAULT:
+            return self.planted == 0 and self.same == count
+        return self.planted > 0 and (self.verify == "off" or self.same == count)
+
+    def cells(self, count: int) -> Mapping[str, str]:
+        """A row of the table, for so many prompts."""
+        return {
+            "fault": self.fault,
+            "verify": self.verify,
+            "planted": str(self.planted),
+            "exact\n%": f"{100 * self.exact / count:.1f}",
+            "as single\nengine %": f"{100 * self.same / count:.1f}",
+            "loads": str(self.loads),
+            "failed:\ncorrupt": str(self.corrupt),
+            "others": str(self.others),
+        }
+
+
+def held_out(folder: Path, count: int) -> list[tuple[str, str]]:
+    """Prompts and their answers, of all lengths, always the same ones."""
+    lines = (folder / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    items = [json.loads(line) for line in lines]
+    random.Random(0).shuffle(items)  # noqa: S311 - the same order every time
+    return [(item["prompt"], item["answer"]) for item in items[:count]]
+
+
+def made_up(count: int) -> list[tuple[str, str]]:
+    """For a model that can answer nothing: what it says is compared with the single engine."""
+    lengths = (100, 200, 400, 800)
+    return [(random_prompt(lengths[n % len(lengths)], seed=n), "") for n in range(count)]
+
+
+def planted_spec(spec: EngineSpec, plan: Path) -> EngineSpec:
+    """The same decode engine with faults, those that stand in the file `plan`."""
+    env = {PLAN_VARIABLE: f"@{plan}", "PYTHONPATH": str(REPO / "scripts")}
+    return replace(spec, module=PLANTED_MODULE, extra_env=env)
+
+
+def specs_of(model: Path, plan: Path) -> tuple[EngineSpec, list[EngineSpec]]:
+    """Prefill, and both decode engines; decode keeps no prefixes."""
+    prefill, decode = pair_specs(model, block_size=BLOCK_SIZE, connector_config=PATIENT)
+    forgetful = replace(planted_spec(decode, plan), extra_args=("--no-enable-prefix-caching",))
+    return prefill, [
+        replace(forgetful, name=f"decode-{verify}", connector_config={**PATIENT, "verify": verify})
+        for verify in ("off", "all")
+    ]
+
+
+def answer_of(client: Client, prompt: str, **extra: object) -> str:
+    """To the end of the answer, or of our patience."""
+    return client.complete(prompt, ANSWER_TOKENS, ignore_eos=False, **extra).text.strip()
+
+
+def ask_single(cluster: Cluster, model: Path, items: Sequence[tuple[str, str]]) -> list[Asked]:
+    """What a single engine says; it is not needed any more then."""
+    (engine,) = cluster.start(EngineSpec("single", model, block_size=BLOCK_SIZE))
+    with Client(engine.url) as single:
+        asked = [Asked(prompt, answer, answer_of(single, prompt)) for prompt, answer in items]
+    cluster.end(engine)
+    return asked
+
+
+def measure(pair: Pair, *, asked: Sequence[Asked], fault: str) -> Row:
+    """Load all prompts into one decode engine, while its plan says this fault."""
+    since, planted = CountersSince(pair.to_decode), _count_planted(pair.decode)
+    answers = [
+        answer_of(pair.to_decode, one.prompt, kv_transfer_params=pair.to_prefill.ticket(one.prompt))
+        for one in asked
+    ]
+    changed = since.wait(lambda now: now[LOADS] + now[FAILURES] >= len(asked), LAG_S)
+    loads, corrupt, failures = (round(changed[name]) for name in (LOADS, CORRUPT, FAILURES))
+    return Row(
+        fault,
+        str(pair.decode.spec.connector_config["verify"]),
+        _count_planted(pair.decode) - planted,
+        sum(answer == one.answer for answer, one in zip(answers, asked, strict=True)),
+        sum(answer == one.single for answer, one in zip(answers, asked, strict=True)),
+        loads,
+        corrupt,
+        failures - corrupt,
+    )
+
+
+def _count_planted(engine: Engine) -> int:
+    return engine.log_text().count("planted ")
+
+
+def run(
+    faults: Sequence[str], model: Path, items: Sequence[tuple[str, str]], log_dir: Path
+) -> tuple[list[Row], list[Asked]]:
+    """All faults, after none."""
+    plan = log_dir / "plan"
+    plan.write_text("", encoding="utf-8")
+    with Cluster(log_dir) as cluster:
+        asked = ask_single(cluster, model, items)
+        prefill_spec, decode_specs = specs_of(model, plan)
+        prefill, *decode = cluster.start(prefill_spec, *decode_specs)
+        return list(_run_faults(faults, prefill, decode, asked=asked, plan=plan)), asked
+
+
+def _run_faults(
+    faults: Sequence[str],
+    prefill: Engine,
+    decode: Sequence[Engine],
+    *,
+    asked: Sequence[Asked],
+    plan: Path,
+) -> Iterator[Row]:
+    for fault in (NO_FAULT, *faults):
+        say_on_stderr(f"planting: {fault}")
+        plan.write_text("" if fault == NO_FAULT else fault, encoding="utf-8")
+        for engine in decode:
+            with Pair(prefill, engine) as pair:
+                row = measure(pair, asked=asked, fault=fault)
+            say_on_stderr(f"  {row}")
+            yield row
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="damage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=PLANTED)
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of random weights, which knows no answer"
+    )
+    parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run; the exit status."""
+    options = parse_arguments(arguments)
+    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-damage-"))
+    log_dir.mkdir(parents=True, exist_ok=True)
+    model = ensure_tiny_model() if options.tiny else RECALL
+    items = made_up(options.prompts) if options.tiny else held_out(RECALL, options.prompts)
+    try:
+        rows, asked = run(options.faults, model, items, log_dir)
+    except ProcessDiedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    count = len(asked)
+    exact = 100 * sum(one.single == one.answer for one in asked) / count
+    print_table(
+        f"{model.name}: {count} prompts; a single engine answers {exact:.0f} % exactly",
+        [row.cells(count) for row in rows],
+        [verdict_of("" if row.is_good(count) else "not as it should be") for row in rows],
+    )
+    good = sum(row.is_good(count) for row in rows)
+    print(f"{good}/{len(rows)} rows as they should be")
+    return 0 if good == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Which faults the digest detects, between engines of many shapes."""

@@ -1,0 +1,229 @@
+"""A cell's two engines in one process, and the loads between them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from lab.local.engine import HOST, LocalEngine, Tables, wire_tables
+from lab.suites.detect.cells import Cell, Cut
+from lab.suites.detect.fields import Content, fields_of
+from lab.suites.detect.planting import Planted, Planter, PlantingTransport
+from nixl_kv.config import Config
+from nixl_kv.geometry import model_layouts
+from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.ids import RequestId
+from nixl_kv.protocol.events import LoadEnded, StartLoad
+from nixl_kv.transport.base import Transport
+from nixl_kv.transport.zmq import ZmqControl
+
+PATIENT_S: Final = 600.0
+PATIENT: Final = Config(
+    host=HOST,
+    offer_ttl_s=PATIENT_S,
+    lease_s=PATIENT_S,
+    request_timeout_s=PATIENT_S,
+    peer_timeout_s=60.0,
+)
+"""Nothing fails because this machine is busy: such a failure would say nothing of the digest."""
+
+MakeTransport = Callable[[], Transport]
+
+ModelKV = Mapping[str, Sequence[Content]]
+"""A request's KV: for each layer, for each part, shape (heads, tokens, bytes)."""
+
+
+class Memory:
+    """One rank's cache: `layout` is at its true addresses. It starts with noise."""
+
+    def __init__(self, made_up: CacheLayout, rng: np.random.Generator) -> None:
+        """Allocate room for all spans."""
+        end = max(span.address + span.length for span in made_up.spans)
+        self.bytes = rng.integers(0, 256, end - model_layouts.BASE, dtype=np.uint8)
+        self.layout = _moved(made_up, self.bytes.ctypes.data - model_layouts.BASE)
+
+    def fill(self, tables: Tables, tokens: range, kv: ModelKV) -> None:
+        """Write this rank's part of a request's KV."""
+        for field in fields_of(self.layout, wire_tables(tables), tokens):
+            heads, present = slice(*field.region.heads), slice(field.tokens.start, tokens.stop)
+            for number, content in enumerate(kv[field.region.layer]):
+                field.write(number, content[heads, present])
+
+    def has(self, tables: Tables, tokens: range, kv: ModelKV) -> bool:
+        """Whether this rank's part of a request's KV is here."""
+        return all(
+            np.array_equal(
+                field.read(number),
+                content[slice(*field.region.heads), field.tokens.start : tokens.stop],
+            )
+            for field in fields_of(self.layout, wire_tables(tables), tokens)
+            for number, content in enumerate(kv[field.region.layer])
+        )
+
+
+def _moved(layout: CacheLayout, distance: int) -> CacheLayout:
+    groups = tuple(
+        replace(group, regions=tuple(replace(r, base=r.base + distance) for r in group.regions))
+        for group in layout.groups
+    )
+    spans = tuple(replace(span, address=span.address + distance) for span in layout.spans)
+    return CacheLayout(groups, layout.element, layout.memory, layout.device, spans)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A load to be made, with a fault if one is named."""
+
+    request: RequestId
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one load ended in: each decode rank's report; what was planted, and on which rank."""
+
+    order: Order
+    reports: Sequence[LoadEnded]
+    planted: Planted | None
+    rank: int
+    is_right: bool
+    """Whether decode's memory is what prefill's is."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A load under way; `tables` and `tokens` are decode's."""
+
+    order: Order
+    kv: ModelKV
+    tables: Tables
+    tokens: range
+    rank: int
+
+
+class World:
+    """See the module's head. Prefill serves and never reads, decode reads and never serves."""
+
+    def __init__(
+        self, cell: Cell, make: MakeTransport, *, wave: int, seed: int = 0, verify: bool = True
+    ) -> None:
+        """Start all ranks of both engines.
+
+        Args:
+            cell: the model, and how both divide it.
+            make: makes a transport.
+            wave: how many loads are under way at a time.
+            seed: of all that is chosen by chance.
+            verify: whether loads are verified.
+        """
+        self._cell = cell
+        self._wave = wave
+        self._verify = verify
+        self._rng = np.random.default_rng(seed)
+        self._tables = [self._deal_blocks(cut) for cut in (cell.prefill, cell.decode)]
+        self._prefill_memory, self._decode_memory = map(self._allocate, (cell.prefill, cell.decode))
+        self._planters = [
+            Planter(memory.layout, np.random.default_rng((seed, rank)))
+            for rank, memory in enumerate(self._decode_memory)
+        ]
+        self._prefill = self._start("prefill", cell.prefill, self._prefill_memory, make)
+        planters = iter(self._planters)  # each decode rank makes one transport, in rank order
+        self._decode = self._start(
+            "decode",
+            cell.decode,
+            self._decode_memory,
+            lambda: PlantingTransport(make(), next(planters)),
+        )
+
+    def close(self) -> None:
+        """End both engines, and check that their machines are in order."""
+        self._decode.close()
+        self._prefill.close()
+
+    def run(self, orders: Sequence[Order]) -> Iterator[Outcome]:
+        """Make loads, as many at a time as there is room for."""
+        for first in range(0, len(orders), self._wave):
+            yield from self._run_wave(orders[first : first + self._wave])
+
+    def _run_wave(self, orders: Sequence[Order]) -> Iterator[Outcome]:
+        jobs = [self._start_job(order, slot) for slot, order in enumerate(orders)]
+        for job in jobs:
+            reports = self._decode.wait_load(job.order.request, 2 * PATIENT_S)
+            planted = self._planters[job.rank].planted.pop(job.order.request, None)
+            memories = self._decode_memory
+            is_right = all(memory.has(job.tables, job.tokens, job.kv) for memory in memories)
+            yield Outcome(job.order, reports, planted, job.rank, is_right)
+
+    def _start_job(self, order: Order, slot: int) -> _Job:
+        """Do what both schedulers do for a request."""
+        cell, prompt = self._cell, range(self._cell.tokens)
+        theirs = self._tables_of(slot, 0, cell.prefill, begin=0)
+        mine = self._tables_of(slot, 1, cell.decode, begin=cell.hit)
+        rank = int(self._rng.integers(len(self._decode_memory)))
+        job = _Job(order, self._random_kv(), mine, prompt[cell.hit :], rank)
+        for memory in self._prefill_memory:
+            memory.fill(theirs, prompt, job.kv)
+        if order.fault:
+            load = StartLoad(order.request, cell.hit, cell.tokens, wire_tables(mine))
+            self._planters[rank].expect(load, order.fault)
+        ticket = self._prefill.offer(order.request, theirs, cell.tokens)
+        self._decode.prepare_load(order.request, ticket)
+        self._decode.start_load(order.request, mine, job.tokens, verify=self._verify)
+        return job
+
+    def _start(
+        self, name: str, cut: Cut, memories: Sequence[Memory], make: MakeTransport
+    ) -> LocalEngine:
+        layouts = [memory.layout for memory in memories]
+        return LocalEngine(
+            name,
+            layouts,
+            make,
+            shape=cut.shape,
+            config=PATIENT,
+            roles=name,
+            make_control=lambda: ZmqControl(peer_timeout_s=PATIENT.peer_timeout_s),
+        )
+
+    def _allocate(self, cut: Cut) -> list[Memory]:
+        """The caches of all ranks, with room for a wave; block 0 is nobody's."""
+        entries = 1 + self._wave * cut.num_entries(self._cell.tokens) * self._num_groups
+        layouts = cut.layouts(self._cell.model, entries)
+        return [Memory(layout, self._rng) for layout in layouts]
+
+    def _deal_blocks(self, cut: Cut) -> list[list[list[int]]]:
+        """For each slot of a wave, for each group: blocks from all over the cache, each once."""
+        shape = self._wave, self._num_groups, cut.num_entries(self._cell.tokens)
+        ids = 1 + self._rng.permutation(int(np.prod(shape)))
+        blocks: list[list[list[int]]] = ids.reshape(shape).tolist()
+        return blocks
+
+    @property
+    def _num_groups(self) -> int:
+        return len(self._cell.model.groups())
+
+    def _tables_of(self, slot: int, side: int, cut: Cut, *, begin: int) -> Tables:
+        """A request's block tables from token `begin` on, where sliding windows have passed."""
+        windows = [window for _, window in self._cell.model.groups()]
+        return [
+            _pass_window(ids, window, self._cell.tokens, cut.entry_size)[begin // cut.entry_size :]
+            for ids, window in zip(self._tables[side][slot], windows, strict=True)
+        ]
+
+    def _random_kv(self) -> ModelKV:
+        model, tokens = self._cell.model, self._cell.tokens
+        return {
+            model_layouts.layer_name(layer): [
+                self._rng.integers(0, 256, (model.kv_heads, tokens, length), dtype=np.uint8)
+                for length in model.content
+            ]
+            for layer in range(model.layers)
+        }
+
+
+def _pass_window(ids: list[int], window: int, tokens: int, entry_size: int) -> list[int]:
+    """A block table whose first entries are absent, since a sliding window has passed them."""
+    passed = max(0, tokens - window) // entry_size if window else 0
+    return [ABSENT] * passed + ids[passed:]

@@ -1,0 +1,1 @@
+"""What strangers and clients may send to engines that run."""

@@ -1,0 +1,1 @@
+"""Engines of every pair of shapes: do they understand each other?"""

@@ -1,0 +1,112 @@
+"""Our connector, but for faults that it plants into what decode has read.
+
+    PYTHONPATH=scripts NIXL_KV_PLANT=byte vllm serve MODEL --kv-transfer-config '{
+      "kv_connector": "NixlKVConnector", "kv_connector_module_path": "lab.suites.planted", ...}'
+
+`NIXL_KV_PLANT` is one of `lab.suites.detect.planting.FAULTS`, or `FAULT:RATE` for a share of the
+loads; or `@PATH` of a file that holds this, or is empty, and is looked at for each load.
+"""
+
+import logging
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from lab.suites.detect.planting import Planted, Planter, Planting, PlantingTransport
+from nixl_kv.connector import worker
+from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
+from nixl_kv.connector.metadata import StepMetadata
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.protocol.events import StartLoad
+from nixl_kv.transfer.engine import RankSpec
+
+VARIABLE: Final = "NIXL_KV_PLANT"
+
+logger = logging.getLogger("nixl_kv.planted")
+
+
+class LoggingPlanter(Planter):
+    """Logs what it planted, and where."""
+
+    def after_read(self, planting: Planting) -> Planted | None:
+        """See `Planter.after_read`."""
+        planted = super().after_read(planting)
+        if planted is not None:
+            row, more = planted.rows[0], len(planted.rows) - 1
+            logger.warning(
+                "planted %s in request %s: %s of head %d of layer %s and %d more, tokens %d to %d",
+                planted.fault,
+                planting.load.request,
+                row.part,
+                row.head,
+                row.layer,
+                more,
+                planted.first,
+                planted.last,
+            )
+        return planted
+
+
+class PlantingWorker(worker.Worker):
+    """One rank, whose reads end as the environment says."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        """Nothing is planted before the cache exists."""
+        super().__init__(vllm_config, kv_cache_config)
+        self._planter: Planter | None = None
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Put a planter around each transport that this life of the rank makes."""
+        sound = worker.rank_spec
+
+        def planting_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
+            spec = sound(vllm_config, layout)
+            planter = self._planter = LoggingPlanter(layout, np.random.default_rng())
+            return replace(
+                spec, make_transport=lambda: PlantingTransport(spec.make_transport(), planter)
+            )
+
+        with patch.object(worker, "rank_spec", planting_spec):
+            super().register(kv_caches)
+
+    def on_step(self, step: StepMetadata) -> None:
+        """Choose a fault for each load of the step."""
+        for command in step.commands:
+            if isinstance(command, StartLoad) and self._planter is not None:
+                fault = _choose_fault()
+                if fault:
+                    self._planter.expect(command, fault)
+        super().on_step(step)
+
+
+class NixlKVConnector(SoundConnector):
+    """Under the same name, so that nothing else of an engine's configuration changes."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Build another worker."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.WORKER:
+            self._worker_role = PlantingWorker(vllm_config, kv_cache_config)
+
+
+def _choose_fault() -> str | None:
+    """The fault for the next load, if it is to have one."""
+    value = os.environ.get(VARIABLE, "")
+    if value.startswith("@"):
+        value = Path(value[1:]).read_text(encoding="utf-8").strip()
+    fault, _, rate = value.partition(":")
+    if not fault or random.random() >= float(rate or 1):  # noqa: S311 - no secret
+        return None
+    return fault

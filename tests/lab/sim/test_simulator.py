@@ -1,0 +1,132 @@
+"""The simulator finds nothing in the code as it is, and each bug that is planted into it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.sim.planted import PLANTED
+from lab.sim.schedule import read_schedule, replay
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent.parent
+
+FIXED = {
+    "granted-after-death": "ended offer prepared again",
+    "prepared-and-forgotten": "ended offer published",
+    "dropped-while-orphans-read": "peer dropped while it is read",
+}
+"""Schedules that once broke a promise, and the bug among the planted ones that was the cause."""
+
+
+def simulate(*arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, in which vLLM and torch cannot be imported."""
+    program = (
+        "import sys; sys.modules.update(vllm=None, torch=None, nixl=None);"
+        "from lab.sim.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    environment = {"PYTHONHASHSEED": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def planted_schedules() -> dict[str, tuple[str, list[str]]]:
+    """For each planted bug what catches it, and a short schedule that shows it.
+
+    As `scripts/simulate --planted --verbose` prints them.
+    """
+    schedules: dict[str, tuple[str, list[str]]] = {}
+    for line in (HERE / "planted.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        if line.startswith(" "):
+            schedules[name][1].append(line.strip())
+        else:
+            name = line[:34].strip()
+            schedules[name] = line[35:71].strip(), []
+    return schedules
+
+
+SCHEDULES = planted_schedules()
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_breaks_a_promise(name: str) -> None:
+    check, lines = SCHEDULES[name]
+    assert replay(lines).violation is None
+    with PLANTED[name].plant():
+        violation = replay(lines).violation
+    assert violation is not None
+    assert violation.check == check
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_schedule_that_broke_a_promise_once_breaks_none(name: str) -> None:
+    lines = read_schedule(str(HERE / f"{name}.txt"))
+    assert replay(lines).violation is None
+    with PLANTED[FIXED[name]].plant():
+        assert replay(lines).violation is not None
+
+
+def test_random_schedules_break_no_promise() -> None:
+    done = simulate("--seeds", "96")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("96 seeds from 0: 0 broke a promise")
+
+
+def test_all_short_schedules_of_the_scenes_break_no_promise() -> None:
+    done = simulate("--depth", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" 0 broke a promise") == 5
+
+
+def test_a_planted_bug_is_caught_by_random_schedules_and_shown_short() -> None:
+    done = simulate("--planted", "--seeds", "20", "--only", "unclaimed", "--verbose")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOT CAUGHT" not in done.stdout
+    assert [line.strip() for line in done.stdout.splitlines()[-2:]] == ["prefill 1 1", "end calm"]
+
+
+def test_a_planted_bug_that_no_schedule_shows_is_reported() -> None:
+    done = simulate("--planted", "--seeds", "0", "--only", "unclaimed")
+    assert done.returncode == 1
+    assert "NOT CAUGHT" in done.stdout
+
+
+def test_a_schedule_is_the_same_each_time() -> None:
+    steps = "world;prefill 5 1;step p;step p;turn p.0;decode d0 0 0;step d0;turn d0.0;end calm"
+    first, second = (simulate("--replay", steps) for _ in range(2))
+    assert first.stdout == second.stdout
+    assert "1 good loads" in first.stdout
+    assert first.returncode == 0, first.stdout + first.stderr
+
+
+def test_a_step_that_does_not_exist_is_named() -> None:
+    done = simulate("--replay", "world;jump")
+    assert done.returncode != 0
+    assert "no such step: 'jump'" in done.stderr
+
+
+@pytest.mark.slow
+def test_many_random_schedules_break_no_promise() -> None:
+    done = simulate("--seeds", "3000", "--first", "1000", timeout_s=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_all_longer_schedules_of_the_scenes_break_no_promise() -> None:
+    done = simulate("--depth", "4", "--most", "1500", timeout_s=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_random_schedules_catch_every_planted_bug() -> None:
+    done = simulate("--planted", "--seeds", "500", timeout_s=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOT CAUGHT" not in done.stdout

@@ -1,0 +1,124 @@
+"""Block tables of a prompt, and pins on blocks of sliding windows. It needs no vLLM."""
+
+import pytest
+
+from nixl_kv.connector.block_pinning import Paging, PinnedBlocks, table_bytes
+from nixl_kv.geometry.blocks import block_ids
+from support.cache_manager import CacheManager
+from support.records import P1, P2
+
+FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("paging", "num_tokens", "wanted"),
+    [
+        pytest.param(Paging(0, 4, 0), 20, range(5), id="all"),
+        pytest.param(Paging(0, 4, 0), 21, range(6), id="all, and a begun block"),
+        pytest.param(Paging(0, 4, 16), 60, range(15), id="a window, and all before it"),
+        pytest.param(Paging(0, 64, 16), 300, range(4, 5), id="a window, from an edge on"),
+        pytest.param(Paging(0, 64, 16), 513, range(4, 9), id="a window across an edge"),
+        pytest.param(Paging(0, 64, 16), 528, range(8, 9), id="a window from the edge itself on"),
+        pytest.param(Paging(0, 1024, 16), 2000, range(1, 2), id="one large block"),
+        pytest.param(Paging(0, 4, 16), 3, range(1), id="a prompt shorter than the window"),
+    ],
+)
+def test_decode_may_ask_for_the_blocks_of_the_window(
+    paging: Paging, num_tokens: int, wanted: range
+) -> None:
+    """From a multiple of 256 tokens on: its own blocks may be as large."""
+    assert paging.wanted(num_tokens) == wanted
+
+
+def test_the_null_block_is_an_absent_one() -> None:
+    assert block_ids(table_bytes([0, 7, 0, 2])).tolist() == [-1, 7, -1, 2]
+    assert table_bytes([]) == b""
+
+
+def blocks_of(manager: CacheManager, *pagings: Paging) -> PinnedBlocks:
+    return PinnedBlocks(manager, pagings or (FULL, WINDOW))
+
+
+def tables_of(blocks: PinnedBlocks, num_tokens: int = 20) -> list[list[int]]:
+    return [block_ids(table).tolist() for table in blocks.tables(P1, num_tokens)]
+
+
+def test_blocks_of_a_window_are_pinned_once_while_the_prompt_grows() -> None:
+    manager = CacheManager({P1: ([1, 2], [6, 7])})
+    blocks = blocks_of(manager)
+    blocks.pin(P1, 20)
+    assert manager.block_pool.touched == {6: 1, 7: 1}
+    manager.tables[P1] = ([1, 2, 3, 4], [0, 7, 8, 9])
+    blocks.pin(P1, 20)
+    blocks.pin(P1, 20)
+    assert manager.block_pool.touched == {6: 1, 7: 1, 8: 1, 9: 1}
+    manager.tables[P1] = ([1, 2, 3, 4, 5], [0, 0, 0, 9, 10])
+    blocks.pin(P1, 20)
+    assert manager.block_pool.touched == {6: 1, 7: 1, 8: 1, 9: 1, 10: 1}
+    assert repr(blocks) == "<PinnedBlocks: 5 for 1 requests>"
+    assert tables_of(blocks) == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+
+
+def test_blocks_before_the_window_are_not_pinned() -> None:
+    manager = CacheManager({P1: ([1, 2, 3, 4, 5],)})
+    blocks = blocks_of(manager, Paging(0, 64, 16))
+    blocks.pin(P1, 300)
+    assert manager.block_pool.touched == {5: 1}
+    assert tables_of(blocks, 300) == [[-1, -1, -1, -1, 5]]
+
+
+def test_only_pinned_blocks_of_a_window_are_offered() -> None:
+    """What is not pinned may be another request's by the time that it is read."""
+    blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5], [0, 7, 8, 9, 10])}))
+    assert tables_of(blocks) == [[1, 2, 3, 4, 5], [-1, -1, -1, -1, -1]]
+
+
+def test_blocks_beyond_the_prompt_are_not_offered() -> None:
+    """vLLM allocates for speculative tokens too."""
+    blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5, 6], [0] * 6)}))
+    assert tables_of(blocks)[0] == [1, 2, 3, 4, 5]
+
+
+def test_groups_are_those_that_are_transferred() -> None:
+    manager = CacheManager({P1: ([1, 2], [3, 4], [5, 6])})
+    assert tables_of(blocks_of(manager, Paging(2, 4, 0)), 8) == [[5, 6]]
+
+
+def test_without_windows_nothing_is_pinned() -> None:
+    manager = CacheManager({P1: ([1, 2, 3, 4, 5],)})
+    blocks = blocks_of(manager, FULL)
+    blocks.pin(P1, 20)
+    assert manager.block_pool.touched == {}
+    assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
+
+
+def test_the_last_blocks_are_given_back_first() -> None:
+    """A prefix is of use for longer than what follows it."""
+    manager = CacheManager({P1: ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])})
+    blocks = blocks_of(manager)
+    blocks.pin(P1, 20)
+    blocks.unpin([P2, P1])
+    assert manager.block_pool.freed == [10, 9, 8]
+    blocks.unpin([P1])
+    assert manager.block_pool.freed == [10, 9, 8]
+    assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
+
+
+@pytest.mark.parametrize(
+    ("tables", "have_changed"),
+    [
+        pytest.param(([1, 2, 3, 4, 5], [0, 0, 8, 9, 10]), False, id="the same"),
+        pytest.param(([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 10, 11]), False, id="more tokens"),
+        pytest.param(([1, 2, 3, 4, 7], [0, 0, 8, 9, 10]), True, id="another block"),
+        pytest.param(([1, 2, 3, 4], [0, 0, 8, 9]), True, id="fewer blocks"),
+        pytest.param(([0, 2, 3, 4, 5], [0, 0, 8, 9, 10]), True, id="a null block"),
+    ],
+)
+def test_tables_have_changed_if_blocks_are_others(
+    tables: tuple[list[int], ...], *, have_changed: bool
+) -> None:
+    """Of a window they may leave the table: they are pinned."""
+    blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])}))
+    blocks.pin(P1, 20)
+    prepared = blocks.tables(P1, 20)
+    assert blocks.have_changed(prepared, tables) is have_changed

@@ -1,0 +1,192 @@
+"""The hooks that vLLM calls: which there are, and whose they are."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from nixl_kv.connector import connector as module
+from nixl_kv.connector.connector import NixlKVConnector
+from nixl_kv.connector.stats import Stats
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.transport.memory import Fabric
+from support import recorded_vllm as recorded
+
+Make = Callable[..., NixlKVConnector]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes connectors, and shuts them down."""
+    connectors: list[NixlKVConnector] = []
+
+    def new(role: KVConnectorRole, extra: Any = None) -> NixlKVConnector:
+        config = recorded.vllm_config(extra)
+        connectors.append(NixlKVConnector(config, role, recorded.kv_cache_config()))
+        return connectors[-1]
+
+    yield new
+    for connector in connectors:
+        connector.shutdown()
+
+
+# --- vLLM's interface
+
+
+HOOKS = sorted(
+    name
+    for owner in (module._SchedulerHooks, module._WorkerHooks, NixlKVConnector)
+    for name, value in vars(owner).items()
+    if not name.startswith("_") and callable(getattr(owner, name)) and value is not None
+)
+LATER = {"restore_kv_caches", "unregister_kv_caches"}
+"""Hooks of vLLM 0.33."""
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_each_hook_is_one_of_vllms_with_its_parameters(name: str) -> None:
+    """vLLM would never call another one, and end the engine for others."""
+    if name in LATER and not hasattr(KVConnectorBase_V1, name):
+        pytest.skip("this version of vLLM has no such hook")
+    base = SupportsHMA if name == "request_finished_all_groups" else KVConnectorBase_V1
+    ours, vllms = (getattr(owner, name) for owner in (NixlKVConnector, base))
+    if name != "build_prom_metrics":  # whose are handed on as they come
+        assert parameters(ours) == parameters(vllms)
+
+
+def test_no_abstract_method_is_left() -> None:
+    assert not inspect.isabstract(NixlKVConnector)
+    assert len(HOOKS) > 20
+
+
+# --- one role for each process
+
+
+WORKER_HOOKS: dict[str, tuple[Any, ...]] = {
+    "register_kv_caches": ({},),
+    "get_handshake_metadata": (),
+    "unregister_kv_caches": (),
+    "get_transfer_results": (set(),),
+}
+SCHEDULER_HOOKS: dict[str, tuple[Any, ...]] = {
+    "bind_kv_cache_manager": (None,),
+    "on_new_request": (None,),
+    "get_num_new_matched_tokens": (None, 0),
+    "update_state_after_alloc": (None, SimpleNamespace(get_block_ids=tuple), 0),
+    "build_connector_meta": (None,),
+    "update_connector_output": (SimpleNamespace(finished_sending=None),),
+    "request_finished": (None, []),
+    "request_finished_all_groups": (None, ()),
+    "set_xfer_handshake_metadata_pp_aware": ({},),
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "arguments"),
+    [
+        *(
+            pytest.param(KVConnectorRole.SCHEDULER, name, arguments, id=name)
+            for name, arguments in WORKER_HOOKS.items()
+        ),
+        *(
+            pytest.param(KVConnectorRole.WORKER, name, arguments, id=name)
+            for name, arguments in SCHEDULER_HOOKS.items()
+        ),
+    ],
+)
+def test_a_hook_of_the_other_role_is_a_bug(
+    make: Make, role: KVConnectorRole, name: str, arguments: tuple[Any, ...]
+) -> None:
+    with pytest.raises(LocalProtocolError, match="a hook of"):
+        getattr(make(role), name)(*arguments)
+
+
+def test_hooks_that_have_nothing_to_do_do_nothing(make: Make) -> None:
+    worker = make(KVConnectorRole.WORKER)
+    worker.start_load_kv(None)
+    worker.wait_for_layer_load("layer")
+    worker.save_kv_layer("layer", None, None)
+    worker.wait_for_save()
+    worker.bind_connector_metadata(KVConnectorMetadata())
+    assert worker.get_handshake_metadata() is None
+    assert worker.get_kv_connector_stats() is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_worker_lives_from_its_registration_to_its_end(make: Make, fabric: Fabric) -> None:
+    worker = make(KVConnectorRole.WORKER)
+    assert fabric.transports == {}, "nothing is opened before there is a cache"
+    caches = recorded.kv_caches()
+    worker.register_kv_caches(caches)
+    first = worker.get_handshake_metadata()
+    worker.unregister_kv_caches()
+    assert fabric.transports == {}
+    worker.restore_kv_caches(caches)
+    assert worker.get_handshake_metadata() != first
+    assert fabric.transports
+    worker.shutdown()
+    assert fabric.transports == {}
+
+
+def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    request: Any = recorded.new_request()
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    scheduler.update_state_after_alloc(request, blocks, 0)
+    assert scheduler.build_connector_meta(recorded.empty_output()).commands == []
+    scheduler.update_connector_output(SimpleNamespace(finished_sending=None))
+    assert scheduler.request_finished(request, [1, 2]) == (False, None)
+    assert scheduler.request_finished_all_groups(request, ([1, 2],)) == (False, None)
+    scheduler.set_xfer_handshake_metadata_pp_aware({})
+    assert scheduler.get_kv_connector_stats() is None
+
+
+def test_what_a_step_counted_is_shown(make: Make) -> None:
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    scheduler.on_new_request(recorded.new_request({"not": "a ticket"}))
+    stats = scheduler.get_kv_connector_stats()
+    assert isinstance(stats, Stats)
+    assert stats.data == {"tickets_refused": 1}
+    assert NixlKVConnector.build_kv_connector_stats(stats.data).data == stats.data
+    assert NixlKVConnector.build_kv_connector_stats().is_empty()
+
+
+def test_all_transferred_groups_are_overwritten_by_a_load(make: Make) -> None:
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    assert scheduler.get_loaded_kv_cache_group_ids(recorded.new_request()) == (0,)
+
+
+def test_the_layout_is_the_operators(make: Make) -> None:
+    del make
+    config = recorded.vllm_config({"layout": "BHLNC"})
+    assert NixlKVConnector.get_required_kvcache_layout(config) == "BHLNC"
+
+
+def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives its handlers and level only to loggers under its own name."""
+    ours, vllms = (logging.getLogger(f"{__name__}.{name}") for name in ("ours", "vllms"))
+    lookup = SimpleNamespace(getLogger={"nixl_kv": ours, "vllm": vllms}.__getitem__)
+    monkeypatch.setattr(module, "logging", lookup)
+    handler = logging.NullHandler()
+    vllms.handlers, vllms.propagate = [handler], False
+    vllms.setLevel(logging.ERROR)
+    module._log_like_vllm()
+    assert (ours.handlers, ours.level, ours.propagate) == ([handler], logging.ERROR, False)
+    vllms.addHandler(logging.NullHandler())
+    module._log_like_vllm()
+    assert ours.handlers == [handler], "who has handlers of his own keeps them"

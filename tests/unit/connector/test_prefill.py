@@ -1,0 +1,277 @@
+"""Prefill's scheduler: which requests are offered, and with which ticket. It needs no vLLM."""
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.prefill import Address, NoPrefill, PrefillScheduler, Progress
+from nixl_kv.connector.prompt import Prompt
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.protocol.events import (
+    Command,
+    PrepareOffer,
+    PublishOffer,
+    RevokeOffer,
+    WithdrawOffer,
+)
+from nixl_kv.protocol.ticket import Ticket, context_hash
+from support.cache_manager import CacheManager
+from support.records import ENGINE_LIFE, P1, P2, PREFILL
+
+TOKEN_IDS = list(range(100, 120))
+NUM_TOKENS = len(TOKEN_IDS)
+FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
+TABLES = ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])
+ADDRESS = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600)
+
+
+def packed(*ids: int) -> bytes:
+    return np.array(ids, "<i4").tobytes()
+
+
+class Side:
+    """The scheduler's half, with a cache manager that holds `TABLES` for every request."""
+
+    def __init__(
+        self, *, share: float = 0.5, kind: type[PrefillScheduler] = PrefillScheduler
+    ) -> None:
+        self.manager = CacheManager({"p1": TABLES, "p2": TABLES})
+        self.scheduler = kind(OfferQuota(20, share), lambda ticket: ticket.seal(b"k" * 32))
+        self.scheduler.address = ADDRESS
+        self.scheduler.blocks = PinnedBlocks(self.manager, [FULL, WINDOW])
+
+    def arrive(self, request: RequestId = P1) -> None:
+        self.scheduler.on_arrival(Prompt(request, NUM_TOKENS, TOKEN_IDS, (b"lora a",)))
+
+    def step(self, *scheduled: Progress, preempted: Sequence[RequestId] = ()) -> list[Command]:
+        self.scheduler.on_step(preempted, scheduled)
+        return self.scheduler.pop_commands()
+
+    def compute(self, request: RequestId = P1) -> PrepareOffer:
+        """The step that computes all of a prompt."""
+        (command,) = self.step(Progress(request, 0, NUM_TOKENS))
+        assert isinstance(command, PrepareOffer)
+        return command
+
+    def finish(
+        self,
+        request: RequestId = P1,
+        *,
+        obstacle: str = "",
+        tables: Sequence[Sequence[int]] = TABLES,
+    ) -> tuple[Ticket | None, list[Command]]:
+        """The ticket, and the commands that go with it."""
+        is_pinned, params = self.scheduler.on_finish(request, tables, obstacle=obstacle)
+        assert is_pinned is (params is not None)
+        ticket = None if params is None else Ticket.parse(params)
+        return ticket, self.scheduler.pop_commands()
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+# --- an offer
+
+
+def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) -> None:
+    side.arrive()
+    assert side.step(Progress(P1, 0, 8)) == []
+    assert side.step(Progress(P1, 8, 19)) == []
+    (prepare,) = side.step(Progress(P1, 19, 20))
+    assert isinstance(prepare, PrepareOffer)
+    assert (prepare.request, prepare.num_tokens) == (P1, NUM_TOKENS)
+    assert prepare.tables == (packed(1, 2, 3, 4, 5), packed(-1, -1, 8, 9, 10))
+    assert prepare.context == context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"])
+    assert side.step(Progress(P1, 20, 21)) == []
+
+
+def test_a_prompt_that_is_computed_at_once_is_prepared_too(side: Side) -> None:
+    side.arrive()
+    (prepare,) = side.step(Progress(P1, 0, 25))
+    assert isinstance(prepare, PrepareOffer)
+
+
+def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
+    side.arrive()
+    prepare = side.compute()
+    ticket, commands = side.finish()
+    assert ticket is not None
+    assert commands == [PublishOffer(prepare.nonce, P1)]
+    ticket.check_mac(b"k" * 32)
+    expected = Ticket(
+        remote_engine_id=ADDRESS.engine,
+        remote_host=ADDRESS.host,
+        remote_port=ADDRESS.port,
+        incarnation=ADDRESS.incarnation,
+        nonce=prepare.nonce,
+        num_tokens=NUM_TOKENS,
+        context=prepare.context,
+    )
+    assert ticket == expected.seal(b"k" * 32)
+
+
+def test_each_offer_has_a_nonce_of_its_own(side: Side) -> None:
+    nonces: set[Nonce] = set()
+    for request in (P1, P2, P1):
+        side.arrive(request)
+        nonces.add(side.compute(request).nonce)
+        side.finish(request)
+    assert len(nonces) == 3
+
+
+def test_a_request_that_asked_for_no_offer_is_nobodys(side: Side) -> None:
+    assert side.step(Progress(P1, 0, NUM_TOKENS)) == []
+    assert side.finish() == (None, [])
+
+
+class TokenIds(list[int]):
+    """A list that can be referred to weakly."""
+
+
+def test_the_prompt_is_not_kept(side: Side) -> None:
+    """Its embeddings may be hundreds of megabytes."""
+    token_ids = TokenIds(TOKEN_IDS)
+    reference = weakref.ref(token_ids)
+    side.scheduler.on_arrival(Prompt(P1, NUM_TOKENS, token_ids))
+    del token_ids
+    assert reference() is None
+    assert side.compute().num_tokens == NUM_TOKENS
+
+
+# --- what is not offered
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["it ended as FINISHED_ABORTED", "12 of 20 tokens computed"], ids=["", "computed"]
+)
+def test_a_request_whose_kv_is_not_complete_is_withdrawn(
+    side: Side, obstacle: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    side.arrive()
+    nonce = side.compute().nonce
+    assert side.manager.block_pool.pinned == {8, 9, 10}
+    with caplog.at_level(logging.INFO):
+        assert side.finish(obstacle=obstacle) == (None, [WithdrawOffer(nonce)])
+    assert caplog.messages == [f"request p1 is not offered: {obstacle}"]
+    assert side.manager.block_pool.pinned == set()
+
+
+def test_a_prompt_that_no_step_computed_is_withdrawn(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    side.arrive()
+    with caplog.at_level(logging.INFO):
+        ticket, (command,) = side.finish()
+    assert ticket is None
+    assert isinstance(command, WithdrawOffer)
+    assert caplog.messages == ["request p1 is not offered: its prompt was not computed in a step"]
+
+
+def test_blocks_that_are_others_by_now_are_not_offered(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    side.arrive()
+    nonce = side.compute().nonce
+    with caplog.at_level(logging.INFO):
+        assert side.finish(tables=([1, 2, 3, 7, 5], TABLES[1])) == (None, [WithdrawOffer(nonce)])
+    assert "its blocks changed since its prompt was computed" in caplog.text
+
+
+def test_a_window_may_move_on_after_the_prompt(side: Side) -> None:
+    """What is pinned may leave vLLM's table; further blocks may have come."""
+    side.arrive()
+    side.compute()
+    ticket, _ = side.finish(tables=([*TABLES[0], 6], [0, 0, 0, 0, 10, 11]))
+    assert ticket is not None
+
+
+def test_before_the_engine_is_described_nothing_is_offered(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    side.scheduler.address = None
+    side.arrive()
+    nonce = side.compute().nonce
+    with caplog.at_level(logging.INFO):
+        assert side.finish() == (None, [WithdrawOffer(nonce)])
+    assert "this engine is not described yet" in caplog.text
+
+
+# --- blocks that are held
+
+
+def test_windows_are_pinned_until_the_offer_has_ended(side: Side) -> None:
+    side.arrive()
+    side.compute()
+    side.finish()
+    assert side.manager.block_pool.pinned == {8, 9, 10}
+    side.scheduler.on_end([P1])
+    assert side.manager.block_pool.pinned == set()
+    side.scheduler.on_end([P1, P2])
+
+
+def test_a_preempted_request_is_unpinned_and_offered_with_its_new_blocks(side: Side) -> None:
+    side.arrive()
+    first = side.compute()
+    assert side.step(preempted=[P1]) == []
+    assert side.manager.block_pool.pinned == set()
+    side.manager.tables["p1"] = ([6, 7, 8, 9, 10], [0, 0, 11, 12, 13])
+    second = side.compute()
+    assert second.nonce == first.nonce
+    assert second.tables == (packed(6, 7, 8, 9, 10), packed(-1, -1, 11, 12, 13))
+    ticket, _ = side.finish(tables=side.manager.tables["p1"])
+    assert ticket is not None
+    assert side.manager.block_pool.pinned == {11, 12, 13}
+
+
+def test_a_request_that_is_preempted_and_computed_in_one_step_is_pinned_once(side: Side) -> None:
+    side.arrive()
+    side.compute()
+    (prepare,) = side.step(Progress(P1, 0, NUM_TOKENS), preempted=[P1])
+    assert isinstance(prepare, PrepareOffer)
+    assert side.manager.block_pool.touched == {8: 1, 9: 1, 10: 1}
+
+
+def test_older_offers_are_revoked_when_too_many_blocks_are_held() -> None:
+    """8 blocks each, where offers may hold 10."""
+    side = Side(share=0.5)
+    side.manager.tables["p2"] = ([11, 12, 13, 14, 15], [0, 0, 16, 17, 18])
+    nonces = []
+    for request in (P1, P2):
+        side.arrive(request)
+        nonces.append(side.compute(request).nonce)
+    _, first = side.finish(P1)
+    assert first == [PublishOffer(nonces[0], P1)]
+    _, second = side.finish(P2, tables=side.manager.tables["p2"])
+    assert second == [PublishOffer(nonces[1], P2), RevokeOffer(nonces[0])]
+
+
+def test_the_null_block_counts_for_no_offer() -> None:
+    """5 blocks of the one group, and 3 of the other, in a cache where 8 may be held."""
+    side = Side(share=0.4)
+    side.manager.tables["p2"] = ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])
+    for request in (P1, P2):
+        side.arrive(request)
+        side.compute(request)
+        _, commands = side.finish(request)
+        assert len(commands) == 1
+
+
+# --- an engine that only decodes
+
+
+def test_who_asks_for_an_offer_is_refused_where_nothing_is_offered() -> None:
+    side = Side(kind=NoPrefill)
+    with pytest.raises(RemoteProtocolError, match="do_remote_decode is true; allowed on a kv_"):
+        side.arrive()
+    assert side.step(Progress(P1, 0, NUM_TOKENS), preempted=[P2]) == []
+    assert side.finish() == (None, [])
+    side.scheduler.on_end([P1])
+    assert side.manager.block_pool.touched == {}

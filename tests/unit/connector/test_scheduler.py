@@ -1,0 +1,425 @@
+"""The scheduler role, on requests and steps as vLLM passes them."""
+
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nixl_kv.connector.metadata import HandshakeMetadata
+from nixl_kv.connector.scheduler import Scheduler
+from nixl_kv.errors import TransportError
+from nixl_kv.ids import RequestId, endpoint_at, new_incarnation
+from nixl_kv.protocol.events import (
+    CancelLoad,
+    PrepareLoad,
+    PrepareOffer,
+    PublishOffer,
+    SetEngineLayouts,
+    StartLoad,
+    WithdrawOffer,
+)
+from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode, encode_rank
+from nixl_kv.protocol.ticket import Ticket, context_hash
+from nixl_kv.transport.base import FromEndpoint
+from nixl_kv.transport.zmq import ZmqControl
+from support import recorded_vllm as recorded
+from support.cache_manager import CacheManager
+from support.recorded_vllm import Record, new_request
+from support.records import rank_description
+
+HOST = "127.0.0.1"
+NUM_TOKENS = 100
+TABLE = [1, 2, 3, 4]
+
+Make = Callable[..., Scheduler]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes schedulers, and stops them."""
+    schedulers: list[Scheduler] = []
+
+    def new(
+        extra: Record | None = None, *, is_described: bool = True, **transfer: Any
+    ) -> Scheduler:
+        scheduler = Scheduler(recorded.vllm_config(extra, **transfer), recorded.kv_cache_config())
+        schedulers.append(scheduler)
+        scheduler.bind(CacheManager())
+        if is_described:
+            publish(scheduler)
+            scheduler.on_step(recorded.empty_output())
+        return scheduler
+
+    yield new
+    for scheduler in schedulers:
+        scheduler.stop()
+
+
+def publish(scheduler: Scheduler) -> Description:
+    """The handshake of a worker's new life; what the engine answers then to whoever asks."""
+    described = rank_description(incarnation=new_incarnation())
+    scheduler.publish({(0, 0): HandshakeMetadata(encode_rank(described))})
+    return ask(scheduler)
+
+
+def ask(scheduler: Scheduler) -> Description:
+    address = scheduler._prefill.address
+    assert address is not None
+    asker = ZmqControl()
+    question = Describe(incarnation=address.incarnation, engine=address.engine)
+    asker.send(endpoint_at(address.host, address.port), encode(question))
+    (item,) = asker.poll(30.0)
+    asker.close()
+    assert isinstance(item, FromEndpoint)
+    answer = decode_answer(item.payload)
+    assert isinstance(answer, Description)
+    return answer
+
+
+def commands(scheduler: Scheduler, output: Any = None) -> list[Any]:
+    return scheduler.on_step(output or recorded.empty_output()).commands
+
+
+def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
+    """A ticket that is valid for a request."""
+    nonce = f"{number:032x}"
+    values = {
+        "remote_engine_id": "prefill",
+        "remote_host": HOST,
+        "remote_port": 5600,
+        "incarnation": "ab" * 16,
+        "nonce": nonce,
+        "num_tokens": request.num_prompt_tokens,
+        "context": context_hash(nonce, request.prompt_token_ids, []),  # type: ignore[arg-type]
+    }
+    return Ticket(**values | changed).params()
+
+
+def with_ticket(**changed: Any) -> Any:
+    request = new_request()
+    request.kv_transfer_params = ticket_for(request, **changed)
+    return request
+
+
+def counted(scheduler: Scheduler) -> Record:
+    stats = scheduler.pop_stats()
+    return {} if stats is None else stats.data
+
+
+# --- what a client sends raises nothing
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        pytest.param({}, "lacks the field 'wire_version'", id="empty"),
+        pytest.param([1], "is of type list", id="a list"),
+        pytest.param("ticket", "is of type str", id="text"),
+        pytest.param({"do_remote_decode": 1}, "lacks the field", id="1 is not true"),
+        pytest.param(
+            {"do_remote_prefill": True, "remote_engine_id": "x"}, "wire_version", id="vLLM's own"
+        ),
+        pytest.param(
+            {"wire_version": 1, "do_remote_prefill": True}, "this engine speaks", id="version"
+        ),
+    ],
+)
+def test_a_ticket_that_is_not_valid_is_counted_and_logged(
+    make: Make, params: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make()
+    request = new_request()
+    request.kv_transfer_params = params
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        scheduler.on_arrival(request)
+    (message,) = caplog.messages
+    assert message.startswith(f"request {request.request_id} is computed here: kv_transfer_params")
+    assert words in message
+    assert counted(scheduler) == {"tickets_refused": 1}
+    assert scheduler.count_matched(request, 0) == (0, False)
+    scheduler.on_allocation(request, [TABLE], 0)
+    assert scheduler.on_finish(request, [TABLE]) == (False, None)
+    assert commands(scheduler) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "words"),
+    [
+        pytest.param("kv_consumer", {"do_remote_decode": True}, "allowed on a kv_consumer", id="D"),
+        pytest.param(
+            "kv_producer", {"do_remote_decode": False}, "allowed on a kv_producer", id="P"
+        ),
+    ],
+)
+def test_a_request_for_the_other_role_is_computed(
+    make: Make, role: str, params: Record, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make(kv_role=role)
+    request = new_request(params)
+    with caplog.at_level(logging.WARNING):
+        scheduler.on_arrival(request)
+    assert words in caplog.text
+    assert counted(scheduler) == {"tickets_refused": 1}
+    assert commands(scheduler, recorded.empty_output()) == []
+    assert scheduler.on_finish(request, [TABLE]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("role", "missing"), [("kv_consumer", 1), ("kv_both", 0), ("kv_producer", 0)]
+)
+def test_only_decode_misses_a_ticket(
+    make: Make, role: str, missing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make(kv_role=role)
+    with caplog.at_level(logging.INFO):
+        scheduler.on_arrival(new_request())
+    assert counted(scheduler) == ({"tickets_missing": 1} if missing else {})
+    assert ("it has no kv_transfer_params" in caplog.text) is bool(missing)
+
+
+# --- loads
+
+
+def test_a_request_with_a_ticket_loads_all_but_its_last_token(make: Make) -> None:
+    scheduler, request = make(), with_ticket()
+    scheduler.on_arrival(request)
+    assert scheduler.count_matched(request, 0) == (NUM_TOKENS - 1, True)
+    scheduler.on_allocation(request, [TABLE], NUM_TOKENS - 1)
+    prepare, start = commands(scheduler)
+    assert isinstance(prepare, PrepareLoad)
+    assert isinstance(start, StartLoad)
+    assert (start.request, start.begin, start.end) == (request.request_id, 0, NUM_TOKENS - 1)
+    assert scheduler.on_finish(request, [TABLE]) == (False, None)
+    assert commands(scheduler) == [CancelLoad(RequestId(request.request_id))]
+
+
+def test_the_children_of_a_request_share_one_ticket(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With n > 1: the first one loads, the others are computed."""
+    scheduler, first, second = make(), new_request(), new_request()
+    for child in (first, second):
+        child.kv_transfer_params = ticket_for(first)
+        scheduler.on_arrival(child)
+    assert scheduler.count_matched(first, 0) == (NUM_TOKENS - 1, True)
+    assert scheduler.count_matched(second, 0) == (0, False)
+    assert counted(scheduler) == {"tickets_refused": 1}
+    assert "nonce was used before" in caplog.text
+
+
+def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make) -> None:
+    scheduler, request = make(), with_ticket()
+    rejected = new_request(request.kv_transfer_params, num_tokens=1, abort_immediately=True)
+    scheduler.on_arrival(rejected)
+    prepare, cancel = commands(scheduler)
+    assert isinstance(prepare, PrepareLoad)
+    assert cancel == CancelLoad(RequestId(rejected.request_id))
+    assert counted(scheduler) == {}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"cache_salt": "a user's"}, id="salt"),
+        pytest.param({"prompt_token_ids": [0] * NUM_TOKENS}, id="tokens"),
+    ],
+)
+def test_a_ticket_of_another_prompt_is_refused(make: Make, changed: Record) -> None:
+    scheduler, request = make(), with_ticket()
+    for name, value in changed.items():
+        setattr(request, name, value)
+    scheduler.on_arrival(request)
+    assert counted(scheduler) == {"tickets_refused": 1}
+
+
+# --- offers
+
+
+class Prefill:
+    """One request whose prompt is computed in one step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.request = new_request({"do_remote_decode": True})
+        self.name = self.request.request_id
+        manager = scheduler._prefill.blocks._manager  # type: ignore[union-attr]
+        manager.tables[self.name] = [TABLE]
+        scheduler.on_arrival(self.request)
+
+    def compute(self) -> list[Any]:
+        """The commands of the step."""
+        record = {
+            "scheduled_new_reqs": [
+                {
+                    "req_id": self.name,
+                    "mm_features": [],
+                    "block_ids": [TABLE],
+                    "num_computed_tokens": 0,
+                    "lora_request": None,
+                }
+            ],
+            "scheduled_cached_reqs": {
+                "req_ids": [],
+                "resumed_req_ids": [],
+                "new_token_ids": [],
+                "new_block_ids": [],
+                "num_computed_tokens": [],
+                "num_output_tokens": [],
+            },
+            "num_scheduled_tokens": {self.name: NUM_TOKENS},
+            "finished_req_ids": [],
+            "preempted_req_ids": [],
+        }
+        return commands(self.scheduler, recorded.output_of(record))
+
+    def finish(self, status: str = "FINISHED_LENGTH_CAPPED", computed: int = NUM_TOKENS) -> Any:
+        """What the hook answers."""
+        recorded.update(self.request, {"status": status, "num_computed_tokens": computed})
+        return self.scheduler.on_finish(self.request, [TABLE])
+
+
+@pytest.mark.parametrize("status", ["FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"])
+def test_a_finished_prompt_is_offered(make: Make, status: str) -> None:
+    scheduler = make()
+    described = ask(scheduler)
+    prefill = Prefill(scheduler)
+    (prepare,) = prefill.compute()
+    assert isinstance(prepare, PrepareOffer)
+    is_pinned, params = prefill.finish(status)
+    assert is_pinned
+    ticket = Ticket.parse(params)
+    assert (ticket.remote_engine_id, ticket.remote_host) == ("recorded", HOST)
+    assert (ticket.incarnation, ticket.num_tokens) == (described.incarnation, NUM_TOKENS)
+    assert commands(scheduler) == [PublishOffer(prepare.nonce, RequestId(prefill.name))]
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "words"),
+    [
+        pytest.param("FINISHED_ABORTED", NUM_TOKENS, "it ended as ", id="aborted"),
+        pytest.param("FINISHED_ERROR", NUM_TOKENS, "it ended as ", id="error"),
+        pytest.param("FINISHED_STOPPED", 64, "64 of 100 tokens computed", id="not complete"),
+    ],
+)
+def test_a_prompt_that_is_not_complete_is_withdrawn(
+    make: Make, status: str, computed: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make()
+    prefill = Prefill(scheduler)
+    (prepare,) = prefill.compute()
+    with caplog.at_level(logging.INFO):
+        assert prefill.finish(status, computed) == (False, None)
+    assert words in caplog.text
+    assert commands(scheduler) == [WithdrawOffer(prepare.nonce)]
+
+
+def test_before_the_engine_is_described_nothing_is_offered(make: Make) -> None:
+    scheduler = make(is_described=False)
+    prefill = Prefill(scheduler)
+    prefill.compute()
+    assert prefill.finish() == (False, None)
+
+
+# --- the engine's description
+
+
+def test_no_handshakes_describe_nothing(make: Make) -> None:
+    """Of an engine whose workers have no cache."""
+    scheduler = make(is_described=False)
+    scheduler.publish({})
+    assert scheduler._directory is None
+    assert commands(scheduler) == []
+
+
+def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
+    """In rank order: pipeline stage major."""
+    scheduler = make(is_described=False)
+    ranks = {key: rank_description(number) for number, key in enumerate([(1, 0), (0, 1), (0, 0)])}
+    scheduler.publish({key: HandshakeMetadata(encode_rank(rank)) for key, rank in ranks.items()})
+    in_order = [ranks[key] for key in sorted(ranks)]
+    assert list(ask(scheduler).ranks) == in_order
+    scheduler.on_arrival(with_ticket())
+    first, second = commands(scheduler)
+    assert first == SetEngineLayouts(tuple(rank.layout for rank in in_order))
+    assert isinstance(second, PrepareLoad)
+    assert commands(scheduler) == []
+
+
+def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make) -> None:
+    scheduler = make()
+    before, port = ask(scheduler), scheduler._prefill.address.port  # type: ignore[union-attr]
+    after = publish(scheduler)
+    assert after.incarnation != before.incarnation
+    assert scheduler._prefill.address.port == port  # type: ignore[union-attr]
+    assert [type(command) for command in commands(scheduler)] == [SetEngineLayouts]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server((HOST, 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_decode_engine_whose_port_is_taken_listens_on_another_one(
+    make: Make, taken_port: int
+) -> None:
+    """It is asked by tools alone."""
+    scheduler = make({"port": taken_port}, kv_role="kv_consumer")
+    address = scheduler._prefill.address
+    assert address is not None
+    assert address.port not in (0, taken_port)
+    assert ask(scheduler).engine == "recorded"
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_a_prefill_engine_whose_port_is_taken_does_not_start(
+    make: Make, role: str, taken_port: int
+) -> None:
+    """Its tickets name that port."""
+    scheduler = make({"port": taken_port}, is_described=False, kv_role=role)
+    with pytest.raises(TransportError, match=f"listening on tcp://{HOST}:{taken_port}"):
+        publish(scheduler)
+
+
+def test_data_parallel_engines_have_a_port_each(make: Make) -> None:
+    with socket.create_server((HOST, 0)) as server:
+        free = server.getsockname()[1]
+    scheduler = make({"port": free - 1}, is_described=False)
+    scheduler._vllm_config.parallel_config.data_parallel_index = 1
+    publish(scheduler)
+    assert scheduler._prefill.address.port == free  # type: ignore[union-attr]
+
+
+# --- configuration
+
+
+@pytest.mark.parametrize(
+    ("policy", "role", "is_warned"),
+    [
+        ("fail", "kv_consumer", True),
+        ("fail", "kv_both", True),
+        ("fail", "kv_producer", False),
+        ("recompute", "kv_consumer", False),
+    ],
+)
+def test_decode_warns_of_a_policy_by_which_requests_fail(
+    make: Make, policy: str, role: str, caplog: pytest.LogCaptureFixture, *, is_warned: bool
+) -> None:
+    make(is_described=False, kv_load_failure_policy=policy, kv_role=role)
+    assert ("kv_load_failure_policy is 'fail'" in caplog.text) is is_warned
+
+
+def test_nothing_listens_before_the_workers_have_described_themselves(make: Make) -> None:
+    scheduler = make(is_described=False)
+    assert scheduler._directory is None
+    scheduler.stop()
+
+
+def test_counts_are_popped_once(make: Make) -> None:
+    scheduler = make()
+    scheduler.on_arrival(new_request({}))
+    assert counted(scheduler) == {"tickets_refused": 1}
+    assert scheduler.pop_stats() is None

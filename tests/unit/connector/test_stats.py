@@ -1,0 +1,186 @@
+"""What is counted, and how vLLM's log and Prometheus show it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import Counter, Gauge, Histogram
+
+from nixl_kv.connector.stats import COUNTERS, TRANSFER_SECONDS, PromMetrics, Stats
+from nixl_kv.protocol.events import (
+    Counts,
+    Failure,
+    FailureKind,
+    LoadEnded,
+    OfferEnd,
+    OfferEnded,
+)
+from support import recorded_vllm as recorded
+from support.records import D1, NONCE, P1, PEER, prepare_load, publish_offer, read_done, start_load
+
+NAMES = [
+    "loads",
+    "loads_verified",
+    "load_failures",
+    "load_failures_denied",
+    "load_failures_lease_lost",
+    "load_failures_unreachable",
+    "load_failures_incompatible",
+    "load_failures_late",
+    "load_failures_broken",
+    "load_failures_fenced",
+    "load_failures_corrupt",
+    "load_failures_dropped",
+    "load_failures_internal",
+    "tokens_loaded",
+    "bytes_read",
+    "descriptors",
+    "digests",
+    "digest_bytes",
+    "digest_seconds",
+    "offers",
+    "offers_read",
+    "offers_unclaimed",
+    "offers_not_needed",
+    "offers_aborted",
+    "offers_revoked",
+    "offers_expired",
+    "offers_lost",
+    "asks_denied",
+    "messages_dropped",
+    "peers_lost",
+    "agents_recycled",
+    "thread_restarts",
+    "tickets_refused",
+    "tickets_missing",
+]
+"""Dashboards know them: another name belongs into the changelog."""
+
+
+def test_the_counters_have_the_names_that_users_know() -> None:
+    assert list(COUNTERS) == NAMES
+    assert all(text.endswith(".") for text in COUNTERS.values())
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_each_failure_has_a_counter(kind: FailureKind) -> None:
+    stats = Stats()
+    stats.count_results([LoadEnded(D1, 7, Failure(kind, "words"), PEER)])
+    assert stats.data == {"load_failures": 1, f"load_failures_{kind.value}": 1}
+    assert set(stats.data) <= set(COUNTERS)
+
+
+@pytest.mark.parametrize("end", OfferEnd)
+def test_each_end_of_an_offer_has_a_counter(end: OfferEnd) -> None:
+    stats = Stats()
+    stats.count_results([OfferEnded(NONCE, P1, end)])
+    assert stats.data == {f"offers_{end.value}": 1}
+    assert set(stats.data) <= set(COUNTERS)
+
+
+def good_load(*seconds: float, verified: bool = False) -> LoadEnded:
+    reads = tuple(
+        read_done(rank, num_bytes=1000, num_runs=5, seconds=each)
+        for rank, each in enumerate(seconds)
+    )
+    return LoadEnded(D1, 7, None, PEER, verified=verified, reads=reads)
+
+
+def test_a_good_load_counts_its_reads() -> None:
+    """From several ranks at once: the time is that of the last one."""
+    stats = Stats()
+    stats.count_results([good_load(0.5, 0.25), good_load(verified=True)])
+    assert stats.data == {
+        "loads": 2,
+        "loads_verified": 1,
+        "tokens_loaded": 14,
+        "bytes_read": 2000,
+        "descriptors": 10,
+        TRANSFER_SECONDS: [0.5, 0.0],
+    }
+
+
+def test_an_offer_is_counted_when_it_is_published() -> None:
+    stats = Stats()
+    stats.count_commands([prepare_load(), publish_offer(), start_load(), publish_offer()])
+    assert stats.data == {"offers": 2}
+
+
+def test_what_the_transfer_engine_counted_is_added() -> None:
+    stats = Stats()
+    stats.count_results([Counts({"digests": 2, "digest_seconds": 0.5}), Counts({"digests": 1})])
+    assert stats.data == {"digests": 3, "digest_seconds": 0.5}
+
+
+# --- vLLM's log
+
+
+def test_stats_of_workers_and_steps_add_up() -> None:
+    first, second = Stats(), Stats()
+    first.count_results([good_load(0.5)])
+    second.count_results([good_load(0.25), OfferEnded(NONCE, P1, OfferEnd.READ)])
+    sent = Stats(data=dict(second.data))
+    assert first.aggregate(sent) is first
+    assert first.data["loads"] == 2
+    assert first.data["offers_read"] == 1
+    assert first.data[TRANSFER_SECONDS] == [0.5, 0.25]
+    assert second.data[TRANSFER_SECONDS] == [0.25]
+
+
+def test_the_log_line_has_counts_and_the_median_time() -> None:
+    stats = Stats()
+    stats.count_results([good_load(0.001), good_load(0.003), good_load(0.002)])
+    assert stats.reduce() == {
+        "loads": 3,
+        "tokens_loaded": 21,
+        "bytes_read": 3000,
+        "descriptors": 15,
+        "median transfer ms": 2.0,
+        "GB/s": 0.0,
+    }
+
+
+def test_without_a_transfer_there_is_no_speed() -> None:
+    stats = Stats()
+    stats.count("asks_denied")
+    assert stats.reduce() == {"asks_denied": 1}
+    stats.reset()
+    assert stats.is_empty()
+    assert stats.reduce() == {}
+
+
+# --- Prometheus
+
+
+def metrics(engines: int) -> PromMetrics:
+    """As vLLM makes them, for several engines of one model."""
+    kinds: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    labels: dict[int, list[object]] = {number: ["tiny", str(number)] for number in range(engines)}
+    return PromMetrics(recorded.vllm_config(), kinds, ["model_name", "engine"], labels)
+
+
+@pytest.fixture
+def registry() -> Iterator[Any]:
+    """The default one of Prometheus, which is as before afterwards."""
+    prometheus = pytest.importorskip("prometheus_client")
+    before = set(prometheus.REGISTRY._collector_to_names)
+    yield prometheus.REGISTRY
+    for collector in set(prometheus.REGISTRY._collector_to_names) - before:
+        prometheus.REGISTRY.unregister(collector)
+
+
+def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
+    prom = metrics(2)
+    prom.observe({"loads": 3, TRANSFER_SECONDS: [0.004, 0.2], "unknown": 7}, 1)
+    prom.observe({"loads": 1}, 0)
+
+    def value(name: str, engine: int, **labels: str) -> float | None:
+        labels = {"model_name": "tiny", "engine": str(engine), **labels}
+        found: float | None = registry.get_sample_value(f"vllm:nixl_kv_{name}", labels)
+        return found
+
+    assert [value("loads_total", engine) for engine in (0, 1)] == [1, 3]
+    assert all(value(f"{name}_total", 0) is not None for name in NAMES)
+    assert value("transfer_seconds_count", 1) == 2
+    assert value("transfer_seconds_bucket", 1, le="0.005") == 1
+    assert value("transfer_seconds_count", 0) == 0

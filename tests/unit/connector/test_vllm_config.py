@@ -1,0 +1,394 @@
+"""What is read from vLLM's configuration and requests, and which engines are refused."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import RequestStatus
+
+from nixl_kv.connector import vllm_config as module
+from nixl_kv.connector.block_pinning import Paging
+from nixl_kv.connector.prefill import Progress
+from nixl_kv.connector.vllm_config import (
+    REFUSALS,
+    check_supported,
+    model_facts,
+    obstacle_to_offer,
+    pagings,
+    parallel_shape,
+    parse_config,
+    progress,
+    prompt_of,
+    request_ids,
+    required_layout,
+    window,
+    worker_rank,
+)
+from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.ranks import ParallelShape
+from support import recorded_vllm as recorded
+from support.recorded_vllm import Record, new_request, torch
+
+ATTENTION: Record = {
+    "block_size": 32,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.float16,
+}
+
+
+def sliding(tokens: int = 64) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**ATTENTION, sliding_window=tokens)
+
+
+def mamba() -> MambaSpec:
+    return MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
+
+
+def cache_of(*specs: Any, **changed: Any) -> KVCacheConfig:
+    """A group for each spec."""
+    groups = [KVCacheGroupSpec([f"layers.{n}"], spec) for n, spec in enumerate(specs)]
+    for name, value in changed.items():
+        setattr(groups[-1], name, value)
+    return KVCacheConfig(16, [], groups)
+
+
+# --- what cannot be served
+
+
+def changing(path: str, value: Any) -> Callable[[VllmConfig], None]:
+    """Sets one attribute of a configuration."""
+    *owners, name = path.split(".")
+
+    def change(config: Any) -> None:
+        for owner in owners:
+            config = getattr(config, owner)
+        setattr(config, name, value)
+
+    return change
+
+
+def unchanged(config: VllmConfig) -> None:
+    del config
+
+
+FULL = FullAttentionSpec(**ATTENTION)
+STATES = FullAttentionSpec(**ATTENTION)
+object.__setattr__(STATES, "tokens_per_state", 4)
+
+REFUSED = [
+    pytest.param(
+        changing("parallel_config.decode_context_parallel_size", 2),
+        cache_of(FULL),
+        "decode context parallelism",
+        id="decode context parallelism",
+    ),
+    pytest.param(
+        changing("parallel_config.prefill_context_parallel_size", 2),
+        cache_of(FULL),
+        "prefill context parallelism",
+        id="prefill context parallelism",
+    ),
+    pytest.param(
+        changing("kv_transfer_config.kv_buffer_device", "tpu"),
+        cache_of(FULL),
+        "a KV buffer on another device",
+        id="buffer",
+    ),
+    pytest.param(
+        changing("cache_config.calculate_kv_scales", True),  # noqa: FBT003 - a value
+        cache_of(FULL),
+        "KV scales measured at run time",
+        id="scales",
+    ),
+    pytest.param(unchanged, cache_of(FULL, mamba()), "recurrent state beside KV", id="Mamba"),
+    pytest.param(unchanged, cache_of(STATES), "several tokens in one stored state", id="states"),
+]
+
+
+@pytest.mark.parametrize(("change", "cache", "words"), REFUSED)
+def test_an_engine_that_cannot_be_served_is_refused_in_words(
+    change: Callable[[VllmConfig], None], cache: KVCacheConfig, words: str
+) -> None:
+    config = recorded.vllm_config()
+    check_supported(config, cache_of(FULL))
+    change(config)
+    with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
+        check_supported(config, cache)
+
+
+def test_each_refusal_has_a_test() -> None:
+    """But for those that need groups of vLLM's which are hard to make here."""
+    shown = {str(case.values[2]) for case in REFUSED}
+    others = [words for words in REFUSALS if not any(words.startswith(one) for one in shown)]
+    assert [words.split(" than ")[0] for words in others] == [
+        "cache groups in host memory",
+        "other caches",
+    ]
+
+
+def test_all_that_is_refused_is_named_at_once() -> None:
+    config = recorded.vllm_config()
+    config.parallel_config.decode_context_parallel_size = 2
+    config.kv_transfer_config.kv_buffer_device = "tpu"
+    with pytest.raises(ConfigError, match=r"decode context parallelism.*; nor a KV buffer"):
+        check_supported(config, cache_of(FULL))
+
+
+def test_a_kind_of_cache_that_is_not_known_is_refused() -> None:
+    class NewSpec(FullAttentionSpec):
+        """A later vLLM's."""
+
+    with pytest.raises(ConfigError, match="other caches than of ChunkedLocalAttentionSpec, Full"):
+        check_supported(recorded.vllm_config(), cache_of(NewSpec(**ATTENTION)))
+
+
+def test_groups_that_are_not_transferred_are_not_looked_at() -> None:
+    cache = cache_of(FULL, STATES, enable_kv_transfer=False)
+    check_supported(recorded.vllm_config(), cache)
+    assert pagings(cache) == (Paging(0, 32, 0),)
+
+
+# --- the engine
+
+
+def test_the_operators_choices_are_parsed() -> None:
+    config = parse_config(recorded.vllm_config({"port": 7, "lease_s": 3}))
+    assert (config.port, config.lease_s) == (7, 3.0)
+    with pytest.raises(ConfigError, match="unknown key 'prot'"):
+        parse_config(recorded.vllm_config({"prot": 7}))
+
+
+def test_the_models_facts_are_those_of_its_configuration() -> None:
+    facts = model_facts(recorded.vllm_config())
+    assert {name: facts[name] for name in facts if name != "config digest"} == {
+        "model_type": "qwen3",
+        "vocab_size": "4099",
+        "hidden_size": "128",
+        "num_hidden_layers": "2",
+        "num_attention_heads": "4",
+        "num_key_value_heads": "2",
+        "head_dim": "64",
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "paced_reads": "False",
+    }
+    assert len(facts["config digest"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_same"),
+    [
+        pytest.param("rope_parameters", {"rope_theta": 5.0}, False, id="another rope"),
+        pytest.param("_name_or_path", "/models/copy", True, id="another folder"),
+        pytest.param("transformers_version", "9", True, id="another version"),
+    ],
+)
+def test_the_rest_of_the_configuration_is_compared_by_a_digest(
+    name: str, value: object, *, is_same: bool
+) -> None:
+    config, other = recorded.vllm_config(), recorded.vllm_config()
+    values = other.model_config.hf_text_config.to_dict() | {name: value}
+    other.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
+    assert (model_facts(config) == model_facts(other)) is is_same
+
+
+def test_of_several_served_names_the_first_one_counts() -> None:
+    config = recorded.vllm_config()
+    config.model_config.served_model_name = ["first", "second"]
+    assert model_facts(config)["served_model_name"] == "first"
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_cuda", "use_mla", "backend", "block_size", "expected"),
+    [
+        pytest.param("LBNHC", False, False, None, 16, "LBNHC", id="the operator's"),
+        pytest.param("auto", False, False, "FLASH_ATTN", 16, None, id="CPU"),
+        pytest.param("auto", True, True, "FLASH_ATTN", 16, None, id="MLA"),
+        pytest.param("auto", True, False, "FLASH_ATTN", 256, "BHLNC", id="FlashAttention"),
+        pytest.param("auto", True, False, "FLASHINFER", 64, "BHLNC", id="FlashInfer"),
+        pytest.param("auto", True, False, "FLASHINFER", 128, None, id="FlashInfer, large blocks"),
+        pytest.param("auto", True, False, "TRITON_ATTN", 16, None, id="not known"),
+        pytest.param("auto", True, False, None, 16, "BHLNC", id="Hopper's default"),
+    ],
+)
+def test_the_packed_layout_is_asked_for_where_it_is_known_good(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    backend: str | None,
+    block_size: int,
+    expected: str | None,
+    *,
+    is_cuda: bool,
+    use_mla: bool,
+) -> None:
+    platform = SimpleNamespace(
+        is_cuda=lambda: is_cuda, get_device_capability=lambda: SimpleNamespace(major=9)
+    )
+    monkeypatch.setattr(module, "current_platform", platform)
+    config = recorded.vllm_config({"layout": layout})
+    config.model_config.use_mla = use_mla
+    config.cache_config.block_size = block_size
+    config.attention_config = SimpleNamespace(backend=backend and SimpleNamespace(name=backend))
+    assert required_layout(config) == expected
+
+
+@pytest.mark.parametrize("capability", [None, SimpleNamespace(major=10)], ids=["none", "Blackwell"])
+def test_vllm_chooses_where_its_default_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, capability: object
+) -> None:
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
+    monkeypatch.setattr(module, "current_platform", platform)
+    config = recorded.vllm_config()
+    config.attention_config = SimpleNamespace(backend=None)
+    assert required_layout(config) is None
+
+
+def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recorded.vllm_config()
+    config.parallel_config.tensor_parallel_size = 4
+    config.parallel_config.pipeline_parallel_size = 2
+    for name, rank in (("get_pp_group", 1), ("get_tp_group", 3)):
+        group = SimpleNamespace(rank_in_group=rank)
+        monkeypatch.setattr(module, name, lambda group=group: group)
+    assert parallel_shape(config) == ParallelShape(4, 2)
+    assert worker_rank(config) == 7
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    [
+        pytest.param(FULL, 0, id="full"),
+        pytest.param(sliding(64), 64, id="sliding"),
+        pytest.param(
+            ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=128), 128, id="chunked"
+        ),
+        pytest.param(
+            UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layers.0": sliding(48)}),
+            48,
+            id="layers with specs of their own",
+        ),
+    ],
+)
+def test_a_groups_window_is_what_its_layers_look_at(spec: Any, tokens: int) -> None:
+    assert window(spec) == tokens
+    assert pagings(cache_of(spec)) == (Paging(0, 32, tokens),)
+
+
+# --- requests
+
+
+def test_a_prompt_is_its_tokens_and_what_else_its_kv_depends_on() -> None:
+    request: Any = new_request(num_tokens=3)
+    prompt = prompt_of(request)
+    assert (prompt.request, prompt.num_tokens) == (request.request_id, 3)
+    assert (prompt.token_ids, prompt.extras) == ([0, 1, 2], ())
+
+
+EXTRAS: list[tuple[str, Record, tuple[bytes, ...]]] = [
+    ("adapter", {"lora_request": SimpleNamespace(lora_name="a")}, (b"loraa",)),
+    ("salt", {"cache_salt": "s"}, (b"salts",)),
+    (
+        "images",
+        {
+            "mm_features": [
+                SimpleNamespace(mm_position=SimpleNamespace(offset=o, length=2), identifier="id")
+                for o in (1, 5)
+            ]
+        },
+        (b"mm 1 2 id", b"mm 5 2 id"),
+    ),
+    ("embeddings", {"prompt_embeds": torch.zeros(1, 2)}, (b"embeds" + bytes(8),)),
+    ("a mask", {"prompt_is_token_ids": [True, False]}, (b"mask\1\0",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "extras"), [pytest.param(*case[1:], id=case[0]) for case in EXTRAS]
+)
+def test_each_thing_that_the_kv_depends_on_is_hashed(
+    changed: Record, extras: tuple[bytes, ...]
+) -> None:
+    request: Any = new_request()
+    for name, value in changed.items():
+        setattr(request, name, value)
+    assert prompt_of(request).extras == extras
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "obstacle"),
+    [
+        ("FINISHED_LENGTH_CAPPED", 100, ""),
+        ("FINISHED_STOPPED", 105, ""),
+        ("FINISHED_ABORTED", 100, "it ended as FINISHED_ABORTED"),
+        ("FINISHED_ERROR", 100, "it ended as FINISHED_ERROR"),
+        ("FINISHED_STOPPED", 99, "99 of 100 tokens computed"),
+    ],
+)
+def test_only_a_complete_prompt_is_offered(status: str, computed: int, obstacle: str) -> None:
+    request: Any = new_request()
+    recorded.update(request, {"status": status, "num_computed_tokens": computed})
+    assert obstacle_to_offer(request) == obstacle
+
+
+def test_each_end_of_a_request_is_either_good_or_an_obstacle() -> None:
+    """One that a later vLLM adds is an obstacle."""
+    good = [status.name for status in RequestStatus if not obstacle_of(status)]
+    assert good == ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"]
+
+
+def obstacle_of(status: RequestStatus) -> str:
+    request: Any = new_request()
+    request.status, request.num_computed_tokens = status, 100
+    return obstacle_to_offer(request)
+
+
+# --- steps
+
+
+def recorded_steps() -> list[SchedulerOutput]:
+    calls = recorded.recorded("scheduler")
+    return [recorded.output_of(c["output"]) for c in calls if c["hook"] == "build_connector_meta"]
+
+
+def test_progress_is_told_of_new_running_and_resumed_requests() -> None:
+    """Each request computes its prompt from the first token to the last, also after preemption."""
+    reached: dict[str, int] = {}
+    preempted = resumed = 0
+    for output in recorded_steps():
+        for request in output.preempted_req_ids or ():
+            reached[request] = 0
+            preempted += 1
+        resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
+        told = list(progress(output))
+        assert {each.request for each in told} == set(output.num_scheduled_tokens)
+        for each in told:
+            is_loaded = each.before == 99 and each.request not in reached
+            assert is_loaded or each.before == reached.get(each.request, 0)
+            assert each.after == each.before + output.num_scheduled_tokens[each.request]
+            reached[each.request] = each.after
+    assert preempted == resumed > 0
+
+
+def test_an_empty_step_makes_no_progress() -> None:
+    expected: list[Progress] = []
+    assert list(progress(recorded.empty_output())) == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"), [(None, []), ({"a"}, ["a"]), (["a", "b"], ["a", "b"])]
+)
+def test_vllm_may_say_none_for_no_requests(ids: Any, expected: list[str]) -> None:
+    assert request_ids(ids) == expected

@@ -1,0 +1,178 @@
+"""The worker role, with caches as vLLM registers them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from nixl_kv.connector.metadata import StepMetadata
+from nixl_kv.connector.worker import Worker, rank_spec, transfer_results
+from nixl_kv.errors import ConfigError, TransportError
+from nixl_kv.protocol.events import (
+    Counts,
+    Failure,
+    FailureKind,
+    LoadEnded,
+    OfferEnd,
+    OfferEnded,
+    PrepareOffer,
+    PublishOffer,
+)
+from nixl_kv.protocol.messages import RankDescription, decode_rank
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support import recorded_vllm as recorded
+from support.polling import wait_until
+from support.records import D1, D2, NONCE, P1, layout, start_load
+
+pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
+
+LATE = Failure(FailureKind.LATE, "late")
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker(recorded.vllm_config(), recorded.kv_cache_config())
+    yield worker
+    worker.stop()
+
+
+def described(worker: Worker) -> RankDescription:
+    handshake = worker.handshake()
+    assert handshake is not None
+    return decode_rank(handshake.rank_description)
+
+
+# --- a life
+
+
+def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None:
+    assert worker.handshake() is None
+    caches = recorded.kv_caches()
+    worker.register(caches)
+    rank = described(worker)
+    assert rank.endpoint.startswith("tcp://127.0.0.1:")
+    assert rank.agent.decode() in fabric.transports
+    (group,) = rank.layout.groups
+    assert [region.layer for region in group.regions] == list(caches)
+    assert [region.base for region in group.regions] == [t.data_ptr() for t in caches.values()]
+
+
+def test_a_wake_up_begins_a_new_life(worker: Worker, fabric: Fabric) -> None:
+    caches = recorded.kv_caches()
+    worker.register(caches)
+    before, transports = described(worker), set(fabric.transports)
+    worker.register(caches)
+    after = described(worker)
+    assert after.incarnation != before.incarnation
+    assert after.agent != before.agent
+    assert not transports & set(fabric.transports), "the former life has ended"
+
+
+def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric) -> None:
+    worker.register(recorded.kv_caches())
+    worker.stop()
+    worker.stop()
+    assert fabric.transports == {}
+
+
+def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> None:
+    """Also after the engine went to sleep."""
+    worker.on_step(StepMetadata([start_load()]))
+    results = worker.pop_results()
+    assert (results.finished_recving, results.finished_sending) == (set(), set())
+    assert worker.pop_stats() is None
+
+
+def test_an_engine_that_cannot_be_served_does_not_start() -> None:
+    config = recorded.vllm_config()
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="decode context parallelism"):
+        Worker(config, recorded.kv_cache_config())
+
+
+def test_a_transport_that_fails_stops_the_start(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TransportError("no room")
+
+    monkeypatch.setattr(MemoryTransport, "register", refuse)
+    with pytest.raises(TransportError, match="no room"):
+        worker.register(recorded.kv_caches())
+
+
+# --- steps and results
+
+
+def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
+    worker.register(recorded.kv_caches())
+    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (b"\1\0\0\0",))
+    worker.on_step(StepMetadata([prepare, PublishOffer(NONCE, P1), start_load(D1)]))
+    received: set[str] = set()
+    failed: set[str] = set()
+
+    def is_reported() -> bool:
+        results = worker.pop_results()
+        received.update(results.finished_recving)
+        failed.update(results.failed_recving)
+        return bool(received)
+
+    wait_until(is_reported)
+    assert received == failed == {D1}
+    stats = worker.pop_stats()
+    assert stats is not None
+    assert stats.data == {"offers": 1, "load_failures": 1, "load_failures_internal": 1}
+    assert worker.pop_stats() is None
+
+
+@pytest.mark.parametrize(
+    ("results", "sending", "recving", "failed"),
+    [
+        pytest.param([], set(), set(), set(), id="none"),
+        pytest.param([OfferEnded(NONCE, P1, OfferEnd.LOST)], {P1}, set(), set(), id="offer"),
+        pytest.param(
+            [LoadEnded(D1, 7, None), LoadEnded(D2, 7, LATE)], set(), {D1, D2}, {D2}, id="loads"
+        ),
+        pytest.param([Counts({"digests": 1})], set(), set(), set(), id="counts"),
+    ],
+)
+def test_what_failed_is_a_part_of_what_was_received(
+    results: list[LoadEnded | OfferEnded | Counts],
+    sending: set[str],
+    recving: set[str],
+    failed: set[str],
+) -> None:
+    transferred = transfer_results(results)
+    assert transferred.finished_sending == sending
+    assert transferred.finished_recving == recving
+    assert transferred.failed_recving == failed
+
+
+# --- what its transfer engine is made of
+
+
+@pytest.mark.parametrize(
+    ("role", "roles"),
+    [("kv_producer", "prefill"), ("kv_consumer", "decode"), ("kv_both", "prefill and decode")],
+)
+def test_a_rank_has_the_roles_of_its_engine(role: str, roles: str) -> None:
+    config = recorded.vllm_config({"port": 0, "verify": "sample:0.5"}, kv_role=role)
+    spec = rank_spec(config, layout())
+    assert (spec.roles, spec.engine, spec.rank) == (roles, "recorded", 0)
+    assert spec.config.verify == 0.5
+    assert spec.model["served_model_name"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        pytest.param("127.0.0.1", "127.0.0.1", id="this node's"),
+        pytest.param("192.0.2.7", "10.0.0.9", id="another node's"),
+    ],
+)
+def test_a_rank_on_another_node_listens_on_its_own(
+    host: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of an engine have one configuration."""
+    monkeypatch.setattr("nixl_kv.connector.worker.get_ip", lambda: "10.0.0.9")
+    config = recorded.vllm_config({"host": host, "insecure": True})
+    assert rank_spec(config, layout()).host == expected

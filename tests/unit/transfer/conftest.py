@@ -1,0 +1,31 @@
+"""Two ranks that are stepped by hand."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from lab.local.caches import Sizes
+from nixl_kv.config import Config
+from support.stepped import MakeWorld, World
+
+
+@pytest.fixture
+def make_world() -> Iterator[MakeWorld]:
+    """Makes worlds, each closed and checked at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(
+            config: Config | None = None,
+            roles: tuple[str, str] = ("prefill and decode", "prefill and decode"),
+        ) -> World:
+            world = World(Sizes(), config or Config(), roles)
+            stack.callback(world.close)
+            return world
+
+        yield make
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    return make_world()

@@ -1,0 +1,293 @@
+"""Agents that read: one after the other, when a read of the current one does not end."""
+
+import logging
+from collections import defaultdict
+
+import pytest
+
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import MODEL, wire_tables
+from nixl_kv.errors import LocalProtocolError, TransportError
+from nixl_kv.ids import Rank, RequestId, new_generation
+from nixl_kv.protocol.events import (
+    AbandonRead,
+    DataEvent,
+    DropPeer,
+    JoinPeer,
+    PeerJoined,
+    PeerRefused,
+    ReadDone,
+    ReadFailed,
+    ReadSlot,
+    SlotRead,
+    StartLoad,
+    StartRead,
+)
+from nixl_kv.transfer.agents import TRY_AGAIN_S, Agents
+from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transport.base import Transport
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support.readable import ReadableRank, engine_of
+from support.records import D1, D2, PEER, grant
+from support.stepped import Background, Clock
+
+R0, R1 = Rank(0), Rank(1)
+D3 = RequestId("d3")
+STOPPED = "it did not end, and was stopped with its agent"
+
+
+class Reading:
+    """A decode rank's agents, and a prefill engine of two ranks with half of the heads each."""
+
+    def __init__(self) -> None:
+        self.fabric, self.clock, self.background = Fabric(), Clock(), Background(is_held=True)
+        half = Sizes(heads=1)
+        self.prefill = [ReadableRank(self.fabric, half, first_head=head) for head in range(2)]
+        self.cache = Cache(Sizes())
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.made: list[MemoryTransport] = []
+        self.failures: list[str] = []
+        self.agents = Agents(
+            self._make,
+            RemotePeers(self.cache.layout(), R0, MODEL),
+            self.counts,
+            clock=self.clock,
+            background=self.background,
+        )
+        self.agents.open()
+        self.description = engine_of(*self.prefill)
+        self.joined = self.agents.execute(JoinPeer(PEER, self.description))
+
+    def _make(self) -> Transport:
+        if self.failures:
+            raise TransportError(self.failures.pop())
+        self.made.append(MemoryTransport(self.fabric))
+        return self.made[-1]
+
+    def start(self, request: RequestId, rank: Rank = R0, block: int = 7) -> list[DataEvent]:
+        load = StartLoad(request, 0, 4, wire_tables([[block]]))
+        granted = grant(tables=wire_tables([[3]]))
+        return self.agents.execute(StartRead(PEER, rank, granted, load))
+
+    def poll(self) -> list[DataEvent]:
+        """What has ended, when all that goes on in the background is done."""
+        self.background.work()
+        return self.agents.poll()
+
+    @property
+    def num_transports(self) -> int:
+        """Of this rank, that are not closed."""
+        return sum(transport.name in self.fabric.transports for transport in self.made)
+
+
+@pytest.fixture
+def reading() -> Reading:
+    return Reading()
+
+
+# --- actions of the decode machine
+
+
+def test_a_peer_that_fits_is_joined_with_its_routes(reading: Reading) -> None:
+    (joined,) = reading.joined
+    assert isinstance(joined, PeerJoined)
+    assert joined.peer == PEER
+    assert {route.remote_rank: route.readers for route in joined.routes} == {0: (0,), 1: (0,)}
+
+
+def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
+    other = engine_of(ReadableRank(reading.fabric, Sizes(heads=4)))
+    (refused,) = reading.agents.execute(JoinPeer(PEER, other))
+    assert isinstance(refused, PeerRefused)
+    assert "number of KV heads" in refused.reason
+
+
+def test_a_peer_that_cannot_be_added_is_refused(reading: Reading) -> None:
+    reading.agents.execute(DropPeer(PEER))
+    reading.fabric.broken.add(reading.prefill[1].transport.name)
+    (refused,) = reading.agents.execute(JoinPeer(PEER, reading.description))
+    assert isinstance(refused, PeerRefused)
+    assert "no peer" in refused.reason
+
+
+def test_a_dropped_peer_cannot_be_read(reading: Reading) -> None:
+    reading.agents.execute(DropPeer(PEER))
+    assert reading.start(D1) == [ReadFailed(D1, R0, "engine 'prefill' is gone")]
+
+
+def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(reading: Reading) -> None:
+    """After a restart nobody else knows of that read, and only the agent's end stops it."""
+    (agent,) = reading.agents.polled()
+    reading.fabric.stuck = True
+    reading.start(D1)
+    reading.agents.execute(DropPeer(PEER))
+    assert repr(agent.peers) == "<PreparedPeers: 2 of prefill>"
+    assert reading.start(D2) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
+    reading.fabric.stuck = False
+    (done,) = reading.agents.poll()
+    assert isinstance(done, ReadDone)
+    reading.agents.execute(DropPeer(PEER))
+    assert repr(agent.peers) == "<PreparedPeers: none>"
+
+
+def test_reads_of_data_and_slots_end(reading: Reading) -> None:
+    generation = new_generation()
+    reading.prefill[1].slots.write(2, generation)
+    assert not reading.agents.is_busy
+    assert reading.start(D1) == []
+    assert reading.agents.execute(ReadSlot(PEER, R1, D2, 2)) == []
+    assert reading.agents.is_busy
+    assert reading.agents.is_read(D1)
+    assert reading.agents.is_read(D2)
+    done, slot = reading.poll()
+    assert isinstance(done, ReadDone)
+    assert slot == SlotRead(D2, R1, generation)
+    assert not reading.agents.is_busy
+    assert not reading.agents.is_read(D1)
+
+
+def test_a_rank_without_an_agent_reads_nothing() -> None:
+    cache, clock = Cache(Sizes()), Clock()
+    agents = Agents(
+        lambda: MemoryTransport(Fabric()),
+        RemotePeers(cache.layout(), R0, MODEL),
+        defaultdict(float),
+        clock=clock,
+        background=Background(),
+    )
+    assert agents.poll() == []
+    assert not agents.is_busy
+    with pytest.raises(LocalProtocolError, match="no agent to read with"):
+        agents.execute(ReadSlot(PEER, R0, D1, 0))
+    agents.close()
+
+
+# --- a read that does not end
+
+
+def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Reading) -> None:
+    reading.fabric.stuck = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    for _ in range(3):
+        assert reading.agents.poll() == []  # another agent is being made
+        assert len(reading.background) == 1
+    assert reading.poll() == []  # it is used from now on; the first one is being destroyed
+    assert reading.num_transports == 2
+    assert reading.agents.is_read(D1)
+    assert reading.agents.is_busy
+    assert reading.agents.poll() == []
+    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
+    assert reading.num_transports == 1
+    assert not reading.agents.is_read(D1)
+    assert not reading.agents.is_busy
+    assert reading.counts == {"agents_recycled": 1}
+
+
+def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
+    reading.fabric.stuck = True
+    reading.start(D1, R0)
+    reading.start(D1, R1, block=8)
+    reading.start(D2, R0, block=9)
+    reading.agents.execute(AbandonRead(D1, R1))
+    (agent,) = reading.agents.polled()
+    assert [read.is_abandoned for read in agent.reads] == [False, True, False]
+    reading.agents.abandon(D1)
+    assert [read.is_abandoned for read in agent.reads] == [True, True, False]
+
+
+def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
+    """A healthy read keeps its agent alive, until it has ended itself."""
+    reading.fabric.stuck_peers.add(reading.prefill[0].transport.name)
+    reading.fabric.polls = 3
+    reading.start(D1, R0)
+    reading.start(D2, R1, block=8)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    assert reading.poll() == []
+    reading.start(D3, R1, block=9)
+    assert len(list(reading.agents.polled())) == 2
+    ended: list[DataEvent] = []
+    while len(ended) < 2:
+        assert reading.num_transports == 2
+        ended += reading.agents.poll()
+    assert {event.request for event in ended if isinstance(event, ReadDone)} == {D2, D3}
+    reading.agents.poll()
+    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
+
+
+def test_an_abandoned_read_that_ends_all_the_same_is_told(reading: Reading) -> None:
+    """Its agent is replaced nevertheless, with nothing left to fail."""
+    reading.fabric.stuck = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    reading.fabric.stuck = False
+    (done,) = reading.agents.poll()
+    assert isinstance(done, ReadDone)
+    for _ in range(3):
+        assert reading.poll() == []
+    assert not reading.agents.is_busy
+    assert reading.num_transports == 1
+
+
+def test_an_agent_that_cannot_be_made_is_tried_again_later(
+    reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading.failures = ["second", "no memory"]
+    reading.fabric.stuck = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    for _ in range(2):
+        with caplog.at_level(logging.ERROR):
+            reading.agents.poll()
+            assert reading.poll() == []
+        assert reading.agents.is_read(D1)
+        assert reading.agents.poll() == []
+        assert len(reading.background) == 0, "it waits before it tries again"
+        reading.clock.now += TRY_AGAIN_S
+    assert "no other NIXL agent: no memory; blocks stay held, trying again" in caplog.text
+    reading.agents.poll()
+    reading.poll()
+    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
+
+
+def test_an_agent_that_is_not_gone_is_destroyed_again_later(
+    reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading.fabric.stuck = reading.fabric.unending = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    reading.poll()
+    for _ in range(3):
+        assert reading.poll() == []
+    assert reading.agents.is_read(D1)
+    reading.clock.now += TRY_AGAIN_S
+    with caplog.at_level(logging.ERROR):
+        assert reading.poll() == []
+    assert "a NIXL agent is not gone: this transport does not end; blocks stay held" in caplog.text
+    assert reading.agents.is_read(D1)
+    reading.fabric.unending = False
+    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
+    assert reading.counts == {"agents_recycled": 1}
+
+
+def test_a_peer_is_prepared_again_for_another_agent(reading: Reading) -> None:
+    reading.fabric.stuck = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    reading.poll()
+    reading.poll()
+    reading.fabric.stuck = False
+    assert reading.start(D2) == []
+    (done,) = reading.agents.poll()
+    assert isinstance(done, ReadDone)
+
+
+def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:
+    reading.fabric.stuck = True
+    reading.start(D1)
+    reading.agents.close()
+    assert reading.num_transports == 0

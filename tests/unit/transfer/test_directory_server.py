@@ -1,0 +1,184 @@
+"""Who asks for an engine's description, and what is answered."""
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.ids import (
+    ANY_INCARNATION,
+    EngineId,
+    endpoint_at,
+    engine_incarnation,
+    new_incarnation,
+)
+from nixl_kv.protocol.messages import (
+    Answer,
+    Describe,
+    Refusal,
+    decode_answer,
+    encode,
+)
+from nixl_kv.transfer.directory_server import BOUNDS, DirectoryServer, describe_engine
+from nixl_kv.transport.base import Bounds, FromEndpoint
+from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
+from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def server(network: MemoryNetwork) -> Iterator[DirectoryServer]:
+    """Not started: a test makes its turns."""
+    server = DirectoryServer(MemoryControl(network), HOST, 0)
+    yield server
+    server.stop()
+
+
+def answers(network: MemoryNetwork, server: DirectoryServer, *payloads: bytes) -> list[Answer]:
+    """What it answers in its next turn."""
+    asker = MemoryControl(network)
+    for payload in payloads:
+        asker.send(endpoint_at(server.host, server.port), payload)
+    server.turn(0)
+    received = asker.poll(0)
+    return [decode_answer(item.payload) for item in received if isinstance(item, FromEndpoint)]
+
+
+def test_an_engine_that_was_asked_for_is_described(
+    network: MemoryNetwork, server: DirectoryServer
+) -> None:
+    server.publish(description())
+    assert answers(network, server, encode(describe())) == [description()]
+
+
+@pytest.mark.parametrize("engine", [PREFILL, EngineId("whatever")])
+def test_a_tool_is_described_the_engine_whatever_it_is(
+    network: MemoryNetwork, server: DirectoryServer, engine: EngineId
+) -> None:
+    server.publish(description())
+    question = Describe(incarnation=ANY_INCARNATION, engine=engine)
+    assert answers(network, server, encode(question)) == [description()]
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        pytest.param(
+            Describe(incarnation=ENGINE_LIFE, engine=EngineId("other")),
+            "remote_engine_id is 'other', but here is 'prefill'",
+            id="another engine",
+        ),
+        pytest.param(
+            describe(OTHER_LIFE),
+            f"incarnation is {OTHER_LIFE[:8]}, but 'prefill' has begun the life "
+            f"{ENGINE_LIFE[:8]} since",
+            id="a former life",
+        ),
+    ],
+)
+def test_another_engine_or_life_is_refused_in_words(
+    network: MemoryNetwork, server: DirectoryServer, question: Describe, reason: str
+) -> None:
+    server.publish(description())
+    expected = Refusal(incarnation=question.incarnation, engine=question.engine, reason=reason)
+    assert answers(network, server, encode(question)) == [expected]
+
+
+@pytest.mark.parametrize("incarnation", [ENGINE_LIFE, ANY_INCARNATION])
+def test_an_engine_that_is_not_described_yet_says_so(
+    network: MemoryNetwork, server: DirectoryServer, incarnation: object
+) -> None:
+    question = Describe(incarnation=incarnation, engine=PREFILL)  # type: ignore[arg-type]
+    (answer,) = answers(network, server, encode(question))
+    assert isinstance(answer, Refusal)
+    assert answer.reason == "this engine is still starting"
+
+
+def test_a_new_life_replaces_the_former_one(
+    network: MemoryNetwork, server: DirectoryServer
+) -> None:
+    server.publish(description())
+    later = description(incarnation=OTHER_LIFE)
+    server.publish(later)
+    assert answers(network, server, encode(describe(OTHER_LIFE))) == [later]
+
+
+def test_what_is_no_question_is_dropped_and_what_follows_is_answered(
+    network: MemoryNetwork, server: DirectoryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.publish(description())
+    payloads = (b"", b"\xc1garbage", encode(ask()), encode(describe()))
+    with caplog.at_level(logging.WARNING):
+        assert answers(network, server, *payloads) == [description()]
+    assert "request for a description dropped" in caplog.text
+    assert len(caplog.records) == 1, "strangers cannot flood the log"
+
+
+def test_an_answer_that_cannot_be_sent_is_dropped(
+    network: MemoryNetwork, server: DirectoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: MemoryControl, route: bytes, payload: bytes) -> None:
+        raise TransportError(f"{self}: {route!r}, {len(payload)} bytes")
+
+    server.publish(description())
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryControl, "reply", refuse)
+        assert answers(network, server, encode(describe())) == []
+    assert answers(network, server, encode(describe())) == [description()]
+
+
+def test_a_stranger_costs_little(network: MemoryNetwork) -> None:
+    """Questions are short, and few answers wait for who does not take them."""
+    bounds: list[Bounds | None] = []
+
+    class Control(MemoryControl):
+        def listen(self, host: str, port: int, bounds_: Bounds | None = None) -> int:
+            bounds.append(bounds_)
+            return super().listen(host, port, bounds_)
+
+    DirectoryServer(Control(network), HOST, 0)
+    assert bounds == [BOUNDS]
+    assert BOUNDS.message_bytes <= 4096
+    assert BOUNDS.answers <= 8
+    assert len(encode(describe())) < BOUNDS.message_bytes
+
+
+def test_a_port_that_is_taken_is_an_error(network: MemoryNetwork, server: DirectoryServer) -> None:
+    with pytest.raises(TransportError, match="taken"):
+        DirectoryServer(MemoryControl(network), HOST, server.port)
+
+
+def test_on_its_thread_it_answers_until_it_is_stopped(network: MemoryNetwork) -> None:
+    server = DirectoryServer(MemoryControl(network), HOST, 0)
+    server.publish(description())
+    server.start()
+    asker = MemoryControl(network)
+    for _ in range(3):
+        asker.send(endpoint_at(server.host, server.port), encode(describe()))
+        (item,) = asker.poll(TIMEOUT_S)
+        assert isinstance(item, FromEndpoint)
+        assert decode_answer(item.payload) == description()
+    server.stop()
+    assert not server._thread.is_alive()
+
+
+def test_an_engines_life_is_derived_from_those_of_its_ranks() -> None:
+    ranks = list(description(2).ranks)
+    model = {"dtype": "bfloat16"}
+    one = describe_engine(PREFILL, model, ParallelShape(2, 1), ranks)
+    assert one.incarnation == engine_incarnation(rank.incarnation for rank in ranks)
+    assert (one.engine, one.model, one.shape) == (PREFILL, model, ParallelShape(2, 1))
+    assert one.ranks == tuple(ranks)
+    ranks[1] = msgspec.structs.replace(ranks[1], incarnation=new_incarnation())
+    other = describe_engine(PREFILL, model, ParallelShape(2, 1), ranks)
+    assert other.incarnation != one.incarnation

@@ -1,0 +1,210 @@
+"""One agent that reads: data and slots, what becomes of them, and what cannot be read."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import MODEL, wire_tables
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
+from nixl_kv.protocol.events import (
+    DataEvent,
+    PeerKey,
+    ReadDone,
+    ReadFailed,
+    ReadSlot,
+    ReadStarted,
+    SlotRead,
+    StartLoad,
+    StartRead,
+)
+from nixl_kv.transfer.read_agent import MAX_SLOT_READS, ReadAgent, open_transport
+from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support.readable import ReadableRank, engine_of
+from support.records import D1, PEER, grant
+from support.stepped import Clock
+
+SIZES = Sizes()
+R0 = Rank(0)
+UNKNOWN = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
+
+
+class Reading:
+    """A decode rank's agent, and the prefill rank that it reads."""
+
+    def __init__(self) -> None:
+        self.fabric, self.clock = Fabric(), Clock()
+        self.prefill = ReadableRank(self.fabric, SIZES)
+        self.cache = Cache(SIZES).fill(2)
+        self.peers = RemotePeers(self.cache.layout(), R0, MODEL)
+        self.peers.add(PEER, engine_of(self.prefill))
+        opened = open_transport(lambda: MemoryTransport(self.fabric), self.cache.layout())
+        self.agent = ReadAgent(opened, self.peers, self.clock)
+
+    def start(
+        self,
+        local: list[int],
+        remote: list[int],
+        tokens: range,
+        *,
+        verify: bool = False,
+        peer: PeerKey = PEER,
+    ) -> list[DataEvent]:
+        """What is known at once of a read."""
+        load = StartLoad(D1, tokens.start, tokens.stop, wire_tables([local]), verify)
+        granted = grant(tables=wire_tables([remote]))
+        return self.agent.start_read(StartRead(peer, R0, granted, load))
+
+    def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
+        """The same of a slot."""
+        return self.agent.read_slot(ReadSlot(peer, R0, D1, slot))
+
+
+@pytest.fixture
+def reading() -> Reading:
+    return Reading()
+
+
+def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
+    reading.fabric.polls = 2
+    before = reading.cache.view.copy()
+    assert reading.start([2, 9], [7, 3], range(8)) == []
+    assert repr(reading.agent) == "<ReadAgent: 1 reads, <PreparedPeers: 1 of prefill>>"
+    assert reading.agent.poll() == []
+    assert reading.agent.poll() == []
+    assert np.array_equal(reading.cache.view, before)
+    reading.clock.now += 1.5
+    num_bytes = reading.cache.blocks([0, 0]).nbytes
+    (event,) = reading.agent.poll()
+    assert isinstance(event, ReadDone)
+    assert (event.request, event.rank) == (D1, R0)
+    assert (event.num_bytes, event.seconds) == (num_bytes, 1.5)
+    assert event.num_runs == 2 * SIZES.layers
+    expected = reading.prefill.cache.blocks([7, 3])
+    assert np.array_equal(reading.cache.blocks([2, 9]), expected)
+    assert reading.agent.reads == []
+    assert reading.agent.poll() == []
+
+
+def test_a_read_of_nothing_is_done_at_once(reading: Reading) -> None:
+    """A window has passed all of it."""
+    assert reading.start([-1, -1], [7, 3], range(8)) == [ReadDone(D1, R0)]
+    assert reading.agent.reads == []
+
+
+def test_a_read_to_be_verified_says_what_it_reads(reading: Reading) -> None:
+    (event,) = reading.start([-1, 2], [7, 3], range(8), verify=True)
+    slices = tuple(KVSlice(f"layer.{layer}", 0, 2, 4) for layer in range(SIZES.layers))
+    assert event == ReadStarted(D1, R0, slices)
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "words"),
+    [
+        pytest.param([2], [7, 3], "block table", id="too few blocks here"),
+        pytest.param([2, 9], [7], "block table", id="too few blocks there"),
+        pytest.param([2, 10], [7, 3], "block id 10", id="no such block here"),
+        pytest.param([2, 9], [7, 99], "block id 99", id="no such block there"),
+        pytest.param([2, 9], [-1, 3], "absent", id="absent there"),
+    ],
+)
+def test_a_read_that_cannot_be_posted_fails_at_once(
+    reading: Reading, local: list[int], remote: list[int], words: str
+) -> None:
+    (event,) = reading.start(local, remote, range(8))
+    assert isinstance(event, ReadFailed)
+    assert words in event.reason
+    assert reading.agent.reads == []
+
+
+def test_a_peer_that_was_dropped_cannot_be_read(reading: Reading) -> None:
+    reason = "engine 'prefill' is gone"
+    assert reading.start([2], [7], range(4), peer=UNKNOWN) == [ReadFailed(D1, R0, reason)]
+    assert reading.read_slot(3, UNKNOWN) == [ReadFailed(D1, R0, reason)]
+    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+
+
+def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None:
+    """Or else the generation of a former read could stand for what was never read."""
+    first, second = new_generation(), new_generation()
+    reading.prefill.slots.write(3, first)
+    assert reading.read_slot(3) == []
+    assert reading.agent.poll() == [SlotRead(D1, R0, first)]
+    reading.fabric.polls = 1
+    assert reading.read_slot(3) == []
+    (read,) = reading.agent.reads
+    assert read.slot is not None
+    assert reading.agent._slots.read(read.slot) == bytes(16)
+    reading.prefill.slots.write(3, second)
+    assert reading.agent.poll() == []
+    assert reading.agent.poll() == [SlotRead(D1, R0, second)]
+
+
+def test_a_cleared_slot_reads_as_zeros(reading: Reading) -> None:
+    assert reading.read_slot(5) == []
+    assert reading.agent.poll() == [SlotRead(D1, R0, Generation(bytes(16)))]
+
+
+def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
+    reading.agent._free_slots = [1]
+    reading.fabric.stuck = True
+    assert reading.read_slot(0) == []
+    assert reading.read_slot(0) == [ReadFailed(D1, R0, "too many slots are being read")]
+    reading.fabric.stuck = False
+    assert len(reading.agent.poll()) == 1
+    assert reading.read_slot(0) == []
+
+
+def test_a_slot_that_the_peer_does_not_have_is_refused(reading: Reading) -> None:
+    (event,) = reading.read_slot(8)
+    assert isinstance(event, ReadFailed)
+    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+
+
+def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
+    reading.fabric.stuck = True
+    reading.start([2], [7], range(4))
+    reading.read_slot(3)
+    reading.fabric.broken.add(reading.prefill.transport.name)
+    events = reading.agent.poll()
+    assert [type(event) for event in events] == [ReadFailed, ReadFailed]
+    assert "is gone" in str(events[0])
+    assert reading.agent.reads == []
+    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+
+
+def test_all_reads_have_failed_with_their_agent(reading: Reading) -> None:
+    reading.fabric.stuck = True
+    reading.start([2], [7], range(4))
+    reading.read_slot(3)
+    reason = "it did not end, and was stopped with its agent"
+    assert reading.agent.fail_all() == [ReadFailed(D1, R0, reason)] * 2
+    assert reading.agent.fail_all() == []
+
+
+def test_abandoned_reads_are_told_apart(reading: Reading) -> None:
+    agent = reading.agent
+    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (False, True)
+    reading.fabric.stuck = True
+    reading.start([2], [7], range(4))
+    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (False, False)
+    reading.read_slot(3)
+    agent.reads[0].is_abandoned = True
+    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (True, False)
+    agent.reads[1].is_abandoned = True
+    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (True, True)
+
+
+def test_a_transport_that_refuses_the_memory_is_not_opened(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TransportError("no room")
+
+    monkeypatch.setattr(MemoryTransport, "register", refuse)
+    with pytest.raises(TransportError, match="no room"):
+        open_transport(lambda: MemoryTransport(reading.fabric), reading.cache.layout())
