@@ -3,7 +3,7 @@
 Everything is checked here, at the start: an unknown key or a bad value raises a ConfigError that
 names the key, the value and what is allowed. Nothing else reads options or the environment.
 
-The parsers are our own, since no library says as much: of 31 bad values pydantic-settings 2.16 (with
+The parsers are our own, as no library says as much: of 31 bad values pydantic-settings 2.16 (with
 constraints and patterns) refuses 26 and names the value in 23, msgspec 0.22 refuses 24 and names it
 in 5; what is left (hosts, networks, shares) would be validators of ours again.
 """

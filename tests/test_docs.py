@@ -1,48 +1,76 @@
-"""README and configs/ say what the code does."""
+"""README, docs/ and configs/ say what the code does, and name what exists."""
 
 import ast
 import dataclasses
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
-import tables
 
+from lab import protocol_tables
 from nixl_kv.config import Config
 
 REPO = Path(__file__).resolve().parent.parent
-README = (REPO / "README.md").read_text(encoding="utf-8")
-WRITTEN = {"verify": "off"}  # what is another value in the code
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "configs/**/*.md", "scripts/lab/*.md")
+    for path in REPO.glob(pattern)
+)
 CONFIGS = sorted((REPO / "configs").glob("*.json"))
+WRITTEN = {  # what the environment gives, or what is another value in the code
+    "host": "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "port": "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "verify": "off",
+}
+
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO))
+)
 
 
-def table(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading, without its head."""
-    section = README.split(f"### {heading}\n", 1)[1]
-    lines = [line for line in section.split("\n#")[0].splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+def read(path: Path | str) -> str:
+    return (REPO / path).read_text(encoding="utf-8")
+
+
+def table(document: str) -> dict[str, str]:
+    """The first two cells of each row of the first table, without its head."""
+    rows = [line.strip("|").split("|") for line in read(document).splitlines() if line[:3] == "| `"]
+    return {cells[0].strip(" `"): cells[1].strip() for cells in rows}
 
 
 def counters() -> dict[str, str]:
     """Read, not imported: the module needs vLLM."""
-    source = (REPO / "nixl_kv/connector/stats.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
+    for node in ast.parse(read("nixl_kv/connector/stats.py")).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "COUNTERS":
             assert node.value is not None
             return dict(ast.literal_eval(node.value))
     raise AssertionError("stats.py has no COUNTERS")
 
 
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """Every function, class, field and constant that a file defines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = {node.name for node in ast.walk(tree) if isinstance(node, defined)}
+    stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return frozenset(names | {node.id for node in stored})
+
+
+# --- configuration, metrics, protocol: tables
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_example_is_accepted(path: Path) -> None:
+def test_every_example_configuration_is_accepted(path: Path) -> None:
     transfer = json.loads(path.read_text(encoding="utf-8"))
     assert transfer["kv_connector"] == "NixlKVConnector"
     assert transfer["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
     Config.parse(transfer["kv_connector_extra_config"], {})
 
 
-def test_the_examples_use_every_key() -> None:
+def test_the_example_configurations_use_every_key() -> None:
     used = {
         key
         for path in CONFIGS
@@ -52,33 +80,67 @@ def test_the_examples_use_every_key() -> None:
 
 
 def test_the_table_of_keys_is_complete_and_its_defaults_are_true() -> None:
-    described = {row[0].strip("`"): row[1] for row in table("Configuration")}
+    described = table("docs/reference/configuration.md")
     for field in dataclasses.fields(Config):
-        default = field.default
-        shown = list(default) if isinstance(default, tuple) else default
-        text = (
-            json.dumps(shown)
-            if shown is None or isinstance(shown, list | bool)
-            else f"{shown:g}"
-            if isinstance(shown, float)
-            else str(shown)
-        )
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        text = f"{default:g}" if isinstance(default, float) else json.dumps(default).strip('"')
         assert f"`{WRITTEN.get(field.name, text)}`" in described.pop(field.name)
     assert described == {}
 
 
 def test_the_table_of_metrics_is_the_code() -> None:
-    described = {row[0].strip("`"): row[1] for row in table("Metrics")}
-    assert described == counters()
-
-
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", README)
-    assert targets
-    assert [target for target in targets if not (REPO / target).exists()] == []
+    assert table("docs/reference/metrics.md") == counters()
 
 
 def test_the_tables_of_the_protocol_are_the_code() -> None:
-    written = tables.DOCUMENT.read_text(encoding="utf-8")
-    assert tables.rewrite(written) == written
-    assert sorted(found[2] for found in tables.BLOCK.finditer(written)) == sorted(tables.MACHINES)
+    written = protocol_tables.DOCUMENT.read_text(encoding="utf-8")
+    assert protocol_tables.rewrite(written) == written
+    in_document = [block[2] for block in protocol_tables.BLOCK.finditer(written)]
+    assert sorted(in_document) == sorted(protocol_tables.TABLES)
+
+
+# --- what is named exists
+
+
+@each_document
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", read(document))
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@each_document
+def test_scripts_that_are_named_exist(document: Path) -> None:
+    named = set(re.findall(r"(?<![\w/.])scripts/[\w./]*\w", read(document)))
+    assert [name for name in sorted(named) if not (REPO / name).exists()] == []
+
+
+@each_document
+def test_tests_that_are_named_exist(document: Path) -> None:
+    """As `file.py::test_name`, from tests/ on; with or without `tests/` before it."""
+    named = set(re.findall(r"([\w/]+\.py)::(\w+)", read(document)))
+    missing = []
+    for file, name in sorted(named):
+        path = REPO / "tests" / file.removeprefix("tests/")
+        if not path.exists() or name not in names_in(path):
+            missing.append(f"{file}::{name}")
+    assert missing == []
+
+
+@each_document
+def test_functions_that_are_named_exist(document: Path) -> None:
+    """As `file.py: function`, of the product; more functions follow in backticks of their own."""
+    named = re.findall(r"`([\w/]+\.py): (\w+)`((?:, `\w+`)*)", read(document))
+    missing = []
+    for file, first, others in named:
+        path = REPO / "nixl_kv" / file.removeprefix("nixl_kv/")
+        defined = names_in(path) if path.exists() else ()
+        names = (first, *re.findall(r"\w+", others))
+        missing += [f"{file}: {name}" for name in names if name not in defined]
+    assert missing == []
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.py)[`:]", read("ARCHITECTURE.md")))
+    parts = [path.relative_to(REPO).parts for path in (REPO / "nixl_kv").rglob("*.py")]
+    known = {"/".join(path[start:]) for path in parts for start in range(len(path))}
+    assert sorted(named - known) == []

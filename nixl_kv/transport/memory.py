@@ -23,10 +23,10 @@ class Fabric:
     """The link between transports of one process, and its faults."""
 
     polls: int = 0  # a read lands at this poll after it was started
-    stuck: bool = False  # no read lands
-    stuck_peers: set[str] = field(default_factory=set)  # no read of theirs lands
-    unending: bool = False  # a transport with reads under way cannot be closed
-    broken: set[str] = field(default_factory=set)  # peers that are lost
+    reads_hang: bool = False  # no read lands
+    hanging_peers: set[str] = field(default_factory=set)  # no read of theirs lands
+    closes_fail: bool = False  # a transport with reads under way cannot be closed
+    lost_peers: set[str] = field(default_factory=set)  # peers that are lost
     transports: dict[str, "MemoryTransport"] = field(default_factory=dict)
     names: Iterable[int] = field(default_factory=itertools.count)
     bytes_copied: int = 0
@@ -78,7 +78,7 @@ class MemoryTransport:
     def add_peer(self, metadata: bytes) -> PeerName:
         """Find a peer on the fabric."""
         name = metadata.decode(errors="replace")
-        if name not in self._fabric.transports or name in self._fabric.broken:
+        if name not in self._fabric.transports or name in self._fabric.lost_peers:
             raise PeerLost(f"no peer {name!r} on the fabric")
         return PeerName(name)
 
@@ -113,9 +113,10 @@ class MemoryTransport:
 
     def poll(self, read: _Read) -> bool:
         """Land the read when its time has come."""
-        if read.peer in self._fabric.broken or read.peer not in self._fabric.transports:
+        if read.peer in self._fabric.lost_peers or read.peer not in self._fabric.transports:
             raise PeerLost(f"peer {read.peer!r} is gone")
-        if self._fabric.stuck or read.peer in self._fabric.stuck_peers or read.polls_left > 0:
+        is_hanging = self._fabric.reads_hang or read.peer in self._fabric.hanging_peers
+        if is_hanging or read.polls_left > 0:
             read.polls_left -= 1
             return False
         if not read.ended:
@@ -130,6 +131,6 @@ class MemoryTransport:
 
     def close(self) -> None:
         """Leave the fabric; what was under way never lands."""
-        if self._fabric.unending:
+        if self._fabric.closes_fail:
             raise TransportError("this transport does not end")
         self._fabric.transports.pop(self.name, None)

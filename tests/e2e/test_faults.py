@@ -41,7 +41,7 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def questions(base_engines: tuple[Engine, Engine, Engine]) -> Iterator[Questions]:
     with Client(base_engines[2].url) as single:
-        yield Questions({}, single)
+        yield Questions(single)
 
 
 @pytest.fixture(scope="module")

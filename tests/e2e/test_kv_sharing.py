@@ -1,19 +1,24 @@
-"""A model whose last layers share the cache of earlier ones, prefill without what nobody reads."""
+"""A model whose last layers share the cache of earlier ones, prefill without what nobody reads.
 
-from collections.abc import Iterator, Sequence
+Prefill runs with --kv-sharing-fast-prefill and computes nothing in these layers but for a prompt's
+last token; decode runs without.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from lab.cluster.answers import LIKELY, Question
 from lab.cluster.client import Client, RefusedError
-from lab.cluster.cluster import Cluster
+from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import Engine
 from lab.cluster.metrics import NBYTES
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.models.gemma import Gemma4
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
-from lab.suites.kv_sharing import Row, measure, sharing_specs
-from support.engines import Accounts, expect_free, started
+from support.engines import PATIENT, Accounts, started
 
 pytestmark = pytest.mark.e2e
 
@@ -21,36 +26,37 @@ RECIPE = Gemma4()
 OWNING_SLIDING = 3  # of 6 in 8 layers, of which the last 4 share
 OWNING_FULL = 1
 BLOCK_BYTES = 128 * RECIPE.kv_heads * RECIPE.head_dim * 2 * 4  # tokens, heads, K and V, float32
-BLOCKS = {5: (1, 1), 128: (1, 1), 129: (1, 1), 130: (2, 2), 328: (3, 2), 400: (4, 3), 1100: (9, 2)}
-"""By prompt length: how many blocks a layer of full attention holds, and one with a window of 200.
-
-All tokens but the last are wanted, and of these the last 199; 327 tokens before 328 begin with 128.
-"""
 
 
 @pytest.fixture(scope="module")
 def engines(cluster: Cluster) -> Iterator[list[Engine]]:
     """Prefill, decode and single."""
-    with started(cluster, *sharing_specs(ensure_tiny_model(model=RECIPE))) as engines:
+    prefill, decode = pair_specs(
+        ensure_tiny_model(model=RECIPE),
+        suffix="-sharing",
+        kv_cache_bytes=256 << 20,
+        connector_config=PATIENT,
+    )
+    prefill = replace(prefill, extra_args=("--kv-sharing-fast-prefill",))
+    single = replace(
+        decode, name="single-sharing", role="single", connector="none", connector_config={}
+    )
+    with started(cluster, prefill, decode, single) as engines:
         yield engines
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sharing(cluster: Cluster, engines: list[Engine]) -> Iterator[Pair]:
     prefill, decode, _ = engines
     with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
         yield pair
+        Accounts(pair).expect_free()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def alone(engines: list[Engine]) -> Iterator[Client]:
     with Client(engines[2].url) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def rows(sharing: Pair, alone: Client) -> Sequence[Row]:
-    return [measure(sharing, alone, RECIPE, length) for length in BLOCKS]
 
 
 def test_the_recipe_is_what_is_counted_below() -> None:
@@ -64,29 +70,23 @@ def test_the_recipe_is_what_is_counted_below() -> None:
     assert (RECIPE.full_kv_heads, RECIPE.full_head_dim) == (RECIPE.kv_heads, RECIPE.head_dim)
 
 
-def test_answers_are_those_of_a_single_engine(rows: Sequence[Row]) -> None:
-    assert [row.answer for row in rows].count("other") == 0
-    assert [(row.loads, row.failures) for row in rows] == [(1, 0)] * len(rows)
-    assert {row.verdict.kind for row in rows} == {"good"}
+@pytest.mark.parametrize(
+    ("tokens", "full", "sliding"),
+    [(5, 1, 1), (128, 1, 1), (129, 1, 1), (130, 2, 2), (328, 3, 2), (400, 4, 3), (1100, 9, 2)],
+)
+def test_only_layers_that_own_a_cache_are_moved(
+    sharing: Pair, alone: Client, tokens: int, full: int, sliding: int
+) -> None:
+    """`full` blocks of a layer of full attention, `sliding` of one with a window of 200.
 
-
-def test_only_layers_that_own_a_cache_are_moved(rows: Sequence[Row]) -> None:
-    for row in rows:
-        full, sliding = BLOCKS[row.tokens]
-        owned = (OWNING_FULL * full + OWNING_SLIDING * sliding) * BLOCK_BYTES
-        assert row.nbytes == owned
-        assert (row.owned, row.unshared) == (owned, 2 * owned)
-
-
-def test_prefill_alone_skips_layers_that_nobody_reads(sharing: Pair) -> None:
-    """With the flag vLLM refuses log probabilities of the prompt, which would be wrong.
-
-    Not 0 of them: its frontend (0.32) takes that for none, and its worker ends the engine.
+    All tokens but the last are wanted, and of these the last 199; 327 tokens before 328 begin with
+    128.
     """
-    prompt = random_prompt(10, seed=41)
-    with pytest.raises(RefusedError, match="kv-sharing-fast-prefill produces incorrect"):
-        sharing.to_prefill.complete(prompt, prompt_logprobs=1)
-    assert sharing.to_decode.complete(prompt, prompt_logprobs=1).tokens
+    prompt, accounts = random_prompt(tokens, seed=40), Accounts(sharing)
+    question = Question(prompt, alone.complete(prompt, logprobs=LIKELY))
+    assert question.compare(sharing.to_router.complete(prompt)) != "other"
+    owned = (OWNING_FULL * full + OWNING_SLIDING * sliding) * BLOCK_BYTES
+    assert accounts.expect_loaded(tokens - 1)[NBYTES] == owned
 
 
 def test_a_second_turn_reads_what_is_new(sharing: Pair, alone: Client) -> None:
@@ -98,6 +98,12 @@ def test_a_second_turn_reads_what_is_new(sharing: Pair, alone: Client) -> None:
     assert accounts.expect_loaded(415 - 256)[NBYTES] == 2 * 4 * BLOCK_BYTES
 
 
-def test_prefill_holds_no_block_afterwards(sharing: Pair, rows: Sequence[Row]) -> None:
-    del rows  # after these
-    expect_free(sharing.to_prefill)
+def test_prefill_alone_skips_layers_that_nobody_reads(sharing: Pair) -> None:
+    """With the flag vLLM refuses log probabilities of the prompt, which would be wrong.
+
+    Not 0 of them: its frontend (0.32) takes that for none, and its worker ends the engine.
+    """
+    prompt = random_prompt(10, seed=41)
+    with pytest.raises(RefusedError, match="kv-sharing-fast-prefill produces incorrect"):
+        sharing.to_prefill.complete(prompt, prompt_logprobs=1)
+    assert sharing.to_decode.complete(prompt, prompt_logprobs=1).tokens

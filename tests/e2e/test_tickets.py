@@ -1,5 +1,6 @@
 """A ticket that does not hold costs a log line and a counter; the answer is right."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.ticket import context_hash
-from support.engines import EVENT_S
+from support.engines import EVENT_S, started
 
 pytestmark = pytest.mark.e2e
 
@@ -129,17 +130,25 @@ def test_parameters_that_are_no_object_are_refused_by_the_frontend(pair: Pair) -
     assert raised.value.status == 400
 
 
-@pytest.fixture
-def stranger(pair: Pair, tmp_path: Path) -> Iterator[Engine]:
-    """A decode engine with another model, in both roles.
+@pytest.fixture(
+    params=["forked", pytest.param("command line", marks=pytest.mark.slow)],
+)
+def stranger(
+    cluster: Cluster, pair: Pair, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Engine]:
+    """A decode engine with another model, in both roles, and our connector by name alone.
 
-    It is started as an operator starts one: by the command line, and our connector by name alone.
+    Like the other engines it is forked from a process that has imported vLLM, or it is started as
+    an operator starts one.
     """
     del pair  # after these: two cores start no more at a time
     model = ensure_tiny_model(model=TinyModel(layers=2, kv_heads=2, hidden=128))
     spec = EngineSpec("stranger", model, "both", "nixl-kv", by_name=True, kv_cache_bytes=64 << 20)
-    with Cluster(tmp_path, warm=False) as cluster:
-        yield cluster.start(spec)[0]
+    with contextlib.ExitStack() as stack:
+        if request.param == "command line":
+            cluster = stack.enter_context(Cluster(tmp_path, warm=False))
+        (engine,) = stack.enter_context(started(cluster, spec))
+        yield engine
 
 
 def test_a_peer_of_another_model_is_refused_in_words(pair: Pair, stranger: Engine) -> None:

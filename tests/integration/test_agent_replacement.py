@@ -1,6 +1,5 @@
 """A read that never ends is stopped with its agent: real NIXL, over TCP, from a stopped process."""
 
-import dataclasses
 import signal
 import time
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab.local.caches import Cache
-from support.pair import CONFIG, SmallEngine
+from support.pair import SmallEngine
 from support.processes import (
     SIZES,
     TABLE,
@@ -23,8 +22,7 @@ from support.processes import (
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
-TIMEOUT_S = 6.0
-REASONS = ("prefill fell silent while it was read", f"no KV within {TIMEOUT_S:g} s")
+SILENT = "prefill fell silent while it was read"
 
 
 @pytest.fixture
@@ -41,8 +39,7 @@ def healthy() -> Iterator[PrefillProcess]:
 
 @pytest.fixture
 def decode() -> Iterator[SmallEngine]:
-    config = dataclasses.replace(CONFIG, request_timeout_s=TIMEOUT_S)
-    engine = SmallEngine("decode", Cache(SIZES), over_tcp, config=config, roles="decode")
+    engine = SmallEngine("decode", Cache(SIZES), over_tcp, roles="decode")
     yield engine
     engine.close()
 
@@ -60,10 +57,10 @@ def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(
     expected = prefill_blocks()
     assert np.array_equal(decode.cache.blocks(TABLE), expected)
     decode.cache.memory[...] = 0
-    start_load(decode, stopped, "stuck")
+    start_load(decode, stopped, "hanging")
     decode.wait(lambda: has_landed(decode))
     stopped.send(signal.SIGSTOP)
-    assert decode.wait_failure("stuck") in REASONS
+    assert decode.wait_failure("hanging") == SILENT
     landed = decode.cache.memory.copy()
     assert not np.array_equal(decode.cache.blocks(TABLE), expected)
     stopped.send(signal.SIGCONT)
@@ -78,15 +75,15 @@ def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(
 def test_other_reads_go_on_while_one_process_is_stopped(
     decode: SmallEngine, stopped: PrefillProcess, healthy: PrefillProcess
 ) -> None:
-    """Until the stuck read has ended, and after that."""
-    start_load(decode, stopped, "stuck")
+    """Until the hanging read has ended, and after that."""
+    start_load(decode, stopped, "hanging")
     decode.wait(lambda: has_landed(decode))
     stopped.send(signal.SIGSTOP)
     number = 0
-    while not decode.is_reported("stuck") or number < 4:
+    while not decode.is_reported("hanging") or number < 4:
         number += 1
         start_load(decode, healthy, f"other{number}")
         assert decode.wait_failure(f"other{number}") is None
-    assert decode.wait_failure("stuck") in REASONS
+    assert decode.wait_failure("hanging") == SILENT
     start_load(decode, healthy, "last")
     assert decode.wait_failure("last") is None

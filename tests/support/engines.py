@@ -14,11 +14,13 @@ from lab.cluster.metrics import (
     OFFERS_NOT_NEEDED,
     OFFERS_READ,
     OFFERS_UNCLAIMED,
+    PROBE,
     TOKENS,
     USAGE,
     CountersSince,
 )
 from lab.cluster.pair import Pair
+from lab.cluster.waiting import wait_until
 
 OFFER_TTL_S = 15
 """Long enough that a busy machine does not end an offer, which tests then wait for."""
@@ -94,7 +96,9 @@ def expect(since: CountersSince, wanted: Mapping[str, float]) -> Counters:
 
 def expect_free(client: Client) -> None:
     """An engine holds no block, or soon will hold none."""
-    since = CountersSince(client)
-    held = client.counters()[USAGE]
-    since.wait(lambda now: held + now[USAGE] == 0, EVENT_S, step=True)
-    assert client.counters()[USAGE] == 0
+
+    def is_free() -> bool:
+        client.complete(PROBE, 1)  # the gauge is as of the last step
+        return client.counters()[USAGE] == 0
+
+    assert wait_until(is_free, EVENT_S)

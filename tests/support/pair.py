@@ -95,14 +95,11 @@ def new_pair(
     *,
     sizes: tuple[Sizes, Sizes] = (Sizes(), Sizes()),
     orders: tuple[str, str] = ("LBHNC", "LBHNC"),
-    models: tuple[dict[str, str], dict[str, str]] | None = None,
     **options: Any,
 ) -> Pair:
     """A prefill and a decode engine; `options` are those of both."""
     engines = []
     for number, name in enumerate(("prefill", "decode")):
         cache = Cache(sizes[number], orders[number]).fill(number)
-        if models is not None:
-            options["model"] = models[number]
         engines.append(SmallEngine(name, cache, make_transport, **options))
     return engines[0], engines[1]

@@ -2,23 +2,17 @@
 
 import itertools
 import json
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # those of others, on import
-    pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
-    import torch
-    from vllm import SamplingParams
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.v1 import kv_cache_interface
-    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVQuantMode
-    from vllm.v1.request import Request, RequestStatus
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVQuantMode
+from vllm.v1.request import Request, RequestStatus
 
 Record = dict[str, Any]
 

@@ -9,37 +9,10 @@ from typing import Any, Final
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.ranks import ParallelShape, Route
 from nixl_kv.geometry.slices import KVSlice
-from nixl_kv.ids import (
-    Claim,
-    Endpoint,
-    EngineId,
-    Generation,
-    Incarnation,
-    Nonce,
-    Rank,
-    RequestId,
-)
+from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey, Transition
-from nixl_kv.protocol.messages import (
-    Answer,
-    Ask,
-    Deny,
-    Describe,
-    Description,
-    DigestReply,
-    DigestRequest,
-    Grant,
-    Message,
-    RankDescription,
-    Reader,
-    Refusal,
-    Release,
-    Renew,
-    Renewed,
-    Slots,
-    ToRank,
-)
+from nixl_kv.protocol.messages import Answer, Description, Message, RankDescription, Reader, ToRank
 from nixl_kv.protocol.ticket import Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
@@ -97,95 +70,55 @@ def at(rank: int) -> Endpoint:
     return Endpoint(f"tcp://10.0.0.1:{7000 + rank}")
 
 
-# --- messages of decode
+RANK_0 = at(0)
 
 
-def describe(incarnation: Incarnation = ENGINE_LIFE) -> Describe:
-    return Describe(incarnation=incarnation, engine=PREFILL)
+# --- messages
+
+OF_RANK: Final[dict[str, Any]] = {"incarnation": RANK_LIFE, "reader": READER}
+OF_CLAIM: Final[dict[str, Any]] = {**OF_RANK, "nonce": NONCE, "claim": CLAIM}
 
 
-def ask(**changed: Any) -> Ask:
-    values = {
-        "incarnation": RANK_LIFE,
-        "nonce": NONCE,
-        "claim": CLAIM,
-        "context": CONTEXT,
-        "reader": READER,
-        "number": 1,
-        "readers": (0,),
-    }
-    return Ask(**{**values, **changed})
+def describe(incarnation: Incarnation = ENGINE_LIFE) -> messages.Describe:
+    return messages.Describe(incarnation=incarnation, engine=PREFILL)
 
 
-def digest_request(**changed: Any) -> DigestRequest:
-    values = {
-        "incarnation": RANK_LIFE,
-        "nonce": NONCE,
-        "claim": CLAIM,
-        "reader": READER,
-        "end": 7,
-        "slices": SLICES,
-    }
-    return DigestRequest(**{**values, **changed})
+def refusal(reason: str, incarnation: Incarnation = ENGINE_LIFE) -> messages.Refusal:
+    return messages.Refusal(incarnation=incarnation, engine=PREFILL, reason=reason)
 
 
-def renew(
-    number: int, *claims: Claim, reader: Reader = READER, incarnation: Incarnation = RANK_LIFE
-) -> Renew:
-    return Renew(incarnation=incarnation, reader=reader, number=number, claims=claims)
+def ask(**changed: Any) -> messages.Ask:
+    values = {**OF_CLAIM, "context": CONTEXT, "number": 1, "readers": (0,)}
+    return messages.Ask(**{**values, **changed})
 
 
-def release(*, complete: bool = True, **changed: Any) -> Release:
-    values = {
-        "incarnation": RANK_LIFE,
-        "nonce": NONCE,
-        "claim": CLAIM,
-        "reader": READER,
-        "complete": complete,
-    }
-    return Release(**{**values, **changed})
+def grant(**changed: Any) -> messages.Grant:
+    values = {"lease_s": LEASE_S, "tables": TABLES, "slot": 3, "generation": GENERATION}
+    return messages.Grant(**{**OF_CLAIM, **values, **changed})
 
 
-# --- messages of prefill
+def deny(**changed: Any) -> messages.Deny:
+    return messages.Deny(**{**OF_CLAIM, **changed})
 
 
-def refusal(reason: str, incarnation: Incarnation = ENGINE_LIFE) -> Refusal:
-    return Refusal(incarnation=incarnation, engine=PREFILL, reason=reason)
+def digest_request(**changed: Any) -> messages.DigestRequest:
+    return messages.DigestRequest(**{**OF_CLAIM, "end": 7, "slices": SLICES, **changed})
 
 
-def grant(**changed: Any) -> Grant:
-    values = {
-        "incarnation": RANK_LIFE,
-        "nonce": NONCE,
-        "claim": CLAIM,
-        "reader": READER,
-        "lease_s": LEASE_S,
-        "tables": TABLES,
-        "slot": 3,
-        "generation": GENERATION,
-    }
-    return Grant(**{**values, **changed})
+def digest_reply(**changed: Any) -> messages.DigestReply:
+    return messages.DigestReply(**{**OF_CLAIM, "rows": SUMS * 4, "columns": SUMS, **changed})
 
 
-def deny(**changed: Any) -> Deny:
-    values = {"incarnation": RANK_LIFE, "nonce": NONCE, "claim": CLAIM, "reader": READER}
-    return Deny(**{**values, **changed})
+def renew(number: int, *claims: Claim, **changed: Any) -> messages.Renew:
+    return messages.Renew(**{**OF_RANK, "number": number, "claims": claims, **changed})
 
 
-def digest_reply(**changed: Any) -> DigestReply:
-    values = {
-        "incarnation": RANK_LIFE,
-        "nonce": NONCE,
-        "claim": CLAIM,
-        "reader": READER,
-        "rows": SUMS * 4,
-        "columns": SUMS,
-    }
-    return DigestReply(**{**values, **changed})
+def renewed(*lost: Claim, **changed: Any) -> messages.Renewed:
+    return messages.Renewed(**{**OF_RANK, "lost": lost, **changed})
 
 
-def renewed(*lost: Claim, reader: Reader = READER, incarnation: Incarnation = RANK_LIFE) -> Renewed:
-    return Renewed(incarnation=incarnation, reader=reader, lost=lost)
+def release(*, complete: bool = True, **changed: Any) -> messages.Release:
+    return messages.Release(**{**OF_CLAIM, "complete": complete, **changed})
 
 
 def layout() -> CacheLayout:
@@ -198,7 +131,7 @@ def rank_description(rank: int = 0, incarnation: Incarnation = RANK_LIFE) -> Ran
         incarnation=incarnation,
         endpoint=at(rank),
         agent=b"agent",
-        slots=Slots(address=65536, count=64),
+        slots=messages.Slots(address=65536, count=64),
         layout=layout(),
     )
 
@@ -234,13 +167,7 @@ def ticket(**changed: Any) -> Ticket:
 
 
 def prepare_offer(**changed: Any) -> events.PrepareOffer:
-    values = {
-        "nonce": NONCE,
-        "request": P1,
-        "context": CONTEXT,
-        "num_tokens": 8,
-        "tables": TABLES,
-    }
+    values = {"nonce": NONCE, "request": P1, "context": CONTEXT, "num_tokens": 8, "tables": TABLES}
     return events.PrepareOffer(**{**values, **changed})
 
 
@@ -277,9 +204,8 @@ def replied(message: Message, route: bytes = ROUTE) -> events.Reply:
     return events.Reply(route, message)
 
 
-def answered(message: Answer, endpoint: Endpoint | None = None) -> events.Answered:
-    """A message of prefill's rank 0, or of another endpoint."""
-    return events.Answered(at(0) if endpoint is None else endpoint, message)
+def answered(message: Answer, endpoint: Endpoint = RANK_0) -> events.Answered:
+    return events.Answered(endpoint, message)
 
 
 def routes(*remote_ranks: int, readers: Sequence[int] = (0,)) -> tuple[Route, ...]:
@@ -291,8 +217,8 @@ def joined(ranks: int = 1, readers: Sequence[int] = (0,)) -> events.PeerJoined:
     return events.PeerJoined(PEER, description(ranks), routes(*range(ranks), readers=readers))
 
 
-def lost(endpoint: Endpoint | None = None, reason: str = "closed") -> events.EndpointLost:
-    return events.EndpointLost(at(0) if endpoint is None else endpoint, reason)
+def lost(endpoint: Endpoint = RANK_0, reason: str = "closed") -> events.EndpointLost:
+    return events.EndpointLost(endpoint, reason)
 
 
 def read_started(rank: int = 0, request: RequestId = D1) -> events.ReadStarted:
@@ -314,20 +240,9 @@ def slot_read(
 
 
 def digest_compared(
-    difference: str | None = None, *, rank: int = 0, request: RequestId = D1, claim: Claim = CLAIM
+    difference: str | None = None, *, rank: int = 0, claim: Claim = CLAIM
 ) -> events.DigestCompared:
-    return events.DigestCompared(request, Rank(rank), claim, difference)
-
-
-# --- actions
-
-
-def compare_digest(
-    rank: int = 0, request: RequestId = D1, reply: DigestReply | None = None
-) -> events.CompareDigest:
-    """What a load that is verified asks for, when both digests can be compared."""
-    load = start_load(request, verify=True)
-    return events.CompareDigest(Rank(rank), SLICES, load, reply or digest_reply())
+    return events.DigestCompared(D1, Rank(rank), claim, difference)
 
 
 def no_record(_transition: Transition) -> None:

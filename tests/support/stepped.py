@@ -131,6 +131,24 @@ class Stepped:
         results = self.engine.pop_results()
         return [result for result in results if not isinstance(result, events.Counts)]
 
+    def ended_load(self) -> events.LoadEnded:
+        """The one end that there is."""
+        (end,) = self.ends()
+        assert isinstance(end, events.LoadEnded)
+        return end
+
+    def failed_load(self) -> events.Failure:
+        """Why that load failed."""
+        failure = self.ended_load().failure
+        assert failure is not None
+        return failure
+
+    def ended_offer(self) -> tuple[str, events.OfferEnd]:
+        """The one end that there is: of which request, and how."""
+        (end,) = self.ends()
+        assert isinstance(end, events.OfferEnded)
+        return end.request, end.end
+
     def prepare_offer(self, number: int, table: Sequence[int], num_tokens: int) -> Nonce:
         """The first half of an offer, for request `p<number>`."""
         nonce = Nonce(hex32(number))
@@ -142,6 +160,12 @@ class Stepped:
     def publish_offer(self, number: int) -> None:
         """The second half."""
         self.submit(events.PublishOffer(Nonce(hex32(number)), RequestId(f"p{number}")))
+
+    def offer(self, number: int, table: Sequence[int], num_tokens: int) -> Ticket:
+        """Both halves; its ticket."""
+        self.prepare_offer(number, table, num_tokens)
+        self.publish_offer(number)
+        return self.ticket(number, num_tokens)
 
     def ticket(self, number: int, num_tokens: int) -> Ticket:
         """Of this offer."""

@@ -425,7 +425,7 @@ class Load:
         self.is_cancelled = True
         return [] if self.reads is None else self.cancel(DROPPED)
 
-    def lateness(self, now: float, timeout_s: float) -> Failure | None:
+    def late_failure(self, now: float, timeout_s: float) -> Failure | None:
         """Why its time is over; None while it is not."""
         if now >= self.deadline and not self.lacks_only_blocks:
             return Failure(FailureKind.LATE, f"no KV within {timeout_s:g} s")

@@ -103,7 +103,7 @@ class LoadBook:
         """Give up what is out of time, ask again where no answer came, renew what is held."""
         actions: list[events.Action] = []
         for load in self.all():
-            late = load.lateness(now, self.timeout_s)
+            late = load.late_failure(now, self.timeout_s)
             if late is not None:
                 actions += load.on_late(late, now)
             actions += self.ask_all(load, now)

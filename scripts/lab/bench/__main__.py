@@ -1,63 +1,49 @@
 """Measure what things cost; `bench WHAT --help` says more about each."""
 
 import argparse
+import importlib
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
-from lab.bench import digest, engines, events, idle, link, plan, reads, transfer, ttft
-from lab.cluster.processes import ProcessDiedError
-
-
-class Benchmark(NamedTuple):
-    """What it answers, its options besides --json, and what measures, prints, gives the status."""
-
-    about: str | None
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
-BENCHMARKS: Final[Mapping[str, Benchmark]] = {
-    "ttft": Benchmark(ttft.__doc__, engines.add_options, ttft.run),
-    "idle": Benchmark(idle.__doc__, engines.add_options, idle.run),
-    "transfer": Benchmark(transfer.__doc__, transfer.add_options, transfer.run),
-    "link": Benchmark(link.__doc__, link.add_options, link.run),
-    "plan": Benchmark(plan.__doc__, plan.add_options, plan.run),
-    "reads": Benchmark(reads.__doc__, plan.add_options, reads.run),
-    "digest": Benchmark(digest.__doc__, digest.add_options, digest.run),
-    "events": Benchmark(events.__doc__, events.add_options, events.run),
-}
+BENCHMARKS: Final = (
+    *("ttft", "idle", "transfer"),  # engines of vLLM
+    *("load", "link", "digest", "events"),  # NIXL is enough
+    *("plan", "reads"),
+)
+"""Modules beside this one, each with `add_options`, and `run`, which gives the exit status."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; by default this process's."""
+    """The command line, by default this process's; `run` is what it asks for.
+
+    Modules are imported only when they are asked for: not every machine has what others need.
+    """
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for name, benchmark in BENCHMARKS.items():
-        about = benchmark.about or ""
-        command = commands.add_parser(
-            name,
-            help=about.partition("\n")[0],
-            description=about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-        benchmark.add_options(command)
-    return parser.parse_args(arguments)
+    parser.add_argument("what", choices=BENCHMARKS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...")
+    chosen = parser.parse_args(arguments)
+    module: Any = importlib.import_module(f"lab.bench.{chosen.what}")
+    parser = argparse.ArgumentParser(
+        prog=f"bench {chosen.what}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    module.add_options(parser)
+    return parser.parse_args(chosen.rest, argparse.Namespace(run=module.run))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line names; the exit status."""
     options = parse_arguments(arguments)
     try:
-        return BENCHMARKS[options.what].run(options)
-    except ProcessDiedError as error:
-        print(error, file=sys.stderr)
-        return 1
+        status: int = options.run(options)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    return status
 
 
 if __name__ == "__main__":

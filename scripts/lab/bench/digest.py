@@ -9,13 +9,14 @@ import argparse
 import itertools
 import statistics
 import time
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from lab.bench.link import BASE
 from lab.bench.memory import RemoteMemory
+from lab.bench.models import MODELS
+from lab.local.caches import layout_at
 from lab.results import Figures, Results
 from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Key
@@ -29,12 +30,6 @@ from nixl_kv.transfer.loop import READING_PAUSE_S
 
 WARM_UP: Final = 2
 KEY: Final = Key("ab" * 16)
-MODELS: Final = {
-    "qwen3-8b": ModelShape(36, 8, (256, 256), "bfloat16"),
-    "llama-70b-tp8": ModelShape(80, 1, (256, 256), "bfloat16"),
-    "deepseek": ModelShape(61, 1, (576, 576), "bfloat16"),
-    "tiny": ModelShape(4, 4, (256, 256), "bfloat16"),
-}
 
 
 class Prompt:
@@ -79,17 +74,6 @@ class Prompt:
         tables = [BlockTable(self._local, layout.groups[0])]
         wanted = slices_read(layout, held_heads(layout), tables)
         return find_slices(layout, wanted, tables, end=self._num_tokens)
-
-
-def layout_at(layout: CacheLayout, address: int) -> CacheLayout:
-    """The same cache elsewhere."""
-    offset = address - layout.spans[0].address
-    groups = tuple(
-        replace(group, regions=tuple(replace(r, base=r.base + offset) for r in group.regions))
-        for group in layout.groups
-    )
-    spans = tuple(replace(span, address=span.address + offset) for span in layout.spans)
-    return replace(layout, groups=groups, spans=spans)
 
 
 def build_digester(layout: CacheLayout) -> Digester:

@@ -11,10 +11,7 @@ A ratio is ours to theirs, of each round: the median of all rounds, and where ha
 import argparse
 import contextlib
 import itertools
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from lab.bench import engines
+from lab.bench.checkouts import AGAINST, REPO, checkout, environment_of
 from lab.bench.timing import ratio
 from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import Connector, EngineSpec
 from lab.cluster.metrics import LOADED_METRICS, CountersSince, Loaded
-from lab.cluster.models.files import REPO, ensure_tiny_model
+from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.models.qwen3 import TinyModel
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
@@ -44,7 +42,6 @@ QWEN3_8B: Final = TinyModel(
 )
 """Its KV cache has 144 KiB per token; the vocabulary is ours."""
 
-AGAINST: Final = "against"
 ANSWER_TOKENS: Final = 16
 CHECKED: Final = 4
 """Answers that are compared, of each length."""
@@ -118,18 +115,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engine_args", nargs="*", help="more arguments of all engines, after --")
 
 
-def checkout(text: str) -> Path:
-    """A folder from which Python can import nixl_kv.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is none.
-    """
-    path = Path(text).resolve()
-    if not (path / "nixl_kv" / "connector").is_dir():
-        raise argparse.ArgumentTypeError(f"{path} has no nixl_kv/connector")
-    return path
-
-
 def run(options: argparse.Namespace) -> int:
     """A row for each prompt length and pair of engines; 0 only if no answer is wrong."""
     tp, layout = "TP{} to TP{}".format(*options.tp), options.layout or "auto"
@@ -198,23 +183,6 @@ def engine_specs(
         fields["extra_env"] = environment_of(path)
     specs = pair_specs(model, connector, suffix=f"-{name}", **fields)
     return [replace(spec, tensor_parallel=tp) for spec, tp in zip(specs, options.tp, strict=True)]
-
-
-def environment_of(path: Path) -> dict[str, str]:
-    """Where processes import nixl_kv from this checkout.
-
-    Raises:
-        RuntimeError: if they do not.
-    """
-    inherited = os.environ.get("PYTHONPATH")
-    paths = [str(path), *([inherited] if inherited else [])]
-    env = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-    script = "import nixl_kv; print(nixl_kv.__file__)"
-    command = [sys.executable, "-c", script]
-    imported = subprocess.check_output(command, env=os.environ | env, cwd="/", text=True).strip()
-    if not Path(imported).is_relative_to(path):
-        raise RuntimeError(f"nixl_kv is imported from {imported}, not from {path}")
-    return env
 
 
 def measure(

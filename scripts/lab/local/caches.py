@@ -1,7 +1,7 @@
 """KV caches as numpy arrays, in any of vLLM's physical orders, with a dense array as the truth."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -102,3 +102,14 @@ class Cache:
     def blocks(self, ids: Sequence[int]) -> Bytes:
         """A copy of some blocks, shape [L, len(ids), H, N, C]."""
         return self.view[:, list(ids)]
+
+
+def layout_at(layout: CacheLayout, address: int) -> CacheLayout:
+    """The same cache, with its first span at this address."""
+    offset = address - layout.spans[0].address
+    groups = tuple(
+        replace(group, regions=tuple(replace(r, base=r.base + offset) for r in group.regions))
+        for group in layout.groups
+    )
+    spans = tuple(replace(span, address=span.address + offset) for span in layout.spans)
+    return replace(layout, groups=groups, spans=spans)

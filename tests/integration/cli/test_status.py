@@ -45,7 +45,7 @@ def make_engine(memory: MakeTransport, fabric: Fabric) -> Iterator[MakeEngine]:
             return engine
 
         yield make
-        fabric.stuck = False
+        fabric.reads_hang = False
 
 
 def address(engine: LocalEngine) -> str:
@@ -96,15 +96,15 @@ def test_loads_and_offers_say_what_they_wait_for(
     options = [] if key_file is None else [f"--key-file {key_file}"]
     prefill = make_engine("P", 1, roles="prefill", make_control=lambda: ZmqControl(keys))
     decode = make_engine("D", 2, roles="decode", make_control=lambda: ZmqControl(keys))
-    fabric.stuck = True
-    for request in ("no-blocks", "stuck"):
+    fabric.reads_hang = True
+    for request in ("no-blocks", "hanging"):
         decode.prepare_load(request, prefill.offer(f"p-{request}", [TABLE], TOKENS))
-    decode.start_load("stuck", [TABLE], range(TOKENS))
+    decode.start_load("hanging", [TABLE], range(TOKENS))
     prefill.offer("p-unclaimed", [TABLE], TOKENS)
 
     expected = {
         "no-blocks": ([[0, "GRANTED"]], "blocks of its own"),
-        "stuck": ([[0, "READING"]], "data"),
+        "hanging": ([[0, "READING"]], "data"),
     }
     ranks = wait_status(
         decode,
@@ -120,7 +120,7 @@ def test_loads_and_offers_say_what_they_wait_for(
         assert rank["totals"]["reads"] == 1
         late_in_s = {load["request"]: load["late_in_s"] for load in rank["loads"]}
         assert late_in_s["no-blocks"] is None
-        assert 0 < late_in_s["stuck"] <= CONFIG.request_timeout_s
+        assert 0 < late_in_s["hanging"] <= CONFIG.request_timeout_s
         (peer,) = rank["peers"]
         assert (peer["engine"], peer["state"], peer["detail"]) == ("P", "READY", "")
         assert peer["endpoint"] == f"tcp://{address(prefill)}"
@@ -131,7 +131,7 @@ def test_loads_and_offers_say_what_they_wait_for(
     (rank,) = wait_status(prefill, lambda rank: len(rank["offers"]) == 3, *options)
     assert (rank["roles"], rank["loads"], rank["peers"]) == ("prefill", [], [])
     offers = {offer["request"]: offer for offer in rank["offers"]}
-    for request in ("no-blocks", "stuck"):
+    for request in ("no-blocks", "hanging"):
         offer = offers[f"p-{request}"]
         assert (offer["state"], offer["num_tokens"]) == ("GRANTED", TOKENS)
         assert offer["waits_for"] == "engine 'D', ranks 0, 1"
@@ -146,15 +146,15 @@ def test_loads_and_offers_say_what_they_wait_for(
     assert shown.exit_code == 0
     assert [row[0] for row in table_rows(shown.stdout, "load of request")] == [
         "no-blocks",
-        "stuck",
+        "hanging",
     ] * 2
     assert {tuple(row[3:5]) for row in table_rows(shown.stdout, "load of request")} == {
         ("0 GRANTED", "blocks of its own"),
         ("0 READING", "data"),
     }
-    fabric.stuck = False
+    fabric.reads_hang = False
     decode.cancel_load("no-blocks")
-    assert decode.wait_failure("stuck") is None
+    assert decode.wait_failure("hanging") is None
 
 
 def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEngine) -> None:

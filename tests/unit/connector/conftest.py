@@ -1,11 +1,35 @@
-"""A worker without NIXL: its bytes move in memory, and it is the only one of its engine."""
+"""A worker without NIXL: its bytes move in memory, and it is the only one of its engine.
 
+Half of the tests here need vLLM; where it is not installed they are left out.
+"""
+
+import logging
 import sys
+import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from nixl_kv.transport.memory import Fabric, MemoryTransport
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what its modules warn of while they are imported
+        import vllm.v1.core.kv_cache_manager  # noqa: F401
+except ImportError:
+    subjects = "connector kv_layout recorded_run scheduler stats vllm_config windows worker"
+    collect_ignore = [f"test_{subject}.py" for subject in subjects.split()]
+
+
+@pytest.fixture(autouse=True)
+def _logger() -> Iterator[None]:
+    """A connector makes our logger one like vLLM's; other tests want it as it was."""
+    logger = logging.getLogger("nixl_kv")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture

@@ -5,12 +5,14 @@ Both roles are here, and bytes move in memory: the request that brings a ticket 
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from nixl_kv.connector import worker
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.protocol.events import Command
 from nixl_kv.protocol.ticket import Ticket
@@ -18,8 +20,9 @@ from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
 from support.polling import wait_until
 from support.recorded_vllm import Record, torch
+from support.stepped import Clock
 
-EXTRA = {"port": 0, "offer_ttl_s": 0.1}
+TTL_S = 60.0
 
 
 def said(command: Command) -> Record:
@@ -36,8 +39,12 @@ def said(command: Command) -> Record:
 class Engine:
     """The connector in both roles, called as vLLM has called it."""
 
-    def __init__(self) -> None:
-        config, cache = recorded.vllm_config(EXTRA), recorded.kv_cache_config()
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        config, cache = (
+            recorded.vllm_config({"port": 0, "offer_ttl_s": TTL_S}),
+            recorded.kv_cache_config(),
+        )
         self.scheduler, self.worker = (
             NixlKVConnector(config, role, cache)
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
@@ -105,9 +112,16 @@ class Engine:
         sent, received = (
             set(call[name] or ()) for name in ("finished_sending", "finished_recving")
         )
-        wait_until(lambda: self._has_reported(sent, received))
+        self.wait_reported(sent, received)
         output: Any = SimpleNamespace(finished_sending=sent)
         self.scheduler.update_connector_output(output)
+
+    def wait_reported(self, sent: set[str], received: set[str]) -> None:
+        """Until these were reported. Offers that nobody reads end with their time."""
+        wait_until(lambda: self._has_reported(set(), received))
+        if not self._has_reported(sent, received):
+            self.clock.now += TTL_S
+            wait_until(lambda: self._has_reported(sent, received))
 
     def _has_reported(self, sent: set[str], received: set[str]) -> bool:
         results = self.worker.get_transfer_results(set())
@@ -131,9 +145,11 @@ class Engine:
 
 
 @pytest.fixture
-def engine(fabric: object, one_rank: None) -> Iterator[Engine]:
+def engine(fabric: object, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     del fabric, one_rank
-    engine = Engine()
+    clock, spec = Clock(), worker.rank_spec
+    monkeypatch.setattr(worker, "rank_spec", lambda *of: replace(spec(*of), clock=clock))
+    engine = Engine(clock)
     yield engine
     engine.close()
 
@@ -150,7 +166,7 @@ def test_a_recorded_run_leads_to_the_same_commands_and_moves_the_kv(engine: Engi
             for tensor in engine.caches.values():
                 assert torch.equal(tensor[written], tensor[read])
     assert len(loaded) == 1
-    wait_until(lambda: engine._has_reported(engine.published, set()))
+    engine.wait_reported(engine.published, set())
     assert len(engine.sent) == engine.kinds["PublishOffer"] > 1
     assert engine.kinds["WithdrawOffer"] == 1  # of the request that was aborted
     # A request that was preempted after its prompt was offered with other blocks.

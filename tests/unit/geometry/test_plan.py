@@ -289,17 +289,10 @@ def sizes(
 @pytest.mark.parametrize(
     ("local", "remote", "tokens", "read"),
     [
-        pytest.param((4, (0, 1)), (4, (2, 0)), range(8), range(8), id="equal"),
-        pytest.param((4, (0, 1)), (4, (2, 0)), range(5), range(8), id="the end is in a block"),
-        pytest.param((4, (0, 1)), (4, (2, 0)), range(4, 8), range(4, 8), id="after a hit"),
         pytest.param((4, (0, 1)), (4, (2, 0)), range(4, 4), range(0), id="nothing after a hit"),
-        pytest.param((2, (0, 3)), (8, (1,)), range(3), range(4), id="2:8"),
         pytest.param((2, (0, 3, 1)), (8, (1,)), range(2, 5), range(2, 6), id="2:8, after a hit"),
-        pytest.param((8, (1,)), (2, (0, 3)), range(3), range(4), id="8:2, a local block half read"),
         pytest.param((8, (1, 0)), (2, (0, 3, 1, 2, 5)), range(8, 9), range(8, 10), id="8:2, a hit"),
-        pytest.param((4, (2, 0)), (6, (1, 0)), range(7), range(8), id="4:6"),
         pytest.param((4, (2, 0)), (6, (1, 0)), range(4, 5), range(4, 6), id="4:6, after a hit"),
-        pytest.param((3, (2, 0, 1)), (2, (1, 0, 2, 4)), range(3, 7), range(3, 8), id="3:2"),
     ],
 )
 def test_tokens_are_read_up_to_the_next_block_edge_of_either_side(
@@ -311,21 +304,6 @@ def test_tokens_are_read_up_to_the_next_block_edge_of_either_side(
     """And nothing of a prefix hit."""
     case = sizes((Blocks(4, local[0]), local[1]), (Blocks(6, remote[0]), remote[1]), tokens)
     case.check(read)
-
-
-@pytest.mark.parametrize(
-    ("per_entry", "local", "remote", "tokens"),
-    [
-        pytest.param((1, 2), (5, 1, 3), (2, 0), range(12), id="two on the remote side"),
-        pytest.param((2, 1), (2, 0), (5, 1, 3, 0), range(12), id="two on the local side"),
-        pytest.param((2, 3), (2, 0, 1), (1, 0), range(8, 20), id="two and three, after a hit"),
-    ],
-)
-def test_entries_of_several_blocks(
-    per_entry: tuple[int, int], local: tuple[int, ...], remote: tuple[int, ...], tokens: range
-) -> None:
-    blocks = [Blocks(6, 4, per_entry=count) for count in per_entry]
-    sizes((blocks[0], local), (blocks[1], remote), tokens).check(tokens)
 
 
 def test_each_half_of_a_larger_remote_block_has_rows_of_its_own() -> None:
@@ -483,21 +461,6 @@ def test_groups_in_the_same_memory_share_rows() -> None:
     assert (reads.local.tolist(), reads.remote.tolist()) == ([1, 3], [3, 1])
 
 
-def test_both_sides_may_group_layers_differently() -> None:
-    """On each side a layer has the blocks of its own group; empty groups count too."""
-    layers_by_name = {
-        name: one_layer(1000 * n, stride=8, blocks=4, name=name) for n, name in enumerate("abc", 1)
-    }
-    a, b, c = layers_by_name.values()
-    local = rank([(4, [a, b]), (4, []), (4, [c])])
-    remote = rank([(4, [b, c]), (4, [a])])
-    reads = plan(local, remote).reads(
-        [block_ids([0]), block_ids([]), block_ids([1])], [block_ids([2]), block_ids([3])], range(1)
-    )
-    assert reads.local.tolist() == [0, 4, 9]  # a, b, c
-    assert reads.remote.tolist() == [3, 6, 10]
-
-
 def test_rows_are_in_the_order_of_local_addresses() -> None:
     model = layers(2, heads=2)[::-1]
     sides = [Side(order, model, Blocks(2), (0,)) for order in ("BLHNC", "LHBNC", "BHLNC")]
@@ -518,12 +481,6 @@ def test_the_columns_of_rows_have_names() -> None:
         24,
         4,
     ]
-
-
-def test_layers_are_matched_by_name() -> None:
-    local = rank([(1, [one_layer(100, stride=8, blocks=1)])])
-    a, b = (one_layer(base, stride=8, blocks=1, name=n) for n, base in (("b", 300), ("a", 400)))
-    assert plan(local, rank([(1, [a, b])])).remote.tolist() == [[400, 8, 0, 8, 1]]
 
 
 def test_a_latent_cache_has_one_piece_per_block() -> None:

@@ -56,6 +56,7 @@ from support.records import (
     renew,
     renewed,
 )
+from support.scripts import each_of
 
 READER_WIRE = ["decode", hex32(0xD), 0]
 
@@ -272,6 +273,8 @@ def test_a_rank_describes_itself_in_the_form_that_the_engine_passes_on() -> None
 MOST_CLAIMS = tuple(Claim(hex32(number)) for number in range(messages.MAX_CLAIMS))
 MOST_RANKS = tuple(range(messages.MAX_RANKS))
 LONG_NAME = "d" * 256
+LINE = hex32(1) + "\n"
+TOO_MANY_FACTS = {f"fact {number}": "" for number in range(257)}
 FULL: dict[str, Any] = {
     "peers": (PEER_STATUS,) * MAX_LISTED,
     "links": (LINK_STATUS,) * MAX_LISTED,
@@ -282,16 +285,23 @@ FULL: dict[str, Any] = {
 """A status that lists as much as may be listed."""
 
 
-def changed(message: Any, **fields: Any) -> Message:
-    """The same with other fields, which may be of other types."""
-    result: Message = msgspec.structs.replace(message, **fields)
-    return result
-
-
 def one_slice(**changed: Any) -> Message:
     """Asks for the digest of one slice."""
     values = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
     return digest_request(slices=(KVSlice(**{**values, **changed}),))
+
+
+def described(**changed: Any) -> Message:
+    return msgspec.structs.replace(description(), **changed)
+
+
+def with_rank(**changed: Any) -> Message:
+    """An engine of one rank."""
+    return described(ranks=(msgspec.structs.replace(rank_description(), **changed),))
+
+
+def with_slots(address: int = 1, count: int = 1) -> Message:
+    return with_rank(slots=Slots(address=address, count=count))
 
 
 @pytest.mark.parametrize(
@@ -317,6 +327,7 @@ def one_slice(**changed: Any) -> Message:
         pytest.param(digest_reply(columns=SUMS * MAX_COLUMNS), id="columns"),
         pytest.param(StatusRequest(incarnation=RANK_LIFE, request="x" * 512), id="request"),
         pytest.param(StatusRequest(incarnation=ANY_INCARNATION), id="no request"),
+        pytest.param(with_rank(agent=b""), id="a rank that cannot be read"),
         pytest.param(status(**FULL), id="a long status"),
         pytest.param(
             status(
@@ -339,7 +350,11 @@ def test_a_message_at_its_bounds_is_accepted(message: Message) -> None:
         pytest.param(release(incarnation="0" * 31), "matching regex", id="short incarnation"),
         pytest.param(release(nonce="0" * 33), "matching regex", id="long nonce"),
         pytest.param(release(claim="A" * 32), "matching regex", id="claim in capitals"),
-        pytest.param(changed(release(), complete=1), "Expected `bool`", id="complete is a number"),
+        pytest.param(
+            msgspec.structs.replace(release(), complete=1),
+            "Expected `bool`",
+            id="complete is a number",
+        ),
         pytest.param(ask(context="g" * 32), "matching regex", id="context of other digits"),
         pytest.param(ask(readers=()), "length >= 1", id="no readers"),
         pytest.param(ask(readers=(*MOST_RANKS, 0)), "length <= 1024", id="readers"),
@@ -379,6 +394,29 @@ def test_a_message_at_its_bounds_is_accepted(message: Message) -> None:
         pytest.param(
             StatusRequest(incarnation=RANK_LIFE, request="x" * 513), "length <= 512", id="request"
         ),
+        pytest.param(described(ranks=()), "length >= 1", id="no ranks"),
+        pytest.param(described(ranks=(rank_description(),) * 1025), "length <= 1024", id="ranks"),
+        pytest.param(described(model={"": "x"}), "length >= 1", id="no fact"),
+        pytest.param(described(model={"x": "y" * 4097}), "length <= 4096", id="long fact"),
+        pytest.param(described(model=TOO_MANY_FACTS), "length <= 256", id="facts"),
+        pytest.param(with_rank(endpoint=""), "matching regex", id="no endpoint"),
+        pytest.param(with_rank(endpoint="ipc:///tmp/x"), "matching regex", id="no tcp"),
+        pytest.param(with_rank(endpoint="tcp://" + "1" * 123), "<= 128", id="long endpoint"),
+        pytest.param(with_rank(agent=b"x" * ((1 << 20) + 1)), "<= 1048576", id="agent"),
+        pytest.param(with_slots(address=0), ">= 1", id="slots at null"),
+        pytest.param(with_slots(address=1 << 62), "<=", id="slots high"),
+        pytest.param(with_slots(count=0), ">= 1", id="no slots"),
+        pytest.param(with_slots(count=1 + (1 << 20)), "<=", id="slots"),
+        *[
+            pytest.param(message, "matching regex", id=f"line end in {name}")
+            for name, message in {
+                "incarnation": release(incarnation=LINE),
+                "nonce": release(nonce=LINE),
+                "claim": release(claim=LINE),
+                "claims": renew(1, Claim(LINE)),
+                "endpoint": with_rank(endpoint="tcp://10.0.0.1:7000\n"),
+            }.items()
+        ],
         *[
             pytest.param(status(**{name: (*listed, listed[0])}), "length <= 1000", id=name)
             for name, listed in FULL.items()
@@ -390,80 +428,29 @@ def test_a_message_out_of_bounds_is_refused(message: Message, error: str) -> Non
         decode(encode(message))
 
 
-def changed_rank(**changed: Any) -> Message:
-    rank = msgspec.structs.replace(rank_description(), **changed)
-    return msgspec.structs.replace(description(), ranks=(rank,))
+SLICE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "no heads": ({"first_head": 2}, "heads of 'layer.0' are 2 to 2"),
+    "negative head": ({"first_head": -1}, "heads of 'layer.0' are -1 to 2"),
+    "heads": ({"end_head": (1 << 17) + 1}, "are 0 to 131073; allowed"),
+    "negative begin": ({"begin": -1}, "begin of 'layer.0' is -1; allowed"),
+    "begin": ({"begin": 1 << 31}, "begin of 'layer.0' is 2147483648"),
+    "layer": ({"layer": None}, "Expected `str`, got"),
+}
+SHAPE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"tp": 0}, "tp is 0; allowed: 1 to 1024"),
+    "shape too large": ({"pp": 1025}, "pp is 1025; allowed: 1 to 1024"),
+}
 
 
-@pytest.mark.parametrize(
-    ("message", "error"),
-    [
-        pytest.param(
-            msgspec.structs.replace(description(), ranks=()), "length >= 1", id="no ranks"
-        ),
-        pytest.param(
-            msgspec.structs.replace(description(), ranks=(rank_description(),) * 1025),
-            "length <= 1024",
-            id="ranks",
-        ),
-        pytest.param(
-            msgspec.structs.replace(description(), model={"": "x"}), "length >= 1", id="no fact"
-        ),
-        pytest.param(
-            msgspec.structs.replace(description(), model={"x": "y" * 4097}),
-            "length <= 4096",
-            id="long fact",
-        ),
-        pytest.param(changed_rank(endpoint=""), "matching regex", id="no endpoint"),
-        pytest.param(changed_rank(endpoint="ipc:///tmp/x"), "matching regex", id="no tcp"),
-        pytest.param(changed_rank(endpoint="tcp://" + "1" * 123), "<= 128", id="long endpoint"),
-        pytest.param(changed_rank(agent=b"x" * ((1 << 20) + 1)), "<= 1048576", id="agent"),
-        pytest.param(changed_rank(slots=Slots(address=0, count=1)), ">= 1", id="slots at null"),
-        pytest.param(changed_rank(slots=Slots(address=1 << 62, count=1)), "<=", id="slots high"),
-        pytest.param(changed_rank(slots=Slots(address=1, count=0)), ">= 1", id="no slots"),
-        pytest.param(changed_rank(slots=Slots(address=1, count=1 + (1 << 20))), "<=", id="slots"),
-    ],
-)
-def test_a_description_out_of_bounds_is_refused(message: Message, error: str) -> None:
-    with pytest.raises(RemoteProtocolError, match=re.escape(error)):
-        decode(encode(message))
-
-
-def test_a_rank_that_cannot_be_read_has_no_agent() -> None:
-    message = changed_rank(agent=b"")
-    assert decode(encode(message)) == message
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        pytest.param("tp", 0, "tp is 0; allowed: 1 to 1024", id="shape"),
-        pytest.param("pp", 1025, "pp is 1025; allowed: 1 to 1024", id="shape too large"),
-    ],
-)
+@each_of(SLICE_ERRORS | SHAPE_ERRORS, "case")
 def test_a_record_that_checks_itself_is_refused_by_its_own_words(
-    name: str, value: int, error: str
+    case: tuple[dict[str, Any], str],
 ) -> None:
-    wire = msgspec.msgpack.decode(encode(description()))
-    wire[5][name] = value
-    with pytest.raises(RemoteProtocolError, match=error):
-        decode(msgspec.msgpack.encode(wire))
-
-
-@pytest.mark.parametrize(
-    ("changed", "error"),
-    [
-        pytest.param({"first_head": 2}, "heads of 'layer.0' are 2 to 2", id="no heads"),
-        pytest.param({"first_head": -1}, "heads of 'layer.0' are -1 to 2", id="negative head"),
-        pytest.param({"end_head": (1 << 17) + 1}, "are 0 to 131073; allowed", id="heads"),
-        pytest.param({"begin": -1}, "begin of 'layer.0' is -1; allowed", id="negative begin"),
-        pytest.param({"begin": 1 << 31}, "begin of 'layer.0' is 2147483648", id="begin"),
-        pytest.param({"layer": None}, "Expected `str`, got", id="layer"),
-    ],
-)
-def test_a_slice_out_of_bounds_is_refused(changed: dict[str, Any], error: str) -> None:
-    wire = msgspec.msgpack.decode(encode(digest_request()))
-    wire[-1][0] |= changed
+    fields, error = case
+    is_slice = case in SLICE_ERRORS.values()
+    wire = msgspec.msgpack.decode(encode(digest_request() if is_slice else description()))
+    record: dict[str, Any] = wire[-1][0] if is_slice else wire[5]
+    record |= fields
     with pytest.raises(RemoteProtocolError, match=re.escape(error)):
         decode(msgspec.msgpack.encode(wire))
 
@@ -559,28 +546,6 @@ def test_refusing_needs_little_memory(payload: bytes) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 2 * len(payload)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        pytest.param(release(incarnation=hex32(1) + "\n"), id="incarnation"),
-        pytest.param(release(nonce=hex32(1) + "\n"), id="nonce"),
-        pytest.param(release(claim=hex32(1) + "\n"), id="claim"),
-        pytest.param(renew(1, Claim(hex32(1) + "\n")), id="claims"),
-        pytest.param(changed_rank(endpoint="tcp://10.0.0.1:7000\n"), id="endpoint"),
-    ],
-)
-def test_a_line_end_is_no_part_of_a_field(message: Message) -> None:
-    with pytest.raises(RemoteProtocolError, match="matching regex"):
-        decode(encode(message))
-
-
-def test_a_description_has_a_bounded_number_of_facts() -> None:
-    facts = {f"fact {number}": "" for number in range(257)}
-    message = msgspec.structs.replace(description(), model=facts)
-    with pytest.raises(RemoteProtocolError, match="length <= 256"):
-        decode(encode(message))
 
 
 @given(payload=st.binary(max_size=64))

@@ -104,7 +104,7 @@ def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
 
 def test_a_peer_that_cannot_be_added_is_refused(reading: Reading) -> None:
     reading.agents.execute(DropPeer(PEER))
-    reading.fabric.broken.add(reading.prefill[1].transport.name)
+    reading.fabric.lost_peers.add(reading.prefill[1].transport.name)
     (refused,) = reading.agents.execute(JoinPeer(PEER, reading.description))
     assert isinstance(refused, PeerRefused)
     assert "no peer" in refused.reason
@@ -118,12 +118,12 @@ def test_a_dropped_peer_cannot_be_read(reading: Reading) -> None:
 def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(reading: Reading) -> None:
     """After a restart nobody else knows of that read, and only the agent's end stops it."""
     (agent,) = reading.agents.polled()
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start(D1)
     reading.agents.execute(DropPeer(PEER))
     assert repr(agent.peers) == "<PreparedPeers: 2 of prefill>"
     assert reading.start(D2) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
-    reading.fabric.stuck = False
+    reading.fabric.reads_hang = False
     (done,) = reading.agents.poll()
     assert isinstance(done, ReadDone)
     reading.agents.execute(DropPeer(PEER))
@@ -166,7 +166,7 @@ def test_a_rank_without_an_agent_reads_nothing() -> None:
 
 
 def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Reading) -> None:
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start(D1)
     reading.agents.execute(AbandonRead(D1, R0))
     for _ in range(3):
@@ -185,7 +185,7 @@ def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Re
 
 
 def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start(D1, R0)
     reading.start(D1, R1, block=8)
     reading.start(D2, R0, block=9)
@@ -198,7 +198,7 @@ def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
 
 def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
     """A healthy read keeps its agent alive, until it has ended itself."""
-    reading.fabric.stuck_peers.add(reading.prefill[0].transport.name)
+    reading.fabric.hanging_peers.add(reading.prefill[0].transport.name)
     reading.fabric.polls = 3
     reading.start(D1, R0)
     reading.start(D2, R1, block=8)
@@ -218,11 +218,11 @@ def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
 
 def test_an_abandoned_read_that_ends_all_the_same_is_told(reading: Reading) -> None:
     """Its agent is replaced nevertheless, with nothing left to fail."""
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start(D1)
     reading.agents.execute(AbandonRead(D1, R0))
     reading.agents.poll()
-    reading.fabric.stuck = False
+    reading.fabric.reads_hang = False
     (done,) = reading.agents.poll()
     assert isinstance(done, ReadDone)
     for _ in range(3):
@@ -235,7 +235,7 @@ def test_an_agent_that_cannot_be_made_is_tried_again_later(
     reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
     reading.failures = ["second", "no memory"]
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start(D1)
     reading.agents.execute(AbandonRead(D1, R0))
     for _ in range(2):
@@ -255,7 +255,7 @@ def test_an_agent_that_cannot_be_made_is_tried_again_later(
 def test_an_agent_that_is_not_gone_is_destroyed_again_later(
     reading: Reading, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reading.fabric.stuck = reading.fabric.unending = True
+    reading.fabric.reads_hang = reading.fabric.closes_fail = True
     reading.start(D1)
     reading.agents.execute(AbandonRead(D1, R0))
     reading.agents.poll()
@@ -268,26 +268,26 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
         assert reading.poll() == []
     assert "a NIXL agent is not gone: this transport does not end; blocks stay held" in caplog.text
     assert reading.agents.is_read(D1)
-    reading.fabric.unending = False
+    reading.fabric.closes_fail = False
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
     assert reading.counts == {"agents_recycled": 1}
 
 
 def test_a_peer_is_prepared_again_for_another_agent(reading: Reading) -> None:
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start(D1)
     reading.agents.execute(AbandonRead(D1, R0))
     reading.agents.poll()
     reading.poll()
     reading.poll()
-    reading.fabric.stuck = False
+    reading.fabric.reads_hang = False
     assert reading.start(D2) == []
     (done,) = reading.agents.poll()
     assert isinstance(done, ReadDone)
 
 
 def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start(D1)
     reading.agents.close()
     assert reading.num_transports == 0

@@ -1,7 +1,5 @@
 """One turn of the transfer thread: what comes first, what follows, how long it waits."""
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -14,14 +12,15 @@ from nixl_kv.protocol.events import (
     Counts,
     DecodeEvent,
     FailureKind,
-    LoadEnded,
     OfferEnd,
     OfferEnded,
     ReadFailed,
     RevokeOffer,
     SetEngineLayouts,
+    StartLoad,
 )
 from nixl_kv.protocol.messages import (
+    Answer,
     Ask,
     Deny,
     Grant,
@@ -31,6 +30,7 @@ from nixl_kv.protocol.messages import (
     decode_to_rank,
     encode,
 )
+from nixl_kv.transfer.digests import NoDigester
 from nixl_kv.transfer.loop import LINGER_S, READING_PAUSE_S, SERVING_PAUSE_S, TICK_S
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.memory_control import MemoryControl
@@ -39,6 +39,7 @@ from support.records import ask
 from support.stepped import MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
+DIED = "the transfer thread died"
 
 
 def counts_of(rank: Stepped) -> dict[str, float]:
@@ -53,9 +54,7 @@ def counts_of(rank: Stepped) -> dict[str, float]:
 
 def granted(world: World, number: int = 1) -> None:
     """An offer that decode was granted, and has no blocks for yet."""
-    world.prefill.prepare_offer(number, TABLE, 11)
-    world.prefill.publish_offer(number)
-    world.decode.prepare_load(number, world.prefill.ticket(number, 11))
+    world.decode.prepare_load(number, world.prefill.offer(number, TABLE, 11))
 
     def is_granted() -> bool:
         load = world.decode.load(number)
@@ -64,39 +63,176 @@ def granted(world: World, number: int = 1) -> None:
     world.until(is_granted)
 
 
+def reading(world: World) -> None:
+    """A load whose read hangs."""
+    world.fabric.reads_hang = True
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.decode.turn()
+
+
+class Stranger:
+    """Sends what it likes to a rank."""
+
+    def __init__(self, world: World, rank: Stepped) -> None:
+        self.control = MemoryControl(world.network)
+        self.rank = rank
+
+    def send(self, payload: bytes) -> float | None:
+        """How long the rank waits in its next turn."""
+        self.control.send(self.rank.parts.description.endpoint, payload)
+        return self.rank.turn()
+
+    def answer(self) -> bytes:
+        (item,) = self.control.poll(0)
+        assert isinstance(item, FromEndpoint)
+        return item.payload
+
+    def ask(self, **changed: object) -> Answer:
+        incarnation = self.rank.parts.description.incarnation
+        self.send(encode(ask(incarnation=incarnation, **changed)))
+        return decode_answer(self.answer())
+
+
 # --- a whole transfer
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
 @pytest.mark.parametrize("polls", [0, 3], ids="lands at poll {}".format)
-def test_a_load_takes_a_few_turns_and_no_time(world: World, polls: int, *, verify: bool) -> None:
+def test_a_load_takes_a_few_turns_and_no_time(
+    world: World, polls: int, caplog: pytest.LogCaptureFixture, *, verify: bool
+) -> None:
     world.fabric.polls = polls
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11, verify=verify)
     world.run(20)
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
+    assert caplog.messages == [], "a good load has nothing to say"
+    load = world.decode.ended_load()
     assert (load.failure, load.verified, load.num_tokens) == (None, verify, 11)
-    (offer,) = world.prefill.ends()
-    assert isinstance(offer, OfferEnded)
-    assert (offer.request, offer.end) == ("p1", OfferEnd.READ)
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
     read, expected = world.decode.cache.blocks(OTHER_TABLE), world.prefill.cache.blocks(TABLE)
     assert np.array_equal(read, expected)
 
 
 def test_what_was_read_is_in_the_report(world: World) -> None:
-    world.fabric.polls = 1
-    granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.until(lambda: world.decode.parts.agents.is_busy)
+    reading(world)
     world.clock.now += 0.5
+    world.fabric.reads_hang = False
     world.run()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
-    (read,) = load.reads
+    (read,) = world.decode.ended_load().reads
     assert read.num_bytes == world.prefill.cache.blocks(TABLE).nbytes
     assert read.num_runs > 0
     assert read.seconds == 0.5
+
+
+def test_a_cancelled_load_releases_prefill_and_is_not_reported(world: World) -> None:
+    granted(world)
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.run()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.ABORTED)
+    assert world.decode.ends() == []
+
+
+def test_a_ticket_is_good_once(world: World) -> None:
+    granted(world)
+    world.decode.prepare_load(2, world.prefill.ticket(1, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
+    world.run()
+    assert world.decode.failed_load().detail == "prefill rank 0 denied"
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+
+
+def test_blocks_that_are_freed_during_the_read_are_not_accepted(world: World) -> None:
+    """The slot is cleared before the blocks are used again; the read lands after that."""
+    reading(world)
+    world.prefill.parts.slots.clear_all()
+    world.fabric.reads_hang = False
+    world.run()
+    failure = world.decode.failed_load()
+    assert failure.detail == "prefill rank 0 took its blocks back while they were read"
+
+
+def test_a_peer_that_dies_fails_the_read(world: World) -> None:
+    reading(world)
+    serving = world.prefill.parts.serving
+    assert serving is not None
+    world.fabric.lost_peers.add(serving.metadata().decode())
+    world.run()
+    assert "is gone" in world.decode.failed_load().detail
+
+
+def test_a_read_that_hangs_is_reported_only_when_its_agent_is_gone(world: World) -> None:
+    """NIXL has no abort: until nothing can write into its blocks, they are not handed back."""
+    reading(world)
+    world.fabric.closes_fail = True
+    world.clock.now += world.config.request_timeout_s
+    world.run()
+    assert world.decode.ends() == []
+    world.fabric.closes_fail = False
+    world.clock.now += 1.0
+    world.run()
+    assert world.decode.failed_load().detail == f"no KV within {world.config.request_timeout_s:g} s"
+    assert world.prefill.ended_offer()[0] == "p1"
+    world.fabric.reads_hang = False
+    before = world.decode.cache.view.copy()
+    world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
+    world.run(20)
+    assert world.decode.ended_load().failure is None
+    assert np.array_equal(world.decode.cache.view[:, OTHER_TABLE], before[:, OTHER_TABLE])
+
+
+# --- why a load failed
+
+
+def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    granted(world)
+    world.decode.start_load(1, [2], 11)  # too few blocks
+    world.run()
+    assert world.decode.ended_load().failure is not None
+    (message,) = caplog.messages
+    first, *lines = message.splitlines()
+    engine = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
+    rank = f"rank 0 at {world.prefill.parts.description.endpoint}"
+    reason = "block table has the entries 0 to 0; needed: 0 to 2"
+    assert first == f"request d1: KV not loaded: reading prefill rank 0 failed: {reason} (broken; {engine})"
+    assert [line.split(" s  ", 1)[1] for line in lines] == [
+        f"d1 {engine}: PREPARED (PrepareLoad: offer 00000000)",
+        f"{engine}: CONNECTING (PrepareLoad)",
+        f"{engine}: CONNECTING -> READY (PeerJoined: 1 of 1 ranks)",
+        f"d1 {rank}: ASKING (PeerJoined)",
+        f"d1 {rank}: ASKING -> GRANTED (Grant)",
+        f"d1 {engine}: PREPARED -> STARTED (StartLoad: tokens 0 to 10)",
+        f"d1 {rank}: GRANTED -> READING (StartLoad)",
+        f"d1 {rank}: READING -> FAILED (ReadFailed)",
+        f"d1 {engine}: STARTED -> FAILED (reading prefill rank 0 failed: {reason} (broken))",
+    ]
+
+
+def test_a_long_story_is_cut_to_ten_lines(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.prefill.parts.digests._digester = NoDigester("no compiler")
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11, verify=True)
+    for _ in range(10):  # prefill is asked for its digest more than once
+        world.clock.now += 1.0
+        world.run(2)
+    detail = world.decode.failed_load().detail
+    lines = caplog.messages[-1].splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith(f"request d1: KV not loaded: {detail} (")
+    assert lines[1].endswith(" earlier events)")
+    assert f"STARTED -> FAILED ({detail}" in lines[-1]
+
+
+def test_a_load_that_is_not_known_has_no_story(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.decode.turn()
+    words = "it was not prepared, or forgotten since (internal)"
+    assert caplog.messages == [f"request d1: KV not loaded: {words}"]
 
 
 # --- the order inside a turn
@@ -104,15 +240,8 @@ def test_what_was_read_is_in_the_report(world: World) -> None:
 
 def test_commands_come_before_messages(world: World) -> None:
     """Who asks for an offer has its ticket, which left after the command."""
-    reader = MemoryControl(world.network)
-    endpoint = world.prefill.parts.description.endpoint
-    incarnation = world.prefill.parts.description.incarnation
     nonce = world.prefill.prepare_offer(1, TABLE, 11)
-    reader.send(endpoint, encode(ask(nonce=nonce, incarnation=incarnation)))
-    world.prefill.turn()
-    (answer,) = reader.poll(0)
-    assert isinstance(answer, FromEndpoint)
-    assert isinstance(decode_answer(answer.payload), Grant)
+    assert isinstance(Stranger(world, world.prefill).ask(nonce=nonce), Grant)
 
 
 def test_what_follows_from_an_action_happens_in_the_same_turn(world: World) -> None:
@@ -135,10 +264,7 @@ def test_a_read_that_fails_at_once_is_reported_in_the_same_turn(world: World) ->
     granted(world)
     world.decode.start_load(1, [2], 11)  # too few blocks
     world.decode.turn()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
-    assert load.failure is not None
-    assert load.failure.kind is FailureKind.BROKEN
+    assert world.decode.failed_load().kind is FailureKind.BROKEN
 
 
 def test_a_message_that_cannot_be_sent_is_a_loss(
@@ -152,11 +278,9 @@ def test_a_message_that_cannot_be_sent_is_a_loss(
     world.decode.prepare_load(1, world.prefill.ticket(1, 11))
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.decode.turn()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
-    assert load.failure is not None
-    assert load.failure.kind is FailureKind.UNREACHABLE
-    assert "no socket for tcp://" in load.failure.detail
+    failure = world.decode.failed_load()
+    assert failure.kind is FailureKind.UNREACHABLE
+    assert "no socket for tcp://" in failure.detail
 
 
 def test_the_engines_layouts_are_for_the_agents(world: World) -> None:
@@ -167,11 +291,9 @@ def test_the_engines_layouts_are_for_the_agents(world: World) -> None:
 
 
 def test_a_revoked_offer_ends_and_is_reported(world: World) -> None:
-    nonce = world.prefill.prepare_offer(1, TABLE, 11)
-    world.prefill.publish_offer(1)
-    world.prefill.submit(RevokeOffer(nonce))
+    world.prefill.submit(RevokeOffer(world.prefill.offer(1, TABLE, 11).nonce))
     world.prefill.turn()
-    assert world.prefill.ends() == [OfferEnded(nonce, RequestId("p1"), OfferEnd.REVOKED)]
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
 
 
 # --- strangers
@@ -181,57 +303,39 @@ def test_a_revoked_offer_ends_and_is_reported(world: World) -> None:
 def test_a_message_that_is_not_of_this_protocol_is_counted_and_logged(
     world: World, payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stranger = MemoryControl(world.network)
-    stranger.send(world.prefill.parts.description.endpoint, payload)
-    with caplog.at_level(logging.WARNING):
-        world.prefill.turn()
+    Stranger(world, world.prefill).send(payload)
     assert counts_of(world.prefill) == {"messages_dropped": 1}
-    (record,) = caplog.records
-    assert record.getMessage().startswith("control message dropped: ")
+    (message,) = caplog.messages
+    assert message.startswith("control message dropped: ")
 
 
 def test_a_denied_ask_is_counted_and_logged_without_the_whole_nonce(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stranger = MemoryControl(world.network)
-    message = ask(incarnation=world.prefill.parts.description.incarnation)
-    stranger.send(world.prefill.parts.description.endpoint, encode(message))
-    with caplog.at_level(logging.WARNING):
-        world.prefill.turn()
-    (answer,) = stranger.poll(0)
-    assert isinstance(answer, FromEndpoint)
-    assert isinstance(decode_answer(answer.payload), Deny)
+    assert isinstance(Stranger(world, world.prefill).ask(), Deny)
     assert counts_of(world.prefill) == {"asks_denied": 1}
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert caplog.messages == [
         "denied an ask for offer 00000000: no such offer: used, expired, or never made"
-    )
-    assert message.nonce not in caplog.text
+    ]
 
 
 def test_a_lost_connection_is_counted_and_logged(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     granted(world)
-    with caplog.at_level(logging.WARNING):
-        (link,) = world.network.working()
-        world.network.cut(link)
-        world.decode.turn()
+    (link,) = world.network.working()
+    world.network.cut(link)
+    world.decode.turn()
     assert counts_of(world.decode) == {"peers_lost": 1}
     assert f"lost {link.endpoint}: connection closed" in caplog.text
 
 
 def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
-    tool = MemoryControl(world.network)
-    request = StatusRequest(incarnation=ANY_INCARNATION)
-    tool.send(world.prefill.parts.description.endpoint, encode(request))
-    assert world.prefill.turn() is None
+    tool = Stranger(world, world.prefill)
+    assert tool.send(encode(StatusRequest(incarnation=ANY_INCARNATION))) is None
     assert world.prefill.turn() is None  # it does not wait for the tool to read
-    (answer,) = tool.poll(0)
-    assert isinstance(answer, FromEndpoint)
-    status = decode_status(answer.payload)
-    assert (status.engine, status.uptime_s) == ("prefill", 0.0)
-    assert world.prefill.results == type(world.prefill.results)()
+    assert decode_status(tool.answer()).engine == "prefill"
+    assert not world.prefill.results
 
 
 # --- counts
@@ -239,11 +343,9 @@ def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
 
 def test_counts_are_published_only_when_all_results_were_popped(world: World) -> None:
     """One record at a time: nobody may pop them for long, and strangers send as they like."""
-    stranger = MemoryControl(world.network)
-    endpoint = world.prefill.parts.description.endpoint
+    stranger = Stranger(world, world.prefill)
     for _ in range(3):
-        stranger.send(endpoint, b"garbage")
-        world.prefill.turn()
+        stranger.send(b"garbage")
     assert list(world.prefill.results) == [Counts({"messages_dropped": 1})]
     assert counts_of(world.prefill) == {"messages_dropped": 1}
     world.prefill.turn()
@@ -255,12 +357,9 @@ def test_counts_are_published_only_when_all_results_were_popped(world: World) ->
 # --- how long a turn waits
 
 
-def test_an_idle_rank_waits_for_ever(world: World) -> None:
+def test_a_rank_waits_for_ever_but_where_a_command_is_there(world: World) -> None:
     assert world.prefill.turn() is None
     assert world.decode.turn() is None
-
-
-def test_a_command_is_not_waited_for(world: World) -> None:
     world.decode.submit(CancelLoad(RequestId("d1")))
     assert world.decode.turn() == 0
     assert world.decode.turn() is None
@@ -280,12 +379,9 @@ def test_a_rank_with_a_timer_looks_at_it_now_and_then(world: World) -> None:
 
 
 def test_a_read_is_polled(world: World) -> None:
-    world.fabric.stuck = True
-    granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.decode.turn()
+    reading(world)
     assert world.decode.turn() == READING_PAUSE_S
-    world.fabric.stuck = False
+    world.fabric.reads_hang = False
     world.run()
     world.clock.now += LINGER_S
     world.run(2)
@@ -303,28 +399,31 @@ def test_a_digest_is_stepped_as_often_as_its_maker_needs(
     world: World, pause_s: float, wait_s: float
 ) -> None:
     world.prefill.parts.digests._digester = SlowDigester(3, pause_s)
-    world.fabric.stuck = True
+    world.fabric.reads_hang = True
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11, verify=True)
     world.decode.turn()
     world.prefill.turn()
     assert len(world.prefill.parts.digests) == 1
     assert world.prefill.turn() == wait_s
-    world.fabric.stuck = False
+    world.fabric.reads_hang = False
     world.run()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
-    assert load.verified
+    assert world.decode.ended_load().verified
 
 
-def test_prefill_serves_while_it_may_be_read_and_a_while_longer(world: World) -> None:
+def test_prefill_serves_while_it_may_be_read_and_a_while_longer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+    monkeypatch.setattr(world.prefill.parts.serving, "progress", lambda: calls.append(0))
+    world.prefill.turn()
+    assert calls == []
     granted(world)
+    calls.clear()
     assert world.prefill.turn() == SERVING_PAUSE_S
+    assert len(calls) == 1
     world.decode.submit(CancelLoad(RequestId("d1")))
     world.run(3)
-    (offer,) = world.prefill.ends()
-    assert isinstance(offer, OfferEnded)
-    assert offer.end is OfferEnd.ABORTED
     world.clock.now += LINGER_S - 0.01
     assert world.prefill.turn() == SERVING_PAUSE_S
     world.clock.now += 0.01
@@ -334,27 +433,8 @@ def test_prefill_serves_while_it_may_be_read_and_a_while_longer(world: World) ->
 
 def test_a_rank_that_cannot_be_read_does_not_serve_whoever_asks(make_world: MakeWorld) -> None:
     world = make_world(roles=("prefill", "decode"))
-    stranger = MemoryControl(world.network)
-    stranger.send(world.decode.parts.description.endpoint, encode(ask()))
-    world.decode.turn()
-    (answer,) = stranger.poll(0)
-    assert isinstance(answer, FromEndpoint)
-    assert isinstance(decode_answer(answer.payload), Deny)
+    assert isinstance(Stranger(world, world.decode).ask(), Deny)
     assert world.decode.turn() is None
-
-
-def test_serving_lets_the_transport_progress(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[float] = []
-    serving = world.prefill.parts.serving
-    assert serving is not None
-    monkeypatch.setattr(serving, "progress", lambda: calls.append(world.clock()))
-    world.prefill.turn()
-    assert calls == []
-    granted(world)
-    num_calls = len(calls)
-    assert num_calls > 0
-    world.prefill.turn()
-    assert len(calls) == num_calls + 1
 
 
 def test_a_queued_load_keeps_its_grant_for_many_leases(world: World) -> None:
@@ -365,33 +445,26 @@ def test_a_queued_load_keeps_its_grant_for_many_leases(world: World) -> None:
     assert world.clock.now > 1000 + 8 * world.config.lease_s
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
-    assert load.failure is None
+    assert world.decode.ended_load().failure is None
 
 
 def test_without_a_renewal_the_lease_runs_out(world: World) -> None:
     granted(world)
     world.clock.now += world.config.lease_s + 0.1
     world.prefill.turn()
-    (offer,) = world.prefill.ends()
-    assert isinstance(offer, OfferEnded)
-    assert offer.end is OfferEnd.EXPIRED
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.EXPIRED)
 
 
 def test_offers_that_nobody_claims_end_with_their_time(make_world: MakeWorld) -> None:
     world = make_world(Config(offer_ttl_s=7.0))
-    world.prefill.prepare_offer(1, TABLE, 11)
-    world.prefill.publish_offer(1)
+    world.prefill.offer(1, TABLE, 11)
     world.prefill.turn()
     world.clock.now += 6.9
     world.prefill.turn()
     assert world.prefill.ends() == []
     world.clock.now += 0.2
     world.prefill.turn()
-    (offer,) = world.prefill.ends()
-    assert isinstance(offer, OfferEnded)
-    assert offer.end is OfferEnd.UNCLAIMED
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.UNCLAIMED)
 
 
 # --- a restart
@@ -400,12 +473,10 @@ def test_offers_that_nobody_claims_end_with_their_time(make_world: MakeWorld) ->
 def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: World) -> None:
     granted(world)
     world.prefill.prepare_offer(2, [5], 4)
-    world.prefill.prepare_offer(3, [6], 4)
-    world.prefill.publish_offer(3)
+    world.prefill.offer(3, [6], 4)
     world.prefill.turn()
     slot_page = world.prefill.parts.slots
-    load = world.decode.parts.decode.loads.all()[0]
-    grant = load.rank_reads[0].grant
+    grant = world.decode.parts.decode.loads.all()[0].rank_reads[0].grant
     assert grant is not None
     assert slot_page.read(grant.slot) == grant.generation
     world.prefill.loop.restart()
@@ -417,19 +488,14 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     ]
     world.prefill.publish_offer(2)  # prepared for a machine that is gone
     world.prefill.turn()
-    (late,) = world.prefill.ends()
-    assert isinstance(late, OfferEnded)
-    assert (late.request, late.end) == ("p2", OfferEnd.LOST)
+    assert world.prefill.ended_offer() == ("p2", OfferEnd.LOST)
     assert len(world.prefill.parts.prefill.offers) == 0
     world.prefill.turn()
     assert counts_of(world.prefill) == {"thread_restarts": 1}
 
 
 def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: World) -> None:
-    world.fabric.stuck = True
-    granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11)
-    world.decode.turn()
+    reading(world)
     world.decode.background.is_held = True
     world.decode.loop.restart()
     world.decode.turn()
@@ -441,33 +507,47 @@ def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: 
     world.decode.turn()
     world.decode.background.work()  # the end of the first one
     world.decode.turn()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
+    load = world.decode.ended_load()
     assert load.failure is not None
-    assert (load.request, load.num_tokens) == ("d1", 11)
-    assert load.failure.detail == "the transfer thread died"
+    assert (load.request, load.num_tokens, load.failure.detail) == ("d1", 11, DIED)
     assert len(world.decode.loop.outstanding) == 0
     world.decode.turn()
     assert counts_of(world.decode) == {"agents_recycled": 1}
 
 
-def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(world: World) -> None:
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        pytest.param(StartLoad, OTHER_TABLE, id="before the read"),
+        pytest.param(ReadFailed, [2], id="with what follows from a read that failed at once"),
+    ],
+)
+def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: type, table: list[int]
+) -> None:
+    """What was to follow is forgotten with the machines."""
     granted(world)
-    world.decode.parts.decode.handle = fail  # type: ignore[method-assign]
-    world.decode.start_load(1, OTHER_TABLE, 11)
+    break_at(world, kind, monkeypatch)
+    world.decode.start_load(1, table, 11)
     with pytest.raises(KeyError):
         world.decode.turn()
-    del world.decode.parts.decode.handle
     world.decode.loop.restart()
     assert world.decode.turn() == 0
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
+    assert world.decode.failed_load().detail == DIED
     world.decode.turn()
     assert world.decode.turn() is None
 
 
-def fail(*_: object) -> list[Action]:
-    raise KeyError("a bug")
+def break_at(world: World, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug: decode's machine raises at an event of this kind."""
+    handle = world.decode.parts.decode.handle
+
+    def buggy(event: DecodeEvent, now: float) -> list[Action]:
+        if isinstance(event, kind):
+            raise KeyError("a bug")
+        return handle(event, now)
+
+    monkeypatch.setattr(world.decode.parts.decode, "handle", buggy)
 
 
 def test_after_a_restart_loads_go_on(world: World) -> None:
@@ -477,34 +557,4 @@ def test_after_a_restart_loads_go_on(world: World) -> None:
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
-    assert load.failure is None
-
-
-def test_what_was_to_follow_is_forgotten_with_the_machines(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read that fails at once is an event to come when the machine's next one raises."""
-    granted(world)
-    machine = world.decode.parts.decode
-    handle = machine.handle
-    handled: list[object] = []
-
-    def break_at_the_second(event: DecodeEvent, now: float) -> list[Action]:
-        handled.append(event)
-        if len(handled) == 2:
-            raise KeyError("a bug")
-        return handle(event, now)
-
-    monkeypatch.setattr(machine, "handle", break_at_the_second)
-    world.decode.start_load(1, [2], 11)
-    with pytest.raises(KeyError):
-        world.decode.turn()
-    assert isinstance(handled[1], ReadFailed)
-    world.decode.loop.restart()
-    world.decode.turn()
-    (load,) = world.decode.ends()
-    assert isinstance(load, LoadEnded)
-    assert load.failure is not None
-    assert load.failure.detail == "the transfer thread died"
+    assert world.decode.ended_load().failure is None

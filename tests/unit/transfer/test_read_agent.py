@@ -151,10 +151,10 @@ def test_a_cleared_slot_reads_as_zeros(reading: Reading) -> None:
 
 def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
     reading.agent._free_slots = [1]
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     assert reading.read_slot(0) == []
     assert reading.read_slot(0) == [ReadFailed(D1, R0, "too many slots are being read")]
-    reading.fabric.stuck = False
+    reading.fabric.reads_hang = False
     assert len(reading.agent.poll()) == 1
     assert reading.read_slot(0) == []
 
@@ -166,10 +166,10 @@ def test_a_slot_that_the_peer_does_not_have_is_refused(reading: Reading) -> None
 
 
 def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start([2], [7], range(4))
     reading.read_slot(3)
-    reading.fabric.broken.add(reading.prefill.transport.name)
+    reading.fabric.lost_peers.add(reading.prefill.transport.name)
     events = reading.agent.poll()
     assert [type(event) for event in events] == [ReadFailed, ReadFailed]
     assert "is gone" in str(events[0])
@@ -178,7 +178,7 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
 
 
 def test_all_reads_have_failed_with_their_agent(reading: Reading) -> None:
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start([2], [7], range(4))
     reading.read_slot(3)
     reason = "it did not end, and was stopped with its agent"
@@ -189,7 +189,7 @@ def test_all_reads_have_failed_with_their_agent(reading: Reading) -> None:
 def test_abandoned_reads_are_told_apart(reading: Reading) -> None:
     agent = reading.agent
     assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (False, True)
-    reading.fabric.stuck = True
+    reading.fabric.reads_hang = True
     reading.start([2], [7], range(4))
     assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (False, False)
     reading.read_slot(3)

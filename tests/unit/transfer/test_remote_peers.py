@@ -220,7 +220,7 @@ def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
     fabric: Fabric, cache: Cache, transport: CountingTransport
 ) -> None:
     described, ranks = two_halves(fabric)
-    fabric.broken.add(ranks[1].transport.name)
+    fabric.lost_peers.add(ranks[1].transport.name)
     prepared = PreparedPeers(transport, peers_of(cache))
     with pytest.raises(PeerLost):
         prepared.prepare(PEER, described)

@@ -114,25 +114,25 @@ def test_a_read_lands_once(fabric: Fabric, local_side: Side, link: Link) -> None
     assert fabric.bytes_copied == 4
 
 
-def test_a_stuck_read_lands_as_soon_as_it_is_not_stuck_any_more(
+def test_a_hanging_read_lands_as_soon_as_it_does_not_hang_any_more(
     fabric: Fabric, local_side: Side, link: Link
 ) -> None:
-    fabric.stuck = True
+    fabric.reads_hang = True
     read = link.read([0], [0])
     assert [link.transport.poll(read) for _ in range(5)] == [False] * 5
     assert local_side.bytes[0] == 0
-    fabric.stuck = False
+    fabric.reads_hang = False
     assert link.transport.poll(read)
     assert local_side.bytes[0] == 100
 
 
-def test_only_reads_of_a_stuck_peer_are_stuck(
+def test_only_reads_of_a_hanging_peer_hang(
     fabric: Fabric, local_side: Side, remote_side: Side, link: Link
 ) -> None:
     third = Link(local_side, Side(fabric, 200))
-    fabric.stuck_peers.add(remote_side.transport.name)
-    stuck, healthy = link.read([0], [0]), third.read([1], [1])
-    assert not link.transport.poll(stuck)
+    fabric.hanging_peers.add(remote_side.transport.name)
+    hanging, healthy = link.read([0], [0]), third.read([1], [1])
+    assert not link.transport.poll(hanging)
     assert third.transport.poll(healthy)
     assert (local_side.bytes[0], local_side.bytes[8]) == (0, 208)
 
@@ -140,11 +140,11 @@ def test_only_reads_of_a_stuck_peer_are_stuck(
 def test_a_transport_that_does_not_end_can_be_closed_later(
     fabric: Fabric, local_side: Side
 ) -> None:
-    fabric.unending = True
+    fabric.closes_fail = True
     with pytest.raises(TransportError, match="does not end"):
         local_side.transport.close()
     assert local_side.transport.name in fabric.transports
-    fabric.unending = False
+    fabric.closes_fail = False
     local_side.transport.close()
     assert local_side.transport.name not in fabric.transports
 
@@ -160,7 +160,7 @@ def test_a_lost_peer_can_neither_be_read_nor_added(
     fabric: Fabric, local_side: Side, remote_side: Side, link: Link
 ) -> None:
     read = link.read([0], [0])
-    fabric.broken.add(remote_side.transport.name)
+    fabric.lost_peers.add(remote_side.transport.name)
     with pytest.raises(PeerLost, match=f"^peer {remote_side.transport.name!r} is gone$"):
         link.transport.poll(read)
     assert local_side.bytes[0] == 0

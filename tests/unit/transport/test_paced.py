@@ -116,7 +116,7 @@ def test_a_read_that_fails_lets_the_next_one_go_on() -> None:
     local, remote = world.lists([(0, 8, 8, 100)])
     reads = [world.reader.read(local, remote, (ids(n), ids(n))) for n in range(2)]
     assert not world.reader.poll(reads[0])
-    world.fabric.broken.add(world.peer)
+    world.fabric.lost_peers.add(world.peer)
     for read in reads:
         with pytest.raises(PeerLost):
             world.finish(read)

@@ -4,12 +4,10 @@ from dataclasses import dataclass
 
 from lab.cluster.models.recipe import (
     ATTENTION_GAIN,
-    EMBEDDING_GAIN,
     LOGIT_GAIN,
     Family,
     RandomMatrices,
     Tensors,
-    in_layer,
     vector,
 )
 
@@ -25,7 +23,6 @@ class DeepseekV2(Family):
     architecture = "DeepseekV2ForCausalLM"
     model_type = "deepseek_v2"
 
-    layers: int = 4
     heads: int = 16
     kv_heads: int = 16
     head_dim: int = 128
@@ -45,29 +42,20 @@ class DeepseekV2(Family):
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         }
 
-    def weights(self, vocab_size: int) -> Tensors:
-        """All tensors."""
-        random = RandomMatrices(self.seed)
-        hidden = self.hidden
-        values = self.heads * self.head_dim
+    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
+        """All layers are of one kind."""
+        del layer
+        hidden, values = self.hidden, self.heads * self.head_dim
         queries = self.heads * (self.head_dim + self.rope_dim)
-        weights = {
-            "model.embed_tokens.weight": random.matrix(vocab_size, hidden, EMBEDDING_GAIN),
-            "model.norm.weight": vector(hidden),
-            "lm_head.weight": random.matrix(vocab_size, hidden),
+        return {
+            "input_layernorm.weight": vector(hidden),
+            "post_attention_layernorm.weight": vector(hidden),
+            "self_attn.q_proj.weight": random.matrix(queries, hidden, LOGIT_GAIN),
+            "self_attn.kv_a_proj_with_mqa.weight": random.matrix(
+                self.latent + self.rope_dim, hidden
+            ),
+            "self_attn.kv_a_layernorm.weight": vector(self.latent),
+            "self_attn.kv_b_proj.weight": random.matrix(2 * values, self.latent),
+            "self_attn.o_proj.weight": random.matrix(hidden, values, ATTENTION_GAIN),
+            **self.mlp(random),
         }
-        for layer in range(self.layers):
-            parts = {
-                "input_layernorm.weight": vector(hidden),
-                "post_attention_layernorm.weight": vector(hidden),
-                "self_attn.q_proj.weight": random.matrix(queries, hidden, LOGIT_GAIN),
-                "self_attn.kv_a_proj_with_mqa.weight": random.matrix(
-                    self.latent + self.rope_dim, hidden
-                ),
-                "self_attn.kv_a_layernorm.weight": vector(self.latent),
-                "self_attn.kv_b_proj.weight": random.matrix(2 * values, self.latent),
-                "self_attn.o_proj.weight": random.matrix(hidden, values, ATTENTION_GAIN),
-                **self.mlp(random),
-            }
-            weights |= in_layer(layer, parts)
-        return weights

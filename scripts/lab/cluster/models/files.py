@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from lab.cluster.models.qwen3 import TinyModel
-from lab.cluster.models.recipe import DTYPES, FloatArray, Recipe
+from lab.cluster.models.recipe import DTYPES, Family, FloatArray
 
 REPO: Final = Path(__file__).resolve().parents[4]
 MODELS: Final = REPO / ".models"
@@ -35,7 +35,7 @@ def words() -> list[str]:
 
 
 def ensure_tiny_model(
-    root: Path = MODELS, model: Recipe | None = None, *, weights: bool = True
+    root: Path = MODELS, model: Family | None = None, *, weights: bool = True
 ) -> Path:
     """The model's folder under root; made now if no earlier call made it.
 
@@ -57,7 +57,7 @@ def ensure_tiny_model(
     return target
 
 
-def write_model(folder: Path, model: Recipe, *, weights: bool = True) -> None:
+def write_model(folder: Path, model: Family, *, weights: bool = True) -> None:
     """Write all files of the model into a folder, perhaps but its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)

@@ -1,7 +1,6 @@
 """Tiny Gemma models: sliding windows, and layers that share the cache of others.
 
-As with a tiny Qwen3, attention is sharp and outweighs a token's own embedding, so that an answer
-depends on all of the prompt; a sliding window lets early words through from layer to layer.
+A sliding window lets early words through from layer to layer.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from lab.cluster.models.recipe import (
     Family,
     RandomMatrices,
     Tensors,
-    in_layer,
     vector,
 )
 
@@ -29,7 +27,10 @@ class Gemma3(Family):
     family = "gemma3"
     architecture = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
+    embedding_gain = 1.0
+    neutral_norm = 0.0
 
+    layers: int = 6
     window: int = 200
     period: int = 6
 
@@ -47,32 +48,24 @@ class Gemma3(Family):
             },
         }
 
-    def weights(self, vocab_size: int) -> Tensors:
-        """All tensors. A norm's weight is 1 less than what it multiplies by."""
-        random = RandomMatrices(self.seed)
+    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
+        """A norm's weight is 1 less than what it multiplies by."""
+        del layer
         hidden, head = self.hidden, self.head_dim
         queries, keys = self.heads * head, self.kv_heads * head
-        weights = {
-            "model.embed_tokens.weight": random.matrix(vocab_size, hidden),
-            "model.norm.weight": vector(hidden, 0.0),
-            "lm_head.weight": random.matrix(vocab_size, hidden),
+        return {
+            "input_layernorm.weight": vector(hidden, 0.0),
+            "post_attention_layernorm.weight": vector(hidden, ATTENTION_GAIN - 1.0),
+            "pre_feedforward_layernorm.weight": vector(hidden, 0.0),
+            "post_feedforward_layernorm.weight": vector(hidden, 0.0),
+            "self_attn.q_proj.weight": random.matrix(queries, hidden),
+            "self_attn.k_proj.weight": random.matrix(keys, hidden),
+            "self_attn.v_proj.weight": random.matrix(keys, hidden),
+            "self_attn.o_proj.weight": random.matrix(hidden, queries),
+            "self_attn.q_norm.weight": vector(head, SHARPNESS - 1.0),
+            "self_attn.k_norm.weight": vector(head, SHARPNESS - 1.0),
+            **self.mlp(random),
         }
-        for layer in range(self.layers):
-            parts = {
-                "input_layernorm.weight": vector(hidden, 0.0),
-                "post_attention_layernorm.weight": vector(hidden, ATTENTION_GAIN - 1.0),
-                "pre_feedforward_layernorm.weight": vector(hidden, 0.0),
-                "post_feedforward_layernorm.weight": vector(hidden, 0.0),
-                "self_attn.q_proj.weight": random.matrix(queries, hidden),
-                "self_attn.k_proj.weight": random.matrix(keys, hidden),
-                "self_attn.v_proj.weight": random.matrix(keys, hidden),
-                "self_attn.o_proj.weight": random.matrix(hidden, queries),
-                "self_attn.q_norm.weight": vector(head, SHARPNESS - 1.0),
-                "self_attn.k_norm.weight": vector(head, SHARPNESS - 1.0),
-                **self.mlp(random),
-            }
-            weights |= in_layer(layer, parts)
-        return weights
 
 
 @dataclass(frozen=True)
@@ -85,6 +78,7 @@ class Gemma4(Family):
     family = "gemma4"
     architecture = "Gemma4ForCausalLM"
     model_type = "gemma4_text"
+    embedding_gain = 1.0
 
     layers: int = 8
     shared_layers: int = 4
@@ -113,27 +107,18 @@ class Gemma4(Family):
             "layer_types": [_layer_type(layer, self.period) for layer in range(self.layers)],
         }
 
-    def weights(self, vocab_size: int) -> Tensors:
-        """All tensors."""
-        random = RandomMatrices(self.seed)
+    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
+        """Layers that share a cache have no weights for keys and values."""
         hidden = self.hidden
-        weights = {
-            "model.embed_tokens.weight": random.matrix(vocab_size, hidden),
-            "model.norm.weight": vector(hidden),
-            "lm_head.weight": random.matrix(vocab_size, hidden),
+        return {
+            "input_layernorm.weight": vector(hidden),
+            "post_attention_layernorm.weight": vector(hidden, ATTENTION_GAIN),
+            "pre_feedforward_layernorm.weight": vector(hidden),
+            "post_feedforward_layernorm.weight": vector(hidden),
+            "layer_scalar": vector(1),
+            **self._attention(random, layer),
+            **self.mlp(random),
         }
-        for layer in range(self.layers):
-            parts = {
-                "input_layernorm.weight": vector(hidden),
-                "post_attention_layernorm.weight": vector(hidden, ATTENTION_GAIN),
-                "pre_feedforward_layernorm.weight": vector(hidden),
-                "post_feedforward_layernorm.weight": vector(hidden),
-                "layer_scalar": vector(1),
-                **self._attention(random, layer),
-                **self.mlp(random),
-            }
-            weights |= in_layer(layer, parts)
-        return weights
 
     def _attention(self, random: RandomMatrices, layer: int) -> Tensors:
         full = _layer_type(layer, self.period) == FULL

@@ -1,10 +1,14 @@
-"""What tiny models are made from: numbers, and random weights that are the same every time."""
+"""What tiny models are made from: numbers, and random weights that are the same every time.
+
+Attention is sharp and outweighs a token's own embedding: a greedy answer then depends on all of the
+prompt, and KV that arrived wrong changes it.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,29 +29,6 @@ LOGIT_GAIN: Final = SHARPNESS**2
 """How widely scores of attention spread."""
 
 
-class Recipe(Protocol):
-    """What the files of a model are made from: the same values give the same files."""
-
-    family: ClassVar[str]
-
-    @property
-    def max_positions(self) -> int:
-        """How long a prompt and its answer may be."""
-
-    @property
-    def dtype(self) -> str:
-        """What the weights are stored in: a key of DTYPES."""
-
-    def digest(self) -> str:
-        """A short name for all values."""
-
-    def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says."""
-
-    def weights(self, vocab_size: int) -> dict[str, FloatArray]:
-        """All tensors, by the names that vLLM's loader knows."""
-
-
 class RandomMatrices:
     """Random matrices, the same for the same seed and order of calls."""
 
@@ -66,14 +47,16 @@ def vector(size: int, value: float = 1.0) -> FloatArray:
     return np.full(size, value, dtype=np.float32)
 
 
-def in_layer(layer: int, parts: Mapping[str, FloatArray]) -> Tensors:
-    """The tensors of a layer, by their full names."""
-    return {f"model.layers.{layer}.{name}": part for name, part in parts.items()}
-
-
 @dataclass(frozen=True)
-class Numbers:
-    """What every family of models is made from."""
+class Family(ABC):
+    """What a model's files are made from: the same numbers give the same files."""
+
+    family: ClassVar[str]
+    architecture: ClassVar[str]
+    model_type: ClassVar[str]
+    embedding_gain: ClassVar[float] = EMBEDDING_GAIN
+    neutral_norm: ClassVar[float] = 1.0
+    """The weight of a norm that scales nothing."""
 
     layers: int = 4
     heads: int = 8
@@ -82,6 +65,7 @@ class Numbers:
     hidden: int = 256
     intermediate: int = 512
     max_positions: int = 4096
+    """How long a prompt and its answer may be."""
     dtype: str = "float32"
     seed: int = 0
 
@@ -92,24 +76,13 @@ class Numbers:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: one of {', '.join(DTYPES)}")
 
-
-@dataclass(frozen=True)
-class Family(Numbers):
-    """What all of them have; the rest of a Recipe is their own."""
-
-    family: ClassVar[str]
-    architecture: ClassVar[str]
-    model_type: ClassVar[str]
-
-    layers: int = 6
-
     def digest(self) -> str:
-        """A short name for all values."""
+        """A short name for all numbers."""
         text = json.dumps([FORMAT, self.family, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def config(self, vocab_size: int) -> dict[str, object]:
-        """What config.json says of every family."""
+        """What config.json says."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -128,6 +101,25 @@ class Family(Numbers):
             "pad_token_id": 2,
             "torch_dtype": self.dtype,
         }
+
+    def weights(self, vocab_size: int) -> Tensors:
+        """All tensors, by the names that vLLM's loader knows."""
+        random = RandomMatrices(self.seed)
+        weights = {
+            "model.embed_tokens.weight": random.matrix(
+                vocab_size, self.hidden, self.embedding_gain
+            ),
+            "model.norm.weight": vector(self.hidden, self.neutral_norm),
+            "lm_head.weight": random.matrix(vocab_size, self.hidden),
+        }
+        for layer in range(self.layers):
+            parts = self.layer_weights(random, layer)
+            weights |= {f"model.layers.{layer}.{name}": part for name, part in parts.items()}
+        return weights
+
+    @abstractmethod
+    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
+        """The tensors of a layer, by their names in it."""
 
     def mlp(self, random: RandomMatrices) -> Tensors:
         """The weights of a layer's MLP."""

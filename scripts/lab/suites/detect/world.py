@@ -1,11 +1,12 @@
 """A cell's two engines in one process, and the loads between them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine, Tables, wire_tables
 from lab.suites.detect.cells import Cell, Cut
 from lab.suites.detect.fields import Content, fields_of
@@ -40,9 +41,9 @@ class Memory:
 
     def __init__(self, made_up: CacheLayout, rng: np.random.Generator) -> None:
         """Allocate room for all spans."""
-        end = max(span.address + span.length for span in made_up.spans)
-        self.bytes = rng.integers(0, 256, end - model_layouts.BASE, dtype=np.uint8)
-        self.layout = _moved(made_up, self.bytes.ctypes.data - model_layouts.BASE)
+        begin, end = made_up.spans[0].address, made_up.spans[-1].address + made_up.spans[-1].length
+        self.bytes = rng.integers(0, 256, end - begin, dtype=np.uint8)
+        self.layout = layout_at(made_up, self.bytes.ctypes.data)
 
     def fill(self, tables: Tables, tokens: range, kv: ModelKV) -> None:
         """Write this rank's part of a request's KV."""
@@ -61,15 +62,6 @@ class Memory:
             for field in fields_of(self.layout, wire_tables(tables), tokens)
             for number, content in enumerate(kv[field.region.layer])
         )
-
-
-def _moved(layout: CacheLayout, distance: int) -> CacheLayout:
-    groups = tuple(
-        replace(group, regions=tuple(replace(r, base=r.base + distance) for r in group.regions))
-        for group in layout.groups
-    )
-    spans = tuple(replace(span, address=span.address + distance) for span in layout.spans)
-    return CacheLayout(groups, layout.element, layout.memory, layout.device, spans)
 
 
 @dataclass(frozen=True)

@@ -23,27 +23,30 @@ from typing import get_args
 
 import httpx
 
+from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
+from lab.cluster.engines import EngineSpec
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.processes import ProcessDiedError
 from lab.results import Results, say_on_stderr
 from lab.suites.faults.faults import FAULTS
-from lab.suites.faults.questions import Questions, load_answers
+from lab.suites.faults.questions import Questions
 from lab.suites.faults.scene import Fault, Report, Stage, Where, run_fault
-from lab.suites.faults.stages import single_engine, stage_at
+from lab.suites.faults.stages import KV_CACHE_BYTES, stage_at
 
 
 def run_all(faults: Sequence[Fault], cluster: Cluster, results: Results) -> None:
     """Run them, where they happen; results are added as they come."""
     model = ensure_tiny_model()
-    path = model.with_suffix(".answers.json")
-    questions = Questions(load_answers(path, lambda: single_engine(cluster, model)))
-    for where in get_args(Where):
-        here = [fault for fault in faults if fault.where == where]
-        if here:
-            with stage_at(where, cluster, model) as stage:
-                for fault in here:
-                    results.add(run_one(fault, stage, questions))
+    (single,) = cluster.start(EngineSpec("single", model, kv_cache_bytes=KV_CACHE_BYTES))
+    with Client(single.url) as client:
+        questions = Questions(client)
+        for where in get_args(Where):
+            here = [fault for fault in faults if fault.where == where]
+            if here:
+                with stage_at(where, cluster, model) as stage:
+                    for fault in here:
+                        results.add(run_one(fault, stage, questions))
 
 
 def run_one(fault: Fault, stage: Stage, questions: Questions) -> Report:

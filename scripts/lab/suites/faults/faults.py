@@ -20,9 +20,8 @@ from lab.cluster.metrics import (
 )
 from lab.cluster.netns import PERFECT, Quality
 from lab.cluster.prompts import random_prompt
-from lab.cluster.waiting import wait_until
 from lab.suites.faults.questions import LONG, SHORT, TALK
-from lab.suites.faults.scene import RELEASE_S, WAIT_S, Ended, Fault, Scene, ask
+from lab.suites.faults.scene import RELEASE_S, SLACK_S, WAIT_S, Ended, Fault, Scene, ask
 
 OFFER_ENDS: Final = tuple(
     f"vllm:nixl_kv_offers_{end}_total"
@@ -106,14 +105,15 @@ def restart_decode_under_load(scene: Scene, load: int = LOAD) -> None:
 
 def restart_under_load(scene: Scene, victim: Engine, size: int) -> None:
     """Kill it when some requests have ended, and restart it; most of the others come meanwhile."""
+    first, last = (scene.questions.draw(SHORT, count) for count in (size - AFTER, AFTER))
     load = _Load(scene.pair.to_router)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        ended = pool.map(load.ask, scene.questions.draw(SHORT, size - AFTER))
+        ended = pool.map(load.ask, first)
         load.enough.wait()
         victim.kill()
         victim.restart()
         scene.ended += ended
-        scene.ended += pool.map(load.ask, scene.questions.draw(SHORT, AFTER))
+        scene.ended += pool.map(load.ask, last)
 
 
 class _Load:
@@ -168,11 +168,12 @@ def prefilled(scene: Scene, questions: Sequence[Question]) -> list[Early]:
 
 def late_ticket(scene: Scene) -> None:
     """Offers run out, prefill uses the blocks for others, then decode gets the tickets."""
+    questions, filling = (scene.questions.draw(LONG, count) for count in (LATE, FILLING))
     since = CountersSince(scene.pair.to_prefill)
-    late = prefilled(scene, scene.questions.draw(LONG, LATE))
+    late = prefilled(scene, questions)
     changed = since.wait(lambda now: now[OFFERS_UNCLAIMED] >= LATE, WAIT_S, step=True)
     scene.expect(changed[OFFERS_UNCLAIMED] >= LATE, "no offer ran out")
-    for question in scene.questions.draw(LONG, FILLING):
+    for question in filling:
         scene.send_to(scene.pair.to_prefill, question)
     scene.collect()
     for request in late:
@@ -185,8 +186,9 @@ def late_ticket(scene: Scene) -> None:
 
 def preempted_prefill(scene: Scene) -> None:
     """Prefill's cache runs out under prompts that it goes on to generate from, for a while."""
+    questions = scene.questions.draw(TALK, GENERATING)
     since = CountersSince(scene.pair.to_prefill)
-    for question in scene.questions.draw(TALK, GENERATING):
+    for question in questions:
         scene.send(question, partial(generate_and_decode, scene, question))
     scene.collect()
     scene.expect(since.changed()[PREEMPTIONS] > 0, "prefill preempted nothing")
@@ -200,13 +202,13 @@ def generate_and_decode(scene: Scene, question: Question) -> Answer:
 
 def crowded_decode(scene: Scene) -> None:
     """Decode's cache is full of long generations, and tickets wait longer than an offer lasts."""
-    for question in scene.questions.draw(TALK, TALKERS):
+    talkers, late = scene.questions.draw(TALK, TALKERS), scene.questions.draw(LONG, TICKETS)
+    for question in talkers:
         scene.send_to(scene.pair.to_decode, question)
-    for request in prefilled(scene, scene.questions.draw(LONG, TICKETS)):
+    for request in prefilled(scene, late):
         request.send(scene)
-    scene.expect(
-        wait_until(lambda: scene.pair.to_decode.counters()[QUEUED] > 0, 5.0),
-        "no ticket waited on decode",
+    scene.expect_soon(
+        lambda: scene.pair.to_decode.counters()[QUEUED] > 0, "no ticket waited on decode"
     )
     scene.collect()
 
@@ -226,9 +228,10 @@ TALKED: Final = 150
 def three_moments(scene: Scene) -> Sequence[Early]:
     """Requests after their transfer and during it; returned are those before it."""
     wire = scene.stage.wire
-    early, during = (prefilled(scene, scene.questions.draw(LONG, ENOUGH)) for _ in range(2))
+    talk, *long = (scene.questions.draw(kind, ENOUGH) for kind in (TALK, LONG, LONG))
+    early, during = (prefilled(scene, questions) for questions in long)
     loads = scene.loads()
-    for question in scene.questions.draw(TALK, ENOUGH):
+    for question in talk:
         scene.send_to_pair(question.cut(TALKED))
     scene.expect_soon(lambda: scene.loads() >= loads + ENOUGH, "decode read nothing before")
     if wire is not None:
@@ -257,7 +260,7 @@ def strike_decode(scene: Scene, strike: Callable[[], object], repair: Callable[[
     """Prefill lives: its blocks come back while decode does not answer."""
     early = three_moments(scene)
     strike()
-    scene.expect_free(scene.pair.to_prefill, RELEASE_S)
+    scene.expect_free(scene.pair.to_prefill, RELEASE_S + SLACK_S)
     repair()
     for request in early:
         request.send(scene)
@@ -341,9 +344,9 @@ def lose_5_percent(scene: Scene) -> None:
 
 def ask_over(scene: Scene, quality: Quality) -> None:
     """Requests of both lengths, all at once; all are to be read in spite of the wire."""
+    long, talk = (scene.questions.draw(kind, REQUESTS // 2) for kind in (LONG, TALK))
     loads = scene.loads()
     scene.set_wire(quality)
-    long, talk = (scene.questions.draw(kind, REQUESTS // 2) for kind in (LONG, TALK))
     for question in long + talk:
         scene.send_to_pair(question)
     scene.collect()
@@ -353,9 +356,9 @@ def ask_over(scene: Scene, quality: Quality) -> None:
 
 def crawl(scene: Scene) -> None:
     """A read takes longer than a lease, and longer than an offer lasts."""
+    (question,) = scene.questions.draw(LONG, 1)
     loads = scene.loads()
     scene.set_wire(CRAWLING)
-    (question,) = scene.questions.draw(LONG, 1)
     scene.send_to_pair(question)
     scene.collect()
     scene.expect(scene.loads() > loads, "the slow read was given up")

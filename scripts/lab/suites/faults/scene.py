@@ -25,6 +25,7 @@ OFFER_TTL_S: Final = 6.0
 LEASE_S: Final = 4.0
 REQUEST_TIMEOUT_S: Final = 8.0
 SLACK_S: Final = 5.0
+"""Few cores do all of this beside other work."""
 RELEASE_S: Final = max(OFFER_TTL_S, LEASE_S) + 1.0
 """What is held for others is free then: with a tick, a step of vLLM, a look of ours."""
 SERVE_AGAIN_S: Final = 60.0
@@ -282,8 +283,8 @@ def _serves(scene: Scene) -> float | None:
 
 def _leaked(scene: Scene) -> tuple[int, int]:
     """Blocks that both engines still hold when all offers and leases have long ended."""
-    on_prefill, _ = wait_until_free(scene.pair.to_prefill, RELEASE_S + SLACK_S)
-    on_decode, _ = wait_until_free(scene.pair.to_decode, SLACK_S)
+    on_prefill, _ = wait_until_free(scene.pair.to_prefill, WAIT_S)
+    on_decode, _ = wait_until_free(scene.pair.to_decode, WAIT_S)
     return on_prefill, on_decode
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import EngineSpec
 from lab.cluster.netns import ADDRESSES, Namespace, Wire
@@ -70,12 +69,3 @@ def stage_at(where: Where, cluster: Cluster, model: Path) -> Iterator[Stage]:
         prefill, decode = cluster.start(*specs)
         stack.callback(cluster.end, prefill, decode)
         yield Stage(prefill, decode, wire=wire)
-
-
-@contextlib.contextmanager
-def single_engine(cluster: Cluster, model: Path) -> Iterator[Client]:
-    """An engine without a connector, whose answers the others' are compared with."""
-    (single,) = cluster.start(EngineSpec("single", model))
-    with Client(single.url) as client:
-        yield client
-    cluster.end(single)

@@ -9,6 +9,7 @@ a status of 500 or more, and the ordinary request was right with its KV loaded.
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -154,18 +155,23 @@ class Runner:
         return self._victims
 
 
-def run_all(options: argparse.Namespace, log_dir: Path, results: Sequence[Results]) -> None:
-    """All cases with each connector, added to its results one by one."""
-    with Cluster(log_dir) as cluster:
-        for connector, outcomes in zip(options.connectors, results, strict=True):
-            runner = Runner(connector, cluster)
-            try:
-                for case in options.cases:
-                    outcomes.add(runner.run(case))
-            except ProcessDiedError as error:
-                print(f"{connector}: {error}", file=sys.stderr)
-            finally:
-                runner.stop()
+def run_all(connector: Connector, options: argparse.Namespace, cluster: Cluster) -> int:
+    """All cases with one connector; what came of them is printed also if a signal ends it."""
+    path: Path | None = options.json
+    if path is not None and len(options.connectors) > 1:
+        path = path.with_stem(f"{path.stem}-{connector}")
+    title = f"what strangers and clients may send to {connector}"
+    results, runner = Results(title, "cases survived", path), Runner(connector, cluster)
+    status = 1
+    try:
+        for case in options.cases:
+            results.add(runner.run(case))
+    except ProcessDiedError as error:
+        print(f"{connector}: {error}", file=sys.stderr)
+    finally:
+        runner.stop()
+        status = results.print(len(options.cases))
+    return status
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -192,26 +198,12 @@ def main() -> int:
         print("\n".join(f"{case.name:14}{case.about}" for case in CASES))
         return 0
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-hostile-"))
-    results = [
-        Results(f"what strangers and clients may send to {connector}", "cases survived", path)
-        for connector, path in zip(options.connectors, _json_paths(options), strict=True)
-    ]
     try:
-        run_all(options, log_dir, results)
+        with Cluster(log_dir) as cluster:
+            statuses = {one: run_all(one, options, cluster) for one in options.connectors}
     except KeyboardInterrupt:
-        say_on_stderr("interrupted")
-    finally:  # also when a signal ends it
-        statuses = [one.print(len(options.cases)) for one in results]
-    by_connector: dict[str, int] = dict(zip(options.connectors, statuses, strict=True))
-    return by_connector.get("nixl-kv", 0)
-
-
-def _json_paths(options: argparse.Namespace) -> list[Path | None]:
-    """Of each connector."""
-    path: Path | None = options.json
-    if path is None or len(options.connectors) == 1:
-        return [path] * len(options.connectors)
-    return [path.with_stem(f"{path.stem}-{connector}") for connector in options.connectors]
+        return 128 + signal.SIGINT
+    return statuses.get("nixl-kv", 0)
 
 
 if __name__ == "__main__":

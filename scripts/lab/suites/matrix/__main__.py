@@ -18,8 +18,10 @@ from lab.cluster.answers import TIES
 from lab.cluster.processes import end_on_signals, kill_descendants
 from lab.results import Results, say_on_stderr
 from lab.suites.matrix import cells
+from lab.suites.matrix.accuracy import AccuracyJudge
 from lab.suites.matrix.answers import AnswersJudge, Place
-from lab.suites.matrix.judging import Judge
+
+Judge = AnswersJudge | AccuracyJudge
 
 BAD_SETTING: Final = 2
 
@@ -57,8 +59,6 @@ def make_judge(options: argparse.Namespace, log_dir: Path) -> Judge:
     if options.judge == "answers":
         place = Place(options.device, options.dtype, options.gpus, options.ranks)
         return AnswersJudge(matrix, place, options.only, log_dir)
-    from lab.suites.matrix.accuracy import AccuracyJudge  # noqa: PLC0415 - it imports torch
-
     limit = [] if options.limit is None else ["--limit", str(options.limit)]
     flags = [*(["--single"] if options.single else []), *limit]
     return AccuracyJudge(matrix, options.only, flags, log_dir)
@@ -72,7 +72,7 @@ def run(judge: Judge, log_dir: Path) -> int:
     try:
         judge.run(results)
     finally:
-        status = results.print(max(judge.num_cells, len(results.all)))
+        status = results.print(max(len(judge.lines()), len(results.all)))
     return status
 
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         judge = make_judge(options, log_dir)
-        if not options.list:
+        if isinstance(judge, AccuracyJudge) and not options.list:
             judge.check()
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -96,21 +96,16 @@ class AccuracyJudge:
         self._log_dir = log_dir
         self._machine = detect(os.environ)
 
-    @property
-    def num_cells(self) -> int:
-        """See `Judge`."""
-        return len(self._cells)
-
     def check(self) -> None:
-        """See `Judge`: knobs and flags that the launcher would refuse."""
+        """Refuse the whole run for knobs and flags that the launcher would refuse later."""
         check_cells(self._cells, self._machine, self._flags)
 
     def lines(self) -> list[str]:
-        """See `Judge`."""
+        """The cells that it runs or skips, one a line."""
         return [f"{cell.name:20} {cell.about}{self._remark(cell)}" for cell in self._cells]
 
     def run(self, results: Results) -> None:
-        """See `Judge`. A cell has a result for each model."""
+        """Add what came of each cell: a result for each model."""
         for cell in self._cells:
             lacking = missing(cell, self._machine)
             outcomes = [Outcome(cell.name, lacking=lacking)] if lacking else self.run_cell(cell)

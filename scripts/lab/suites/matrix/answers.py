@@ -238,20 +238,12 @@ class AnswersJudge:
         self._specs = Specs(matrix, place)
         self._log_dir = log_dir
 
-    @property
-    def num_cells(self) -> int:
-        """See `Judge`."""
-        return len(self.lines())
-
-    def check(self) -> None:
-        """There is nothing that may be refused."""
-
     def lines(self) -> list[str]:
-        """See `Judge`."""
+        """The cells that it runs or skips, one a line."""
         return [f"{model}/{cell.name}" for model, cells in self._plan for cell in cells]
 
     def run(self, results: Results) -> None:
-        """See `Judge`."""
+        """Add what came of each cell."""
         limit = self._place.most_ranks or MOST_RANKS[self._place.device]
         with (
             contextlib.suppress(KeyboardInterrupt),

@@ -10,7 +10,7 @@ import msgspec
 from lab.cluster.engines import Device
 from lab.cluster.models import FAMILIES
 from lab.cluster.models.files import REPO
-from lab.cluster.models.recipe import Recipe
+from lab.cluster.models.recipe import Family
 
 CONFIG: Final = REPO / "configs" / "matrix.yaml"
 
@@ -86,10 +86,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_flags: tuple[str, ...] = ()
     """Of every engine."""
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> Family:
         """What its files are made from."""
-        recipe: Recipe = FAMILIES[self.family](**self.numbers)
-        return recipe
+        return FAMILIES[self.family](**self.numbers)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId
-from nixl_kv.protocol import events
+from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.events import (
+    OVER,
     Disconnect,
     DropPeer,
     Failure,
@@ -22,9 +22,9 @@ from nixl_kv.protocol.events import (
     Send,
     StartRead,
     Tick,
+    Transition,
 )
-from nixl_kv.protocol.messages import Answer
-from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S
+from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, TRANSITIONS
 from support.records import (
     CLAIM,
     D1,
@@ -34,7 +34,7 @@ from support.records import (
     NONCE2,
     OTHER_LIFE,
     PEER,
-    RENEW_S,
+    RANK_0,
     RIVAL,
     STRANGER,
     TIMEOUT_S,
@@ -54,22 +54,47 @@ from support.records import (
     reader,
     refusal,
     release,
-    renew,
     renewed,
     routes,
     slot_read,
     start_load,
 )
+from support.scripts import (
+    ASKING,
+    CHECKING,
+    GRANT,
+    GRANTED,
+    LANDED,
+    PREPARED,
+    READ,
+    READING,
+    START,
+    Script,
+    after,
+    decode_machine,
+    each_of,
+    loading,
+    play,
+)
 
-THREE = (0, 1, 2)
-"""Reader ranks."""
-RELEASED = Send(at(0), release())
-GIVEN_UP = Send(at(0), release(complete=False))
-STARTED = StartRead(PEER, Rank(0), grant(), start_load())
+ASK, ASK_SECOND = Send(RANK_0, ask()), Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2))
+DESCRIBE = Send(HOME, describe())
+RELEASED, GIVEN_UP = Send(RANK_0, release()), Send(RANK_0, release(complete=False))
+CLOSE_HOME = Disconnect(HOME)
 GOOD = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
-DENIED = Failure(FailureKind.DENIED, "prefill rank 0 denied")
-DROPPED = Failure(FailureKind.DROPPED, "dropped")
+NOT_PREPARED = LoadEnded(
+    D1, 7, Failure(FailureKind.INTERNAL, "it was not prepared, or forgotten since")
+)
+REFUSED = PeerRefused(PEER, "another dtype")
 NOT_COMPATIBLE = Failure(FailureKind.INCOMPATIBLE, "another dtype")
+NEXT_LIFE = PeerKey(PEER.engine, OTHER_LIFE, HOME)
+FORGED = PeerKey(PEER.engine, PEER.incarnation, Endpoint("tcp://10.0.0.1:1"))
+START_2 = start_load(D2)
+SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
+SECOND_OF_NEXT_LIFE = prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=OTHER_LIFE)
+THREE = (0, 1, 2)
+OF_1 = grant(lease_s=3600.0, slot=5, generation=b"\2" * 16)
+PAUSED: Script = after(PREPARED, (REFUSED, CLOSE_HOME))
 
 
 def failed(failure: Failure, request: RequestId = D1, peer: PeerKey = PEER) -> LoadEnded:
@@ -80,479 +105,347 @@ def unreachable(detail: str) -> Failure:
     return Failure(FailureKind.UNREACHABLE, detail)
 
 
-def second_load(**changed: Any) -> events.PrepareLoad:
-    return prepare_load(D2, RIVAL, nonce=NONCE2, **changed)
+DENIED = failed(Failure(FailureKind.DENIED, "prefill rank 0 denied"))
+DROPPED = failed(Failure(FailureKind.DROPPED, "dropped"))
+RANK_LOST = unreachable("prefill rank 0 is unreachable: closed")
+READ_WELL: Script = [(START, READ), LANDED, (slot_read(), RELEASED, GOOD)]
+
+LOADS: dict[str, Script] = {
+    "from arrival to report": [
+        (prepare_load(), DESCRIBE),
+        (answered(description(), HOME), JoinPeer(PEER, description()), CLOSE_HOME),
+        (joined(), ASK),
+        (answered(GRANT),),
+        *READ_WELL,
+        (START, NOT_PREPARED),
+    ],
+    "blocks may come before the peer and the grant": after(
+        PREPARED, (START,), (joined(), ASK), (answered(GRANT), READ)
+    ),
+    "a known peer is asked at once": after(ASKING, (SECOND, ASK_SECOND)),
+    "a peer that joins is asked for all that wait for it": after(
+        PREPARED, (SECOND,), (joined(), ASK, ASK_SECOND)
+    ),
+    "loads of another life of the engine go on waiting": after(
+        PREPARED,
+        (SECOND_OF_NEXT_LIFE, Send(HOME, describe(OTHER_LIFE))),
+        (joined(), ASK),
+        (START,),
+        (PeerRefused(NEXT_LIFE, "another dtype"), CLOSE_HOME),
+        (START_2, failed(NOT_COMPATIBLE, D2, NEXT_LIFE)),
+        (answered(GRANT), READ),
+    ),
+    "a rank without readers is released with the asks": after(
+        PREPARED,
+        (
+            PeerJoined(PEER, description(3), (*routes(0), *routes(2, readers=()))),
+            Send(at(2), release()),
+            ASK,
+        ),
+        (answered(GRANT),),
+        *READ_WELL,
+    ),
+    "a rank without readers is released for a cancelled load": after(
+        PREPARED,
+        (cancel_load(),),
+        (
+            PeerJoined(PEER, description(2), (*routes(0), *routes(1, readers=()))),
+            Send(at(1), release()),
+            GIVEN_UP,
+        ),
+        (START, NOT_PREPARED),
+    ),
+    # As in a stage of a pipeline that has no layer with a cache.
+    "one that reads no rank is good with its blocks": after(
+        PREPARED,
+        (PeerJoined(PEER, description(), routes(0, readers=())), RELEASED),
+        (100.0 + 2 * TIMEOUT_S, Tick()),
+        (START, LoadEnded(D1, 7, None, PEER)),
+    ),
+    "each rank is read as soon as it grants": after(
+        PREPARED,
+        (
+            joined(2, THREE),
+            Send(RANK_0, ask(readers=THREE)),
+            Send(at(1), ask(readers=THREE, number=2)),
+        ),
+        (answered(OF_1, at(1)),),
+        (START, StartRead(PEER, Rank(1), OF_1, START)),
+        (read_done(1), ReadSlot(PEER, Rank(1), D1, 5)),
+        (answered(GRANT), READ),
+        (slot_read(OF_1.generation, 1), Send(at(1), release())),
+        LANDED,
+        (slot_read(), RELEASED, LoadEnded(D1, 7, None, PEER, reads=(read_done(0), read_done(1)))),
+    ),
+    "cancelled before it has blocks, it is not reported": after(
+        GRANTED, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
+    ),
+    "cancelled before the grant, it is not reported": after(
+        ASKING, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
+    ),
+    "the release waits until the peer is known": after(
+        PREPARED, (cancel_load(),), (joined(), GIVEN_UP), (START, NOT_PREPARED)
+    ),
+    "cancelled, it is forgotten when its peer cannot be used": after(
+        PREPARED, (cancel_load(),), (REFUSED, CLOSE_HOME), (START, NOT_PREPARED)
+    ),
+    "started, it is reported though cancelled without a peer": after(
+        PREPARED, (START,), (cancel_load(),), (joined(), GIVEN_UP, DROPPED)
+    ),
+    "a failed one that is cancelled is forgotten": after(
+        ASKING, (answered(deny()),), (cancel_load(),), (START, NOT_PREPARED)
+    ),
+    "a failed one is reported as soon as it starts": after(
+        ASKING, (answered(deny()),), (START, DENIED)
+    ),
+    "cancelling an unknown one does nothing": [(cancel_load(),)],
+    "one that was never prepared is reported": [(START, NOT_PREPARED)],
+}
+NOT_OURS: dict[str, Any] = {
+    "another reader's denial": answered(deny(reader=STRANGER)),
+    "a denial for another rank of this engine": answered(deny(reader=reader(1))),
+    "a denial of another claim": answered(deny(claim=RIVAL)),
+    "a denial from another rank": answered(deny(), at(1)),
+    "another reader's grant": answered(grant(reader=STRANGER)),
+    "the loss of a claim on its way": answered(renewed(CLAIM)),
+    "a connection that no load uses": lost(ELSEWHERE),
+}
+NOT_LOST: dict[str, Any] = {
+    "nothing": answered(renewed()),
+    "another claim": answered(renewed(RIVAL)),
+    "a claim of another rank": answered(renewed(CLAIM), at(1)),
+    "another reader's claim": answered(renewed(CLAIM, reader=STRANGER)),
+}
+OTHER_CLAIM = {"claim": RIVAL, "nonce": NONCE2, "incarnation": OTHER_LIFE}
+AGAIN = (answered(grant(slot=9)),)
+ANSWERS: dict[str, Script] = {
+    **{
+        f"{name} changes nothing": after(ASKING, (event,), (answered(GRANT),), (START, READ))
+        for name, event in NOT_OURS.items()
+    },
+    **{
+        f"a loss of {name} changes nothing": after(GRANTED, (event,), (START, READ))
+        for name, event in NOT_LOST.items()
+    },
+    "a grant of an unknown claim is released": after(
+        ASKING,
+        (answered(grant(**OTHER_CLAIM)), Send(RANK_0, release(complete=False, **OTHER_CLAIM))),
+    ),
+    "a grant of a rank that was not asked is released": after(
+        ASKING, (answered(GRANT, at(1)), Send(at(1), release(complete=False)))
+    ),
+    "a grant after the end is released": after(
+        ASKING, (cancel_load(), GIVEN_UP), (answered(GRANT), GIVEN_UP)
+    ),
+    "a grant after the failure is released each time": after(
+        ASKING, (answered(deny()),), (answered(GRANT), GIVEN_UP), (answered(GRANT), GIVEN_UP)
+    ),
+    "a repeated grant changes nothing": after(
+        GRANTED, AGAIN, (START, READ), AGAIN, LANDED, AGAIN, (slot_read(), RELEASED, GOOD)
+    ),
+    **{
+        f"the slot alone decides about a read under way: {name}": after(
+            before, (answered(message),), *rest, (slot_read(), RELEASED, GOOD)
+        )
+        for name, before, message, rest in (
+            ("a denial while it is read", READING, deny(), [LANDED]),
+            ("a loss while it is read", READING, renewed(CLAIM), [LANDED]),
+            ("a denial while it is checked", CHECKING, deny(), []),
+            ("a loss while it is checked", CHECKING, renewed(CLAIM), []),
+        )
+    },
+    "one lost claim of several fails its load": after(
+        GRANTED,
+        (answered(renewed(RIVAL, CLAIM)),),
+        (START, failed(Failure(FailureKind.LEASE_LOST, "prefill rank 0 let the lease run out"))),
+    ),
+}
+NEW_LIFE = "it has begun another life since"
+UNUSABLE: dict[str, tuple[Any, Failure]] = {
+    "not compatible": (REFUSED, NOT_COMPATIBLE),
+    "lost": (lost(HOME, "cannot connect"), unreachable(f"{HOME}: cannot connect")),
+    "refused": (answered(refusal(NEW_LIFE), HOME), unreachable(NEW_LIFE)),
+}
+PEERS: dict[str, Script] = {
+    **{
+        f"without its peer every load that waits for it fails: {name}": after(
+            PREPARED,
+            (START,),
+            (SECOND,),
+            (event, CLOSE_HOME, failed(failure)),
+            (START_2, failed(failure, D2)),
+        )
+        for name, (event, failure) in UNUSABLE.items()
+    },
+    # A forged ticket may have made us ask there; it must not harm the loads of others.
+    **{
+        f"a refusal {name} fails nothing": after(
+            PREPARED, (START,), (answered(*answer),), (joined(), ASK)
+        )
+        for name, answer in {
+            "of another life": (refusal(NEW_LIFE, OTHER_LIFE), HOME),
+            "from elsewhere": (refusal(NEW_LIFE), ELSEWHERE),
+        }.items()
+    },
+    "a refusal after the description is ignored": after(
+        GRANTED, (answered(refusal("late"), HOME),), (PeerRefused(PEER, "late"),), (START, READ)
+    ),
+    "a refusal of an unknown peer is ignored": [(answered(refusal("no"), HOME),), *PREPARED],
+    "a silent one is given up": after(
+        PREPARED,
+        (START,),
+        (100.0 + CONNECT_TIMEOUT_S - 0.01, Tick()),
+        (
+            100.0 + CONNECT_TIMEOUT_S,
+            Tick(),
+            CLOSE_HOME,
+            failed(unreachable("no description in time")),
+        ),
+    ),
+    "during its pause loads fail at once": after(
+        PREPARED,
+        (cancel_load(),),
+        (100.1, REFUSED, CLOSE_HOME),
+        (prepare_load(D2, RIVAL),),
+        (START_2, failed(NOT_COMPATIBLE, D2)),
+        (100.1 + BACKOFF_S, Tick()),
+        (prepare_load(), DESCRIBE),
+    ),
+    "a pause is not prolonged": after(
+        PAUSED, (100.9, PeerRefused(PEER, "late")), (100.0 + BACKOFF_S, Tick()), (SECOND, DESCRIBE)
+    ),
+    "a pause of one life is not one of the next": after(
+        PAUSED, (SECOND_OF_NEXT_LIFE, Send(HOME, describe(OTHER_LIFE)))
+    ),
+    # It is still to be reported, and reads nothing.
+    "a failed load is released when its peer comes back": after(
+        PAUSED,
+        (100.0 + BACKOFF_S, Tick()),
+        (SECOND, DESCRIBE),
+        (joined(), GIVEN_UP, Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL))),
+        (START, failed(NOT_COMPATIBLE)),
+    ),
+    **{
+        f"one that joins {name} is dropped": after(script, (joined(), DropPeer(PEER)))
+        for name, script in {"unknown": [], "in its pause": PAUSED, "again": ASKING}.items()
+    },
+    # It names a known engine and life, at somebody else's address.
+    "a forged ticket does not redirect the true ones": [
+        (prepare_load(D2, RIVAL, remote_port=1), Send(FORGED.endpoint, describe())),
+        *PREPARED,
+        (
+            answered(description(), FORGED.endpoint),
+            JoinPeer(FORGED, description()),
+            Disconnect(FORGED.endpoint),
+        ),
+        (joined(), ASK),
+    ],
+    "with its connection every load that is not read fails": after(
+        GRANTED,
+        (SECOND, ASK_SECOND),
+        (START_2,),
+        (lost(), failed(RANK_LOST, D2)),
+        (START, failed(RANK_LOST)),
+    ),
+    "without its connection a read goes on, and it is kept until then": after(
+        READING,
+        (lost(),),
+        (110.2, Tick()),
+        LANDED,
+        (110.4, Tick()),
+        (slot_read(), RELEASED, GOOD),
+        (110.6, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+    ),
+    "new loads fail while a lost one is still read": after(
+        READING,
+        (lost(),),
+        (prepare_load(D2, RIVAL),),
+        (START_2, failed(unreachable(f"{RANK_0}: closed"), D2)),
+    ),
+    "when one rank is lost the others are released": after(
+        PREPARED,
+        (joined(2), ASK, Send(at(1), ask(number=2))),
+        (START,),
+        (lost(at(1)), GIVEN_UP, failed(unreachable("prefill rank 1 is unreachable: closed"))),
+    ),
+}
 
 
-def is_forgotten(machine: DecodeMachine) -> bool:
-    return len(machine.loads) == 0
+@each_of(LOADS)
+def test_a_load(script: Script) -> None:
+    loading(script).loads.validate()
 
 
-# From arrival to report
+@each_of(ANSWERS)
+def test_an_answer_of_prefill(script: Script) -> None:
+    loading(script).loads.validate()
 
 
-def test_a_load_from_its_arrival_to_its_report(machine: DecodeMachine) -> None:
-    theirs = description()
-    assert machine.handle(prepare_load(), 100.0) == [Send(HOME, describe())]
-    assert machine.handle(answered(theirs, HOME), 100.0) == [
-        JoinPeer(PEER, theirs),
-        Disconnect(HOME),
-    ]
-    assert machine.handle(joined(), 100.0) == [Send(at(0), ask())]
-    assert machine.handle(answered(grant()), 100.1) == []
-    assert machine.handle(start_load(), 100.2) == [STARTED]
-    assert machine.handle(read_done(), 100.3) == [ReadSlot(PEER, Rank(0), D1, 3)]
-    assert machine.handle(slot_read(), 100.4) == [RELEASED, GOOD]
-    assert is_forgotten(machine)
-    assert not machine.has_timers
+@each_of(PEERS)
+def test_a_peer(script: Script) -> None:
+    loading(script).loads.validate()
 
 
-def test_the_report_has_what_each_read_was_measured_to_be(prepared: DecodeMachine) -> None:
+def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
+    recorded: list[Transition] = []
+    for script in PEERS.values():
+        play(decode_machine(recorded.append), script)
+    assert {
+        (move.before, move.cause.partition(":")[0], move.after)
+        for move in recorded
+        if move.before and not move.request
+    } == {
+        (state.name, event.__name__, OVER if end is None else end.name)
+        for state, moves in TRANSITIONS.items()
+        for event, end in moves.items()
+    }
+
+
+def test_the_report_has_what_each_read_was_measured_to_be() -> None:
+    machine = loading(PREPARED)
     reads = tuple(read_done(n, num_bytes=100 + n, num_runs=n, seconds=0.1) for n in range(2))
-    prepared.handle(joined(2), 100.0)
-    prepared.handle(start_load(), 100.0)
+    machine.handle(joined(2), 100.0)
+    machine.handle(START, 100.0)
     for rank, read in enumerate(reads):
-        prepared.handle(answered(grant(), at(rank)), 100.1)
-        prepared.handle(read, 100.2)
-    prepared.handle(slot_read(rank=1), 100.3)
-    assert prepared.handle(slot_read(), 100.4)[-1] == LoadEnded(D1, 7, None, PEER, reads=reads)
-
-
-def test_blocks_may_come_before_the_peer_and_before_the_grant(prepared: DecodeMachine) -> None:
-    assert prepared.handle(start_load(), 100.0) == []
-    assert prepared.handle(joined(), 100.1) == [Send(at(0), ask())]
-    assert prepared.handle(answered(grant()), 100.2) == [STARTED]
-
-
-def test_a_known_peer_is_asked_at_once(asking: DecodeMachine) -> None:
-    assert asking.handle(second_load(), 101.0) == [
-        Send(at(0), ask(nonce=NONCE2, claim=RIVAL, number=2))
-    ]
-
-
-def test_when_a_peer_joins_it_is_asked_for_all_that_wait_for_it(prepared: DecodeMachine) -> None:
-    assert prepared.handle(second_load(), 100.0) == []
-    assert prepared.handle(joined(), 100.1) == [
-        Send(at(0), ask()),
-        Send(at(0), ask(nonce=NONCE2, claim=RIVAL, number=2)),
-    ]
-
-
-def test_loads_of_another_peer_go_on_waiting(prepared: DecodeMachine) -> None:
-    other = PeerKey(PEER.engine, OTHER_LIFE, HOME)
-    assert prepared.handle(second_load(incarnation=OTHER_LIFE), 100.0) == [
-        Send(HOME, describe(OTHER_LIFE))
-    ]
-    assert prepared.handle(joined(), 100.1) == [Send(at(0), ask())]
-    prepared.handle(start_load(), 100.2)
-    assert prepared.handle(PeerRefused(other, "another dtype"), 100.3) == [Disconnect(HOME)]
-    assert prepared.handle(start_load(D2), 100.4) == [failed(NOT_COMPATIBLE, D2, other)]
-    assert prepared.handle(answered(grant()), 100.5) == [STARTED]
+        machine.handle(answered(GRANT, at(rank)), 100.1)
+        machine.handle(read, 100.2)
+    machine.handle(slot_read(rank=1), 100.3)
+    assert machine.handle(slot_read(), 100.4)[-1] == LoadEnded(D1, 7, None, PEER, reads=reads)
 
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     second = reader(1)
-    machine = DecodeMachine(second, no_record, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S)
-    machine.handle(prepare_load(), 100.0)
+    machine = DecodeMachine(second, no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9)
     event = PeerJoined(PEER, description(2), routes(1, readers=[1]))
-    assert machine.handle(event, 100.0) == [Send(at(1), ask(reader=second, readers=(1,)))]
+    play(machine, [*PREPARED, (event, Send(at(1), ask(reader=second, readers=(1,))))])
 
 
-def test_a_rank_without_readers_is_released_with_the_asks(prepared: DecodeMachine) -> None:
-    event = PeerJoined(PEER, description(3), (*routes(0), *routes(2, readers=())))
-    assert prepared.handle(event, 100.0) == [Send(at(2), release()), Send(at(0), ask())]
-    prepared.handle(answered(grant()), 100.1)
-    prepared.handle(start_load(), 100.2)
-    prepared.handle(read_done(), 100.3)
-    assert prepared.handle(slot_read(), 100.4) == [RELEASED, GOOD]
-
-
-def test_a_rank_without_readers_is_released_for_a_cancelled_load(
-    prepared: DecodeMachine,
-) -> None:
-    prepared.handle(cancel_load(), 100.0)
-    event = PeerJoined(PEER, description(2), (*routes(0), *routes(1, readers=())))
-    assert prepared.handle(event, 100.1) == [Send(at(1), release()), GIVEN_UP]
-    assert is_forgotten(prepared)
-
-
-def test_a_load_that_reads_no_rank_is_good_with_its_blocks(prepared: DecodeMachine) -> None:
-    """As in a stage of a pipeline that has no layer with a cache."""
-    event = PeerJoined(PEER, description(1), routes(0, readers=()))
-    assert prepared.handle(event, 100.0) == [RELEASED]
-    assert prepared.handle(Tick(), 100.0 + 2 * TIMEOUT_S) == []
-    assert prepared.handle(start_load(), 190.0) == [LoadEnded(D1, 7, None, PEER)]
-    assert is_forgotten(prepared)
-
-
-def test_each_rank_is_read_as_soon_as_it_grants(prepared: DecodeMachine) -> None:
-    first, second = grant(), grant(slot=5, generation=b"\2" * 16)
-    assert prepared.handle(joined(2, THREE), 100.0) == [
-        Send(at(0), ask(readers=THREE)),
-        Send(at(1), ask(readers=THREE, number=2)),
-    ]
-    assert prepared.handle(answered(second, at(1)), 100.1) == []
-    assert prepared.handle(start_load(), 100.2) == [StartRead(PEER, Rank(1), second, start_load())]
-    assert prepared.handle(read_done(1), 100.3) == [ReadSlot(PEER, Rank(1), D1, 5)]
-    assert prepared.handle(answered(first), 100.4) == [STARTED]
-    assert prepared.handle(slot_read(b"\2" * 16, 1), 100.5) == [Send(at(1), release())]
-    assert prepared.handle(read_done(0), 100.6) == [ReadSlot(PEER, Rank(0), D1, 3)]
-    assert prepared.handle(slot_read(), 100.7) == [
-        RELEASED,
-        LoadEnded(D1, 7, None, PEER, reads=(read_done(0), read_done(1))),
-    ]
-    assert is_forgotten(prepared)
-
-
-# Loads that are cancelled or were never prepared
-
-
-@pytest.mark.parametrize("state", ["asking", "granted"])
-def test_a_load_that_is_cancelled_before_it_starts_is_released_without_a_report(
-    state: str, request: pytest.FixtureRequest
-) -> None:
-    machine: DecodeMachine = request.getfixturevalue(state)
-    assert machine.handle(cancel_load(), 101.0) == [GIVEN_UP]
-    assert is_forgotten(machine)
-
-
-def test_the_release_waits_until_the_peer_is_known(prepared: DecodeMachine) -> None:
-    assert prepared.handle(cancel_load(), 100.1) == []
-    assert prepared.handle(joined(), 100.2) == [GIVEN_UP]
-    assert is_forgotten(prepared)
-
-
-def test_a_cancelled_load_whose_peer_cannot_be_used_is_forgotten(
-    prepared: DecodeMachine,
-) -> None:
-    prepared.handle(cancel_load(), 100.1)
-    assert prepared.handle(PeerRefused(PEER, "another dtype"), 100.2) == [Disconnect(HOME)]
-    assert is_forgotten(prepared)
-
-
-def test_a_started_load_without_a_peer_is_reported_though_cancelled(
-    prepared: DecodeMachine,
-) -> None:
-    prepared.handle(start_load(), 100.1)
-    assert prepared.handle(cancel_load(), 100.2) == []
-    assert prepared.handle(joined(), 100.3) == [GIVEN_UP, failed(DROPPED)]
-    assert is_forgotten(prepared)
-
-
-def test_a_started_load_without_a_grant_is_reported_though_cancelled(
-    asking: DecodeMachine,
-) -> None:
-    asking.handle(start_load(), 100.1)
-    assert asking.handle(cancel_load(), 100.2) == [GIVEN_UP, failed(DROPPED)]
-    assert is_forgotten(asking)
-
-
-def test_a_failed_load_that_is_cancelled_is_forgotten(asking: DecodeMachine) -> None:
-    assert asking.handle(answered(deny()), 100.1) == []
-    assert asking.handle(cancel_load(), 100.2) == []
-    assert is_forgotten(asking)
-
-
-def test_a_failed_load_is_reported_as_soon_as_it_starts(asking: DecodeMachine) -> None:
-    asking.handle(answered(deny()), 100.1)
-    assert asking.handle(start_load(), 100.2) == [failed(DENIED)]
-    assert is_forgotten(asking)
-
-
-def test_cancelling_an_unknown_load_does_nothing(machine: DecodeMachine) -> None:
-    assert machine.handle(cancel_load(), 100.0) == []
-
-
-def test_a_load_that_was_never_prepared_is_reported(machine: DecodeMachine) -> None:
-    failure = Failure(FailureKind.INTERNAL, "it was not prepared, or forgotten since")
-    assert machine.handle(start_load(), 100.0) == [LoadEnded(D1, 7, failure)]
-
-
-def test_a_request_cannot_be_prepared_twice(prepared: DecodeMachine) -> None:
+def test_a_request_cannot_be_prepared_twice() -> None:
     """The reads of its first load would be forgotten."""
+    machine = loading(PREPARED)
     with pytest.raises(LocalProtocolError, match="request 'd1' has a load already"):
-        prepared.handle(prepare_load(remote_port=1), 100.1)
-    assert prepared.handle(joined(), 100.2) == [Send(at(0), ask())]
+        machine.handle(prepare_load(remote_port=1), 100.1)
+    play(machine, ASKING[1:])
 
 
-# Answers of prefill's ranks
-
-
-@pytest.mark.parametrize(
-    ("message", "endpoint"),
-    [
-        pytest.param(deny(reader=STRANGER), at(0), id="another reader"),
-        pytest.param(deny(reader=reader(1)), at(0), id="another rank of this engine"),
-        pytest.param(deny(claim=RIVAL), at(0), id="another claim"),
-        pytest.param(deny(), at(1), id="from another rank"),
-        pytest.param(grant(reader=STRANGER), at(0), id="another reader's grant"),
-    ],
+@each_of(
+    {
+        "a load": (PREPARED, True),
+        "a load that was reported": (LOADS["from arrival to report"], False),
+        "a pause": ([*PAUSED, (cancel_load(),)], True),
+        "the end of a pause": ([*PAUSED, (cancel_load(),), (100.0 + BACKOFF_S, Tick())], False),
+        "a lost peer": ([*READING, (lost(),), *READ_WELL[1:]], True),
+        "a lost peer that is dropped": (PEERS[next(n for n in PEERS if "kept until" in n)], False),
+    },
+    "case",
 )
-def test_answers_to_others_are_ignored(
-    asking: DecodeMachine, message: Answer, endpoint: Endpoint
-) -> None:
-    assert asking.handle(answered(message, endpoint), 100.1) == []
-    assert asking.handle(answered(grant()), 100.2) == []
-    assert asking.handle(start_load(), 100.3) == [STARTED]
+def test_whether_time_matters(case: tuple[Script, bool]) -> None:
+    script, matters = case
+    assert loading(script).has_timers is matters
 
 
-@pytest.mark.parametrize(
-    ("claim", "endpoint"),
-    [
-        pytest.param(RIVAL, at(0), id="unknown claim"),
-        pytest.param(CLAIM, at(1), id="a rank that was not asked"),
-    ],
-)
-def test_a_grant_that_nobody_waits_for_is_released(
-    asking: DecodeMachine, claim: Claim, endpoint: Endpoint
-) -> None:
-    names = {"claim": claim, "nonce": NONCE2, "incarnation": OTHER_LIFE}
-    assert asking.handle(answered(grant(**names), endpoint), 100.1) == [
-        Send(endpoint, release(complete=False, **names))
-    ]
-
-
-def test_a_grant_after_the_load_is_forgotten_is_released(asking: DecodeMachine) -> None:
-    asking.handle(cancel_load(), 100.1)
-    assert asking.handle(answered(grant()), 100.2) == [GIVEN_UP]
-
-
-def test_a_grant_after_the_failure_is_released_each_time(asking: DecodeMachine) -> None:
-    asking.handle(answered(deny()), 100.1)
-    assert asking.handle(answered(grant()), 100.2) == [GIVEN_UP]
-    assert asking.handle(answered(grant()), 100.3) == [GIVEN_UP]
-
-
-def test_a_repeated_grant_changes_nothing(granted: DecodeMachine) -> None:
-    again = answered(grant(slot=9))
-    assert granted.handle(again, 100.1) == []
-    assert granted.handle(start_load(), 100.2) == [STARTED]
-    assert granted.handle(again, 100.3) == []
-    assert granted.handle(read_done(), 100.4) == [ReadSlot(PEER, Rank(0), D1, 3)]
-    assert granted.handle(again, 100.5) == []
-    assert granted.handle(slot_read(), 100.6) == [RELEASED, GOOD]
-
-
-def test_a_denial_fails_the_load(asking: DecodeMachine) -> None:
-    asking.handle(start_load(), 100.0)
-    assert asking.handle(answered(deny()), 100.1) == [failed(DENIED)]
-
-
-@pytest.mark.parametrize("state", ["reading", "checking"])
-@pytest.mark.parametrize(
-    "message", [pytest.param(deny(), id="denied"), pytest.param(renewed(CLAIM), id="lost")]
-)
-def test_the_slot_alone_decides_about_a_read_under_way(
-    state: str, message: Answer, request: pytest.FixtureRequest
-) -> None:
-    machine: DecodeMachine = request.getfixturevalue(state)
-    assert machine.handle(answered(message), 110.6) == []
-    if state == "reading":
-        assert machine.handle(read_done(), 110.7) == [ReadSlot(PEER, Rank(0), D1, 3)]
-    assert machine.handle(slot_read(), 110.8) == [RELEASED, GOOD]
-
-
-def test_a_claim_that_is_lost_before_it_is_read_fails_the_load(granted: DecodeMachine) -> None:
-    assert granted.handle(answered(renewed(RIVAL, CLAIM)), 101.0) == []
-    failure = Failure(FailureKind.LEASE_LOST, "prefill rank 0 let the lease run out")
-    assert granted.handle(start_load(), 101.1) == [failed(failure)]
-
-
-def test_an_ask_on_its_way_is_not_lost(asking: DecodeMachine) -> None:
-    assert asking.handle(answered(renewed(CLAIM)), 100.1) == []
-    assert asking.handle(answered(grant()), 100.2) == []
-    assert asking.handle(start_load(), 100.3) == [STARTED]
-
-
-@pytest.mark.parametrize(
-    ("message", "endpoint"),
-    [
-        pytest.param(renewed(), at(0), id="nothing lost"),
-        pytest.param(renewed(RIVAL), at(0), id="another claim"),
-        pytest.param(renewed(CLAIM), at(1), id="another rank"),
-        pytest.param(renewed(CLAIM, reader=STRANGER), at(0), id="another reader"),
-    ],
-)
-def test_a_claim_that_is_not_lost_stays(
-    granted: DecodeMachine, message: Answer, endpoint: Endpoint
-) -> None:
-    assert granted.handle(answered(message, endpoint), 101.0) == []
-    assert granted.handle(start_load(), 101.1) == [STARTED]
-
-
-# Peers that cannot be used
-
-NEW_LIFE = "it has begun another life since"
-
-
-@pytest.mark.parametrize(
-    ("event", "failure"),
-    [
-        pytest.param(PeerRefused(PEER, "another dtype"), NOT_COMPATIBLE, id="not compatible"),
-        pytest.param(
-            lost(HOME, "cannot connect"), unreachable(f"{HOME}: cannot connect"), id="lost"
-        ),
-        pytest.param(answered(refusal(NEW_LIFE), HOME), unreachable(NEW_LIFE), id="refused"),
-    ],
-)
-def test_without_its_peer_every_load_that_waits_for_it_fails(
-    prepared: DecodeMachine, event: events.DecodeEvent, failure: Failure
-) -> None:
-    prepared.handle(start_load(), 100.0)
-    prepared.handle(second_load(), 100.0)
-    assert prepared.handle(event, 100.1) == [Disconnect(HOME), failed(failure)]
-    assert prepared.handle(start_load(D2), 100.2) == [failed(failure, D2)]
-    assert is_forgotten(prepared)
-
-
-@pytest.mark.parametrize(
-    ("incarnation", "endpoint"),
-    [
-        pytest.param(OTHER_LIFE, HOME, id="another life"),
-        pytest.param(PEER.incarnation, ELSEWHERE, id="from elsewhere"),
-    ],
-)
-def test_a_refusal_of_another_peer_fails_nothing(
-    prepared: DecodeMachine, incarnation: Incarnation, endpoint: Endpoint
-) -> None:
-    """A forged ticket may have made us ask there; it must not harm the loads of others."""
-    prepared.handle(start_load(), 100.0)
-    message = refusal(NEW_LIFE, incarnation)
-    assert prepared.handle(answered(message, endpoint), 100.1) == []
-    assert prepared.handle(joined(), 100.2) == [Send(at(0), ask())]
-
-
-def test_a_refusal_after_the_description_is_ignored(granted: DecodeMachine) -> None:
-    assert granted.handle(answered(refusal("late"), HOME), 100.1) == []
-    assert granted.handle(PeerRefused(PEER, "late"), 100.1) == []
-    assert granted.handle(start_load(), 100.2) == [STARTED]
-
-
-def test_a_refusal_of_an_unknown_peer_is_ignored(machine: DecodeMachine) -> None:
-    assert machine.handle(answered(refusal("no"), HOME), 100.0) == []
-    assert machine.handle(prepare_load(), 100.1) == [Send(HOME, describe())]
-
-
-def test_a_silent_peer_is_given_up(prepared: DecodeMachine) -> None:
-    prepared.handle(start_load(), 100.0)
-    assert prepared.handle(Tick(), 100.0 + CONNECT_TIMEOUT_S - 0.01) == []
-    assert prepared.handle(Tick(), 100.0 + CONNECT_TIMEOUT_S) == [
-        Disconnect(HOME),
-        failed(unreachable("no description in time")),
-    ]
-    assert is_forgotten(prepared)
-
-
-def test_during_the_pause_of_a_peer_loads_fail_at_once(prepared: DecodeMachine) -> None:
-    prepared.handle(cancel_load(), 100.0)
-    prepared.handle(PeerRefused(PEER, "another dtype"), 100.1)
-    assert prepared.handle(prepare_load(D2, RIVAL), 100.2) == []
-    assert prepared.handle(start_load(D2), 100.3) == [failed(NOT_COMPATIBLE, D2)]
-    assert prepared.has_timers
-    assert prepared.handle(Tick(), 100.1 + BACKOFF_S) == []
-    assert not prepared.has_timers
-    assert prepared.handle(prepare_load(), 101.2) == [Send(HOME, describe())]
-
-
-def test_a_pause_is_not_prolonged(prepared: DecodeMachine) -> None:
-    prepared.handle(PeerRefused(PEER, "another dtype"), 101.0)
-    assert prepared.handle(PeerRefused(PEER, "late"), 101.9) == []
-    prepared.handle(Tick(), 101.0 + BACKOFF_S)
-    assert prepared.handle(second_load(), 102.1) == [Send(HOME, describe())]
-
-
-def test_a_failed_load_is_released_when_its_peer_comes_back(prepared: DecodeMachine) -> None:
-    """It is still to be reported, and reads nothing."""
-    prepared.handle(PeerRefused(PEER, "another dtype"), 100.1)
-    prepared.handle(Tick(), 100.1 + BACKOFF_S)
-    prepared.handle(second_load(), 102.0)
-    assert prepared.handle(joined(), 102.1) == [
-        GIVEN_UP,
-        Send(at(0), ask(nonce=NONCE2, claim=RIVAL)),
-    ]
-    assert prepared.handle(start_load(), 102.2) == [failed(NOT_COMPATIBLE)]
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        pytest.param([], id="unknown"),
-        pytest.param([prepare_load(), PeerRefused(PEER, "no")], id="in its pause"),
-        pytest.param([prepare_load(), joined()], id="joined already"),
-    ],
-)
-def test_a_peer_that_joins_unasked_is_dropped(
-    machine: DecodeMachine, before: list[events.DecodeEvent]
-) -> None:
-    for event in before:
-        machine.handle(event, 100.0)
-    assert machine.handle(joined(), 100.1) == [DropPeer(PEER)]
-
-
-def test_a_forged_ticket_does_not_redirect_the_true_ones(machine: DecodeMachine) -> None:
-    """It names a known engine and life, at somebody else's address."""
-    elsewhere = Endpoint("tcp://10.0.0.1:1")
-    forged = prepare_load(D2, RIVAL, remote_port=1)
-    assert machine.handle(forged, 100.0) == [Send(elsewhere, describe())]
-    assert machine.handle(prepare_load(), 100.1) == [Send(HOME, describe())]
-    theirs = description()
-    assert machine.handle(answered(theirs, elsewhere), 100.2) == [
-        JoinPeer(PeerKey(PEER.engine, PEER.incarnation, elsewhere), theirs),
-        Disconnect(elsewhere),
-    ]
-    assert machine.handle(joined(), 100.3) == [Send(at(0), ask())]
-
-
-# Connections that break
-
-
-def test_with_the_connection_every_load_that_is_not_read_fails(granted: DecodeMachine) -> None:
-    granted.handle(second_load(), 100.0)
-    granted.handle(start_load(D2), 100.0)
-    failure = unreachable("prefill rank 0 is unreachable: closed")
-    assert granted.handle(lost(), 100.5) == [failed(failure, D2)]
-    assert granted.handle(start_load(), 100.6) == [failed(failure)]
-
-
-def test_without_the_connection_a_read_goes_on_and_its_peer_is_kept(
-    reading: DecodeMachine,
-) -> None:
-    assert reading.handle(lost(), 110.1) == []
-    assert reading.handle(Tick(), 110.2) == [Send(at(0), renew(2, CLAIM))]
-    assert reading.handle(read_done(), 110.3) == [ReadSlot(PEER, Rank(0), D1, 3)]
-    assert reading.handle(Tick(), 110.4) == []
-    assert reading.handle(slot_read(), 110.5) == [RELEASED, GOOD]
-    assert reading.has_timers
-    assert reading.handle(Tick(), 110.6) == [DropPeer(PEER), Disconnect(at(0))]
-    assert not reading.has_timers
-
-
-def test_new_loads_fail_while_a_lost_peer_is_still_read(reading: DecodeMachine) -> None:
-    reading.handle(lost(), 110.1)
-    assert reading.handle(prepare_load(D2, RIVAL), 110.2) == []
-    assert reading.handle(start_load(D2), 110.3) == [failed(unreachable(f"{at(0)}: closed"), D2)]
-
-
-def test_a_connection_that_no_load_uses_may_break(asking: DecodeMachine) -> None:
-    assert asking.handle(lost(ELSEWHERE), 100.1) == []
-    assert asking.handle(answered(grant()), 100.2) == []
-    assert asking.handle(start_load(), 100.3) == [STARTED]
-
-
-def test_when_one_rank_is_lost_the_others_are_released(prepared: DecodeMachine) -> None:
-    prepared.handle(joined(2, THREE), 100.0)
-    prepared.handle(start_load(), 100.0)
-    assert prepared.handle(lost(at(1)), 100.5) == [
-        GIVEN_UP,
-        failed(unreachable("prefill rank 1 is unreachable: closed")),
-    ]
-
-
-# The machine itself
-
-
-def test_a_cleared_machine_has_no_load_and_no_peer(reading: DecodeMachine) -> None:
-    reading.clear()
-    assert not reading.has_timers
-    assert reading.handle(read_done(), 110.2) == []
-    assert reading.handle(prepare_load(), 110.3) == [Send(HOME, describe())]
+def test_a_cleared_machine_has_no_load_and_no_peer() -> None:
+    machine = loading(READING)
+    machine.clear()
+    assert not machine.has_timers
+    play(machine, [(read_done(),), *PREPARED])

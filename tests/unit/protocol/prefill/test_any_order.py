@@ -203,9 +203,7 @@ STEPS = (
 
 
 @given(day=st.binary(min_size=100, max_size=300))
-def test_in_any_order_each_offer_ends_once_and_after_its_slot_is_cleared(
-    day: bytes,
-) -> None:
+def test_in_any_order_each_offer_ends_once_and_after_its_slot_is_cleared(day: bytes) -> None:
     """Each pair of bytes is a step, and what it chooses."""
     world = World()
     for which, pick in zip(day[::2], day[1::2], strict=False):

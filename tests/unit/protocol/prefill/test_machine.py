@@ -1,27 +1,32 @@
 """The prefill machine: what it answers, which slots it writes and clears, and when offers end."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
-from nixl_kv.protocol import events
 from nixl_kv.protocol.events import (
+    OVER,
+    Action,
     AskDenied,
     ClearSlot,
     DigestMade,
     MakeDigest,
     OfferEnd,
     OfferEnded,
+    PrefillCommand,
+    Record,
+    RevokeOffer,
     Tick,
+    Transition,
     WithdrawOffer,
     WriteSlot,
 )
-from nixl_kv.protocol.messages import Ask, DigestRequest
+from nixl_kv.protocol.messages import DigestRequest
 from nixl_kv.protocol.prefill import offers
 from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.prefill.offer import TRANSITIONS
 from support.records import (
     CLAIM,
     LEASE_S,
@@ -52,6 +57,7 @@ from support.records import (
     renewed,
     replied,
 )
+from support.scripts import Script, after, each_of, play
 
 TTL_S = 10.0
 FIRST_SLOT = 3
@@ -62,6 +68,8 @@ SECOND = reader(1)
 OTHER_LIFE_OF_READER = reader(incarnation=OTHER_LIFE)
 UNKNOWN = "no such offer: used, expired, or never made"
 NOT_THIS_READER = "claimed by another, or ended for this reader"
+NOT_GRANTED = "a digest of what is not granted to it"
+RELEASED_MEANWHILE = "it was released while it was digested"
 
 
 def generation(number: int) -> Generation:
@@ -75,656 +83,547 @@ def counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_machine(
-    life: Incarnation = RANK_LIFE, num_slots: int = 4, lease_s: float = LEASE_S
+    script: Script = (),
+    record: Record = no_record,
+    life: Incarnation = RANK_LIFE,
+    num_slots: int = 4,
+    lease_s: float = LEASE_S,
 ) -> PrefillMachine:
-    return PrefillMachine(life, no_record, num_slots=num_slots, offer_ttl_s=TTL_S, lease_s=lease_s)
-
-
-@pytest.fixture
-def machine() -> Iterator[PrefillMachine]:
-    machine = new_machine()
-    yield machine
-    machine.offers.validate()
-
-
-@pytest.fixture
-def offered(machine: PrefillMachine) -> PrefillMachine:
-    """Its one offer was published at second 100."""
-    assert machine.handle(prepare_offer(), 99.0) == []
-    assert machine.handle(publish_offer(), 100.0) == []
+    machine = PrefillMachine(life, record, num_slots=num_slots, offer_ttl_s=TTL_S, lease_s=lease_s)
+    play(machine, script)
     return machine
 
 
-@pytest.fixture
-def granted(offered: PrefillMachine) -> PrefillMachine:
-    """Its offer is granted to the first reader alone, at second 100, by an ask numbered 1."""
-    offered.handle(asked(ask()), 100.0)
-    return offered
+def ended(end: OfferEnd) -> list[Action]:
+    return [ClearSlot(FIRST_SLOT), OfferEnded(NONCE, P1, end)]
 
 
-@pytest.fixture
-def shared(offered: PrefillMachine) -> PrefillMachine:
-    """Its offer is granted to two reader ranks, at second 100; the second has not asked."""
-    offered.handle(asked(ask(readers=BOTH)), 100.0)
-    return offered
-
-
-WRITTEN = WriteSlot(FIRST_SLOT, generation(1))
-GRANTED = replied(grant())
-READ = [ClearSlot(FIRST_SLOT), OfferEnded(NONCE, P1, OfferEnd.READ)]
-ABORTED = [ClearSlot(FIRST_SLOT), OfferEnded(NONCE, P1, OfferEnd.ABORTED)]
-EXPIRED = [ClearSlot(FIRST_SLOT), OfferEnded(NONCE, P1, OfferEnd.EXPIRED)]
-
-
-def denied(reason: str, **changed: Any) -> list[events.Action]:
+def denied(reason: str, **changed: Any) -> list[Action]:
     return [AskDenied(changed.get("nonce", NONCE), reason), replied(deny(**changed))]
 
 
-# Grants
+WRITTEN, GRANT = WriteSlot(FIRST_SLOT, generation(1)), replied(grant())
+RELEASE, RELEASE_INCOMPLETE = asked(release()), asked(release(complete=False))
+READ = (RELEASE, *ended(OfferEnd.READ))
+"""Everybody has read it: only now it has ended."""
+ABORTED, EXPIRED = ended(OfferEnd.ABORTED), ended(OfferEnd.EXPIRED)
+UNCLAIMED, NOT_NEEDED, REVOKED = (
+    OfferEnded(NONCE, P1, end)
+    for end in (OfferEnd.UNCLAIMED, OfferEnd.NOT_NEEDED, OfferEnd.REVOKED)
+)
+ASK, ASK_SECOND = asked(ask()), asked(ask(reader=SECOND, readers=BOTH))
+ASK_AGAIN = asked(ask(number=2, readers=BOTH))
+DENIED_UNKNOWN = (ASK, *denied(UNKNOWN))
+RELEASE_SECOND = asked(release(reader=SECOND))
+NEW_TABLES = (b"\1\0\0\0", b"\2\0\0\0")
+OFFER_2 = prepare_offer(nonce=NONCE2, request=P2)
+OFFER_3 = prepare_offer(nonce=Nonce(hex32(3)), request=RequestId("p3"))
+
+PREPARED: Script = [(99.0, prepare_offer())]
+OFFERED: Script = after(PREPARED, (100.0, publish_offer()))
+GRANTED: Script = after(OFFERED, (ASK, WRITTEN, GRANT))
+"""To the first reader alone, by an ask numbered 1."""
+SHARED: Script = after(OFFERED, (asked(ask(readers=BOTH)), WRITTEN, GRANT))
+"""Granted to two reader ranks; the second has not asked."""
+BOTH_ASKED: Script = after(SHARED, (ASK_SECOND, replied(grant(reader=SECOND))))
+
+GRANTS: dict[str, Script] = {
+    "the slot is written before the grant is sent": after(OFFERED, (ASK, WRITTEN, GRANT), READ),
+    "each answer goes back by the route of its message": after(
+        OFFERED,
+        (asked(ask(), b"first"), WRITTEN, replied(grant(), b"first")),
+        (asked(ask(), b"second"), replied(grant(), b"second")),
+        (asked(renew(2, CLAIM), b"third"), replied(renewed(), b"third")),
+        (
+            asked(ask(claim=RIVAL), b"fourth"),
+            AskDenied(NONCE, NOT_THIS_READER),
+            replied(deny(claim=RIVAL), b"fourth"),
+        ),
+    ),
+    # Whoever has the nonce has the ticket.
+    "an ask that overtakes the publication is granted": after(
+        PREPARED,
+        (99.5, ASK, WRITTEN, GRANT),
+        (100.0, publish_offer()),
+        (99.5 + LEASE_S - 0.1, Tick()),
+        READ,
+    ),
+    "a reader may end before the publication": after(
+        PREPARED, (ASK, WRITTEN, GRANT), READ, (publish_offer(),), DENIED_UNKNOWN
+    ),
+    "a repeated ask gets the same grant and a new lease": after(
+        GRANTED,
+        (101.0, asked(ask(number=2)), GRANT),
+        (101.0 + LEASE_S - 0.01, Tick()),
+        (101.0 + LEASE_S, Tick(), *EXPIRED),
+    ),
+    "after a preemption the new blocks are granted and digested": after(
+        PREPARED,
+        (prepare_offer(tables=NEW_TABLES, num_tokens=4),),
+        (ASK, WRITTEN, replied(grant(tables=NEW_TABLES))),
+        (asked(digest_request(end=5)), *denied("a digest up to token 5 of 4")),
+        (asked(digest_request(end=4)), MakeDigest(ROUTE, digest_request(end=4), NEW_TABLES)),
+    ),
+    "each offer has a slot and a generation of its own": after(
+        GRANTED,
+        (OFFER_2,),
+        (
+            asked(ask(nonce=NONCE2, claim=RIVAL)),
+            WriteSlot(2, generation(2)),
+            replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
+        ),
+    ),
+    "a slot that is used again gets a new generation": after(
+        GRANTED,
+        READ,
+        (OFFER_2,),
+        (
+            asked(ask(nonce=NONCE2)),
+            WriteSlot(FIRST_SLOT, generation(2)),
+            replied(grant(nonce=NONCE2, generation=generation(2))),
+        ),
+    ),
+}
+LIFE_IN_SHORT = "meant for incarnation abcdef01"
+DENIALS: dict[str, Script] = {
+    **{
+        f"an ask {name} leaves the offer as it was": after(
+            OFFERED, (asked(ask(**changed)), *denied(reason, **shown)), (ASK, WRITTEN, GRANT)
+        )
+        for name, changed, reason, shown in (
+            ("for an unknown nonce", {"nonce": NONCE2}, UNKNOWN, {"nonce": NONCE2}),
+            ("of another prompt", {"context": hex32(7)}, "another prompt", {}),
+            ("for another life", {"incarnation": "abcdef01" + "2" * 24}, LIFE_IN_SHORT, {}),
+            (
+                "of a reader that does not read",
+                {"readers": (1, 2)},
+                "rank 0 is not among its own readers",
+                {},
+            ),
+        )
+    },
+    **{
+        f"only the first claim is granted, not {name}": after(
+            GRANTED,
+            (100.5, asked(ask(**{**shown, "readers": readers})), *denied(NOT_THIS_READER, **shown)),
+            (100.0 + LEASE_S, Tick(), *EXPIRED),
+        )
+        for name, shown, readers in (
+            ("another claim", {"claim": RIVAL}, (0,)),
+            ("another engine", {"reader": STRANGER}, (0,)),
+            ("another life of the engine", {"reader": OTHER_LIFE_OF_READER}, (0,)),
+            ("a rank that was not announced", {"reader": SECOND}, BOTH),
+        )
+    },
+    "an ask after the end": after(GRANTED, READ, DENIED_UNKNOWN),
+    "a reader that has ended, while others read": after(
+        SHARED, (RELEASE,), (ASK_AGAIN, *denied(NOT_THIS_READER))
+    ),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "another claim": {"claim": RIVAL},
+    "a stranger": {"reader": STRANGER},
+    "another life of the reader": {"reader": OTHER_LIFE_OF_READER},
+    "a rank that was not announced": {"reader": SECOND},
+    "another life of this rank": {"incarnation": OTHER_LIFE},
+    "another offer": {"nonce": NONCE2},
+}
+COMPLETE = {"complete": True, "incomplete": False}
+READERS = [reader(rank, incarnation=Incarnation(hex32(0xD0 + rank))) for rank in BOTH]
+IMPOSTOR = reader(1, incarnation=Incarnation(hex32(0xD9)))
+RELEASES: dict[str, Script] = {
+    "the offer ends when each reader has released it": after(
+        BOTH_ASKED, (RELEASE,), (RELEASE_SECOND, *READ[1:])
+    ),
+    "a repeated one ends one reader": after(
+        SHARED,
+        (RELEASE,),
+        (RELEASE,),
+        (RELEASE_INCOMPLETE,),
+        (asked(release(complete=False, reader=SECOND)), *ABORTED),
+    ),
+    "a reader may release before it has asked": after(
+        SHARED, (asked(release(complete=False, reader=SECOND)),), READ
+    ),
+    # A third is nobody's.
+    "ranks of one engine may have incarnations of their own": after(
+        OFFERED,
+        (asked(ask(reader=READERS[0], readers=BOTH)), WRITTEN, replied(grant(reader=READERS[0]))),
+        (asked(ask(reader=READERS[1], readers=BOTH)), replied(grant(reader=READERS[1]))),
+        (asked(release(reader=IMPOSTOR)),),
+        (asked(release(reader=READERS[0])),),
+        (asked(release(reader=READERS[1])), *READ[1:]),
+    ),
+    **{
+        f"one of {who} does not end what is read, {how}": after(
+            GRANTED, (asked(release(complete=complete, **changed)),), READ
+        )
+        for who, changed in OTHERS.items()
+        for how, complete in COMPLETE.items()
+    },
+    **{
+        f"one of {who} does not end what is unclaimed, {how}": after(
+            OFFERED, (asked(release(complete=complete, **OTHERS[who])),), (ASK, WRITTEN, GRANT)
+        )
+        for who in ("another life of this rank", "another offer")
+        for how, complete in COMPLETE.items()
+    },
+    **{
+        f"an offer ends once, {how}": after(
+            GRANTED, READ, (asked(release(complete=complete)),), (1000.0, Tick())
+        )
+        for how, complete in COMPLETE.items()
+    },
+    # Complete where this rank has no reader; incomplete where the engine gives up.
+    **{
+        f"one of an unclaimed offer ends it, {how}": after(
+            OFFERED,
+            (asked(release(complete=complete)), NOT_NEEDED),
+            DENIED_UNKNOWN,
+            (1000.0, Tick()),
+        )
+        for how, complete in COMPLETE.items()
+    },
+    "one may overtake the publication": after(
+        PREPARED, (RELEASE_INCOMPLETE, NOT_NEEDED), (publish_offer(),)
+    ),
+}
+TIMES: dict[str, Script] = {
+    "an unclaimed offer ends after its time": after(
+        OFFERED, (100.0 + TTL_S - 0.01, Tick()), (100.0 + TTL_S, Tick(), UNCLAIMED)
+    ),
+    "an offer has no end before it is published": after(
+        PREPARED, (1000.0, Tick()), (publish_offer(),), (1000.0 + TTL_S, Tick(), UNCLAIMED)
+    ),
+    "a claimed offer outlives its time": after(
+        OFFERED, (100.0 + TTL_S - 0.5, ASK, WRITTEN, GRANT), (100.0 + TTL_S, Tick())
+    ),
+    # Also that of one that never asks: its engine may be dead.
+    "the first ask starts the lease of every expected reader": after(
+        SHARED, (RELEASE,), (100.0 + LEASE_S - 0.01, Tick()), (100.0 + LEASE_S, Tick(), *EXPIRED)
+    ),
+    "leases run out one by one": after(
+        SHARED,
+        (101.0, ASK_SECOND, replied(grant(reader=SECOND))),
+        (100.0 + LEASE_S, Tick()),
+        (ASK_AGAIN, *denied(NOT_THIS_READER)),
+        (101.0 + LEASE_S, Tick(), *EXPIRED),
+    ),
+    "in one tick each slot is cleared before its blocks are free": after(
+        GRANTED,
+        (OFFER_2,),
+        (
+            asked(ask(nonce=NONCE2)),
+            WriteSlot(2, generation(2)),
+            replied(grant(nonce=NONCE2, slot=2, generation=generation(2))),
+        ),
+        (OFFER_3,),
+        (90.0, publish_offer(OFFER_3.nonce, OFFER_3.request)),
+        (
+            102.0,
+            Tick(),
+            *EXPIRED,
+            ClearSlot(2),
+            OfferEnded(NONCE2, P2, OfferEnd.EXPIRED),
+            OfferEnded(OFFER_3.nonce, OFFER_3.request, OfferEnd.UNCLAIMED),
+        ),
+    ),
+}
 
 
-def test_the_slot_is_written_before_the_grant_is_sent(offered: PrefillMachine) -> None:
-    assert offered.handle(asked(ask()), 100.0) == [WRITTEN, GRANTED]
-    assert offered.handle(asked(release()), 100.1) == READ
+def made(request: DigestRequest, route: bytes = ROUTE, refusal: str | None = None) -> DigestMade:
+    if refusal is not None:
+        return DigestMade(route, request, refusal=refusal)
+    return DigestMade(route, request, rows=SUMS * 4, columns=SUMS)
 
 
-def test_each_answer_goes_back_by_the_route_of_its_message(offered: PrefillMachine) -> None:
-    assert offered.handle(asked(ask(), b"first"), 100.0)[-1] == replied(grant(), b"first")
-    assert offered.handle(asked(ask(), b"second"), 100.1) == [replied(grant(), b"second")]
-    renewal = asked(renew(2, CLAIM), b"third")
-    assert offered.handle(renewal, 100.2) == [replied(renewed(), b"third")]
-    wrong = asked(ask(claim=RIVAL), b"fourth")
-    assert offered.handle(wrong, 100.3)[-1] == replied(deny(claim=RIVAL), b"fourth")
+REQUEST, REQUEST_SECOND = digest_request(), digest_request(reader=SECOND)
+TO_DIGEST = (asked(REQUEST), MakeDigest(ROUTE, REQUEST, TABLES))
+NO_LAYER = "layer 'layer.9' is not on this rank"
+DIGESTS: dict[str, Script] = {
+    "what is granted is digested": after(
+        GRANTED, TO_DIGEST, (made(REQUEST), replied(digest_reply()))
+    ),
+    "a digest goes back by the route of its request": after(
+        GRANTED,
+        (asked(ask(), b"later"), replied(grant(), b"later")),
+        (asked(REQUEST, b"first"), MakeDigest(b"first", REQUEST, TABLES)),
+        (made(REQUEST, b"first"), replied(digest_reply(), b"first")),
+    ),
+    "all tokens of the prompt may be digested": after(
+        GRANTED, (asked(digest_request(end=8)), MakeDigest(ROUTE, digest_request(end=8), TABLES))
+    ),
+    # There the last block may hold what belongs to another prompt.
+    "tokens behind the prompt are not digested": after(
+        GRANTED, (asked(digest_request(end=9)), *denied("a digest up to token 9 of 8"))
+    ),
+    # Whether that is under way already is for the data plane to know.
+    "a repeated request is digested again": after(GRANTED, TO_DIGEST, TO_DIGEST),
+    **{
+        f"{who} gets none": after(
+            GRANTED,
+            (asked(digest_request(**changed)), *denied(NOT_GRANTED, **shown)),
+            (made(digest_request(**changed)), *denied(RELEASED_MEANWHILE, **shown)),
+        )
+        for who, changed in OTHERS.items()
+        for shown in [{} if "incarnation" in changed else changed]
+    },
+    # Or else it could ask as any number of lives, each of them for a digest of its own.
+    "a reader that has not asked gets none": after(
+        SHARED,
+        (asked(REQUEST_SECOND), *denied(NOT_GRANTED, reader=SECOND)),
+        (ASK_SECOND, replied(grant(reader=SECOND))),
+        (asked(REQUEST_SECOND), MakeDigest(ROUTE, REQUEST_SECOND, TABLES)),
+    ),
+    "before the grant there is none": after(OFFERED, (asked(REQUEST), *denied(NOT_GRANTED))),
+    # The blocks may have been written meanwhile: the digest may be of anything.
+    **{
+        f"it is not sent after {name}": after(
+            GRANTED, TO_DIGEST, step, (made(REQUEST), *denied(RELEASED_MEANWHILE))
+        )
+        for name, step in {
+            "a complete release": READ,
+            "an incomplete release": (RELEASE_INCOMPLETE, *ABORTED),
+            "a renewal without the claim": (asked(renew(2)), *ABORTED, replied(renewed())),
+            "the lease": (100.0 + LEASE_S, Tick(), *EXPIRED),
+        }.items()
+    },
+    "a reader that has ended gets none while others read": after(
+        SHARED,
+        TO_DIGEST,
+        (RELEASE,),
+        (made(REQUEST), *denied(RELEASED_MEANWHILE)),
+        (asked(REQUEST), *denied(NOT_GRANTED)),
+    ),
+    "each reader gets its own": after(
+        BOTH_ASKED,
+        TO_DIGEST,
+        (asked(REQUEST_SECOND), MakeDigest(ROUTE, REQUEST_SECOND, TABLES)),
+        (made(REQUEST_SECOND), replied(digest_reply(reader=SECOND))),
+        (made(REQUEST), replied(digest_reply())),
+    ),
+    "why something cannot be digested stays on this side": after(
+        GRANTED, TO_DIGEST, (made(REQUEST, refusal=NO_LAYER), *denied(NO_LAYER)), READ
+    ),
+    # The reader renews all the same.
+    "it does not extend the lease": after(
+        GRANTED,
+        (101.0, *TO_DIGEST),
+        (101.5, made(REQUEST), replied(digest_reply())),
+        (100.0 + LEASE_S, Tick(), *EXPIRED),
+    ),
+}
+NOTHING_LOST = replied(renewed())
+RENEWALS: dict[str, Script] = {
+    "one extends the lease": after(
+        GRANTED,
+        (101.5, asked(renew(2, CLAIM)), NOTHING_LOST),
+        (101.5 + LEASE_S - 0.01, Tick()),
+        (101.5 + LEASE_S, Tick(), *EXPIRED),
+    ),
+    "one extends the lease of its reader alone": after(
+        SHARED,
+        (101.5, asked(renew(2, CLAIM)), NOTHING_LOST),
+        (100.0 + LEASE_S, Tick()),
+        (asked(renew(2, CLAIM, reader=SECOND)), replied(renewed(CLAIM, reader=SECOND))),
+        READ,
+    ),
+    "a claim that a newer one lacks is released": after(
+        GRANTED, (asked(renew(2)), *ABORTED, NOTHING_LOST)
+    ),
+    **{
+        f"a claim that one {name} lacks is kept": after(
+            GRANTED, (asked(renew(number)), NOTHING_LOST), READ
+        )
+        for name, number in (("older than the ask", 0), ("numbered as the ask", 1))
+    },
+    "a repeated ask outdates those before it": after(
+        GRANTED,
+        (asked(ask(number=5)), GRANT),
+        (asked(renew(4)), NOTHING_LOST),
+        (asked(ask(number=2)), GRANT),
+        (asked(renew(4)), NOTHING_LOST),
+        (asked(renew(6)), *ABORTED, NOTHING_LOST),
+    ),
+    # Its ask may be on its way, with a number that prefill does not know.
+    "one of a reader that has not asked releases nothing": after(
+        SHARED,
+        (asked(renew(9, reader=SECOND)), replied(renewed(reader=SECOND))),
+        (ASK_SECOND, replied(grant(reader=SECOND))),
+    ),
+    "one reader gives up and the other reads on": after(
+        SHARED, (asked(renew(2)), NOTHING_LOST), (RELEASE_SECOND, *READ[1:])
+    ),
+    "the answer names what is lost": after(
+        GRANTED,
+        (asked(renew(2, RIVAL, CLAIM, Claim(hex32(9)))), replied(renewed(RIVAL, Claim(hex32(9))))),
+    ),
+    "a claim that has ended is lost": after(
+        GRANTED,
+        (100.0 + LEASE_S, Tick(), *EXPIRED),
+        (asked(renew(2, CLAIM)), replied(renewed(CLAIM))),
+    ),
+    # The slot is still valid, so nothing was given away.
+    "one before the tick saves a lease that has run out": after(
+        GRANTED, (105.0, asked(renew(2, CLAIM)), NOTHING_LOST), (Tick(),)
+    ),
+    **{
+        f"a stranger renews and releases nothing: {len(claims)} claims": after(
+            GRANTED,
+            (
+                101.0,
+                asked(renew(9, *claims, reader=STRANGER)),
+                replied(renewed(*claims, reader=STRANGER)),
+            ),
+            (100.0 + LEASE_S, Tick(), *EXPIRED),
+        )
+        for claims in ((), (CLAIM,))
+    },
+    "one does not touch an unclaimed offer": after(
+        OFFERED, (asked(renew(9, CLAIM)), replied(renewed(CLAIM))), (ASK, WRITTEN, GRANT)
+    ),
+    # A restarted rank may have its port again, while reads of the old one are still stuck.
+    **{
+        f"to one for another life all is lost, and nothing changes: {len(claims)} claims": after(
+            GRANTED,
+            (101.0, asked(renew(2, *claims, incarnation=OTHER_LIFE)), replied(renewed(*claims))),
+            (100.0 + LEASE_S - 0.01, Tick()),
+            (100.0 + LEASE_S, Tick(), *EXPIRED),
+        )
+        for claims in ((RIVAL,), (RIVAL, CLAIM))
+    },
+}
+COMMANDS: dict[str, Script] = {
+    "an unclaimed offer can be revoked": after(
+        OFFERED, (RevokeOffer(NONCE), REVOKED), DENIED_UNKNOWN, (RevokeOffer(NONCE),)
+    ),
+    "a granted offer cannot be revoked": after(
+        GRANTED, (RevokeOffer(NONCE),), (asked(ask(number=2)), GRANT), READ
+    ),
+    "a withdrawn offer is forgotten": after(PREPARED, (WithdrawOffer(NONCE),), DENIED_UNKNOWN),
+    "withdrawing what was never prepared does nothing": [(WithdrawOffer(NONCE),)],
+}
+ALL: dict[str, Script] = {
+    f"{subject}: {name}": script
+    for subject, scripts in {
+        "grants": GRANTS,
+        "denials": DENIALS,
+        "releases": RELEASES,
+        "time": TIMES,
+        "digests": DIGESTS,
+        "renewals": RENEWALS,
+        "commands": COMMANDS,
+    }.items()
+    for name, script in scripts.items()
+}
 
 
-def test_an_ask_that_overtakes_the_publication_is_granted(machine: PrefillMachine) -> None:
-    """Whoever has the nonce has the ticket."""
-    machine.handle(prepare_offer(), 99.0)
-    assert machine.handle(asked(ask()), 99.5) == [WRITTEN, GRANTED]
-    assert machine.handle(publish_offer(), 100.0) == []
-    assert machine.handle(Tick(), 99.5 + LEASE_S - 0.1) == []
-    assert machine.handle(asked(release()), 101.4) == READ
+@each_of(ALL)
+def test_an_offer(script: Script) -> None:
+    new_machine(script).offers.validate()
 
 
-def test_a_reader_may_end_before_the_publication(machine: PrefillMachine) -> None:
-    machine.handle(prepare_offer(), 99.0)
-    machine.handle(asked(ask()), 99.5)
-    assert machine.handle(asked(release()), 99.6) == READ
-    assert machine.handle(publish_offer(), 100.0) == []
-    assert len(machine.offers) == 0
-
-
-def test_a_repeated_ask_gets_the_same_grant_and_a_new_lease(granted: PrefillMachine) -> None:
-    assert granted.handle(asked(ask(number=2)), 101.0) == [GRANTED]
-    assert granted.handle(Tick(), 101.0 + LEASE_S - 0.01) == []
-    assert granted.handle(Tick(), 101.0 + LEASE_S) == EXPIRED
-
-
-def test_after_a_preemption_the_new_blocks_are_granted(machine: PrefillMachine) -> None:
-    machine.handle(prepare_offer(), 98.0)
-    tables = (b"\1\0\0\0", b"\2\0\0\0")
-    machine.handle(prepare_offer(tables=tables, num_tokens=4), 99.0)
-    assert machine.handle(asked(ask()), 100.0) == [WRITTEN, replied(grant(tables=tables))]
-    end = asked(digest_request(end=5))
-    assert machine.handle(end, 100.1) == denied("a digest up to token 5 of 4")
-
-
-def test_each_offer_has_a_slot_and_a_generation_of_its_own(granted: PrefillMachine) -> None:
-    granted.handle(prepare_offer(nonce=NONCE2, request=P2), 100.0)
-    assert granted.handle(asked(ask(nonce=NONCE2, claim=RIVAL)), 100.0) == [
-        WriteSlot(2, generation(2)),
-        replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
-    ]
-
-
-def test_a_slot_that_is_used_again_gets_a_new_generation(granted: PrefillMachine) -> None:
-    granted.handle(asked(release()), 100.1)
-    granted.handle(prepare_offer(nonce=NONCE2, request=P2), 100.2)
-    assert granted.handle(asked(ask(nonce=NONCE2)), 100.3) == [
-        WriteSlot(FIRST_SLOT, generation(2)),
-        replied(grant(nonce=NONCE2, slot=FIRST_SLOT, generation=generation(2))),
-    ]
+def test_the_scripts_above_make_each_transition_of_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded: list[Transition] = []
+    for script in ALL.values():
+        numbers = iter(range(1, 256))
+        monkeypatch.setattr(
+            offers, "new_generation", lambda numbers=numbers: generation(next(numbers))
+        )
+        new_machine(script, recorded.append)
+    assert {
+        (move.before, move.cause.partition(":")[0], move.after)
+        for move in recorded
+        if move.before and " denied" not in move.cause
+    } == {
+        (state.name, event.__name__, OVER if end is None else end.name)
+        for state, moves in TRANSITIONS.items()
+        for event, end in moves.items()
+    }
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3600.0])
 def test_the_grant_says_how_long_the_lease_is(seconds: float) -> None:
-    machine = new_machine(lease_s=seconds)
-    machine.handle(prepare_offer(), 100.0)
-    assert machine.handle(asked(ask()), 100.0)[1] == replied(grant(lease_s=seconds))
-
-
-# Denials
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        pytest.param(ask(nonce=NONCE2), denied(UNKNOWN, nonce=NONCE2), id="unknown nonce"),
-        pytest.param(ask(context=hex32(7)), denied("another prompt"), id="other prompt"),
-        pytest.param(
-            ask(incarnation=OTHER_LIFE), denied("meant for incarnation 00000000"), id="other life"
-        ),
-        pytest.param(
-            ask(readers=(1, 2)),
-            denied("rank 0 is not among its own readers"),
-            id="reader that does not read",
-        ),
-    ],
-)
-def test_a_denied_ask_leaves_the_offer_as_it_was(
-    offered: PrefillMachine, message: Ask, expected: list[events.Action]
-) -> None:
-    assert offered.handle(asked(message), 100.0) == expected
-    assert offered.handle(asked(ask()), 100.0) == [WRITTEN, GRANTED]
+    machine = new_machine(PREPARED, lease_s=seconds)
+    play(machine, [(ASK, WRITTEN, replied(grant(lease_s=seconds)))])
 
 
 def test_a_denial_names_the_life_that_denies() -> None:
-    assert new_machine(OTHER_LIFE).handle(asked(ask()), 100.0) == [
+    denial = [
         AskDenied(NONCE, "meant for incarnation 00000000"),
         replied(deny(incarnation=OTHER_LIFE)),
     ]
-
-
-def test_a_reason_shows_at_most_eight_digits_of_an_incarnation() -> None:
-    life = "abcdef01" + "2" * 24
-    report, _ = new_machine().handle(asked(ask(incarnation=life)), 100.0)
-    assert report == AskDenied(NONCE, "meant for incarnation abcdef01")
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        pytest.param(ask(claim=RIVAL), id="another claim"),
-        pytest.param(ask(reader=STRANGER), id="another engine"),
-        pytest.param(ask(reader=OTHER_LIFE_OF_READER), id="another life of the engine"),
-        pytest.param(ask(reader=SECOND, readers=BOTH), id="a rank that was not announced"),
-    ],
-)
-def test_only_the_first_claim_is_granted(granted: PrefillMachine, message: Ask) -> None:
-    assert granted.handle(asked(message), 100.5) == denied(
-        NOT_THIS_READER, claim=message.claim, reader=message.reader
-    )
-    assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
-
-
-def test_an_ask_after_the_end_is_denied(granted: PrefillMachine) -> None:
-    granted.handle(asked(release()), 100.1)
-    assert granted.handle(asked(ask(number=2)), 100.2) == denied(UNKNOWN)
+    play(new_machine(life=OTHER_LIFE), [(ASK, *denial)])
 
 
 def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
-    machine = new_machine(num_slots=1)
-    machine.handle(prepare_offer(), 100.0)
-    machine.handle(prepare_offer(nonce=NONCE2, request=P2), 100.0)
-    assert machine.handle(asked(ask()), 100.0)[0] == WriteSlot(0, generation(1))
     second = asked(ask(nonce=NONCE2, claim=RIVAL))
-    assert machine.handle(second, 100.0) == denied(
-        "all generation slots are granted", nonce=NONCE2, claim=RIVAL
+    full = denied("all generation slots are granted", nonce=NONCE2, claim=RIVAL)
+    machine = new_machine(num_slots=1)
+    play(
+        machine,
+        [
+            *PREPARED,
+            (OFFER_2,),
+            (ASK, WriteSlot(0, generation(1)), replied(grant(slot=0))),
+            (second, *full),
+            (RELEASE, ClearSlot(0), OfferEnded(NONCE, P1, OfferEnd.READ)),
+        ],
     )
-    assert machine.handle(asked(release()), 100.1) == [
-        ClearSlot(0),
-        OfferEnded(NONCE, P1, OfferEnd.READ),
-    ]
     assert machine.handle(second, 100.2)[0] == WriteSlot(0, generation(2))
     machine.offers.validate()
 
 
-# Releases
-
-
-def test_the_offer_ends_when_each_reader_has_released_it(shared: PrefillMachine) -> None:
-    second = asked(ask(reader=SECOND, readers=BOTH))
-    assert shared.handle(second, 100.5) == [replied(grant(reader=SECOND))]
-    assert shared.handle(asked(release()), 101.0) == []
-    assert shared.handle(asked(release(reader=SECOND)), 101.1) == READ
-
-
-def test_a_repeated_release_ends_one_reader(shared: PrefillMachine) -> None:
-    assert shared.handle(asked(release()), 100.5) == []
-    assert shared.handle(asked(release()), 100.6) == []
-    assert shared.handle(asked(release(complete=False)), 100.7) == []
-    assert shared.handle(asked(release(complete=False, reader=SECOND)), 100.8) == ABORTED
-
-
-def test_a_reader_that_has_ended_is_denied_while_others_read(shared: PrefillMachine) -> None:
-    shared.handle(asked(release()), 100.5)
-    assert shared.handle(asked(ask(number=2, readers=BOTH)), 100.6) == denied(NOT_THIS_READER)
-
-
-def test_a_reader_may_release_before_it_has_asked(shared: PrefillMachine) -> None:
-    assert shared.handle(asked(release(complete=False, reader=SECOND)), 100.5) == []
-    assert shared.handle(asked(release()), 100.6) == READ
-
-
-def test_ranks_of_one_engine_may_have_different_incarnations(offered: PrefillMachine) -> None:
-    """Two readers of one claim, each with its own; a third is nobody's."""
-    readers = [reader(rank, incarnation=Incarnation(hex32(0xD0 + rank))) for rank in range(2)]
-    for each in readers:
-        actions = offered.handle(asked(ask(reader=each, readers=BOTH)), 100.1)
-        assert actions[-1] == replied(grant(reader=each))
-    impostor = reader(1, incarnation=Incarnation(hex32(0xD9)))
-    assert offered.handle(asked(release(reader=impostor)), 100.2) == []
-    assert offered.handle(asked(release(reader=readers[0])), 100.3) == []
-    assert offered.handle(asked(release(reader=readers[1])), 100.4) == READ
-
-
-@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
-@pytest.mark.parametrize(
-    "changed",
-    [
-        pytest.param({"claim": RIVAL}, id="of another claim"),
-        pytest.param({"reader": STRANGER}, id="of a stranger"),
-        pytest.param({"reader": OTHER_LIFE_OF_READER}, id="of another life of the reader"),
-        pytest.param({"reader": SECOND}, id="of a rank that was not announced"),
-        pytest.param({"incarnation": OTHER_LIFE}, id="for another life"),
-        pytest.param({"nonce": NONCE2}, id="of another offer"),
-    ],
-)
-def test_nobody_else_ends_what_a_reader_reads(
-    granted: PrefillMachine, changed: dict[str, Any], *, complete: bool
-) -> None:
-    assert granted.handle(asked(release(complete=complete, **changed)), 100.5) == []
-    assert granted.handle(asked(release()), 100.6) == READ
-
-
-@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
-def test_an_offer_ends_once(granted: PrefillMachine, *, complete: bool) -> None:
-    granted.handle(asked(release()), 100.5)
-    assert granted.handle(asked(release(complete=complete)), 100.6) == []
-    assert granted.handle(Tick(), 1000.0) == []
-
-
-@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
-def test_a_release_of_an_unclaimed_offer_ends_it(
-    offered: PrefillMachine, *, complete: bool
-) -> None:
-    """Complete where this rank has no reader; incomplete where the engine gives up."""
-    assert offered.handle(asked(release(complete=complete)), 100.5) == [
-        OfferEnded(NONCE, P1, OfferEnd.NOT_NEEDED)
-    ]
-    assert offered.handle(asked(ask()), 100.6) == denied(UNKNOWN)
-    assert offered.handle(Tick(), 1000.0) == []
-
-
-def test_a_release_may_overtake_the_publication(machine: PrefillMachine) -> None:
-    machine.handle(prepare_offer(), 99.0)
-    assert machine.handle(asked(release(complete=False)), 99.5) == [
-        OfferEnded(NONCE, P1, OfferEnd.NOT_NEEDED)
-    ]
-    assert machine.handle(publish_offer(), 100.0) == []
-
-
-@pytest.mark.parametrize("complete", [True, False], ids=["complete", "incomplete"])
-@pytest.mark.parametrize(
-    "changed",
-    [
-        pytest.param({"incarnation": OTHER_LIFE}, id="for another life"),
-        pytest.param({"nonce": NONCE2}, id="of another offer"),
-    ],
-)
-def test_a_release_of_something_else_leaves_an_unclaimed_offer(
-    offered: PrefillMachine, changed: dict[str, Any], *, complete: bool
-) -> None:
-    assert offered.handle(asked(release(complete=complete, **changed)), 100.5) == []
-    assert offered.handle(asked(ask()), 100.6) == [WRITTEN, GRANTED]
-
-
-# Time
-
-
-def test_an_unclaimed_offer_ends_after_its_time(offered: PrefillMachine) -> None:
-    assert offered.handle(Tick(), 100.0 + TTL_S - 0.01) == []
-    assert offered.handle(Tick(), 100.0 + TTL_S) == [OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)]
-
-
-def test_an_offer_has_no_end_before_it_is_published(machine: PrefillMachine) -> None:
-    machine.handle(prepare_offer(), 0.0)
-    assert machine.handle(Tick(), 1000.0) == []
-    assert machine.handle(publish_offer(), 1000.0) == []
-    assert machine.handle(Tick(), 1000.0 + TTL_S) == [OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)]
-
-
-def test_a_claimed_offer_outlives_its_time(offered: PrefillMachine) -> None:
-    offered.handle(asked(ask()), 100.0 + TTL_S - 0.5)
-    assert offered.handle(Tick(), 100.0 + TTL_S) == []
-
-
-def test_the_first_ask_starts_the_lease_of_every_expected_reader(shared: PrefillMachine) -> None:
-    """Also of one that never asks: its engine may be dead."""
-    shared.handle(asked(release()), 100.1)
-    assert shared.handle(Tick(), 100.0 + LEASE_S - 0.01) == []
-    assert shared.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
-
-
-def test_leases_run_out_one_by_one(shared: PrefillMachine) -> None:
-    shared.handle(asked(ask(reader=SECOND, readers=BOTH)), 101.0)
-    assert shared.handle(Tick(), 100.0 + LEASE_S) == []
-    assert shared.handle(asked(ask(number=2, readers=BOTH)), 102.5) == denied(NOT_THIS_READER)
-    assert shared.handle(Tick(), 101.0 + LEASE_S) == EXPIRED
-
-
-def test_several_offers_end_in_one_tick_each_slot_before_its_blocks(
-    granted: PrefillMachine,
-) -> None:
-    nonce3, request3 = Nonce(hex32(3)), RequestId("p3")
-    granted.handle(prepare_offer(nonce=NONCE2, request=P2), 100.0)
-    granted.handle(asked(ask(nonce=NONCE2)), 100.0)
-    granted.handle(prepare_offer(nonce=nonce3, request=request3), 90.0)
-    granted.handle(publish_offer(nonce3, request3), 90.0)
-    assert granted.handle(Tick(), 102.0) == [
-        ClearSlot(3),
-        OfferEnded(NONCE, P1, OfferEnd.EXPIRED),
-        ClearSlot(2),
-        OfferEnded(NONCE2, P2, OfferEnd.EXPIRED),
-        OfferEnded(nonce3, request3, OfferEnd.UNCLAIMED),
-    ]
-
-
-# Digests
-
-NOT_GRANTED = "a digest of what is not granted to it"
-RELEASED_MEANWHILE = "it was released while it was digested"
-
-
-def digest_made(request: DigestRequest, refusal: str | None = None) -> DigestMade:
-    if refusal is not None:
-        return DigestMade(ROUTE, request, refusal=refusal)
-    return DigestMade(ROUTE, request, rows=SUMS * 4, columns=SUMS)
-
-
-def test_what_is_granted_is_digested(granted: PrefillMachine) -> None:
-    request = digest_request()
-    assert granted.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, TABLES)]
-    assert granted.is_digest_wanted(request)
-    assert granted.handle(digest_made(request), 100.6) == [replied(digest_reply())]
-
-
-def test_a_digest_goes_back_by_the_route_of_its_request(granted: PrefillMachine) -> None:
-    request = digest_request()
-    granted.handle(asked(ask(), b"later"), 100.4)
-    assert granted.handle(asked(request, b"first"), 100.5) == [
-        MakeDigest(b"first", request, TABLES)
-    ]
-    event = DigestMade(b"first", request, rows=SUMS * 4, columns=SUMS)
-    assert granted.handle(event, 100.6) == [replied(digest_reply(), b"first")]
-
-
-def test_all_tokens_of_the_prompt_may_be_digested(granted: PrefillMachine) -> None:
-    request = digest_request(end=8)
-    assert granted.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, TABLES)]
-
-
-def test_tokens_behind_the_prompt_are_not_digested(granted: PrefillMachine) -> None:
-    """There the last block may hold what belongs to another prompt."""
-    request = asked(digest_request(end=9))
-    assert granted.handle(request, 100.5) == denied("a digest up to token 9 of 8")
-
-
-def test_a_repeated_request_is_digested_again(granted: PrefillMachine) -> None:
-    """Whether that is under way already is for the data plane to know."""
-    request = digest_request()
-    for _ in range(2):
-        assert granted.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, TABLES)]
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        pytest.param(digest_request(claim=RIVAL), id="another claim"),
-        pytest.param(digest_request(reader=STRANGER), id="another engine"),
-        pytest.param(digest_request(reader=OTHER_LIFE_OF_READER), id="another life of the reader"),
-        pytest.param(digest_request(reader=SECOND), id="a rank that was not announced"),
-        pytest.param(digest_request(nonce=NONCE2), id="another offer"),
-        pytest.param(digest_request(incarnation=OTHER_LIFE), id="another life of this rank"),
-    ],
-)
-def test_nobody_else_gets_a_digest(granted: PrefillMachine, request_: DigestRequest) -> None:
-    changed = {"nonce": request_.nonce, "claim": request_.claim, "reader": request_.reader}
-    assert granted.handle(asked(request_), 100.5) == denied(NOT_GRANTED, **changed)
-    assert not granted.is_digest_wanted(request_)
-    assert granted.handle(digest_made(request_), 100.6) == denied(RELEASED_MEANWHILE, **changed)
-
-
-def test_a_reader_that_has_not_asked_gets_no_digest(shared: PrefillMachine) -> None:
-    """Or else it could ask as any number of lives, each of them for a digest of its own."""
-    request = digest_request(reader=SECOND)
-    assert shared.handle(asked(request), 100.5) == denied(NOT_GRANTED, reader=SECOND)
-    assert not shared.is_digest_wanted(request)
-    shared.handle(asked(ask(reader=SECOND, readers=BOTH)), 100.6)
-    assert shared.handle(asked(request), 100.7) == [MakeDigest(ROUTE, request, TABLES)]
-    assert shared.is_digest_wanted(request)
-    assert not shared.is_digest_wanted(digest_request(reader=reader(1, incarnation=OTHER_LIFE)))
-
-
-def test_nothing_is_digested_before_it_is_granted(offered: PrefillMachine) -> None:
-    assert offered.handle(asked(digest_request()), 100.5) == denied(NOT_GRANTED)
-
-
-def test_after_a_preemption_the_new_blocks_are_digested(machine: PrefillMachine) -> None:
-    machine.handle(prepare_offer(), 98.0)
-    tables = (b"\1\0\0\0", b"\2\0\0\0")
-    machine.handle(prepare_offer(tables=tables), 99.0)
-    machine.handle(asked(ask()), 100.0)
-    request = digest_request()
-    assert machine.handle(asked(request), 100.5) == [MakeDigest(ROUTE, request, tables)]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        pytest.param(asked(release()), id="released, complete"),
-        pytest.param(asked(release(complete=False)), id="released, incomplete"),
-        pytest.param(asked(renew(2)), id="no longer renewed"),
-        pytest.param(Tick(), id="lease run out"),
-    ],
-)
-def test_a_digest_of_released_blocks_is_not_sent(
-    granted: PrefillMachine, event: events.PrefillEvent
-) -> None:
-    """They may have been written meanwhile: the digest may be of anything."""
-    granted.handle(asked(digest_request()), 100.5)
-    granted.handle(event, 100.0 + LEASE_S)
-    assert granted.handle(digest_made(digest_request()), 103.0) == denied(RELEASED_MEANWHILE)
-
-
-def test_a_reader_that_has_ended_gets_no_digest_while_others_read(
-    shared: PrefillMachine,
-) -> None:
-    shared.handle(asked(digest_request()), 100.5)
-    shared.handle(asked(release()), 100.6)
-    assert shared.handle(digest_made(digest_request()), 100.7) == denied(RELEASED_MEANWHILE)
-    assert shared.handle(asked(digest_request()), 100.8) == denied(NOT_GRANTED)
-
-
-def test_each_reader_gets_a_digest_of_its_own(shared: PrefillMachine) -> None:
-    shared.handle(asked(ask(reader=SECOND, readers=BOTH)), 100.5)
-    second = digest_request(reader=SECOND)
-    shared.handle(asked(digest_request()), 100.6)
-    shared.handle(asked(second), 100.6)
-    assert shared.handle(digest_made(second), 100.7) == [replied(digest_reply(reader=SECOND))]
-    assert shared.handle(digest_made(digest_request()), 100.8) == [replied(digest_reply())]
-
-
-def test_why_something_cannot_be_digested_stays_on_this_side(granted: PrefillMachine) -> None:
-    granted.handle(asked(digest_request()), 100.5)
-    reason = "layer 'layer.9' is not on this rank"
-    assert granted.handle(digest_made(digest_request(), reason), 100.6) == denied(reason)
-    assert granted.handle(asked(release()), 100.7) == READ
-
-
-def test_a_digest_does_not_extend_the_lease(granted: PrefillMachine) -> None:
-    """The reader renews all the same."""
-    granted.handle(asked(digest_request()), 101.0)
-    granted.handle(digest_made(digest_request()), 101.5)
-    assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
-
-
-# Renewals
-
-
-def test_a_renewal_extends_the_lease(granted: PrefillMachine) -> None:
-    assert granted.handle(asked(renew(2, CLAIM)), 101.5) == [replied(renewed())]
-    assert granted.handle(Tick(), 101.5 + LEASE_S - 0.01) == []
-    assert granted.handle(Tick(), 101.5 + LEASE_S) == EXPIRED
-
-
-def test_a_renewal_extends_the_lease_of_its_reader_alone(shared: PrefillMachine) -> None:
-    assert shared.handle(asked(renew(2, CLAIM)), 101.5) == [replied(renewed())]
-    shared.handle(Tick(), 100.0 + LEASE_S)
-    assert shared.handle(asked(renew(2, CLAIM, reader=SECOND)), 102.1) == [
-        replied(renewed(CLAIM, reader=SECOND))
-    ]
-    assert shared.handle(asked(release()), 102.2) == READ
-
-
-def test_a_claim_that_a_newer_renewal_lacks_is_released(granted: PrefillMachine) -> None:
-    assert granted.handle(asked(renew(2)), 100.5) == [*ABORTED, replied(renewed())]
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(0, id="older than the ask"), pytest.param(1, id="numbered as the ask")]
-)
-def test_a_claim_that_an_older_renewal_lacks_is_kept(granted: PrefillMachine, number: int) -> None:
-    assert granted.handle(asked(renew(number)), 100.5) == [replied(renewed())]
-    assert granted.handle(asked(release()), 100.6) == READ
-
-
-def test_a_repeated_ask_outdates_the_renewals_before_it(granted: PrefillMachine) -> None:
-    granted.handle(asked(ask(number=5)), 100.5)
-    assert granted.handle(asked(renew(4)), 100.6) == [replied(renewed())]
-    granted.handle(asked(ask(number=2)), 100.7)
-    assert granted.handle(asked(renew(4)), 100.8) == [replied(renewed())]
-    assert granted.handle(asked(renew(6)), 100.9) == [*ABORTED, replied(renewed())]
-
-
-def test_a_renewal_of_a_reader_that_has_not_asked_releases_nothing(
-    shared: PrefillMachine,
-) -> None:
-    """Its ask may be on its way, with a number that prefill does not know."""
-    renewal = asked(renew(9, reader=SECOND))
-    assert shared.handle(renewal, 100.5) == [replied(renewed(reader=SECOND))]
-    second = asked(ask(reader=SECOND, readers=BOTH))
-    assert shared.handle(second, 100.6) == [replied(grant(reader=SECOND))]
-
-
-def test_one_reader_gives_up_and_the_other_reads_on(shared: PrefillMachine) -> None:
-    assert shared.handle(asked(renew(2)), 100.5) == [replied(renewed())]
-    assert shared.handle(asked(release(reader=SECOND)), 100.6) == READ
-
-
-def test_the_answer_to_a_renewal_names_what_is_lost(granted: PrefillMachine) -> None:
-    unknown = Claim(hex32(9))
-    assert granted.handle(asked(renew(2, RIVAL, CLAIM, unknown)), 100.5) == [
-        replied(renewed(RIVAL, unknown))
-    ]
-
-
-def test_a_claim_that_has_ended_is_lost(granted: PrefillMachine) -> None:
-    granted.handle(Tick(), 100.0 + LEASE_S)
-    assert granted.handle(asked(renew(2, CLAIM)), 102.5) == [replied(renewed(CLAIM))]
-
-
-def test_a_renewal_before_the_tick_saves_a_lease_that_has_run_out(
-    granted: PrefillMachine,
-) -> None:
-    """The slot is still valid, so nothing was given away."""
-    assert granted.handle(asked(renew(2, CLAIM)), 105.0) == [replied(renewed())]
-    assert granted.handle(Tick(), 105.0) == []
-
-
-@pytest.mark.parametrize("claims", [(), (CLAIM,)], ids=["without the claim", "with the claim"])
-def test_a_stranger_renews_and_releases_nothing(
-    granted: PrefillMachine, claims: tuple[Claim, ...]
-) -> None:
-    message = renew(9, *claims, reader=STRANGER)
-    assert granted.handle(asked(message), 101.0) == [replied(renewed(*claims, reader=STRANGER))]
-    assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
-
-
-def test_renewals_do_not_touch_an_unclaimed_offer(offered: PrefillMachine) -> None:
-    assert offered.handle(asked(renew(9, CLAIM)), 100.5) == [replied(renewed(CLAIM))]
-    assert offered.handle(asked(ask()), 100.6) == [WRITTEN, GRANTED]
-
-
-def test_to_a_renewal_for_another_life_all_claims_are_lost(granted: PrefillMachine) -> None:
-    message = renew(2, RIVAL, CLAIM, incarnation=OTHER_LIFE)
-    assert granted.handle(asked(message), 100.5) == [replied(renewed(RIVAL, CLAIM))]
-
-
-@pytest.mark.parametrize("claim", [CLAIM, RIVAL], ids=["with the claim", "without the claim"])
-def test_a_renewal_for_another_life_renews_and_releases_nothing(
-    granted: PrefillMachine, claim: Claim
-) -> None:
-    """A restarted rank may have its port again, while reads of the old one are still stuck."""
-    granted.handle(asked(renew(2, claim, incarnation=OTHER_LIFE)), 101.0)
-    assert granted.handle(Tick(), 100.0 + LEASE_S - 0.01) == []
-    assert granted.handle(Tick(), 100.0 + LEASE_S) == EXPIRED
-
-
-# Commands
-
-
-def test_an_unclaimed_offer_can_be_revoked(offered: PrefillMachine) -> None:
-    revoke = events.RevokeOffer(NONCE)
-    assert offered.handle(revoke, 100.5) == [OfferEnded(NONCE, P1, OfferEnd.REVOKED)]
-    assert offered.handle(asked(ask()), 100.6) == denied(UNKNOWN)
-    assert offered.handle(revoke, 100.7) == []
-
-
-def test_a_granted_offer_cannot_be_revoked(granted: PrefillMachine) -> None:
-    assert granted.handle(events.RevokeOffer(NONCE), 100.5) == []
-    assert granted.handle(asked(ask(number=2)), 100.6) == [GRANTED]
-    assert granted.handle(asked(release()), 100.7) == READ
-
-
-def test_an_offer_without_a_ticket_cannot_be_revoked(machine: PrefillMachine) -> None:
-    machine.handle(prepare_offer(), 99.0)
+def test_whose_digest_is_wanted() -> None:
+    machine = new_machine(SHARED)
+    assert machine.is_digest_wanted(REQUEST)
+    assert not machine.is_digest_wanted(REQUEST_SECOND)
+    play(machine, BOTH_ASKED[-1:])
+    assert machine.is_digest_wanted(REQUEST_SECOND)
+    assert not machine.is_digest_wanted(digest_request(reader=reader(1, incarnation=OTHER_LIFE)))
+    play(machine, [(RELEASE,)])
+    assert not machine.is_digest_wanted(REQUEST)
+
+
+def test_an_offer_without_a_ticket_cannot_be_revoked() -> None:
+    machine = new_machine(PREPARED)
     with pytest.raises(LocalProtocolError, match="RevokeOffer leads from PREPARED to OVER"):
-        machine.handle(events.RevokeOffer(NONCE), 99.5)
-    assert machine.handle(publish_offer(), 100.0) == []
+        machine.handle(RevokeOffer(NONCE), 99.5)
+    play(machine, OFFERED[-1:])
 
 
-def test_a_withdrawn_offer_is_forgotten(machine: PrefillMachine) -> None:
-    machine.handle(prepare_offer(), 99.0)
-    assert machine.handle(WithdrawOffer(NONCE), 100.0) == []
-    assert machine.handle(asked(ask()), 100.1) == denied(UNKNOWN)
-
-
-def test_withdrawing_what_was_never_prepared_does_nothing(machine: PrefillMachine) -> None:
-    assert machine.handle(WithdrawOffer(NONCE), 100.0) == []
-
-
-@pytest.mark.parametrize("state", ["offered", "granted"])
-@pytest.mark.parametrize(
+@each_of({"OFFERED": OFFERED, "GRANTED": GRANTED}, "before")
+@each_of(
+    {"prepared again": prepare_offer(tables=NEW_TABLES), "withdrawn": WithdrawOffer(NONCE)},
     "command",
-    [
-        pytest.param(prepare_offer(tables=(b"\1\0\0\0",)), id="prepared again"),
-        pytest.param(WithdrawOffer(NONCE), id="withdrawn"),
-    ],
 )
 def test_an_offer_whose_ticket_is_out_stays_as_it_is(
-    state: str, command: events.PrefillCommand, request: pytest.FixtureRequest
+    before: Script, command: PrefillCommand
 ) -> None:
-    machine: PrefillMachine = request.getfixturevalue(state)
-    words = f"{type(command).__name__} leads from {state.upper()} to "
-    with pytest.raises(LocalProtocolError, match=words):
+    machine = new_machine(before)
+    state = "OFFERED" if before is OFFERED else "GRANTED"
+    with pytest.raises(LocalProtocolError, match=f"{type(command).__name__} leads from {state}"):
         machine.handle(command, 101.0)
-    assert machine.handle(asked(ask(number=2)), 101.0)[-1] == GRANTED
-    assert machine.handle(asked(release()), 101.1) == READ
+    assert machine.handle(asked(ask(number=2)), 101.0)[-1] == GRANT
+    play(machine, [READ])
 
 
-def test_an_offer_cannot_be_published_twice(offered: PrefillMachine) -> None:
+def test_an_offer_cannot_be_published_twice() -> None:
+    machine = new_machine(OFFERED)
     with pytest.raises(LocalProtocolError) as raised:
-        offered.handle(publish_offer(), 101.0)
+        machine.handle(publish_offer(), 101.0)
     assert str(raised.value) == (
         "offer of request 'p1': PublishOffer leads from OFFERED to OFFERED; "
         "allowed: ['Ask to GRANTED', 'Release to OVER', 'Tick to OVER', 'RevokeOffer to OVER']"
     )
-    assert offered.handle(Tick(), 100.0 + TTL_S) == [OfferEnded(NONCE, P1, OfferEnd.UNCLAIMED)]
+    play(machine, [(100.0 + TTL_S, Tick(), UNCLAIMED)])
 
 
-def test_a_cleared_machine_has_no_offer_and_all_slots(shared: PrefillMachine) -> None:
-    shared.clear()
-    shared.offers.validate()
-    assert len(shared.offers) == 0
-    assert shared.handle(asked(ask()), 101.0) == denied(UNKNOWN)
+def test_a_cleared_machine_has_no_offer_and_all_slots() -> None:
+    machine = new_machine(SHARED)
+    machine.clear()
+    machine.offers.validate()
+    assert len(machine.offers) == 0
+    play(machine, [DENIED_UNKNOWN])

@@ -5,16 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Generation, Incarnation, Nonce, Rank
+from nixl_kv.ids import Generation, Nonce, Rank
 from nixl_kv.protocol import events
-from nixl_kv.protocol.events import (
-    OVER,
-    OfferEnd,
-    RevokeOffer,
-    Tick,
-    Transition,
-    WithdrawOffer,
-)
+from nixl_kv.protocol.events import OVER, OfferEnd, RevokeOffer, Tick, Transition, WithdrawOffer
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.protocol.prefill.offer import Binding, State
 from nixl_kv.protocol.prefill.offers import OfferBook
@@ -26,6 +19,7 @@ from support.records import (
     NONCE2,
     P1,
     P2,
+    RANK_LIFE,
     READER,
     RIVAL,
     STRANGER,
@@ -41,7 +35,6 @@ from support.records import (
 )
 
 TTL_S = 10.0
-RANK_LIFE = Incarnation(hex32(0xB))
 
 
 @pytest.fixture
@@ -195,9 +188,7 @@ CLAIMED: list[events.PrefillEvent] = [*UNCLAIMED, asked(ask())]
             id="no longer renewed",
         ),
         pytest.param(
-            [*CLAIMED, Tick()],
-            [PREPARED, PUBLISHED, GRANTED, ended("Tick: expired")],
-            id="expired",
+            [*CLAIMED, Tick()], [PREPARED, PUBLISHED, GRANTED, ended("Tick: expired")], id="expired"
         ),
         pytest.param(
             [*UNCLAIMED, Tick()],

@@ -1,38 +1,32 @@
 """What prefill offers of a sliding window is what decode wants, by vLLM's own cache managers."""
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # those of others, on import
-    pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
-
-    import torch
-    from vllm import SamplingParams
-    from vllm.config import VllmConfig
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-    from vllm.v1.kv_cache_interface import (
-        AttentionSpec,
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        SlidingWindowSpec,
-    )
-    from vllm.v1.request import Request
-
-    from nixl_kv.connector.block_pinning import PinnedBlocks
-    from nixl_kv.connector.vllm_config import pagings
-    from nixl_kv.geometry.blocks import ABSENT, block_ids
-    from nixl_kv.ids import RequestId
+from nixl_kv.connector.block_pinning import PinnedBlocks
+from nixl_kv.connector.vllm_config import pagings
+from nixl_kv.geometry.blocks import ABSENT, block_ids
+from nixl_kv.ids import RequestId
 
 P = RequestId("p")
 MEMORY = 2 << 20
-WINDOW, FULL = 0, 1  # group numbers
+WINDOW = 0  # its group's number
 
 
 @pytest.fixture(scope="module")
@@ -199,15 +193,6 @@ def test_a_preempted_requests_blocks_are_given_back(vllm_config: VllmConfig) -> 
     blocks.unpin([P, RequestId("another")])
     assert engine.free() == engine.idle
     assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
-
-
-def test_without_windows_nothing_is_pinned(vllm_config: VllmConfig) -> None:
-    engine = Engine(vllm_config, sliding(16, 64))
-    blocks = PinnedBlocks(engine.manager, pagings(engine.cache)[FULL:])
-    engine.manager.allocate_slots(engine.request(100), 100)
-    blocks.pin(P, 100)
-    assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
-    assert len(block_ids(blocks.tables(P, 100)[0])) == 7
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

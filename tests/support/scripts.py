@@ -1,0 +1,100 @@
+"""Scripts for the machines of the protocol: events, and the actions that are expected of each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import pytest
+
+from nixl_kv.ids import Rank
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.events import Action, CompareDigest, ReadSlot, Record, Send, StartRead
+from support.records import (
+    D1,
+    HOME,
+    PEER,
+    RANK_0,
+    READER,
+    SLICES,
+    TIMEOUT_S,
+    answered,
+    ask,
+    describe,
+    digest_reply,
+    digest_request,
+    grant,
+    joined,
+    no_record,
+    prepare_load,
+    read_done,
+    read_started,
+    slot_read,
+    start_load,
+)
+
+Script: TypeAlias = Sequence[tuple[Any, ...]]
+"""Each step is an event and, in order, the actions that are expected of it.
+
+A number before the event is the second in which it comes; without one no time has passed.
+"""
+
+
+class Machine(Protocol):
+    def handle(self, event: Any, now: float, /) -> list[Action]: ...
+
+
+def play(machine: Machine, script: Script, now: float = 100.0) -> None:
+    for step in script:
+        has_time = isinstance(step[0], float)
+        now = step[0] if has_time else now
+        event, *expected = step[1:] if has_time else step
+        assert machine.handle(event, now) == expected, f"at {now}: {event}"
+
+
+def after(state: Script, *steps: tuple[Any, ...]) -> Script:
+    """The script that leads to a state, and what happens in it."""
+    return [*state, *steps]
+
+
+def each_of(cases: Mapping[str, Any], name: str = "script") -> pytest.MarkDecorator:
+    """A test for each of them; its key says what is shown."""
+    return pytest.mark.parametrize(name, cases.values(), ids=cases.keys())
+
+
+# --- a load on decode, which reads prefill's rank 0
+
+GRANT = grant(lease_s=3600.0)
+"""Nothing has to be renewed in the time of a script."""
+
+
+def decode_machine(
+    record: Record = no_record, timeout_s: float = TIMEOUT_S, renew_interval_s: float = 1e9
+) -> DecodeMachine:
+    return DecodeMachine(READER, record, timeout_s=timeout_s, renew_interval_s=renew_interval_s)
+
+
+def loading(script: Script) -> DecodeMachine:
+    """A machine after a script."""
+    machine = decode_machine()
+    play(machine, script)
+    return machine
+
+
+START, START_VERIFIED = start_load(), start_load(verify=True)
+READ, READ_SLOT = StartRead(PEER, Rank(0), GRANT, START), ReadSlot(PEER, Rank(0), D1, 3)
+LANDED = (read_done(), READ_SLOT)
+
+PREPARED: Script = [(100.0, prepare_load(), Send(HOME, describe()))]
+ASKING: Script = [*PREPARED, (joined(), Send(RANK_0, ask()))]
+GRANTED: Script = [*ASKING, (answered(GRANT),)]
+READING: Script = [*GRANTED, (110.0, START, READ)]
+CHECKING: Script = [*READING, LANDED]
+VERIFIED: Script = [
+    *GRANTED,
+    (110.0, START_VERIFIED, StartRead(PEER, Rank(0), GRANT, START_VERIFIED)),
+    (read_started(), Send(RANK_0, digest_request())),
+]
+"""Prefill's digest was asked for when the read was started."""
+VERIFYING: Script = [*VERIFIED, LANDED, (slot_read(),)]
+"""The slot was valid; prefill's digest is not here yet."""
+COMPARE = CompareDigest(Rank(0), SLICES, START_VERIFIED, digest_reply())
+"""What follows when it comes."""
