@@ -46,7 +46,6 @@ class AllowedHosts:
     networks: tuple[Network, ...] = ANYWHERE
 
     def __str__(self) -> str:
-        """As an operator writes them."""
         return ", ".join(map(str, self.networks))
 
     def allows(self, host: str) -> bool:

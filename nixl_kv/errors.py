@@ -8,7 +8,7 @@ ours.
 
 
 class NixlKVError(Exception):
-    """The base of all of them; nothing else leaves this package on purpose."""
+    """The base of all of them. A ValueError is the other one: an argument that cannot be."""
 
 
 class ConfigError(NixlKVError):

@@ -1,6 +1,6 @@
-"""The scalars that name things, as types, so that a request id cannot stand where a nonce belongs.
+"""The scalars that name things, as types, so that a request id cannot be where a nonce belongs.
 
-All random ones are 128 bits from the operating system: they are never guessed and never collide.
+The random ones have 120 bits or more from the operating system: never guessed, never equal.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ Rank = NewType("Rank", int)
 """A worker inside its engine, 0 to pp * tp - 1, pipeline stage major."""
 
 Generation = NewType("Generation", bytes)
-"""16 random bytes that stand in a slot for as long as a grant holds."""
+"""The 16 bytes in a slot for as long as a grant is valid, 15 of them random."""
 
 Endpoint = NewType("Endpoint", str)
 """An address of the control plane, such as `tcp://10.0.0.1:5600`; IPv6 literals have brackets."""

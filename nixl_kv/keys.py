@@ -51,7 +51,6 @@ class Keys:
         )
 
     def __repr__(self) -> str:
-        """Nothing that is secret."""
         return f"<Keys {self.fingerprint}>"
 
 
@@ -65,12 +64,12 @@ def read_key_file(path: str | Path) -> Keys:
         ConfigError: names the path, what is wrong with the file, and what is allowed.
     """
     try:
-        obstacle, text = _read(path)
+        reason, text = _read(path)
     except (OSError, ValueError) as error:
         raise _refuse(path, _words(error)) from error
-    root = None if obstacle else _parse(text)
+    root = None if reason else _parse(text)
     if root is None:
-        raise _refuse(path, obstacle or "its content is something else")
+        raise _refuse(path, reason or "its content is something else")
     return Keys.derive(root)
 
 
@@ -105,13 +104,13 @@ def _read(path: str | Path) -> tuple[str | None, bytes]:
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        obstacle = _obstacle(os.fstat(descriptor))
-        return obstacle, b"" if obstacle else os.read(descriptor, 2 * KEY_BYTES + 2)
+        reason = _reason(os.fstat(descriptor))
+        return reason, b"" if reason else os.read(descriptor, 2 * KEY_BYTES + 2)
     finally:
         os.close(descriptor)
 
 
-def _obstacle(status: os.stat_result) -> str | None:
+def _reason(status: os.stat_result) -> str | None:
     """Why an opened file is not to be trusted, or its content already known to others."""
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
@@ -130,8 +129,8 @@ def _parse(text: bytes) -> bytes | None:
     return bytes.fromhex(digits.decode("ascii"))
 
 
-def _refuse(path: str | Path, obstacle: str) -> ConfigError:
-    return ConfigError(f"key_file is {str(path)!r}: {obstacle}; allowed: {ALLOWED}")
+def _refuse(path: str | Path, reason: str) -> ConfigError:
+    return ConfigError(f"key_file is {str(path)!r}: {reason}; allowed: {ALLOWED}")
 
 
 def _unwritten(path: str | Path, error: Exception) -> ConfigError:

@@ -1,1 +1,1 @@
-"""The command `nixl-kv`: what a person asks of two engines, without starting either."""
+"""The command `nixl-kv`: what a person asks of engines, without starting one."""

@@ -58,9 +58,9 @@ EDGE: Final = 1.1  # between blocks
 ROWS_HEIGHT: Final = 315.0
 ROW_HEIGHTS: Final = (4.5, 13.5)
 COLUMNS: Final = (4, 32)  # how many of the smaller blocks are shown
-LABELS: Final = 8  # up to so many pairs of ranks, words stand on the ribbons
+LABELS: Final = 8  # up to so many pairs of ranks, there are words on the ribbons
 LINE: Final = 12.0
-PIECES: Final = 160  # so many boxes in a strip can still be told apart
+PIECES: Final = 160  # so many boxes in a strip can still be seen one by one
 LEGEND_COLUMNS: Final = 7
 
 Band: TypeAlias = tuple[float, float]

@@ -68,11 +68,7 @@ def cache_words(layout: CacheLayout) -> str:
 
 
 def _engine_shape(numbers: str, blocks: int) -> EngineShape:
-    """What is left out is as in `EngineShape`, except for the blocks.
-
-    Raises:
-        ValueError: names the field, its value and what is allowed.
-    """
+    """What is left out is as in `EngineShape`, except for the blocks."""
     given: dict[str, str | int] = {"num_blocks": blocks}
     for item in filter(None, numbers.split(",")):
         name, _, value = item.partition("=")

@@ -115,11 +115,7 @@ def _errors_exit() -> Iterator[None]:
 
 
 def _engines(model: ModelOptions, engines: EngineOptions) -> tuple[Engine, Engine]:
-    """Prefill and decode.
-
-    Raises:
-        ValueError: names the option that is missing, or too many, or wrong.
-    """
+    """Prefill and decode."""
     numbers = engines.prefill, engines.decode
     addresses = engines.prefill_at, engines.decode_at
     if all(addresses) and not any(numbers):
@@ -143,11 +139,7 @@ def _engines(model: ModelOptions, engines: EngineOptions) -> tuple[Engine, Engin
 
 
 def _check_no_model(options: ModelOptions) -> None:
-    """Running engines know their model.
-
-    Raises:
-        ValueError: names the first option of a model.
-    """
+    """Running engines know their model."""
     given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
     if given:
         option = given[0].replace("_", "-")
@@ -155,11 +147,7 @@ def _check_no_model(options: ModelOptions) -> None:
 
 
 def _draw(path: Path, comparison: Comparison, prefill: Engine, decode: Engine) -> None:
-    """Write the picture.
-
-    Raises:
-        ValueError: if it cannot be written, or matplotlib is missing.
-    """
+    """Write the picture."""
     try:
         from nixl_kv.cli import drawing  # noqa: PLC0415 - matplotlib: a second, and an extra
 

@@ -15,17 +15,7 @@ from typing import Final, TypeAlias
 from nixl_kv.errors import ConfigError, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
 from nixl_kv.keys import Keys, read_key_file
-from nixl_kv.protocol.messages import (
-    Describe,
-    Description,
-    RankDescription,
-    Refusal,
-    Status,
-    StatusRequest,
-    decode_answer,
-    decode_status,
-    encode,
-)
+from nixl_kv.protocol import messages
 from nixl_kv.transport.base import FromEndpoint, Lost
 from nixl_kv.transport.zmq import ZmqControl
 
@@ -34,7 +24,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
 MAX_PORT: Final = 65_535
 
-RankAnswer: TypeAlias = tuple[RankDescription, Status | NixlKVError]
+RankAnswer: TypeAlias = tuple[messages.RankDescription, messages.Status | NixlKVError]
 """A rank, and its status; or why there is none."""
 
 
@@ -82,7 +72,7 @@ def read_keys(path: Path | None) -> Keys | None:
         raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error
 
 
-def describe_at(where: str, *, option: str, keys: Keys | None) -> Description:
+def describe_at(where: str, *, option: str, keys: Keys | None) -> messages.Description:
     """The description of the engine at `HOST:PORT`.
 
     Raises:
@@ -95,26 +85,28 @@ def describe_at(where: str, *, option: str, keys: Keys | None) -> Description:
         raise ValueError(f"{option} {where}: {error}") from error
 
 
-def describe(endpoint: Endpoint, keys: Keys | None = None) -> Description:
+def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
     """The description of the engine whose directory is at this endpoint.
 
     Raises:
         NixlKVError: if nobody answers, or not with a description.
     """
-    question = encode(Describe(incarnation=ANY_INCARNATION, engine=EngineId("any")))
+    question = messages.encode(
+        messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
+    )
     payload = _exchange({endpoint: question}, keys)[endpoint]
     if isinstance(payload, TransportError):
         raise payload
-    message = decode_answer(payload)
-    if isinstance(message, Refusal):
+    message = messages.decode_answer(payload)
+    if isinstance(message, messages.Refusal):
         raise TransportError(f"refused: {message.reason}")
-    if not isinstance(message, Description):
+    if not isinstance(message, messages.Description):
         raise TransportError(f"answered with {type(message).__name__}")
     return message
 
 
 def rank_statuses(
-    description: Description, keys: Keys | None = None, request: str = ""
+    description: messages.Description, keys: Keys | None = None, request: str = ""
 ) -> list[RankAnswer]:
     """What each rank of an engine says of itself, in rank order.
 
@@ -124,14 +116,16 @@ def rank_statuses(
         request: tell the story of requests whose id contains this; empty for none.
     """
     questions = {
-        rank.endpoint: encode(StatusRequest(incarnation=rank.incarnation, request=request))
+        rank.endpoint: messages.encode(
+            messages.StatusRequest(incarnation=rank.incarnation, request=request)
+        )
         for rank in description.ranks
     }
     answers = _exchange(questions, keys)
     return [(rank, _status(answers[rank.endpoint])) for rank in description.ranks]
 
 
-def _describe_any(endpoints: list[Endpoint], keys: Keys | None) -> Description:
+def _describe_any(endpoints: list[Endpoint], keys: Keys | None) -> messages.Description:
     """The first description that one of the endpoints of an engine gives."""
     errors: list[str] = []
     for endpoint in endpoints:
@@ -142,11 +136,11 @@ def _describe_any(endpoints: list[Endpoint], keys: Keys | None) -> Description:
     raise TransportError("; ".join(dict.fromkeys(errors)))
 
 
-def _status(answer: bytes | TransportError) -> Status | NixlKVError:
+def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:
     if isinstance(answer, TransportError):
         return answer
     try:
-        return decode_status(answer)
+        return messages.decode_status(answer)
     except NixlKVError as error:
         return error
 

@@ -12,11 +12,11 @@ from nixl_kv.cli.text import (
     duration_text,
     num_bytes_text,
     plain_table,
-    printable,
     time_text,
     wide_console,
 )
-from nixl_kv.protocol.messages import MAX_LISTED, Description, EventRecord, Status
+from nixl_kv.log_limit import printable
+from nixl_kv.protocol import messages
 
 Row: TypeAlias = tuple[object, ...]
 
@@ -28,7 +28,7 @@ STORY: Final = ("time", "after", "rank", "request", "peer", "states", "cause", "
 
 
 def print_status(
-    description: Description, answers: Sequence[RankAnswer], request: str | None
+    description: messages.Description, answers: Sequence[RankAnswer], request: str | None
 ) -> None:
     """What each rank does, and the story of a request.
 
@@ -41,7 +41,7 @@ def print_status(
     _print_line(console, f"engine {engine_from_description(description).words}")
     for number, (rank, answer) in enumerate(answers):
         console.print()
-        if isinstance(answer, Status):
+        if isinstance(answer, messages.Status):
             _print_line(console, f"rank {number} at {rank.endpoint}: {_summary(answer)}")
             _print_lists(console, answer)
         else:
@@ -51,7 +51,9 @@ def print_status(
         _print_story(console, answers, request)
 
 
-def status_as_json(description: Description, answers: Sequence[RankAnswer]) -> Mapping[str, Any]:
+def status_as_json(
+    description: messages.Description, answers: Sequence[RankAnswer]
+) -> Mapping[str, Any]:
     """All fields; of a rank that gave no status, why not."""
     return {
         "engine": description.engine,
@@ -61,7 +63,7 @@ def status_as_json(description: Description, answers: Sequence[RankAnswer]) -> M
         "pp": description.shape.pp,
         "ranks": [
             _fields(answer) | {"endpoint": rank.endpoint}
-            if isinstance(answer, Status)
+            if isinstance(answer, messages.Status)
             else {"rank": number, "endpoint": rank.endpoint, "error": str(answer)}
             for number, (rank, answer) in enumerate(answers)
         ],
@@ -79,12 +81,12 @@ def _print_line(console: Console, text: str) -> None:
     console.print(printable(text), soft_wrap=True)
 
 
-def _summary(status: Status) -> str:
+def _summary(status: messages.Status) -> str:
     totals = ", ".join(f"{name} {count:,}" for name, count in status.totals.items())
     return f"{status.roles}; up for {duration_text(status.uptime_s)}; {totals}"
 
 
-def _print_lists(console: Console, status: Status) -> None:
+def _print_lists(console: Console, status: messages.Status) -> None:
     """What is empty is left out: the totals say so."""
     for name, headings, rows in (
         ("peers", PEERS, _peers(status)),
@@ -93,8 +95,10 @@ def _print_lists(console: Console, status: Status) -> None:
         ("loads", LOADS, _loads(status)),
     ):
         _print_table(console, headings, rows)
-        if status.totals.get(name, 0) > MAX_LISTED:
-            _print_line(console, f"(the first {MAX_LISTED:,} of {status.totals[name]:,} {name})")
+        if status.totals.get(name, 0) > messages.MAX_LISTED:
+            _print_line(
+                console, f"(the first {messages.MAX_LISTED:,} of {status.totals[name]:,} {name})"
+            )
 
 
 def _print_table(console: Console, headings: Sequence[str], rows: Iterable[Row]) -> None:
@@ -107,17 +111,17 @@ def _print_table(console: Console, headings: Sequence[str], rows: Iterable[Row])
         console.print(table)
 
 
-def _peers(status: Status) -> Iterator[Row]:
+def _peers(status: messages.Status) -> Iterator[Row]:
     for peer in status.peers:
         yield peer.engine, peer.incarnation, peer.endpoint, peer.state, peer.detail
 
 
-def _links(status: Status) -> Iterator[Row]:
+def _links(status: messages.Status) -> Iterator[Row]:
     for link in status.links:
         yield link.endpoint, f"{link.sent:,}", f"{link.received:,}", duration_text(link.idle_s)
 
 
-def _offers(status: Status) -> Iterator[Row]:
+def _offers(status: messages.Status) -> Iterator[Row]:
     for offer in status.offers:
         yield (
             offer.request,
@@ -129,7 +133,7 @@ def _offers(status: Status) -> Iterator[Row]:
         )
 
 
-def _loads(status: Status) -> Iterator[Row]:
+def _loads(status: messages.Status) -> Iterator[Row]:
     for load in status.loads:
         reads = ", ".join(f"{rank} {state}" for rank, state in load.reads)
         left = _left_text(load.late_in_s)
@@ -144,7 +148,7 @@ def _left_text(seconds: float | None) -> str:
 
 def _print_story(console: Console, answers: Sequence[RankAnswer], request: str) -> None:
     """In time order over all ranks."""
-    statuses = [answer for _, answer in answers if isinstance(answer, Status)]
+    statuses = [answer for _, answer in answers if isinstance(answer, messages.Status)]
     story = sorted(
         ((event, status.rank) for status in statuses for event in status.story),
         key=lambda item: item[0].time,
@@ -164,7 +168,7 @@ def _print_story(console: Console, answers: Sequence[RankAnswer], request: str) 
     _print_table(console, STORY, _story_rows(story))
 
 
-def _story_rows(story: Sequence[tuple[EventRecord, int]]) -> Iterator[Row]:
+def _story_rows(story: Sequence[tuple[messages.EventRecord, int]]) -> Iterator[Row]:
     before = story[0][0].time if story else 0.0
     for event, rank in story:
         yield (

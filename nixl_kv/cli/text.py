@@ -29,11 +29,6 @@ def plain_table() -> Table:
     return Table(box=box.SIMPLE, pad_edge=False)
 
 
-def printable(text: str) -> str:
-    """The text with escapes for what a terminal would obey: ids come from clients."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def num_bytes_text(count: float) -> str:
     """Bytes, in the largest unit that leaves a number of 1 or more, with up to two decimals."""
     for unit in UNITS[:-1]:

@@ -18,7 +18,7 @@ from nixl_kv.geometry.layout import WINDOW_EDGE
 from nixl_kv.ids import RequestId
 
 NULL_BLOCK: Final = 0
-"""vLLM's placeholder in a block table, where a sliding window has passed. It ends here."""
+"""vLLM's placeholder in a block table, where a sliding window has passed. See `table_bytes`."""
 
 
 @dataclass(frozen=True)

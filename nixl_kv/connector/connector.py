@@ -1,7 +1,7 @@
 """vLLM's connector interface: every hook delegates to the one role object of its process.
 
 vLLM makes one instance in the scheduler's process and one in each worker, and calls only the hooks
-of that role. The hooks stand in two classes for that reason, and because they are many.
+of that role. The hooks are in two classes for that reason, and because they are many.
 """
 
 import logging
@@ -76,7 +76,7 @@ class _SchedulerHooks:
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """For models with one cache group, by versions of vLLM that tell them apart."""
+        """For models with one cache group, where another connector wraps this one."""
         return self._scheduler.on_finish(request, (block_ids,))
 
     def request_finished_all_groups(

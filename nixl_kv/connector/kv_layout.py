@@ -1,7 +1,7 @@
 """From vLLM's cache tensors to a `CacheLayout`: where this rank's KV lives.
 
 Every backend gets a view [blocks, heads, tokens, content] of each layer, but not every one keeps
-in it what the axes say. What is known of their backends stands here, as data. A backend that is not
+in it what the axes say. What is known of their backends is here, as data. A backend that is not
 known is exchanged in whole blocks, between engines that are cut alike.
 """
 

@@ -21,7 +21,6 @@ class OfferQuota:
         self._blocks: Counter[int] = Counter()  # block id to number of offers: prefixes are shared
 
     def __repr__(self) -> str:
-        """How full it is."""
         return f"<OfferQuota: {len(self._blocks)} of {self._allowed} blocks>"
 
     def add(self, request: RequestId, nonce: Nonce, blocks: Collection[int]) -> None:

@@ -1,7 +1,7 @@
 """The scheduler's side of prefill: which requests are offered, and with which ticket."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,11 @@ class PrefillScheduler:
         self.address: Address | None = None
         self.blocks: PinnedBlocks | None = None
 
+    @property
+    def requests(self) -> KeysView[RequestId]:
+        """Those that will be offered when they have finished."""
+        return self._offers.keys()
+
     def on_arrival(self, prompt: Prompt) -> None:
         """A request asks to be decoded elsewhere. Its nonce is made now; nobody knows it yet."""
         nonce = new_nonce()
@@ -76,21 +81,21 @@ class PrefillScheduler:
                 self._prepare(offer, progress, self.blocks)
 
     def on_finish(
-        self, request: RequestId, tables: Sequence[Sequence[int]], *, obstacle: str
+        self, request: RequestId, tables: Sequence[Sequence[int]], *, reason: str
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: pin its blocks and hand out its ticket, or withdraw the offer.
 
         Args:
             request: of vLLM.
             tables: its block table, for each group that is transferred.
-            obstacle: why its KV is not complete, in words; empty if it is.
+            reason: why its KV is not complete, in words; empty if it is.
         """
         offer = self._offers.pop(request, None)
         if offer is None:
             return False, None
-        obstacle = obstacle or self._obstacle(offer, tables)
-        if obstacle or self.address is None:
-            logger.info("request %s is not offered: %s", request, obstacle)
+        reason = reason or self._reason(offer, tables)
+        if reason or self.address is None:
+            logger.info("request %s is not offered: %s", request, reason)
             self._commands.append(events.WithdrawOffer(offer.nonce))
             self.on_end([request])
             return False, None
@@ -136,7 +141,7 @@ class PrefillScheduler:
         self._quota.add(offer.request, offer.nonce, held)
         self._commands += [events.RevokeOffer(nonce) for nonce in self._quota.pop_excess()]
 
-    def _obstacle(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
+    def _reason(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
         """Why a request whose KV is complete cannot be offered; empty if it can."""
         if self.address is None:
             return "this engine is not described yet"

@@ -21,13 +21,13 @@ from nixl_kv.connector.prefill import Address, NoPrefill, PrefillScheduler
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_config import (
     model_facts,
-    obstacle_to_offer,
     pagings,
     parallel_shape,
     parse_config,
     progress,
     prompt_of,
     request_ids,
+    why_not_offered,
 )
 from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId
@@ -93,9 +93,9 @@ class Scheduler:
         self._decode.on_allocation(request_id, self._select(tables), num_tokens)
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
-        """The commands of this step, in the order in which things happened."""
+        """The commands of this step: layouts, then those of prefill, then those of decode."""
         preempted = request_ids(output.preempted_req_ids)
-        self._prefill.on_step(preempted, progress(output))
+        self._prefill.on_step(preempted, progress(output, self._prefill.requests))
         commands, self._next_step = self._next_step, []
         return StepMetadata(
             [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()]
@@ -108,7 +108,7 @@ class Scheduler:
         request_id = RequestId(request.request_id)
         self._decode.on_finish(request_id)
         return self._prefill.on_finish(
-            request_id, self._select(tables), obstacle=obstacle_to_offer(request)
+            request_id, self._select(tables), reason=why_not_offered(request)
         )
 
     def publish(self, handshakes: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
@@ -152,11 +152,7 @@ class Scheduler:
             self._directory.stop()
 
     def _dispatch(self, request: Request, params: object) -> None:
-        """By what a request asks for.
-
-        Raises:
-            RemoteProtocolError: if the parameters are not valid.
-        """
+        """By what a request asks for."""
         if params is None:
             self._note_plain(request)
         elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:

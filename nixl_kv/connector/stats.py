@@ -147,7 +147,7 @@ class PromMetrics(KVConnectorPromMetrics):
         self._seconds = create_metric_per_engine(
             self._histogram_cls(
                 name="vllm:nixl_kv_transfer_seconds",
-                documentation="Seconds from the first read posted until all data has landed.",
+                documentation="Seconds of a load's longest read, until all of it has landed.",
                 buckets=_BUCKETS,
                 labelnames=self._labelnames,
             ),

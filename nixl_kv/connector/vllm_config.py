@@ -1,4 +1,4 @@
-"""The only reader of vLLM's configuration and requests: turns them into our own records.
+"""Reads vLLM's configuration and requests: turns them into our own records.
 
 Model families, backends and platforms are data here and in `kv_layout`, and nowhere else. What
 cannot be served is refused in one table, at the start, in words.
@@ -7,7 +7,7 @@ cannot be served is refused in one table, at the start, in words.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -229,17 +229,20 @@ def _extras(request: Any) -> Iterator[bytes]:
         yield b"mask" + bytes(request.prompt_is_token_ids)
 
 
-def progress(output: SchedulerOutput) -> Iterator[Progress]:
-    """How far each request that a step schedules gets in it."""
+def progress(output: SchedulerOutput, wanted: Collection[RequestId]) -> Iterator[Progress]:
+    """How far those requests that are wanted get in a step, of all that it schedules."""
+    if not wanted:
+        return
     new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
     cached = output.scheduled_cached_reqs
     resumed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     for request, before in (*new, *resumed):
-        after = before + output.num_scheduled_tokens[request]
-        yield Progress(RequestId(request), before, after)
+        if request in wanted:
+            after = before + output.num_scheduled_tokens[request]
+            yield Progress(RequestId(request), before, after)
 
 
-def obstacle_to_offer(request: Request) -> str:
+def why_not_offered(request: Request) -> str:
     """Why the KV of a finished request is not complete, in words; empty if it is."""
     if request.status not in (
         RequestStatus.FINISHED_LENGTH_CAPPED,

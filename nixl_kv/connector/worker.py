@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank. Every method is called by vLLM on the step thread, and none waits."""
+    """One rank. vLLM calls every method on the step thread; only `register` and `stop` wait."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         """Check the configuration; nothing starts before the cache exists."""

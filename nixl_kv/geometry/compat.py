@@ -14,6 +14,8 @@ from nixl_kv.geometry.blocks import num_token_segments
 from nixl_kv.geometry.layout import WINDOW_EDGE, CacheLayout, Group, Region
 from nixl_kv.geometry.runs import Heads
 
+SHOWN_CHARACTERS: Final = 100
+"""Of a value that differs."""
 MAX_TOKEN_SEGMENTS: Final = 512
 """Into how many token segments two block sizes may cut one period."""
 
@@ -27,8 +29,13 @@ class Mismatch:
     remote: object
 
     def __str__(self) -> str:
-        """The text for a log line."""
-        return f"{self.field} is {self.local!r} here and {self.remote!r} there"
+        return f"{self.field} is {_short(self.local)} here and {_short(self.remote)} there"
+
+
+def _short(value: object) -> str:
+    """It may be a peer's, and as long as a message may be."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:

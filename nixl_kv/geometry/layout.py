@@ -54,7 +54,6 @@ class Part:
     token_stride: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_range("part offset", self.offset, low=0, high=MAX_ADDRESS)
         check_range("part length", self.length, high=MAX_COUNT)
         check_range("part count", self.count, high=1 << 16)
@@ -87,7 +86,6 @@ class Region:
     opaque: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_range("base", self.base, high=MAX_ADDRESS)
         for name in ("block_stride", "head_stride", "token_stride"):
             check_range(name, getattr(self, name), high=MAX_ADDRESS)
@@ -130,7 +128,6 @@ class Group:
     window: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_range("block_size", self.block_size, high=1 << 20)
         check_range("num_blocks", self.num_blocks, high=MAX_COUNT)
         check_range("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
@@ -156,7 +153,6 @@ class Span:
     length: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_range("span address", self.address, high=MAX_ADDRESS)
         check_range("span length", self.length, high=MAX_ADDRESS)
 

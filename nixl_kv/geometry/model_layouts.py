@@ -54,7 +54,6 @@ class ModelShape:
     sliding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_range("layers", self.layers, high=MAX_LAYERS + 1)
         check_range("kv_heads", self.kv_heads, high=1 << 16)
         check_range("number of parts of content", len(self.content), high=MAX_PARTS + 1)
@@ -104,7 +103,6 @@ class EngineShape:
     memory: Memory = "VRAM"
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         ParallelShape(self.tp, self.pp)  # checks them
         check_range("block_size", self.block_size, high=1 << 20)
         check_range("num_blocks", self.num_blocks, high=1 << 31)

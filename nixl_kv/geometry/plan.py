@@ -52,7 +52,6 @@ class IndexBuffer:
     """
 
     def __init__(self) -> None:
-        """Start without memory."""
         self._memory = np.empty(0, dtype=np.int32)
 
     def reserve(self, count: int) -> BlockIds:

@@ -29,7 +29,6 @@ class ParallelShape:
     pp: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_range("tp", self.tp, high=1025)
         check_range("pp", self.pp, high=1025)
 

@@ -14,15 +14,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
-from nixl_kv.protocol.messages import (
-    Answer,
-    Description,
-    DigestReply,
-    DigestRequest,
-    Grant,
-    Message,
-    ToRank,
-)
+from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import Ticket
 
 
@@ -148,7 +140,7 @@ class Asked:
     """A message came to this rank; `route` leads back to its sender."""
 
     route: bytes
-    message: ToRank
+    message: messages.ToRank
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,7 @@ class Answered:
     """An endpoint that this side talks to has sent a message."""
 
     endpoint: Endpoint
-    message: Answer
+    message: messages.Answer
 
 
 @dataclass(frozen=True)
@@ -183,7 +175,6 @@ class PeerKey:
     endpoint: Endpoint
 
     def __str__(self) -> str:
-        """For logs."""
         return f"engine {self.engine!r} at {self.endpoint}"
 
 
@@ -192,7 +183,7 @@ class PeerJoined:
     """The peer's description fits, and its memory can be read, by these routes."""
 
     peer: PeerKey
-    description: Description
+    description: messages.Description
     routes: tuple[Route, ...]
 
 
@@ -235,7 +226,7 @@ class ReadFailed:
 
 @dataclass(frozen=True)
 class SlotRead:
-    """What stood in the slot after all data had landed."""
+    """What was in the slot after all data had landed."""
 
     request: RequestId
     rank: Rank
@@ -247,7 +238,7 @@ class DigestMade:
     """What a reader asked a digest of: sums as in `DigestReply`. `refusal`: why there are none."""
 
     route: bytes
-    digest_request: DigestRequest
+    digest_request: messages.DigestRequest
     rows: bytes = b""
     columns: bytes = b""
     refusal: str | None = None
@@ -281,7 +272,7 @@ class Send:
     """Send a message to an endpoint, connecting if need be."""
 
     endpoint: Endpoint
-    message: Message
+    message: messages.Message
 
 
 @dataclass(frozen=True)
@@ -289,7 +280,7 @@ class Reply:
     """Answer whoever sent the message that came by this route."""
 
     route: bytes
-    message: Message
+    message: messages.Message
 
 
 @dataclass(frozen=True)
@@ -304,7 +295,7 @@ class JoinPeer:
     """Check a description and make its memory readable; answered by PeerJoined or PeerRefused."""
 
     peer: PeerKey
-    description: Description
+    description: messages.Description
 
 
 @dataclass(frozen=True)
@@ -320,7 +311,7 @@ class StartRead:
 
     peer: PeerKey
     rank: Rank
-    grant: Grant
+    grant: messages.Grant
     load: StartLoad
 
 
@@ -347,7 +338,7 @@ class MakeDigest:
     """Digest what a reader reads from an offer's blocks; answered by DigestMade."""
 
     route: bytes
-    digest_request: DigestRequest
+    digest_request: messages.DigestRequest
     tables: tuple[bytes, ...]
 
 
@@ -358,7 +349,7 @@ class CompareDigest:
     rank: Rank
     slices: tuple[KVSlice, ...]
     load: StartLoad
-    digest_reply: DigestReply
+    digest_reply: messages.DigestReply
 
 
 @dataclass(frozen=True)
@@ -410,7 +401,6 @@ class Failure:
     detail: str
 
     def __str__(self) -> str:
-        """For people."""
         return f"{self.detail} ({self.kind.value})"
 
 

@@ -111,7 +111,7 @@ class Refusal(_Message, frozen=True, kw_only=True):
 class Ask(_Message, frozen=True, kw_only=True):
     """A reader asks one rank for the blocks of one offer.
 
-    `number` counts this reader's asks and renews at this rank; `readers` are all ranks of the
+    `number` counts this reader's asks and renews; `readers` are all ranks of the
     reader's engine that will read this rank under the claim.
     """
 
@@ -124,7 +124,7 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 
 class Grant(_Message, frozen=True, kw_only=True):
-    """The blocks are held for the claim while `generation` stands in `slot`.
+    """The blocks are held for the claim while `generation` is in `slot`.
 
     `lease_s` is how long prefill holds on without a renew; `tables` has one block table per cache
     group, little-endian int32, from the prompt's first token on, ABSENT where there is no block.

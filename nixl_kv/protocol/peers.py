@@ -17,20 +17,7 @@ from typing import Final
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
-from nixl_kv.protocol import events
-from nixl_kv.protocol.events import (
-    OVER,
-    EndpointLost,
-    Failure,
-    FailureKind,
-    PeerJoined,
-    PeerKey,
-    PeerRefused,
-    Record,
-    Tick,
-    Transition,
-)
-from nixl_kv.protocol.messages import Describe, Description, Refusal
+from nixl_kv.protocol import events, messages
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
@@ -47,15 +34,15 @@ class State(enum.Enum):
 
 TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
     State.CONNECTING: {
-        PeerJoined: State.READY,
-        PeerRefused: State.BACKOFF,
-        Refusal: State.BACKOFF,
-        EndpointLost: State.BACKOFF,
-        Tick: State.BACKOFF,
+        events.PeerJoined: State.READY,
+        events.PeerRefused: State.BACKOFF,
+        messages.Refusal: State.BACKOFF,
+        events.EndpointLost: State.BACKOFF,
+        events.Tick: State.BACKOFF,
     },
-    State.READY: {EndpointLost: State.GONE},
-    State.BACKOFF: {Tick: None},
-    State.GONE: {Tick: None},
+    State.READY: {events.EndpointLost: State.GONE},
+    State.BACKOFF: {events.Tick: None},
+    State.GONE: {events.Tick: None},
 }
 """For each state, which event leads to which; None: the peer is forgotten."""
 
@@ -64,11 +51,11 @@ TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
 class Peer:
     """One life of a remote engine. `until` ends CONNECTING and BACKOFF, in monotonic seconds."""
 
-    key: PeerKey
+    key: events.PeerKey
     until: float
     state: State = State.CONNECTING
-    failure: Failure | None = None  # why it cannot be used, in BACKOFF and GONE
-    description: Description | None = None
+    failure: events.Failure | None = None  # why it cannot be used, in BACKOFF and GONE
+    description: messages.Description | None = None
     routes: tuple[Route, ...] = ()
 
     @property
@@ -80,13 +67,11 @@ class Peer:
 class PeerBook:
     """Peers by key. `now` is monotonic, in seconds."""
 
-    def __init__(self, record: Record) -> None:
-        """Start with no peer."""
+    def __init__(self, record: events.Record) -> None:
         self._record = record
-        self._peers: dict[PeerKey, Peer] = {}
+        self._peers: dict[events.PeerKey, Peer] = {}
 
     def __repr__(self) -> str:
-        """Each peer and its state."""
         states = ", ".join(f"{p.key.engine}: {p.state.name}" for p in self._peers.values())
         return f"<PeerBook: {states or 'empty'}>"
 
@@ -103,29 +88,31 @@ class PeerBook:
         """Forget all peers."""
         self._peers.clear()
 
-    def get_or_connect(self, key: PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
+    def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
         """Find a peer; one that is not known yet is asked for its description."""
         peer = self._peers.get(key)
         if peer is not None:
             return peer, []
         peer = self._peers[key] = Peer(key, now + CONNECT_TIMEOUT_S)
-        self._record(Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
-        describe = Describe(incarnation=key.incarnation, engine=key.engine)
+        self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
+        describe = messages.Describe(incarnation=key.incarnation, engine=key.engine)
         return peer, [events.Send(key.endpoint, describe)]
 
-    def is_connecting(self, key: PeerKey) -> bool:
+    def is_connecting(self, key: events.PeerKey) -> bool:
         """Whether this peer was asked for its description, and has not joined yet."""
         peer = self._peers.get(key)
         return peer is not None and peer.state is State.CONNECTING
 
-    def on_description(self, message: Description, endpoint: Endpoint) -> list[events.Action]:
+    def on_description(
+        self, message: messages.Description, endpoint: Endpoint
+    ) -> list[events.Action]:
         """An engine described itself; one that was not asked is ignored."""
-        key = PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
+        key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
         if not self.is_connecting(key):
             return []
         return [events.JoinPeer(key, message), *self._disconnect(key)]
 
-    def on_joined(self, event: PeerJoined) -> None:
+    def on_joined(self, event: events.PeerJoined) -> None:
         """A peer that is CONNECTING can be read."""
         peer = self._peers[event.peer]
         self._move(peer, event, f"{len(event.routes)} of {len(event.description.ranks)} ranks")
@@ -134,9 +121,9 @@ class PeerBook:
 
     def on_unusable(
         self,
-        key: PeerKey,
-        event: PeerRefused | Refusal | EndpointLost | Tick,
-        failure: Failure,
+        key: events.PeerKey,
+        event: events.PeerRefused | messages.Refusal | events.EndpointLost | events.Tick,
+        failure: events.Failure,
         now: float,
     ) -> list[events.Action]:
         """A peer that is CONNECTING could not be reached or does not fit: not again for a while."""
@@ -146,7 +133,7 @@ class PeerBook:
         peer.until = now + BACKOFF_S
         return self._disconnect(key)
 
-    def on_endpoint_lost(self, event: EndpointLost) -> list[PeerKey]:
+    def on_endpoint_lost(self, event: events.EndpointLost) -> list[events.PeerKey]:
         """A connection broke. Returns the peers that could not be reached because of it."""
         unreachable = []
         for peer in self._peers.values():
@@ -154,10 +141,12 @@ class PeerBook:
                 unreachable.append(peer.key)
             elif peer.state is State.READY and event.endpoint in peer.endpoints:
                 self._move(peer, event, event.reason)
-                peer.failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
+                peer.failure = events.Failure(
+                    events.FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}"
+                )
         return unreachable
 
-    def overdue(self, now: float) -> list[PeerKey]:
+    def overdue(self, now: float) -> list[events.PeerKey]:
         """The peers that did not describe themselves in time."""
         return [
             peer.key
@@ -165,7 +154,9 @@ class PeerBook:
             if peer.state is State.CONNECTING and peer.until <= now
         ]
 
-    def forget(self, tick: Tick, in_use: set[PeerKey], now: float) -> list[events.Action]:
+    def forget(
+        self, tick: events.Tick, in_use: set[events.PeerKey], now: float
+    ) -> list[events.Action]:
         """Forget peers whose pause is over, and gone ones that nothing reads."""
         actions: list[events.Action] = []
         for peer in self.all():
@@ -178,11 +169,7 @@ class PeerBook:
         return actions
 
     def _move(self, peer: Peer, event: object, detail: str = "") -> None:
-        """The one place where a peer's state changes.
-
-        Raises:
-            LocalProtocolError: if the table has no such transition.
-        """
+        """The one place where a peer's state changes."""
         moves = TRANSITIONS[peer.state]
         if type(event) not in moves:
             raise LocalProtocolError(
@@ -191,14 +178,14 @@ class PeerBook:
             )
         after, before = moves[type(event)], peer.state.name
         cause = f"{type(event).__name__}: {detail}" if detail else type(event).__name__
-        name = OVER if after is None else after.name
-        self._record(Transition("", str(peer.key), before, name, cause))
+        name = events.OVER if after is None else after.name
+        self._record(events.Transition("", str(peer.key), before, name, cause))
         if after is None:
             del self._peers[peer.key]
         else:
             peer.state = after
 
-    def _disconnect(self, key: PeerKey) -> list[events.Action]:
+    def _disconnect(self, key: events.PeerKey) -> list[events.Action]:
         """Close a description's connection, unless another life is being asked for there."""
         others = (other for other in self._peers if other != key)
         if any(o.endpoint == key.endpoint and self.is_connecting(o) for o in others):

@@ -1,6 +1,6 @@
 """The ticket: what prefill's answer carries through the router to decode.
 
-It stands in the request body as `kv_transfer_params`, so it comes back from a client's hands. It
+It is in the request body as `kv_transfer_params`, so it comes back from a client's hands. It
 names no block and no address; it says whom to ask, for which offer, and what the KV depends on.
 Where engines share a key, a MAC over all of it proves that one of them made it.
 
@@ -102,14 +102,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             RemoteProtocolError: says what is wrong with the MAC, and nothing of what it should be.
         """
         if key is None and self.mac:
-            obstacle = "was made by an engine with a key; this one has no key_file"
+            reason = "was made by an engine with a key; this one has no key_file"
         elif key is not None and not self.mac:
-            obstacle = "is missing: made by an engine without a key; this one has a key_file"
+            reason = "is missing: made by an engine without a key; this one has a key_file"
         elif key is not None and not hmac.compare_digest(self.mac, self._mac(key)):
-            obstacle = "is wrong: the ticket was changed, or made with another key"
+            reason = "is wrong: the ticket was changed, or made with another key"
         else:
             return
-        raise RemoteProtocolError(f"kv_transfer_params: mac {obstacle}")
+        raise RemoteProtocolError(f"kv_transfer_params: mac {reason}")
 
     def _mac(self, key: bytes) -> str:
         """Over every other field, whichever there are, so that none is ever left out."""

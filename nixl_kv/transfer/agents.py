@@ -5,8 +5,8 @@ agent is made, which all reads use from then on, and the old one drains. As soon
 on it but abandoned reads it is destroyed, and only on the proof that it is gone these are said to
 have failed: their blocks may be used again. Reads from other peers go on all the while.
 
-Agents are made and destroyed in the background, since either may take a second. All else runs on
-the transfer thread alone.
+All agents but the first are made, and all are destroyed, in the background, since either may take
+a second. All else runs on the transfer thread alone.
 """
 
 import logging
@@ -70,7 +70,6 @@ class Agents:
         self._open_again_at = 0.0
 
     def __repr__(self) -> str:
-        """The agents."""
         return f"<Agents: {self._current!r}, {self._draining}, {len(self._closing)} closing>"
 
     @property
@@ -109,6 +108,11 @@ class Agents:
                 if read.request == request and rank in (None, read.rank):
                     read.is_abandoned = True
 
+    def forget_peers(self) -> None:
+        """Forget all peers, but where a read goes on."""
+        for peer in self.peers.all():
+            self._drop(peer)
+
     def poll(self) -> list[events.DataEvent]:
         """Look after all reads and agents; reads that ended become events."""
         ended = [event for agent in self.polled() for event in agent.poll()]
@@ -135,11 +139,7 @@ class Agents:
 
     @property
     def current(self) -> ReadAgent:
-        """The agent that all new reads use.
-
-        Raises:
-            LocalProtocolError: if there is none: this engine only prefills.
-        """
+        """The agent that all new reads use."""
         if self._current is None:
             raise LocalProtocolError("this rank has no agent to read with")
         return self._current

@@ -1,8 +1,8 @@
 """Digests of this rank's cache: for readers who verify what they read, and of what was read here.
 
-They are made one after the other, each in steps of about a millisecond, so that the transfer thread
-stays free for messages and reads. A digest that nobody waits for any more is dropped, so that under
-overload those behind it are still in time. A digest only reads memory: until then it does no harm.
+They are made one after the other, each in short steps, so that the transfer thread stays free for
+messages and reads. A digest that nobody waits for any more is dropped, so that under overload those
+behind it are still in time; what it has read until it is dropped does no harm.
 """
 
 import ctypes
@@ -20,16 +20,10 @@ from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Bytes, Digest, Key
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.slices import LocalSlice
-from nixl_kv.protocol.events import (
-    CompareDigest,
-    DigestAction,
-    DigestCompared,
-    DigestMade,
-    MakeDigest,
-)
+from nixl_kv.protocol import events
 
 Steps: TypeAlias = Generator[None, None, Digest]
-DigestEvent: TypeAlias = DigestMade | DigestCompared
+DigestEvent: TypeAlias = events.DigestMade | events.DigestCompared
 
 
 class Digester(Protocol):
@@ -68,7 +62,7 @@ class NoDigester:
     pause_s = 0.0
 
     def __init__(self, reason: str) -> None:
-        """`reason` is what everybody is told who wants a digest."""
+        """`reason` is the answer to everybody who wants a digest."""
         self._reason = reason
 
     def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
@@ -86,7 +80,7 @@ class NoDigester:
 
 @dataclass
 class _Job:
-    actions: list[DigestAction]  # all want the same digest
+    actions: list[events.DigestAction]  # all want the same digest
     slices: Sequence[LocalSlice]
     steps: Steps
     started_at: float | None = None
@@ -110,11 +104,9 @@ class DigestQueue:
         self._counts = counts
 
     def __repr__(self) -> str:
-        """How many are to be made."""
         return f"<DigestQueue: {len(self._jobs)} to make>"
 
     def __len__(self) -> int:
-        """How many are to be made."""
         return len(self._jobs)
 
     @property
@@ -122,7 +114,7 @@ class DigestQueue:
         """How long the thread may wait before the next step, in seconds; None for ever."""
         return self._digester.pause_s if self._jobs else None
 
-    def add(self, action: DigestAction) -> DigestEvent | None:
+    def add(self, action: events.DigestAction) -> DigestEvent | None:
         """Queue a digest; an event if it cannot be made.
 
         One that is asked for again while it is made is made once, for each claim and rank.
@@ -142,7 +134,7 @@ class DigestQueue:
         self._jobs.append(_Job([action], local_slices, steps))
         return None
 
-    def poll(self, is_wanted: Callable[[DigestAction], bool]) -> list[DigestEvent]:
+    def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[DigestEvent]:
         """Do one step of the next digest that is wanted; what has ended."""
         if not self._jobs:
             return []
@@ -177,13 +169,9 @@ class DigestQueue:
         self._counts["digest_bytes"] += sum(each.num_bytes for each in job.slices)
         self._counts["digest_seconds"] += seconds
 
-    def _find_slices(self, action: DigestAction) -> list[LocalSlice]:
-        """What is to be digested.
-
-        Raises:
-            ValueError: if it is not all here.
-        """
-        if isinstance(action, CompareDigest):
+    def _find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
+        """What is to be digested."""
+        if isinstance(action, events.CompareDigest):
             begin, end, wanted = action.load.begin, action.load.end, action.slices
             tables = block_tables(self._layout, action.load.tables, begin)
         else:
@@ -200,43 +188,47 @@ def block_tables(layout: CacheLayout, tables: Sequence[bytes], begin: int) -> li
     ]
 
 
-def _requester(action: DigestAction) -> tuple[object, ...]:
-    if isinstance(action, CompareDigest):
+def _requester(action: events.DigestAction) -> tuple[object, ...]:
+    if isinstance(action, events.CompareDigest):
         return action.load.request, action.rank, action.digest_reply.claim
     return action.digest_request.reader, action.digest_request.claim
 
 
-def _subject(action: DigestAction) -> tuple[object, ...]:
+def _subject(action: events.DigestAction) -> tuple[object, ...]:
     """Several readers of the same heads get the same digest."""
-    if isinstance(action, CompareDigest):
+    if isinstance(action, events.CompareDigest):
         return _requester(action)
     request = action.digest_request
     return request.claim, request.end, request.slices, action.tables
 
 
-def _key(action: DigestAction) -> Key:
+def _key(action: events.DigestAction) -> Key:
     """The claim is random, and both sides know it."""
-    message = action.digest_reply if isinstance(action, CompareDigest) else action.digest_request
+    message = (
+        action.digest_reply if isinstance(action, events.CompareDigest) else action.digest_request
+    )
     return Key(message.claim)
 
 
 def _finished(
-    action: DigestAction, local_slices: Sequence[LocalSlice], result: Digest
+    action: events.DigestAction, local_slices: Sequence[LocalSlice], result: Digest
 ) -> DigestEvent:
-    if isinstance(action, MakeDigest):
+    if isinstance(action, events.MakeDigest):
         rows, columns = _to_bytes(result.rows), _to_bytes(result.columns)
-        return DigestMade(action.route, action.digest_request, rows, columns)
+        return events.DigestMade(action.route, action.digest_request, rows, columns)
     reply = action.digest_reply
     remote = Digest(_from_bytes(reply.rows), _from_bytes(reply.columns))
     difference = digest.describe_difference(result, remote, local_slices)
-    return DigestCompared(action.load.request, action.rank, reply.claim, difference=difference)
+    return events.DigestCompared(
+        action.load.request, action.rank, reply.claim, difference=difference
+    )
 
 
-def _refused(action: DigestAction, reason: str) -> DigestEvent:
-    if isinstance(action, MakeDigest):
-        return DigestMade(action.route, action.digest_request, refusal=reason)
+def _refused(action: events.DigestAction, reason: str) -> DigestEvent:
+    if isinstance(action, events.MakeDigest):
+        return events.DigestMade(action.route, action.digest_request, refusal=reason)
     claim = action.digest_reply.claim
-    return DigestCompared(action.load.request, action.rank, claim, refusal=reason)
+    return events.DigestCompared(action.load.request, action.rank, claim, refusal=reason)
 
 
 def _to_bytes(sums: digest.U64) -> bytes:

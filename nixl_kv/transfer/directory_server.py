@@ -13,14 +13,7 @@ from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, engine_incarnation, short
 from nixl_kv.log_limit import LimitedLog
-from nixl_kv.protocol.messages import (
-    Describe,
-    Description,
-    RankDescription,
-    Refusal,
-    decode_to_engine,
-    encode,
-)
+from nixl_kv.protocol import messages
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
 
 logger = logging.getLogger(__name__)
@@ -35,10 +28,10 @@ def describe_engine(
     engine: EngineId,
     model: Mapping[str, str],
     shape: ParallelShape,
-    ranks: Sequence[RankDescription],
-) -> Description:
+    ranks: Sequence[messages.RankDescription],
+) -> messages.Description:
     """An engine's description, from those of its ranks in rank order."""
-    return Description(
+    return messages.Description(
         incarnation=engine_incarnation(rank.incarnation for rank in ranks),
         engine=engine,
         model=dict(model),
@@ -64,7 +57,7 @@ class DirectoryServer:
         self._control = control
         self.host = host
         self.port = control.listen(host, port, BOUNDS)
-        self._description: Description | None = None
+        self._description: messages.Description | None = None
         self._is_stopping = False
         self._is_closed = False
         self._log = LimitedLog(logger, time.monotonic)
@@ -74,7 +67,7 @@ class DirectoryServer:
         """Start the thread that answers."""
         self._thread.start()
 
-    def publish(self, description: Description) -> None:
+    def publish(self, description: messages.Description) -> None:
         """What to answer from now on."""
         self._description = description
 
@@ -94,8 +87,8 @@ class DirectoryServer:
             if not isinstance(item, FromPeer):
                 continue
             try:
-                answer = self._answer(decode_to_engine(item.payload))
-                self._control.reply(item.route, encode(answer))
+                answer = self._answer(messages.decode_to_engine(item.payload))
+                self._control.reply(item.route, messages.encode(answer))
             except (RemoteProtocolError, TransportError) as error:
                 self._log.warning("request for a description dropped: %s", error)
 
@@ -103,7 +96,7 @@ class DirectoryServer:
         while not self._is_stopping:
             self.turn(None)
 
-    def _answer(self, message: Describe) -> Description | Refusal:
+    def _answer(self, message: messages.Describe) -> messages.Description | messages.Refusal:
         description = self._description
         if description is None:
             reason = "this engine is still starting"
@@ -118,4 +111,6 @@ class DirectoryServer:
             )
         else:
             return description
-        return Refusal(incarnation=message.incarnation, engine=message.engine, reason=reason)
+        return messages.Refusal(
+            incarnation=message.incarnation, engine=message.engine, reason=reason
+        )

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.config import Config
-from nixl_kv.errors import ConfigError, DigestError
+from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.messages import RankDescription, Reader, Slots, encode
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.transfer.agents import Agents
 from nixl_kv.transfer.digests import Digester, DigestQueue, HostDigester, NoDigester
@@ -81,17 +80,17 @@ class RankSpec:
 
 
 class TransferEngine:
-    """Moves the KV of one rank. All methods are for the caller's thread, and none waits."""
+    """Moves the KV of one rank. For the caller's thread; only `start` and `stop` wait."""
 
     def __init__(self, spec: RankSpec) -> None:
-        """Prepare; `start` starts it."""
         self.spec = spec
         self.loop: Loop | None = None
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._thread = TransferThread(self._build_loop)
+        self._is_stopped = False
 
-    def start(self) -> RankDescription:
+    def start(self) -> messages.RankDescription:
         """Start the transfer thread, and wait until the rank can be read. To be called once.
 
         Raises:
@@ -112,10 +111,16 @@ class TransferEngine:
         return self.loop
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        """Hand over commands, in order. They are carried out even if no result is ever popped."""
-        before = len(self._commands)
+        """Hand over commands, in order. They are carried out even if no result is ever popped.
+
+        Raises:
+            LocalProtocolError: after `stop`.
+        """
+        if self._is_stopped:
+            raise LocalProtocolError("the transfer engine is stopped")
+        commands = tuple(commands)
         self._commands.extend(commands)
-        if self.loop is not None and len(self._commands) > before:
+        if self.loop is not None and commands:
             self.loop.wake()
 
     def pop_results(self) -> list[events.Result]:
@@ -126,8 +131,14 @@ class TransferEngine:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def stop(self) -> None:
-        """End the thread, and release everything."""
-        self._thread.stop()
+        """End the thread, which releases everything; one that hangs is left after some seconds."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._thread.was_started:
+            self._thread.stop()
+        elif self.loop is not None:
+            self.loop.close()
 
     def _build_loop(self) -> Loop:
         """On the transfer thread, which owns all of it."""
@@ -139,7 +150,7 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=spec.clock,
-            report_status=lambda request: encode(status.report(request)),
+            report_status=lambda request: messages.encode(status.report(request)),
         )
 
 
@@ -176,7 +187,7 @@ def build_parts(spec: RankSpec) -> Parts:
             lease_s=config.lease_s,
         ),
         decode=DecodeMachine(
-            Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
+            messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
             event_log.record,
             timeout_s=config.request_timeout_s,
             renew_interval_s=config.renew_interval_s,
@@ -187,22 +198,18 @@ def build_parts(spec: RankSpec) -> Parts:
         slots=slots,
         event_log=event_log,
         counts=counts,
-        description=RankDescription(
+        description=messages.RankDescription(
             incarnation=incarnation,
             endpoint=endpoint_at(spec.host, port),
             agent=b"" if serving is None else serving.metadata(),
-            slots=Slots(address=slots.address, count=slots.count),
+            slots=messages.Slots(address=slots.address, count=slots.count),
             layout=layout,
         ),
     )
 
 
 def _make_digester(layout: CacheLayout, *, is_needed: bool) -> Digester:
-    """How this rank digests. Where it cannot, that is an error only if it verifies what it reads.
-
-    Raises:
-        ConfigError: names `verify`.
-    """
+    """How this rank digests. That it cannot is an error only if it verifies what it reads."""
     if layout.memory == "DRAM":
         return HostDigester()
     try:

@@ -1,68 +1,90 @@
 """What happened on one rank, per request: every transition of the machines, the last 10,000.
 
-It is always on: an event costs about a microsecond (`scripts/bench events`), and nothing happens
-without one.
+It is always on: an event costs about two microseconds (`scripts/bench events`), and nothing happens
+without one. Events are kept by request and by peer, so that a story costs what is in it.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
-from nixl_kv.protocol.events import OVER, Transition
-from nixl_kv.protocol.messages import EventRecord
+from nixl_kv.log_limit import printable
+from nixl_kv.protocol import events
+from nixl_kv.protocol.messages import MAX_LISTED, EventRecord
 
 logger = logging.getLogger(__name__)
 
 KEPT: Final = 10_000
+MAX_CAUSE: Final = 300
+"""Characters of a cause that are kept: part of it may be a peer's text."""
+
+
+class _Event(NamedTuple):
+    number: int  # counts all events, so that those of several requests can be put in order
+    time: float
+    transition: events.Transition
 
 
 class EventLog:
-    """Keeps transitions in order. At DEBUG each is also logged as it happens."""
+    """See the module's head."""
 
     def __init__(self, clock: Callable[[], float] = time.time, kept: int = KEPT) -> None:
         """`clock` is in seconds since the epoch; `kept` is how many transitions are kept."""
         self._clock = clock
-        self._events: deque[tuple[float, Transition]] = deque(maxlen=kept)
+        self._kept = kept
+        self._count = 0
+        self._of_request: dict[str, deque[_Event]] = {}
+        self._of_peer: dict[str, deque[_Event]] = {}  # what concerns no single request
+        self._order: deque[deque[_Event]] = deque()  # in which of them each event is, oldest first
 
     def __len__(self) -> int:
-        """How many transitions are kept."""
-        return len(self._events)
+        return len(self._order)
 
     @property
     def since(self) -> float | None:
-        """When the oldest transition that is kept happened."""
-        return self._events[0][0] if self._events else None
+        """When the oldest event was that is kept."""
+        return self._order[0][0].time if self._order else None
 
-    def record(self, transition: Transition) -> None:
+    def record(self, transition: events.Transition) -> None:
         """Keep a transition."""
-        self._events.append((self._clock(), transition))
+        cause = transition.cause
+        if len(cause) > MAX_CAUSE or not cause.isprintable():
+            transition = transition._replace(cause=printable(cause, MAX_CAUSE))
+        self._count += 1
+        kept, name = self._find(transition)
+        same = kept.setdefault(name, deque())
+        same.append(_Event(self._count, self._clock(), transition))
+        self._order.append(same)
+        if len(self._order) > self._kept:
+            self._forget_oldest()
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", describe(transition))
 
-    def story(self, request: str, *, exact: bool = False) -> list[EventRecord]:
+    def story(
+        self, request: str, *, exact: bool = False, limit: int = MAX_LISTED
+    ) -> list[EventRecord]:
         """What happened to the requests whose id is, or contains, this text; oldest first.
 
-        What happened meanwhile to the engines that they read from is part of it.
+        What happened meanwhile to the engines that they read from is part of it. Of more than
+        `limit` events it has the last ones.
         """
-        events = list(self._events)
-
-        def is_wanted(transition: Transition) -> bool:
-            name = transition.request
-            return bool(name) and (name == request if exact else request in name)
-
-        wanted = [number for number, (_, transition) in enumerate(events) if is_wanted(transition)]
-        if not wanted:
+        if exact or not request:
+            names = [request] if request in self._of_request else []
+        else:
+            names = [name for name in self._of_request if request in name]
+        own = sorted(event for name in names for event in self._of_request[name])
+        if not own:
             return []
-        latest = {events[number][1].request: events[number][1] for number in wanted}
-        are_over = all(_is_end(transition) for transition in latest.values())
-        end = wanted[-1] + 1 if are_over else len(events)
-        peers = {events[number][1].peer for number in wanted}
+        are_over = all(_is_end(self._of_request[name][-1].transition) for name in names)
+        begin, end = own[0].number, own[-1].number if are_over else math.inf
+        for peer in {event.transition.peer for event in own}:
+            own += [event for event in self._of_peer.get(peer, ()) if begin < event.number < end]
         return [
-            EventRecord(time=when, **transition._asdict())
-            for when, transition in events[wanted[0] : end]
-            if is_wanted(transition) or (not transition.request and transition.peer in peers)
+            EventRecord(time=event.time, **event.transition._asdict())
+            for event in sorted(own)[-limit:]
         ]
 
     def story_lines(self, request: str, limit: int) -> list[str]:
@@ -73,11 +95,25 @@ class EventLog:
         left_out = len(lines) - limit + 1  # one line says so
         return [f"({left_out} earlier events)", *lines[left_out:]]
 
+    def _find(self, transition: events.Transition) -> tuple[dict[str, deque[_Event]], str]:
+        """Among which events it is kept, and by which name."""
+        if transition.request:
+            return self._of_request, transition.request
+        return self._of_peer, transition.peer
 
-def _is_end(transition: Transition) -> bool:
+    def _forget_oldest(self) -> None:
+        """The oldest of all events is the oldest of its request, or of its peer."""
+        same = self._order.popleft()
+        event = same.popleft()
+        if not same:
+            kept, name = self._find(event.transition)
+            del kept[name]
+
+
+def _is_end(transition: events.Transition) -> bool:
     """Whether an offer or a load is over with it; what a load reads from one rank may fail too."""
     is_load = transition.before in ("PREPARED", "STARTED")
-    return transition.after == OVER or (is_load and transition.after in ("LOADED", "FAILED"))
+    return transition.after == events.OVER or (is_load and transition.after in ("LOADED", "FAILED"))
 
 
 def story_text(story: list[EventRecord]) -> list[str]:
@@ -86,7 +122,7 @@ def story_text(story: list[EventRecord]) -> list[str]:
     return [f"{event.time - begin:9.3f} s  {describe(event)}" for event in story]
 
 
-def describe(event: Transition | EventRecord) -> str:
+def describe(event: events.Transition | EventRecord) -> str:
     """A transition in words."""
     states = f"{event.before} -> {event.after}" if event.before else event.after
     cause = f" ({event.cause})" if event.cause else ""

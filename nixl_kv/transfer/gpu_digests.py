@@ -93,7 +93,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _KernelInput:
-    """What the kernel is told, and room for its sums: one array of int64.
+    """What the kernel is given, and room for its sums: one array of int64.
 
     The header: offset, step, tokens of a column, tiles of a row, and where these begin: rows, block
     numbers, multipliers, sums of rows, sums of columns. A row: address, block stride, token stride,
@@ -206,11 +206,7 @@ def _has_happened(event: torch.cuda.Event) -> bool:
 
 
 def _check(region: Region) -> None:
-    """Whether the kernel can read it.
-
-    Raises:
-        DigestError: names the layer.
-    """
+    """Whether the kernel can read it."""
     for part in region.parts:
         strides = region.block_stride, region.head_stride, region.token_stride
         places = (region.base, part.offset, part.length, part.token_stride, *strides)
@@ -246,7 +242,7 @@ def _tables(
 
 
 def _row(local: LocalSlice, blocks_at: int) -> tuple[int, ...]:
-    """Of the slice's first head; the head stride stands where the row's number will."""
+    """Of the slice's first head; the head stride is where the row's number will be."""
     return (
         local.base,
         local.region.block_stride,

@@ -13,17 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import RemoteProtocolError, TransportError
-from nixl_kv.ids import short
-from nixl_kv.log_limit import LimitedLog
-from nixl_kv.protocol import events
+from nixl_kv.ids import RequestId, short
+from nixl_kv.log_limit import LimitedLog, printable
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.messages import (
-    RankDescription,
-    StatusRequest,
-    decode_answer,
-    decode_to_rank,
-    encode,
-)
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.transfer.agents import Agents
 from nixl_kv.transfer.digests import DigestQueue
@@ -50,6 +43,12 @@ its lease ran out, and renews are sent each second at least."""
 
 STORY_LINES: Final = 9
 """Of a failed load, below the line that says so."""
+STORIES_PER_S: Final = 20
+"""Of loads that fail at once; of the others the log has one line each."""
+MAX_DETAIL: Final = 2000
+"""Characters of a failure's detail in a log line: part of it may be a peer's text."""
+MAX_QUESTIONS: Final = 8
+"""Status questions that wait, over all connections."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Parts:
     slots: SlotPage
     event_log: EventLog
     counts: defaultdict[str, float]  # since they were last published, by counter
-    description: RankDescription
+    description: messages.RankDescription
 
     def close(self) -> None:
         """Release everything, whatever fails of it. Only when the thread has ended."""
@@ -87,7 +86,7 @@ class Loop:
         results: deque[events.Result],
         *,
         clock: Callable[[], float],
-        report_status: Callable[[StatusRequest], bytes],
+        report_status: Callable[[messages.StatusRequest], bytes],
     ) -> None:
         """Start with nothing under way.
 
@@ -105,6 +104,8 @@ class Loop:
         self._clock = clock
         self._report_status = report_status
         self._follow_up: deque[events.DecodeEvent | events.PrefillEvent] = deque()
+        self._questions: deque[tuple[bytes, messages.StatusRequest]] = deque()
+        self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
         self._next_tick = 0.0
         self._serve_until = 0.0
         self._log = LimitedLog(logger, clock)
@@ -133,6 +134,7 @@ class Loop:
             self._report(orphan)
         self._tick()
         self._serve()
+        self._answer_question()
         self._publish_counts()
 
     def restart(self) -> None:
@@ -144,9 +146,13 @@ class Loop:
         self._count("thread_restarts")
         self.parts.slots.clear_all()
         self._follow_up.clear()
+        self._questions.clear()
         self.parts.decode.clear()
         self.parts.prefill.clear()
         self.parts.digests.clear()
+        self.parts.agents.forget_peers()
+        for link in self.parts.control.links():
+            self.parts.control.disconnect(link.endpoint)
         ended = self.outstanding.lose_machines()
         for request in self.outstanding.orphans:
             self.parts.agents.abandon(request)
@@ -156,7 +162,7 @@ class Loop:
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None for ever."""
-        if self._commands:
+        if self._commands or self._questions:
             return 0
         digests_wait_s = self.parts.digests.wait_s
         if digests_wait_s == 0:
@@ -205,7 +211,9 @@ class Loop:
                 case FromPeer():
                     self._on_request(item)
                 case FromEndpoint():
-                    self._handle(events.Answered(item.endpoint, decode_answer(item.payload)))
+                    self._handle(
+                        events.Answered(item.endpoint, messages.decode_answer(item.payload))
+                    )
                 case Lost():
                     self._count("peers_lost")
                     self._log.warning("lost %s: %s", item.endpoint, item.reason)
@@ -215,12 +223,25 @@ class Loop:
             self._log.warning("control message dropped: %s", error)
 
     def _on_request(self, item: FromPeer) -> None:
-        message = decode_to_rank(item.payload)
-        if isinstance(message, StatusRequest):
-            self.parts.control.reply(item.route, self._report_status(message))
+        message = messages.decode_to_rank(item.payload)
+        if isinstance(message, messages.StatusRequest):
+            if len(self._questions) == MAX_QUESTIONS:
+                self._log.warning("a status question is dropped: %d are waiting", MAX_QUESTIONS)
+            else:
+                self._questions.append((item.route, message))
             return
         self._serve_until = self._clock() + LINGER_S
         self._handle(events.Asked(item.route, message))
+
+    def _answer_question(self) -> None:
+        """One in a turn, after all else; a tool's question costs no load, whatever goes wrong."""
+        if not self._questions:
+            return
+        route, question = self._questions.popleft()
+        try:
+            self.parts.control.reply(route, self._report_status(question))
+        except Exception as error:  # noqa: BLE001 - reporting only reads: nothing is in doubt
+            self._log.warning("a status question is not answered: %r", error)
 
     def _handle(self, event: events.DecodeEvent | events.PrefillEvent) -> None:
         """Let a machine decide; do that, and what follows from it, until nothing does."""
@@ -260,7 +281,7 @@ class Loop:
             case events.Send():
                 self._send(action)
             case events.Reply():
-                self.parts.control.reply(action.route, encode(action.message))
+                self.parts.control.reply(action.route, messages.encode(action.message))
             case events.Disconnect():
                 self.parts.control.disconnect(action.endpoint)
             case events.WriteSlot():
@@ -281,7 +302,7 @@ class Loop:
 
     def _send(self, action: events.Send) -> None:
         try:
-            self.parts.control.send(action.endpoint, encode(action.message))
+            self.parts.control.send(action.endpoint, messages.encode(action.message))
         except TransportError as error:
             self._follow_up.append(events.EndpointLost(action.endpoint, str(error)))
 
@@ -289,22 +310,29 @@ class Loop:
         report = self.outstanding.settle(end)
         if report is None:
             return
+        self._results.append(report)
         if isinstance(report, events.LoadEnded) and report.failure is not None:
             self._log_failure(report, report.failure)
-        self._results.append(report)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
         """Say why, and what happened before."""
         peer = f"; {report.peer}" if report.peer else ""
-        story = self.parts.event_log.story_lines(report.request, STORY_LINES)
         logger.warning(
             "request %s: KV not loaded: %s (%s%s)%s",
             report.request,
-            failure.detail,
+            printable(failure.detail, MAX_DETAIL),
             failure.kind.value,
             peer,
-            "".join(f"\n  {line}" for line in story),
+            "".join(f"\n  {line}" for line in self._story(report.request)),
         )
+
+    def _story(self, request: RequestId) -> list[str]:
+        """Its lines, but of so many loads a second only: thousands may fail at once."""
+        now, earlier = self._clock(), self._stories_at
+        if len(earlier) == STORIES_PER_S and now < earlier[0] + 1.0:
+            return ["(many loads fail: nixl-kv status --request tells what happened to this one)"]
+        earlier.append(now)
+        return self.parts.event_log.story_lines(request, STORY_LINES)
 
     def _publish_counts(self) -> None:
         """One record at a time: strangers may ask as much as they like while nobody takes it."""

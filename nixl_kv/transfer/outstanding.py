@@ -11,39 +11,35 @@ from dataclasses import dataclass
 
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.protocol.events import Failure, FailureKind, LoadEnded, OfferEnd, OfferEnded
 
-_THREAD_DIED = Failure(FailureKind.INTERNAL, "the transfer thread died")
+_THREAD_DIED = events.Failure(events.FailureKind.INTERNAL, "the transfer thread died")
 
 
 @dataclass
 class _Offer:
     request: RequestId
     is_published: bool = False
-    end: OfferEnd | None = None  # it ended before it was published
+    end: events.OfferEnd | None = None  # it ended before it was published
 
 
 class Outstanding:
     """Loads that were started, and offers that were prepared, until they are reported."""
 
     def __init__(self) -> None:
-        """Start with nothing owed."""
         self._loads: dict[RequestId, int] = {}  # number of tokens
         self._orphans: set[RequestId] = set()  # loads whose machine is gone
         self._offers: dict[Nonce, _Offer] = {}
 
     def __repr__(self) -> str:
-        """How many."""
         return (
             f"<Outstanding: {len(self._loads)} loads ({len(self._orphans)} orphans), "
             f"{len(self._offers)} offers>"
         )
 
     def __len__(self) -> int:
-        """How many loads and offers."""
         return len(self._loads) + len(self._offers)
 
-    def admit(self, command: events.Command) -> tuple[bool, OfferEnded | None]:
+    def admit(self, command: events.Command) -> tuple[bool, events.OfferEnded | None]:
         """Take note of a command.
 
         Returns:
@@ -65,9 +61,11 @@ class Outstanding:
                 return command.nonce in self._offers, None
         return True, None
 
-    def settle(self, report: LoadEnded | OfferEnded) -> LoadEnded | OfferEnded | None:
-        """What the caller is to be told of an end: nothing that it is not owed (any more)."""
-        if isinstance(report, LoadEnded):
+    def settle(
+        self, report: events.LoadEnded | events.OfferEnded
+    ) -> events.LoadEnded | events.OfferEnded | None:
+        """What the caller gets of an end: nothing that it is not owed, or not any more."""
+        if isinstance(report, events.LoadEnded):
             self._orphans.discard(report.request)
             return None if self._loads.pop(report.request, None) is None else report
         offer = self._offers.get(report.nonce)
@@ -78,19 +76,19 @@ class Outstanding:
         del self._offers[report.nonce]
         return report
 
-    def lose_machines(self) -> list[OfferEnded]:
+    def lose_machines(self) -> list[events.OfferEnded]:
         """All machines are gone. Returns the reports of offers, which are due at once.
 
         Loads are reported when `drained` says that nothing can write any more.
         """
         self._orphans.update(self._loads)
-        ended: list[OfferEnded] = []
+        ended: list[events.OfferEnded] = []
         for nonce, offer in list(self._offers.items()):
             if offer.is_published:
                 del self._offers[nonce]
-                ended.append(OfferEnded(nonce, offer.request, OfferEnd.LOST))
+                ended.append(events.OfferEnded(nonce, offer.request, events.OfferEnd.LOST))
             elif offer.end is None:
-                offer.end = OfferEnd.LOST
+                offer.end = events.OfferEnd.LOST
         return ended
 
     @property
@@ -98,19 +96,19 @@ class Outstanding:
         """The loads whose machine is gone."""
         return frozenset(self._orphans)
 
-    def drained(self, is_read: Callable[[RequestId], bool]) -> list[LoadEnded]:
+    def drained(self, is_read: Callable[[RequestId], bool]) -> list[events.LoadEnded]:
         """The reports of orphans whose blocks no read can write into any more."""
         return [
-            LoadEnded(request, self._loads[request], _THREAD_DIED)
+            events.LoadEnded(request, self._loads[request], _THREAD_DIED)
             for request in self._orphans
             if not is_read(request)
         ]
 
-    def _publish(self, command: events.PublishOffer) -> tuple[bool, OfferEnded | None]:
+    def _publish(self, command: events.PublishOffer) -> tuple[bool, events.OfferEnded | None]:
         offer = self._offers.get(command.nonce)
         if offer is not None and offer.end is None:
             offer.is_published = True
             return True, None
-        end = OfferEnd.LOST if offer is None or offer.end is None else offer.end
+        end = events.OfferEnd.LOST if offer is None or offer.end is None else offer.end
         self._offers.pop(command.nonce, None)
-        return False, OfferEnded(command.nonce, command.request, end)
+        return False, events.OfferEnded(command.nonce, command.request, end)

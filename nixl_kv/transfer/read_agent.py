@@ -14,16 +14,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.geometry.slices import slices_read
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.protocol.events import (
-    DataEvent,
-    PeerKey,
-    ReadDone,
-    ReadFailed,
-    ReadSlot,
-    ReadStarted,
-    SlotRead,
-    StartRead,
-)
+from nixl_kv.protocol import events
 from nixl_kv.transfer.digests import block_tables
 from nixl_kv.transfer.remote_peers import PreparedPeers, RemotePeers
 from nixl_kv.transport.base import ReadHandle, Transport
@@ -68,7 +59,7 @@ class ActiveRead:
     """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
 
     handle: ReadHandle
-    peer: PeerKey
+    peer: events.PeerKey
     request: RequestId
     rank: Rank
     started_at: float
@@ -96,7 +87,6 @@ class ReadAgent:
         self._indices = IndexBuffer()
 
     def __repr__(self) -> str:
-        """Peers and reads."""
         return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
 
     @property
@@ -109,11 +99,11 @@ class ReadAgent:
         """Whether nothing is left but such reads."""
         return all(read.is_abandoned for read in self.reads)
 
-    def is_reading(self, peer: PeerKey) -> bool:
+    def is_reading(self, peer: events.PeerKey) -> bool:
         """Whether a read of this peer is under way."""
         return any(read.peer == peer for read in self.reads)
 
-    def start_read(self, action: StartRead) -> list[DataEvent]:
+    def start_read(self, action: events.StartRead) -> list[events.DataEvent]:
         """Post the data read of one load from one rank; what is known of it at once."""
         request, rank, load = action.load.request, action.rank, action.load
         try:
@@ -125,12 +115,12 @@ class ReadAgent:
                 buffer=self._indices,
             )
             if not len(reads.local):
-                return [ReadDone(request, rank)]
+                return [events.ReadDone(request, rank)]
             started_at = self._clock()
             indices = (reads.local, reads.remote)
             handle = self.transport.read(prepared.local, prepared.remote, indices)
         except (TransportError, ValueError) as error:
-            return [ReadFailed(request, rank, str(error))]
+            return [events.ReadFailed(request, rank, str(error))]
         self.reads.append(
             ActiveRead(
                 handle, action.peer, request, rank, started_at, reads.num_bytes, reads.num_runs
@@ -139,12 +129,14 @@ class ReadAgent:
         if not load.verify:
             return []
         tables = block_tables(self._layout, load.tables, load.begin)
-        return [ReadStarted(request, rank, slices_read(self._layout, prepared.share, tables))]
+        return [
+            events.ReadStarted(request, rank, slices_read(self._layout, prepared.share, tables))
+        ]
 
-    def read_slot(self, action: ReadSlot) -> list[DataEvent]:
+    def read_slot(self, action: events.ReadSlot) -> list[events.DataEvent]:
         """Post the read of a generation slot, into an entry that is cleared beforehand."""
         if not self._free_slots:
-            return [ReadFailed(action.request, action.rank, "too many slots are being read")]
+            return [events.ReadFailed(action.request, action.rank, "too many slots are being read")]
         slot = self._free_slots.pop()
         self._slots.clear(slot)
         indices = (blocks.block_ids([slot]), blocks.block_ids([action.slot]))
@@ -154,15 +146,15 @@ class ReadAgent:
             handle = self.transport.read(self._slot_list, prepared.slots, indices)
         except TransportError as error:
             self._free_slots.append(slot)
-            return [ReadFailed(action.request, action.rank, str(error))]
+            return [events.ReadFailed(action.request, action.rank, str(error))]
         self.reads.append(
             ActiveRead(handle, action.peer, action.request, action.rank, started_at, slot=slot)
         )
         return []
 
-    def poll(self) -> list[DataEvent]:
+    def poll(self) -> list[events.DataEvent]:
         """Ask for the state of all reads; those that ended become events."""
-        ended: list[DataEvent] = []
+        ended: list[events.DataEvent] = []
         active: list[ActiveRead] = []
         for read in self.reads:
             event = self._poll_read(read)
@@ -173,23 +165,23 @@ class ReadAgent:
         self.reads = active
         return ended
 
-    def fail_all(self) -> list[DataEvent]:
+    def fail_all(self) -> list[events.DataEvent]:
         """All reads have failed, since this agent is gone."""
         reads, self.reads = self.reads, []
         reason = "it did not end, and was stopped with its agent"
-        return [ReadFailed(read.request, read.rank, reason) for read in reads]
+        return [events.ReadFailed(read.request, read.rank, reason) for read in reads]
 
-    def _poll_read(self, read: ActiveRead) -> DataEvent | None:
+    def _poll_read(self, read: ActiveRead) -> events.DataEvent | None:
         try:
             if not self.transport.poll(read.handle):
                 return None
         except TransportError as error:
             if read.slot is not None:
                 self._free_slots.append(read.slot)
-            return ReadFailed(read.request, read.rank, str(error))
+            return events.ReadFailed(read.request, read.rank, str(error))
         if read.slot is None:
             seconds = self._clock() - read.started_at
-            return ReadDone(read.request, read.rank, read.num_bytes, read.num_runs, seconds)
+            return events.ReadDone(read.request, read.rank, read.num_bytes, read.num_runs, seconds)
         generation = self._slots.read(read.slot)
         self._free_slots.append(read.slot)
-        return SlotRead(read.request, read.rank, generation)
+        return events.SlotRead(read.request, read.rank, generation)

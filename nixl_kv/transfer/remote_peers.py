@@ -16,8 +16,8 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Plan, Share, plan
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Rank, endpoint_host
+from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey
-from nixl_kv.protocol.messages import Description, RankDescription
 from nixl_kv.transport.base import ListHandle, PeerName, Transport
 from nixl_kv.transport.slots import slot_rows
 
@@ -47,9 +47,9 @@ class RemotePeers:
         self._rank = rank
         self._model = model
         self._allowed = allowed or AllowedHosts()
-        self._descriptions: dict[PeerKey, Description] = {}
+        self._descriptions: dict[PeerKey, messages.Description] = {}
 
-    def check(self, description: Description) -> None:
+    def check(self, description: messages.Description) -> None:
         """Check that this engine can read that one.
 
         Raises:
@@ -68,7 +68,7 @@ class RemotePeers:
                 + (f"; and {more} more" if more > 0 else "")
             )
 
-    def add(self, peer: PeerKey, description: Description) -> None:
+    def add(self, peer: PeerKey, description: messages.Description) -> None:
         """A peer that was checked."""
         self._descriptions[peer] = description
 
@@ -76,7 +76,11 @@ class RemotePeers:
         """Forget a peer."""
         self._descriptions.pop(peer, None)
 
-    def get(self, peer: PeerKey) -> Description:
+    def all(self) -> list[PeerKey]:
+        """The peers that fit."""
+        return list(self._descriptions)
+
+    def get(self, peer: PeerKey) -> messages.Description:
         """A peer that fits.
 
         Raises:
@@ -86,7 +90,7 @@ class RemotePeers:
             raise TransportError(f"engine {peer.engine!r} is gone")
         return self._descriptions[peer]
 
-    def routes(self, description: Description) -> tuple[Route, ...]:
+    def routes(self, description: messages.Description) -> tuple[Route, ...]:
         """Which of its ranks this rank reads, and which it only releases."""
         return ranks.routes(
             self._rank,
@@ -94,8 +98,12 @@ class RemotePeers:
             [ranks.held_heads(rank.layout) for rank in description.ranks],
         )
 
-    def _check_endpoints(self, description: Description) -> None:
+    def _check_endpoints(self, description: messages.Description) -> None:
         """A description may lead to other hosts than the one that gave it."""
+        if len({rank.endpoint for rank in description.ranks}) < len(description.ranks):
+            raise IncompatiblePeer(
+                f"engine {description.engine!r} has several ranks at one endpoint; allowed: one"
+            )
         for rank in description.ranks:
             if not self._allowed.allows(endpoint_host(rank.endpoint)):
                 raise IncompatiblePeer(
@@ -117,20 +125,21 @@ class PreparedRank:
 
 
 class PreparedPeers:
-    """The peers' ranks that one agent can read. A peer is prepared when it is first read."""
+    """The peers' ranks that one agent can read.
+
+    A peer is prepared when it joins, and for a later agent when it is first read with that one.
+    """
 
     def __init__(self, transport: Transport, peers: RemotePeers) -> None:
-        """Start with none."""
         self._transport = transport
         self._peers = peers
         self._prepared: dict[PeerKey, dict[Rank, PreparedRank]] = {}
 
     def __repr__(self) -> str:
-        """How many ranks of each peer."""
         counts = (f"{len(prepared)} of {key.engine}" for key, prepared in self._prepared.items())
         return f"<PreparedPeers: {', '.join(counts) or 'none'}>"
 
-    def prepare(self, peer: PeerKey, description: Description) -> None:
+    def prepare(self, peer: PeerKey, description: messages.Description) -> None:
         """Make all ranks of a peer readable that this rank reads, or none.
 
         Raises:
@@ -163,7 +172,7 @@ class PreparedPeers:
             self.prepare(peer, description)
         return self._prepared[peer][rank]
 
-    def _prepare_rank(self, remote: RankDescription, route: Route) -> PreparedRank:
+    def _prepare_rank(self, remote: messages.RankDescription, route: Route) -> PreparedRank:
         """Load one rank's metadata, plan, and prepare the lists."""
         layout = self._peers.layout
         planned = plan(layout, remote.layout, route.share)

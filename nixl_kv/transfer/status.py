@@ -5,15 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from nixl_kv.ids import EngineId, Rank, short
-from nixl_kv.protocol.messages import (
-    MAX_LISTED,
-    LinkStatus,
-    LoadStatus,
-    OfferStatus,
-    PeerStatus,
-    Status,
-    StatusRequest,
-)
+from nixl_kv.protocol import messages
 from nixl_kv.transfer.loop import Parts
 
 _Item = TypeVar("_Item")
@@ -33,13 +25,12 @@ class StatusReporter:
         self._clock = clock
         self._started_at = clock()
 
-    def report(self, request: StatusRequest) -> Status:
+    def report(self, request: messages.StatusRequest) -> messages.Status:
         """The answer."""
         now, parts = self._clock(), self._parts
         peers, links = parts.decode.peers.all(), parts.control.links()
         offers, loads = parts.prefill.offers.all(), parts.decode.loads.all()
-        story = parts.event_log.story(request.request) if request.request else []
-        return Status(
+        return messages.Status(
             incarnation=parts.description.incarnation,
             engine=self._engine,
             rank=self._rank,
@@ -55,7 +46,7 @@ class StatusReporter:
                 "events": len(parts.event_log),
             },
             peers=tuple(
-                PeerStatus(
+                messages.PeerStatus(
                     engine=peer.key.engine,
                     incarnation=short(peer.key.incarnation),
                     endpoint=peer.key.endpoint,
@@ -65,7 +56,7 @@ class StatusReporter:
                 for peer in _first(peers)
             ),
             links=tuple(
-                LinkStatus(
+                messages.LinkStatus(
                     endpoint=link.endpoint,
                     sent=link.sent,
                     received=link.received,
@@ -74,7 +65,7 @@ class StatusReporter:
                 for link in _first(links)
             ),
             offers=tuple(
-                OfferStatus(
+                messages.OfferStatus(
                     request=offer.request,
                     nonce=short(offer.nonce),
                     state=offer.state.name,
@@ -85,7 +76,7 @@ class StatusReporter:
                 for offer in _first(offers)
             ),
             loads=tuple(
-                LoadStatus(
+                messages.LoadStatus(
                     request=load.request,
                     nonce=short(load.ticket.nonce),
                     peer=str(load.peer),
@@ -96,9 +87,9 @@ class StatusReporter:
                 for load in _first(loads)
             ),
             events_since=parts.event_log.since,
-            story=tuple(story[-MAX_LISTED:]),
+            story=tuple(parts.event_log.story(request.request)),
         )
 
 
 def _first(items: Iterable[_Item]) -> Iterable[_Item]:
-    return itertools.islice(items, MAX_LISTED)
+    return itertools.islice(items, messages.MAX_LISTED)

@@ -42,6 +42,11 @@ class TransferThread:
         self._thread.start()
         return self._started.result()
 
+    @property
+    def was_started(self) -> bool:
+        """Whether there is, or was, a thread."""
+        return self._thread.ident is not None
+
     def stop(self) -> None:
         """End the thread, and then close what it owned: while it runs, nobody else may."""
         if not self._thread.is_alive():

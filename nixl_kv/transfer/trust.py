@@ -28,7 +28,6 @@ class Trust:
         return cls(keys, config.allowed_hosts, config.peer_timeout_s)
 
     def __str__(self) -> str:
-        """For the log."""
         key = "no key" if self.keys is None else f"the key {self.keys.fingerprint}"
         return f"{key}; its peers are {self.allowed}"
 

@@ -45,7 +45,7 @@ ReadHandle = Any
 class Transport(Protocol):
     """One-sided reads. All methods are called on one thread; errors are TransportErrors.
 
-    There is no abort: a read that was started may write into local memory until `poll` has told its
+    There is no abort: a read that was started may write into local memory until `poll` has said its
     end, whatever is released or dropped meanwhile, or until `close` has returned.
     """
 
@@ -138,7 +138,7 @@ class ControlPlane(Protocol):
     """Messages between processes: a port of this side, and links to endpoints of others.
 
     It carries opaque payloads; what they mean is the protocol's affair. All methods but `wake` are
-    called on one thread; errors are TransportErrors.
+    called by one thread at a time; errors are TransportErrors.
     """
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:

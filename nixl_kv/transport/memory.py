@@ -25,7 +25,7 @@ class Fabric:
     polls: int = 0  # a read lands at this poll after it was started
     reads_hang: bool = False  # no read lands
     hanging_peers: set[str] = field(default_factory=set)  # no read of theirs lands
-    closes_fail: bool = False  # a transport with reads under way cannot be closed
+    closes_fail: bool = False  # no transport can be closed
     lost_peers: set[str] = field(default_factory=set)  # peers that are lost
     transports: dict[str, "MemoryTransport"] = field(default_factory=dict)
     names: Iterable[int] = field(default_factory=itertools.count)
@@ -60,7 +60,6 @@ class MemoryTransport:
     """One side. See `Transport`."""
 
     def __init__(self, fabric: Fabric) -> None:
-        """Join the fabric under a fresh name."""
         self._fabric = fabric
         self.name = f"memory-{next(iter(fabric.names))}"
         self._spans: list[Span] = []

@@ -51,7 +51,6 @@ class Packet:
     is_answer: bool
 
     def __str__(self) -> str:
-        """Its kind and where it goes."""
         kind = "".join(chr(byte) for byte in self.payload[:16] if chr(byte).isalpha())
         arrow = "<-" if self.is_answer else "->"
         return f"{self.link.control.name} {arrow} {self.link.endpoint}: {kind}"
@@ -186,7 +185,6 @@ class MemoryControl:
         self._is_woken = False
 
     def __repr__(self) -> str:
-        """Its name, and how many links."""
         return f"<MemoryControl {self.name}: {len(self.open_links)} links>"
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:

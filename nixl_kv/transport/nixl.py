@@ -91,7 +91,6 @@ class _Handle(Generic[_Native]):
     """A list or a read of NIXL's. Each keeps its agent alive, so the transport can let it go."""
 
     def __init__(self, native: _Native) -> None:
-        """Keep NIXL's own handle."""
         self._native: _Native | None = native
 
     @property
@@ -144,7 +143,7 @@ class NixlTransport:
             agent = api.nixl_agent(self.name, config)
             self._open_agent: api.nixl_agent | None = agent
             self._handles: weakref.WeakSet[_List | _Read] = weakref.WeakSet()
-            # Told when the destructor of the C++ object has run; the wrapper may go before that.
+            # Set when the destructor of the C++ object has run; the wrapper may go before that.
             self._gone = threading.Event()
             self._proof = weakref.ref(agent.agent, _set_when_collected(self._gone))
             for backend in backends:
@@ -154,7 +153,6 @@ class NixlTransport:
                 agent.create_backend(backend, options)
 
     def __repr__(self) -> str:
-        """The agent's name."""
         return f"<NixlTransport {self.name}>"
 
     @property

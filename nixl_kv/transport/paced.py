@@ -29,10 +29,10 @@ _Step: TypeAlias = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class _List:
-    """Rows cut into pieces of bounded length. Piece i of row r is `counts[r]` pieces after `first`.
+    """Rows whose pieces are divided into parts of bounded length; row r has n pieces.
 
-    Parts of one row follow each other in the inner list: part j of its piece i has there the number
-    `inner_first[r] + j * count[r] + i`.
+    The caller's number of piece i of row r is `first[r] + i`; its part j has the number
+    `inner_first[r] + j * n + i` in the inner list.
     """
 
     handle: ListHandle

@@ -5,7 +5,7 @@ side talks to, and a wake-up by which another thread ends a wait.
 
 With keys, ZMQ's CURVE encrypts each connection and proves to either side that the other one holds
 the same key; without them, nothing does. Who may connect is asked of the `Gatekeeper`, in the same
-wait as everything else: a new connection waits for the next `poll`, those that stand never do.
+wait as everything else: a new connection waits for the next `poll`, those that exist never do.
 
 A DEALER is watched: when its connection breaks, or none comes about, its endpoint is reported lost
 and the socket is closed, so that nothing queued for a dead process reaches its successor.
@@ -71,7 +71,7 @@ class _Dealer:
 
 @dataclass(frozen=True)
 class _Admission:
-    """What stands beside a ROUTER: who asks whether to let somebody in, and who counts them."""
+    """What a ROUTER needs beside it: who asks whether to let somebody in, and who counts them."""
 
     questions: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
@@ -169,7 +169,6 @@ class ZmqControl:
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def __repr__(self) -> str:
-        """The port, and how many links."""
         port = "no port" if self._admission is None else f"port {self._admission.port.port}"
         return f"<ZmqControl: {port}, {len(self._dealers)} links>"
 
@@ -186,7 +185,7 @@ class ZmqControl:
         """
         with _translated(f"listening on {endpoint_at(host, port)}"):
             limited = LimitedPort(str(ip_address(host)), port)
-            # The gatekeeper first: whoever comes before it stands there is turned away.
+            # The gatekeeper first: whoever comes before it is there is turned away.
             questions = self._socket(zmq.ROUTER, {})
             questions.bind(ZAP_ENDPOINT)
             router = self._socket(zmq.ROUTER, _router_options(bounds or Bounds(), self._keys))
@@ -257,7 +256,7 @@ class ZmqControl:
         ]
 
     def wake(self) -> None:
-        """End a wait of the owning thread; may be called from any thread."""
+        """End a wait of the owning thread; may be called from any thread, but not after `close`."""
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import Engine, EngineSpec
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
-from support.engines import PATIENT, Accounts
+from support.engines import PATIENT, Accounts, connect
 
 KV_CACHE_BYTES = 320 << 20
 """Of each cache, 1 MiB for each block: enough for all tests, and little memory."""
@@ -43,6 +43,7 @@ def base_engines(
         base_specs[0], name="single", role="single", connector="none", connector_config={}
     )
     prefill, decode, alone = cluster.start(*base_specs, single)
+    connect(prefill, decode)
     return prefill, decode, alone
 
 

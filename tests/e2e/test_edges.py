@@ -26,7 +26,7 @@ from lab.cluster.models.files import SPECIALS, words
 from lab.cluster.models.qwen3 import TinyModel
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
-from support.engines import EVENT_S, Accounts, expect, started
+from support.engines import EVENT_S, Accounts, connect, expect, started
 
 pytestmark = pytest.mark.e2e
 
@@ -269,9 +269,9 @@ def crowded_engine(
     base_engines: tuple[Engine, Engine, Engine],
 ) -> Iterator[Engine]:
     """A decode engine with a small cache, beside the others."""
-    del base_engines  # which are started before
     spec = replace(base_specs[1], name="crowded", num_blocks=FEW_BLOCKS)
     with started(cluster, spec) as (engine,):
+        connect(base_engines[0], engine)
         yield engine
 
 

@@ -9,7 +9,7 @@ from nixl_kv.cli.running import describe
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file
-from support.engines import EVENT_S, PATIENT, Accounts, started
+from support.engines import EVENT_S, PATIENT, Accounts, connect, started
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 
@@ -39,6 +39,7 @@ def keyed_engines(cluster: Cluster, key_file: Path) -> Iterator[list[Engine]]:
         connector_config={**PATIENT, "key_file": str(key_file)},
     )
     with started(cluster, *specs) as engines:
+        connect(*engines)
         yield engines
 
 

@@ -18,7 +18,7 @@ from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.models.gemma import Gemma4
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
-from support.engines import PATIENT, Accounts, started
+from support.engines import PATIENT, Accounts, connect, started
 
 pytestmark = pytest.mark.e2e
 
@@ -42,6 +42,7 @@ def engines(cluster: Cluster) -> Iterator[list[Engine]]:
         decode, name="single-sharing", role="single", connector="none", connector_config={}
     )
     with started(cluster, prefill, decode, single) as engines:
+        connect(*engines[:2])
         yield engines
 
 

@@ -20,7 +20,7 @@ from lab.suites.matrix.answers import (
     compare,
     outcome_of,
 )
-from support.engines import started
+from support.engines import connect, started
 
 pytestmark = pytest.mark.e2e
 
@@ -43,13 +43,14 @@ def decode_engines(
     base_engines: tuple[Engine, Engine, Engine],
 ) -> Iterator[dict[str, Engine]]:
     """Decode engines of other shapes than the shared prefill engine."""
-    del base_engines  # which are started before
     decode = base_specs[1]
     specs = [
         replace(decode, name="decode-tp2", tensor_parallel=2),
         replace(decode, name="decode-block64", block_size=64),
     ]
     with started(cluster, *specs) as engines:
+        for engine in engines:
+            connect(base_engines[0], engine)
         yield dict(zip(("tp-1-2", "block-128-64"), engines, strict=True))
 
 

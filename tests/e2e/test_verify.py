@@ -14,7 +14,7 @@ from lab.cluster.metrics import CORRUPT, FAILURES, LOADS, PREFIX, VERIFIED, Coun
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
 from lab.suites.damage import planted_spec
-from support.engines import expect, started
+from support.engines import connect, expect, started
 
 pytestmark = pytest.mark.e2e
 
@@ -45,10 +45,10 @@ def planted_engine(
     plan: Path,
 ) -> Iterator[Engine]:
     """A decode engine that verifies all, and spoils what its file says."""
-    del base_engines  # which are started before
     plan.write_text("")
     spec = replace(planted_spec(base_specs[1], plan), name="decode-planted")
     with started(cluster, spec) as (engine,):
+        connect(base_engines[0], engine)
         yield engine
 
 

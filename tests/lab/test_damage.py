@@ -1,4 +1,4 @@
-"""What scripts/damage calls well, and which prompts it asks."""
+"""What `scripts/detect --answers` calls good, and which prompts it asks."""
 
 import pytest
 
@@ -6,23 +6,23 @@ from lab.suites.damage import RECALL, Row, held_out
 
 
 @pytest.mark.parametrize(
-    ("row", "well"),
+    ("row", "kind"),
     [
-        pytest.param(Row("none", "off", 0, 3, 4, 4, 0, 0), True, id="nothing planted"),
-        pytest.param(Row("none", "all", 0, 3, 3, 4, 0, 0), False, id="an answer is wrong"),
-        pytest.param(Row("none", "all", 0, 4, 4, 3, 0, 1), False, id="a load failed"),
-        pytest.param(Row("byte", "off", 4, 0, 0, 4, 0, 0), True, id="unseen without verify"),
-        pytest.param(Row("byte", "off", 0, 4, 4, 4, 0, 0), False, id="byte not planted"),
-        pytest.param(Row("layer", "all", 3, 3, 4, 1, 3, 0), True, id="three of four planted"),
-        pytest.param(Row("byte", "all", 4, 3, 4, 0, 4, 0), True, id="all detected"),
-        pytest.param(Row("byte", "all", 4, 4, 4, 1, 3, 0), False, id="one of four missed"),
-        pytest.param(Row("byte", "all", 4, 3, 3, 0, 4, 0), False, id="detected, answer wrong"),
-        pytest.param(Row("byte", "all", 4, 4, 4, 0, 4, 1), False, id="another failure"),
-        pytest.param(Row("byte", "all", 0, 4, 4, 4, 0, 0), False, id="verified, none planted"),
+        pytest.param(Row("none", "off", 4, 0, 3, 4, 4, 0, 0), "good", id="nothing planted"),
+        pytest.param(Row("none", "all", 4, 0, 3, 3, 4, 0, 0), "bad", id="an answer is wrong"),
+        pytest.param(Row("none", "all", 4, 0, 4, 4, 3, 0, 1), "bad", id="a load failed"),
+        pytest.param(Row("byte", "off", 4, 4, 0, 0, 4, 0, 0), "good", id="unseen without verify"),
+        pytest.param(Row("byte", "off", 4, 0, 4, 4, 4, 0, 0), "bad", id="byte not planted"),
+        pytest.param(Row("layer", "all", 4, 3, 3, 4, 1, 3, 0), "good", id="three of four planted"),
+        pytest.param(Row("byte", "all", 4, 4, 3, 4, 0, 4, 0), "good", id="all detected"),
+        pytest.param(Row("byte", "all", 4, 4, 4, 4, 1, 3, 0), "bad", id="one of four missed"),
+        pytest.param(Row("byte", "all", 4, 4, 3, 3, 0, 4, 0), "bad", id="detected, answer wrong"),
+        pytest.param(Row("byte", "all", 4, 4, 4, 4, 0, 4, 1), "bad", id="another failure"),
+        pytest.param(Row("byte", "all", 4, 0, 4, 4, 4, 0, 0), "bad", id="verified, none planted"),
     ],
 )
-def test_row_of_the_damage_table_is_well(row: Row, *, well: bool) -> None:
-    assert row.is_good(4) is well
+def test_row_is_good_only_if_verify_detects_all_that_is_planted(row: Row, kind: str) -> None:
+    assert row.verdict.kind == kind
 
 
 def test_held_out_prompts_are_of_all_lengths() -> None:

@@ -207,7 +207,7 @@ def attempt(decode: Callable[[bytes], object], payload: bytes) -> object:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_sample_of_each_message_is_accepted_by_one_decoder(kind: type) -> None:
-    message = sample(kind)
+    message: Any = sample(kind)
     assert decode_any(messages.encode(message)) == message
 
 

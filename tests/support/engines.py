@@ -1,5 +1,6 @@
 """What two engines count while a test asks them, and that nothing is held when it is over."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from lab.cluster.metrics import (
     CountersSince,
 )
 from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
 from lab.cluster.waiting import wait_until
 
 OFFER_TTL_S = 15
@@ -36,6 +38,8 @@ PATIENT: Mapping[str, object] = {
 EVENT_S = 90.0
 """How long an event may take on a busy machine. Nothing but a failed test waits so long."""
 
+_SEEDS = itertools.count(10**6)
+
 
 @contextmanager
 def started(cluster: Cluster, *specs: EngineSpec) -> Iterator[list[Engine]]:
@@ -43,6 +47,21 @@ def started(cluster: Cluster, *specs: EngineSpec) -> Iterator[list[Engine]]:
     engines = cluster.start(*specs)
     yield engines
     cluster.end(*engines)
+
+
+def connect(prefill: Engine, decode: Engine) -> None:
+    """Let decode read from prefill once, so that no test begins with their first handshake.
+
+    On a very busy machine that may take longer than it is allowed, and a prompt is then computed.
+    """
+    with Pair(prefill, decode) as pair:
+        since = CountersSince(pair.to_decode)
+
+        def has_read() -> bool:
+            pair.complete(random_prompt(20, seed=next(_SEEDS)), 1)
+            return since.wait_for(LOADS, timeout_s=1)[LOADS] > 0
+
+        assert wait_until(has_read, EVENT_S)
 
 
 class Accounts:

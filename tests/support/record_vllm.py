@@ -1,12 +1,13 @@
 """Records what vLLM hands to the connector's hooks, for tests that need no engine.
 
-    PYTHONPATH=tests:scripts python -m support.record_vllm MODEL tests/unit/connector/recorded
+    PYTHONPATH=tests:scripts python -m support.record_vllm
 
-MODEL is a folder with a small model (`scripts/make_tiny_model`). An engine in both roles runs in
-this process: it offers a prompt, reads it back from itself, offers five prompts of which some are
-preempted since blocks are few, and computes one that is aborted. `engine.json` has what the
-connector was made with; `scheduler.json` and `worker.json` have the calls of its hooks in order,
-without those in which nothing happened. `recorded_vllm.py` makes vLLM's objects of it again.
+writes the files of tests/unit/connector/recorded anew (another folder may be named). An engine in
+both roles runs in this process, with a tiny model: it offers a prompt, reads it back from itself,
+offers five prompts of which some are preempted since blocks are few, and computes one that is
+aborted. `engine.json` has what the connector was made with; `scheduler.json` and `worker.json` have
+the calls of its hooks in order, without those in which nothing happened. `recorded_vllm.py` makes
+vLLM's objects of it again.
 """
 
 import json
@@ -20,8 +21,11 @@ os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 
 from vllm import LLM, SamplingParams
 
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.models.qwen3 import TinyModel
 from support.recording_connector import Record, calls, engine
 
+RECORDED: Final = Path(__file__).resolve().parents[1] / "unit/connector/recorded"
 BLOCK_SIZE: Final = 32
 NUM_BLOCKS: Final = 16
 
@@ -70,8 +74,8 @@ def run(model: str) -> None:
 
 def main() -> None:
     """Write the files."""
-    model, folder = sys.argv[1], Path(sys.argv[2])
-    run(model)
+    folder = Path(sys.argv[1]) if sys.argv[1:] else RECORDED
+    run(str(ensure_tiny_model(model=TinyModel(hidden=128, layers=2, heads=4, kv_heads=2))))
     folder.mkdir(parents=True, exist_ok=True)
     lines = {name: [json.dumps(call, sort_keys=True) for call in calls[name]] for name in calls}
     texts = {name: "[\n" + ",\n".join(lines[name]) + "\n]" for name in lines}

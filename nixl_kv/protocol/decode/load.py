@@ -31,34 +31,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
-from nixl_kv.protocol import events
-from nixl_kv.protocol.events import (
-    DigestCompared,
-    EndpointLost,
-    Failure,
-    FailureKind,
-    PeerJoined,
-    PeerKey,
-    PrepareLoad,
-    ReadDone,
-    ReadFailed,
-    ReadStarted,
-    Record,
-    SlotRead,
-    StartLoad,
-    Transition,
-)
-from nixl_kv.protocol.messages import (
-    Ask,
-    Deny,
-    Description,
-    DigestReply,
-    DigestRequest,
-    Grant,
-    Reader,
-    Release,
-    Renewed,
-)
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.ticket import Ticket
 
 ASK_AGAIN_S: Final = 1.0
@@ -69,14 +42,14 @@ SILENCE_S: Final = 2.0
 DRAIN_S: Final = 1.0
 """How long a read may take to end by itself after its time, before its agent is given up for it."""
 
-DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
+DROPPED: Final = events.Failure(events.FailureKind.DROPPED, "dropped")
 
 
 @dataclass(frozen=True)
 class Cancelled:
     """Nobody wants what is read any more: an event of the load's own."""
 
-    failure: Failure
+    failure: events.Failure
 
 
 class State(enum.Enum):
@@ -96,36 +69,40 @@ _FAILED: Final = (State.FAILED,)
 
 TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State, ...]]]] = {
     State.ASKING: {
-        Grant: (State.GRANTED,),
-        Deny: _FAILED,
-        EndpointLost: _FAILED,
+        messages.Grant: (State.GRANTED,),
+        messages.Deny: _FAILED,
+        events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
     State.GRANTED: {
-        StartLoad: (State.READING,),
-        Deny: _FAILED,
-        Renewed: _FAILED,
-        EndpointLost: _FAILED,
+        events.StartLoad: (State.READING,),
+        messages.Deny: _FAILED,
+        messages.Renewed: _FAILED,
+        events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
     State.READING: {
-        ReadDone: (State.CHECKING,),
-        ReadFailed: _FAILED,
+        events.ReadDone: (State.CHECKING,),
+        events.ReadFailed: _FAILED,
         Cancelled: (State.DRAINING,),
     },
     State.CHECKING: {
-        SlotRead: (State.DONE, State.VERIFYING, State.FAILED),
-        ReadFailed: _FAILED,
+        events.SlotRead: (State.DONE, State.VERIFYING, State.FAILED),
+        events.ReadFailed: _FAILED,
         Cancelled: (State.DRAINING,),
     },
     State.VERIFYING: {
-        DigestCompared: (State.DONE, State.FAILED),
-        Deny: _FAILED,
-        Renewed: _FAILED,
-        EndpointLost: _FAILED,
+        events.DigestCompared: (State.DONE, State.FAILED),
+        messages.Deny: _FAILED,
+        messages.Renewed: _FAILED,
+        events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
-    State.DRAINING: {ReadDone: _FAILED, SlotRead: _FAILED, ReadFailed: _FAILED},
+    State.DRAINING: {
+        events.ReadDone: _FAILED,
+        events.SlotRead: _FAILED,
+        events.ReadFailed: _FAILED,
+    },
     State.DONE: {},
     State.FAILED: {},
 }
@@ -153,10 +130,10 @@ class RankRead:
     ask_again_at: float = -math.inf
     unreachable_since: float | None = None  # its connection broke, and it has said nothing since
     abandoned: bool = False
-    grant: Grant | None = None
-    done: ReadDone | None = None  # what was read, once all data has landed
+    grant: messages.Grant | None = None
+    done: events.ReadDone | None = None  # what was read, once all data has landed
     slices: tuple[KVSlice, ...] | None = None  # what is to be compared; None: nothing is
-    digest: DigestReply | None = None  # prefill's, of these slices
+    digest: messages.DigestReply | None = None  # prefill's, of these slices
 
     @property
     def has_ended(self) -> bool:
@@ -179,28 +156,27 @@ class RankRead:
 class Load:
     """See the module's head. `reads` is None until the peer is known; times are monotonic."""
 
-    reader: Reader
+    reader: messages.Reader
     request: RequestId
     ticket: Ticket
     claim: Claim
-    peer: PeerKey
+    peer: events.PeerKey
     deadline: float
-    record: Record = field(repr=False)
+    record: events.Record = field(repr=False)
     reads: dict[Rank, RankRead] | None = None
-    start: StartLoad | None = None  # once there are blocks
+    start: events.StartLoad | None = None  # once there are blocks
     is_cancelled: bool = False
-    failure: Failure | None = None  # the first one; the others follow from it
+    failure: events.Failure | None = None  # the first one; the others follow from it
     overdue_since: float | None = None
 
     def __post_init__(self) -> None:
-        """Record that it exists."""
         cause = f"PrepareLoad: offer {short(self.ticket.nonce)}"
-        self.record(Transition(self.request, str(self.peer), "", "PREPARED", cause))
+        self.record(events.Transition(self.request, str(self.peer), "", "PREPARED", cause))
 
     @property
     def rank_reads(self) -> list[RankRead]:
         """What is read from each prefill rank; nothing before the peer is known."""
-        return list((self.reads or {}).values())
+        return list(self.reads.values()) if self.reads else []
 
     @property
     def is_over(self) -> bool:
@@ -225,7 +201,7 @@ class Load:
         states = {read.state for read in self.rank_reads}
         return self.start is None and self.reads is not None and states <= {State.GRANTED}
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: events.Failure) -> None:
         """Keep the first failure."""
         if self.failure is None:
             self.failure = failure
@@ -233,7 +209,10 @@ class Load:
     # --- from arrival to the grant
 
     def open(
-        self, description: Description, routes: Iterable[Route], event: PrepareLoad | PeerJoined
+        self,
+        description: messages.Description,
+        routes: Iterable[Route],
+        event: events.PrepareLoad | events.PeerJoined,
     ) -> list[events.Action]:
         """The peer is known, by this event: some ranks are read, others this side only releases."""
         self.reads = {}
@@ -249,7 +228,7 @@ class Load:
             if route.readers:
                 self.reads[read.rank] = read
                 name, cause = _rank_name(read), type(event).__name__
-                self.record(Transition(self.request, name, "", read.state.name, cause))
+                self.record(events.Transition(self.request, name, "", read.state.name, cause))
             else:
                 actions.append(self._release(read, complete=True))
         return actions
@@ -257,7 +236,7 @@ class Load:
     def ask(self, read: RankRead, number: int, now: float) -> events.Send:
         """Ask one rank for the blocks, or ask it again."""
         read.ask_again_at = now + ASK_AGAIN_S
-        ask = Ask(
+        ask = messages.Ask(
             incarnation=read.incarnation,
             nonce=self.ticket.nonce,
             claim=self.claim,
@@ -268,7 +247,7 @@ class Load:
         )
         return events.Send(read.endpoint, ask)
 
-    def on_grant(self, read: RankRead, grant: Grant) -> list[events.Action]:
+    def on_grant(self, read: RankRead, grant: messages.Grant) -> list[events.Action]:
         """A grant; one that comes twice, or too late, changes nothing."""
         if read.state is State.FAILED:
             return [self._release(read, complete=False)]
@@ -278,11 +257,11 @@ class Load:
         self._move(read, State.GRANTED, grant)
         return self._start_reads()
 
-    def on_blocks(self, start: StartLoad, deadline: float) -> list[events.Action]:
+    def on_blocks(self, start: events.StartLoad, deadline: float) -> list[events.Action]:
         """There are blocks: read whatever is granted."""
         self.start, self.deadline = start, deadline
         cause = f"StartLoad: tokens {start.begin} to {start.end - 1}"
-        self.record(Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
+        self.record(events.Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
         return self._start_reads()
 
     def _start_reads(self) -> list[events.Action]:
@@ -294,7 +273,10 @@ class Load:
         return actions
 
     def on_refusal(
-        self, read: RankRead, event: Deny | Renewed | EndpointLost, failure: Failure
+        self,
+        read: RankRead,
+        event: messages.Deny | messages.Renewed | events.EndpointLost,
+        failure: events.Failure,
     ) -> None:
         """The rank does not grant, or no longer."""
         if read.awaits_prefill:
@@ -303,7 +285,7 @@ class Load:
 
     # --- the read and its proof
 
-    def on_read_done(self, read: RankRead, event: ReadDone) -> list[events.Action]:
+    def on_read_done(self, read: RankRead, event: events.ReadDone) -> list[events.Action]:
         """All data has landed; the slot tells whether the blocks were held until now."""
         if read.state is State.DRAINING or read.grant is None:
             self._move(read, State.FAILED, event)
@@ -312,13 +294,13 @@ class Load:
         read.done = event
         return [events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)]
 
-    def on_slot(self, read: RankRead, event: SlotRead) -> list[events.Action]:
+    def on_slot(self, read: RankRead, event: events.SlotRead) -> list[events.Action]:
         """The slot was read."""
         slot_valid = read.grant is not None and event.generation == read.grant.generation
         if not slot_valid:
             self.fail(
-                Failure(
-                    FailureKind.FENCED,
+                events.Failure(
+                    events.FailureKind.FENCED,
                     f"prefill rank {read.rank} took its blocks back while they were read",
                 )
             )
@@ -331,10 +313,13 @@ class Load:
         self._move(read, State.DONE, event)
         return [self._release(read, complete=True)]
 
-    def on_read_failed(self, read: RankRead, event: ReadFailed) -> list[events.Action]:
+    def on_read_failed(self, read: RankRead, event: events.ReadFailed) -> list[events.Action]:
         """The read ended in an error."""
         self.fail(
-            Failure(FailureKind.BROKEN, f"reading prefill rank {read.rank} failed: {event.reason}")
+            events.Failure(
+                events.FailureKind.BROKEN,
+                f"reading prefill rank {read.rank} failed: {event.reason}",
+            )
         )
         self._move(read, State.FAILED, event)
         return [self._release(read, complete=False)]
@@ -342,7 +327,7 @@ class Load:
     # --- the comparison of digests
 
     def on_read_started(
-        self, read: RankRead, event: ReadStarted, now: float
+        self, read: RankRead, event: events.ReadStarted, now: float
     ) -> list[events.Action]:
         """A read to be verified is under way: prefill digests while the bytes travel."""
         read.slices = event.slices
@@ -353,7 +338,7 @@ class Load:
         if self.start is None or read.slices is None:
             return []
         read.ask_again_at = now + ASK_AGAIN_S
-        request = DigestRequest(
+        request = messages.DigestRequest(
             incarnation=read.incarnation,
             nonce=self.ticket.nonce,
             claim=self.claim,
@@ -368,7 +353,7 @@ class Load:
         missing = read.state is State.VERIFYING and read.digest is None
         return missing and read.ask_again_at <= now
 
-    def on_digest(self, read: RankRead, reply: DigestReply) -> list[events.Action]:
+    def on_digest(self, read: RankRead, reply: messages.DigestReply) -> list[events.Action]:
         """Prefill's digest is here; one that comes twice, or too late, changes nothing."""
         if read.slices is None or read.digest is not None:
             return []
@@ -389,24 +374,24 @@ class Load:
         current = self.claim == action.digest_reply.claim
         return current and read is not None and read.state is State.VERIFYING
 
-    def on_compared(self, read: RankRead, event: DigestCompared) -> list[events.Action]:
+    def on_compared(self, read: RankRead, event: events.DigestCompared) -> list[events.Action]:
         """The bytes were compared; perhaps nobody wants to know any more."""
         if read.state is not State.VERIFYING or event.claim != self.claim:
             return []
         subject = f"what was read from prefill rank {read.rank}"
         if event.refusal is not None:
             detail = f"{subject} cannot be verified: {event.refusal}"
-            self.fail(Failure(FailureKind.INTERNAL, detail))
+            self.fail(events.Failure(events.FailureKind.INTERNAL, detail))
         elif event.difference is not None:
             detail = f"{subject} is not what it has: {event.difference}"
-            self.fail(Failure(FailureKind.CORRUPT, detail))
+            self.fail(events.Failure(events.FailureKind.CORRUPT, detail))
         is_equal = event.refusal is None and event.difference is None
         self._move(read, State.DONE if is_equal else State.FAILED, event)
         return [self._release(read, complete=is_equal)]
 
     # --- the end
 
-    def cancel(self, failure: Failure) -> list[events.Action]:
+    def cancel(self, failure: events.Failure) -> list[events.Action]:
         """Nobody wants it any more. What was asked is released now, what is read when drained."""
         self.fail(failure)
         actions: list[events.Action] = []
@@ -425,20 +410,20 @@ class Load:
         self.is_cancelled = True
         return [] if self.reads is None else self.cancel(DROPPED)
 
-    def late_failure(self, now: float, timeout_s: float) -> Failure | None:
+    def late_failure(self, now: float, timeout_s: float) -> events.Failure | None:
         """Why its time is over; None while it is not."""
         if now >= self.deadline and not self.lacks_only_blocks:
-            return Failure(FailureKind.LATE, f"no KV within {timeout_s:g} s")
+            return events.Failure(events.FailureKind.LATE, f"no KV within {timeout_s:g} s")
         since = [
             read.unreachable_since
             for read in self.rank_reads
             if read.state in POSTED and read.unreachable_since is not None
         ]
         if since and now >= min(since) + SILENCE_S:
-            return Failure(FailureKind.LATE, "prefill fell silent while it was read")
+            return events.Failure(events.FailureKind.LATE, "prefill fell silent while it was read")
         return None
 
-    def on_late(self, failure: Failure, now: float) -> list[events.Action]:
+    def on_late(self, failure: events.Failure, now: float) -> list[events.Action]:
         """Cancel it. A read that then does not end by itself is abandoned, once."""
         actions = self.cancel(failure)
         if self.overdue_since is None:
@@ -456,7 +441,7 @@ class Load:
         before = "PREPARED" if self.start is None else "STARTED"
         after = "LOADED" if self.failure is None else "FAILED"
         cause = "" if self.failure is None else str(self.failure)
-        self.record(Transition(self.request, str(self.peer), before, after, cause))
+        self.record(events.Transition(self.request, str(self.peer), before, after, cause))
         if self.start is None:
             return None
         reads = tuple(read.done for read in self.rank_reads if read.done is not None)
@@ -470,11 +455,7 @@ class Load:
         )
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
-
-        Raises:
-            LocalProtocolError: says what does not.
-        """
+        """Check what must hold between any two events."""
         for read in self.rank_reads:
             if read.state in POSTED and (self.start is None or read.grant is None):
                 raise LocalProtocolError(f"{read.state.name} without blocks or grant")
@@ -482,11 +463,7 @@ class Load:
                 raise LocalProtocolError("FAILED without a reason")
 
     def _move(self, read: RankRead, after: State, event: object) -> None:
-        """The one place where the state of a read changes.
-
-        Raises:
-            LocalProtocolError: if the table has no such transition.
-        """
+        """The one place where the state of a read changes."""
         moves = TRANSITIONS[read.state]
         if after not in moves.get(type(event), ()):
             allowed = [f"{kind.__name__} to {s.name}" for kind in moves for s in moves[kind]]
@@ -495,13 +472,13 @@ class Load:
                 f"from {read.state.name} to {after.name}; allowed: {allowed}"
             )
         self.record(
-            Transition(
+            events.Transition(
                 self.request,
                 _rank_name(read),
                 read.state.name,
                 after.name,
                 _cause(event),
-                event.num_bytes if isinstance(event, ReadDone) else 0,
+                event.num_bytes if isinstance(event, events.ReadDone) else 0,
             )
         )
         read.state = after
@@ -510,7 +487,7 @@ class Load:
         """Tell prefill that this reader has ended. A lost message costs prefill a lease."""
         return events.Send(
             read.endpoint,
-            Release(
+            messages.Release(
                 incarnation=read.incarnation,
                 nonce=self.ticket.nonce,
                 claim=self.claim,

@@ -5,19 +5,21 @@ from collections.abc import Iterator
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Incarnation, RequestId
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.load import HOLDING, Load, RankRead, State
-from nixl_kv.protocol.events import PeerKey, PrepareLoad, Record
-from nixl_kv.protocol.messages import Reader, Renew
 
 
 class LoadBook:
     """Loads by request. `now` is monotonic; it and the two intervals are in seconds."""
 
     def __init__(
-        self, reader: Reader, record: Record, *, timeout_s: float, renew_interval_s: float
+        self,
+        reader: messages.Reader,
+        record: events.Record,
+        *,
+        timeout_s: float,
+        renew_interval_s: float,
     ) -> None:
-        """Start with no load."""
         self.timeout_s = timeout_s
         self._reader = reader
         self._record = record
@@ -27,21 +29,15 @@ class LoadBook:
         self._loads: dict[RequestId, Load] = {}
 
     def __repr__(self) -> str:
-        """How many loads, and how many reads are in which state."""
         states = [read.state.name for _, read in self._rank_reads()]
         counts = ", ".join(f"{states.count(name)} {name}" for name in sorted(set(states)))
         return f"<LoadBook: {len(self)}; reads: {counts or 'none'}>"
 
     def __len__(self) -> int:
-        """How many loads are not forgotten."""
         return len(self._loads)
 
-    def add(self, command: PrepareLoad, peer: PeerKey, now: float) -> Load:
-        """Add a load.
-
-        Raises:
-            LocalProtocolError: if its request has one: that one's reads would be forgotten.
-        """
+    def add(self, command: events.PrepareLoad, peer: events.PeerKey, now: float) -> Load:
+        """Add a load."""
         if command.request in self._loads:
             raise LocalProtocolError(f"request {command.request!r} has a load already")
         load = Load(
@@ -64,7 +60,7 @@ class LoadBook:
         """Every load that is not forgotten."""
         return list(self._loads.values())
 
-    def waiting_for(self, peer: PeerKey) -> list[Load]:
+    def waiting_for(self, peer: events.PeerKey) -> list[Load]:
         """The loads that wait for this peer to be known."""
         return [load for load in self.all() if load.peer == peer and load.reads is None]
 
@@ -72,11 +68,18 @@ class LoadBook:
         """Everything that is read from the rank at one endpoint."""
         return [(load, read) for load, read in self._rank_reads() if read.endpoint == endpoint]
 
+    def claimed(self, claim: Claim, endpoint: Endpoint) -> tuple[Load, RankRead] | None:
+        """What is read under this claim from the rank at one endpoint."""
+        for load in self._loads.values():
+            if load.claim == claim:
+                return next(((load, rd) for rd in load.rank_reads if rd.endpoint == endpoint), None)
+        return None
+
     def clear(self) -> None:
         """Forget all loads."""
         self._loads.clear()
 
-    def peers_in_use(self) -> set[PeerKey]:
+    def peers_in_use(self) -> set[events.PeerKey]:
         """The peers whose memory a read is reading, or may still be started on."""
         return {load.peer for load, read in self._rank_reads() if not read.has_ended}
 
@@ -91,6 +94,8 @@ class LoadBook:
     def settle(self, load: Load) -> list[events.Action]:
         """After any change: one failure cancels the rest, and what is over is reported once."""
         actions: list[events.Action] = []
+        if self._loads.get(load.request) is not load:
+            return actions
         if load.failure is not None and not load.is_over:
             actions += load.cancel(load.failure)
         if not load.is_over or (load.start is None and not load.is_cancelled):
@@ -114,11 +119,7 @@ class LoadBook:
         return actions + self._renewals(now)
 
     def validate(self) -> None:
-        """Check every load.
-
-        Raises:
-            LocalProtocolError: says what does not hold.
-        """
+        """Check every load."""
         for load in self.all():
             load.validate()
 
@@ -143,7 +144,7 @@ class LoadBook:
         return [
             events.Send(
                 endpoint,
-                Renew(
+                messages.Renew(
                     incarnation=incarnation,
                     reader=self._reader,
                     number=next(self._numbers),

@@ -3,26 +3,14 @@
 from typing import Final
 
 from nixl_kv.ids import Endpoint, EngineId, Incarnation, endpoint_at
-from nixl_kv.protocol import events
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.load import DROPPED, Load
 from nixl_kv.protocol.decode.loads import LoadBook
-from nixl_kv.protocol.events import Failure, FailureKind, PeerKey
-from nixl_kv.protocol.messages import (
-    Answer,
-    Deny,
-    Description,
-    DigestReply,
-    Grant,
-    Reader,
-    Refusal,
-    Release,
-    Renewed,
-)
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.peers import State as PeerState
 
-GONE: Final = Failure(FailureKind.UNREACHABLE, "its engine has gone")
-NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
+GONE: Final = events.Failure(events.FailureKind.UNREACHABLE, "its engine has gone")
+NO_DESCRIPTION: Final = events.Failure(events.FailureKind.UNREACHABLE, "no description in time")
 
 
 class DecodeMachine:
@@ -30,7 +18,7 @@ class DecodeMachine:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: messages.Reader,
         record: events.Record,
         *,
         timeout_s: float,
@@ -62,7 +50,7 @@ class DecodeMachine:
             case events.PeerJoined():
                 return self._on_joined(event, now)
             case events.PeerRefused():
-                failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
+                failure = events.Failure(events.FailureKind.INCOMPATIBLE, event.reason)
                 return self._on_unusable(event.peer, event, failure, now=now)
             case events.EndpointLost():
                 return self._on_endpoint_lost(event, now)
@@ -80,7 +68,7 @@ class DecodeMachine:
 
     def _prepare(self, command: events.PrepareLoad, now: float) -> list[events.Action]:
         ticket = command.ticket
-        key = PeerKey(
+        key = events.PeerKey(
             ticket.remote_engine_id,
             ticket.incarnation,
             endpoint_at(ticket.remote_host, ticket.remote_port),
@@ -98,7 +86,9 @@ class DecodeMachine:
         """The request has blocks. Its time runs anew from here."""
         load = self.loads.get(command.request)
         if load is None:
-            failure = Failure(FailureKind.INTERNAL, "it was not prepared, or forgotten since")
+            failure = events.Failure(
+                events.FailureKind.INTERNAL, "it was not prepared, or forgotten since"
+            )
             return [events.LoadEnded(command.request, command.num_tokens, failure)]
         actions = load.on_blocks(command, now + self.loads.timeout_s)
         return actions + self.loads.settle(load)
@@ -134,9 +124,9 @@ class DecodeMachine:
 
     def _on_unusable(
         self,
-        peer: PeerKey,
-        event: events.PeerRefused | Refusal | events.EndpointLost | events.Tick,
-        failure: Failure,
+        peer: events.PeerKey,
+        event: events.PeerRefused | messages.Refusal | events.EndpointLost | events.Tick,
+        failure: events.Failure,
         *,
         now: float,
     ) -> list[events.Action]:
@@ -154,51 +144,58 @@ class DecodeMachine:
             detail = f"prefill rank {read.rank} is unreachable: {event.reason}"
             if read.unreachable_since is None:
                 read.unreachable_since = now
-            load.on_refusal(read, event, Failure(FailureKind.UNREACHABLE, detail))
+            load.on_refusal(read, event, events.Failure(events.FailureKind.UNREACHABLE, detail))
             actions += self.loads.settle(load)
-        failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
+        failure = events.Failure(
+            events.FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}"
+        )
         for peer in self.peers.on_endpoint_lost(event):
             actions += self._on_unusable(peer, event, failure, now=now)
         return actions
 
     # --- messages
 
-    def _on_answer(self, message: Answer, endpoint: Endpoint, now: float) -> list[events.Action]:
+    def _on_answer(
+        self, message: messages.Answer, endpoint: Endpoint, now: float
+    ) -> list[events.Action]:
         match message:
-            case Description():
+            case messages.Description():
                 return self.peers.on_description(message, endpoint)
-            case Refusal():
-                peer = PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-                failure = Failure(FailureKind.UNREACHABLE, message.reason)
+            case messages.Refusal():
+                peer = events.PeerKey(
+                    EngineId(message.engine), Incarnation(message.incarnation), endpoint
+                )
+                failure = events.Failure(events.FailureKind.UNREACHABLE, message.reason)
                 return self._on_unusable(peer, message, failure, now=now)
-            case Renewed():
+            case messages.Renewed():
                 return self._on_renewed(message, endpoint)
-            case Grant() | Deny() | DigestReply():
+            case messages.Grant() | messages.Deny() | messages.DigestReply():
                 return self._on_claim_answer(message, endpoint)
 
     def _on_claim_answer(
-        self, message: Grant | Deny | DigestReply, endpoint: Endpoint
+        self, message: messages.Grant | messages.Deny | messages.DigestReply, endpoint: Endpoint
     ) -> list[events.Action]:
         """A grant for a claim that this side does not hold is released: nobody waits for us."""
         if message.reader != self._reader:
             return []
-        at_endpoint = self.loads.at(endpoint)
-        match_ = next(((lo, rd) for lo, rd in at_endpoint if lo.claim == message.claim), None)
-        if match_ is None:
-            return [_release_unknown(message, endpoint)] if isinstance(message, Grant) else []
-        load, read = match_
+        claimed = self.loads.claimed(message.claim, endpoint)
+        if claimed is None:
+            return (
+                [_release_unknown(message, endpoint)] if isinstance(message, messages.Grant) else []
+            )
+        load, read = claimed
         actions: list[events.Action] = []
         match message:
-            case Grant():
+            case messages.Grant():
                 actions = load.on_grant(read, message)
-            case DigestReply():
+            case messages.DigestReply():
                 actions = load.on_digest(read, message)
-            case Deny():
+            case messages.Deny():
                 detail = f"prefill rank {read.rank} denied"
-                load.on_refusal(read, message, Failure(FailureKind.DENIED, detail))
+                load.on_refusal(read, message, events.Failure(events.FailureKind.DENIED, detail))
         return actions + self.loads.settle(load)
 
-    def _on_renewed(self, message: Renewed, endpoint: Endpoint) -> list[events.Action]:
+    def _on_renewed(self, message: messages.Renewed, endpoint: Endpoint) -> list[events.Action]:
         """An ask on its way is not lost; a read that is under way ends by the slot."""
         if message.reader != self._reader:
             return []
@@ -208,7 +205,9 @@ class DecodeMachine:
                 read.unreachable_since = None
             if load.claim in message.lost and read.grant is not None:
                 detail = f"prefill rank {read.rank} let the lease run out"
-                load.on_refusal(read, message, Failure(FailureKind.LEASE_LOST, detail))
+                load.on_refusal(
+                    read, message, events.Failure(events.FailureKind.LEASE_LOST, detail)
+                )
                 actions += self.loads.settle(load)
         return actions
 
@@ -255,10 +254,10 @@ class DecodeMachine:
         return actions + self.peers.forget(tick, self.loads.peers_in_use(), now)
 
 
-def _release_unknown(grant: Grant, endpoint: Endpoint) -> events.Action:
+def _release_unknown(grant: messages.Grant, endpoint: Endpoint) -> events.Action:
     return events.Send(
         endpoint,
-        Release(
+        messages.Release(
             incarnation=grant.incarnation,
             nonce=grant.nonce,
             claim=grant.claim,

@@ -1,18 +1,7 @@
 """The prefill side of the protocol: the caller's commands and readers' messages in, actions out."""
 
 from nixl_kv.ids import Claim, Incarnation, short
-from nixl_kv.protocol import events
-from nixl_kv.protocol.events import OfferEnd
-from nixl_kv.protocol.messages import (
-    Ask,
-    Deny,
-    DigestReply,
-    DigestRequest,
-    Grant,
-    Release,
-    Renew,
-    Renewed,
-)
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
 from nixl_kv.protocol.prefill.offers import OfferBook
 
@@ -58,7 +47,7 @@ class PrefillMachine:
         """Forget everything, whatever state it is in."""
         self.offers.clear()
 
-    def is_digest_wanted(self, request: DigestRequest) -> bool:
+    def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         """Whether its digest may still be sent."""
         return self._granted_to(request) is not None
 
@@ -70,22 +59,22 @@ class PrefillMachine:
         if offer.state is State.GRANTED:
             offer.move(State.GRANTED, command)
             return []
-        return self.offers.end_unclaimed(offer, command, OfferEnd.REVOKED)
+        return self.offers.end_unclaimed(offer, command, events.OfferEnd.REVOKED)
 
     def _on_message(self, event: events.Asked, now: float) -> list[events.Action]:
         match event.message:
-            case Ask() as ask:
+            case messages.Ask() as ask:
                 return self._on_ask(ask, event.route, now)
-            case DigestRequest() as request:
+            case messages.DigestRequest() as request:
                 return self._on_digest_request(request, event.route)
-            case Renew() as renew:
+            case messages.Renew() as renew:
                 return self._on_renew(renew, event.route, now)
-            case Release() as release:
+            case messages.Release() as release:
                 return self._on_release(release)
 
     # --- asks
 
-    def _on_ask(self, ask: Ask, route: bytes, now: float) -> list[events.Action]:
+    def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> list[events.Action]:
         if ask.incarnation != self._incarnation:
             return self._deny(ask, route, f"meant for incarnation {short(ask.incarnation)}")
         offer = self.offers.get(ask.nonce)
@@ -97,7 +86,9 @@ class PrefillMachine:
             return self._grant(offer, offer.binding, ask, route=route, now=now)
         return self._bind(offer, ask, route, now=now)
 
-    def _bind(self, offer: Offer, ask: Ask, route: bytes, *, now: float) -> list[events.Action]:
+    def _bind(
+        self, offer: Offer, ask: messages.Ask, route: bytes, *, now: float
+    ) -> list[events.Action]:
         """The first ask binds the offer to its claim."""
         if ask.reader.rank not in ask.readers:
             detail = f"rank {ask.reader.rank} is not among its own readers"
@@ -108,7 +99,7 @@ class PrefillMachine:
         return [write_slot, *self._grant(offer, offer.binding, ask, route=route, now=now)]
 
     def _grant(
-        self, offer: Offer, binding: Binding, ask: Ask, *, route: bytes, now: float
+        self, offer: Offer, binding: Binding, ask: messages.Ask, *, route: bytes, now: float
     ) -> list[events.Action]:
         """Also for an ask that comes again: the grant may have been lost."""
         if not binding.expects(ask.claim, ask.reader):
@@ -117,7 +108,7 @@ class PrefillMachine:
         binding.leases[rank] = now + self.offers.lease_s
         binding.lives[rank] = ask.reader.incarnation
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
-        grant = Grant(
+        grant = messages.Grant(
             incarnation=self._incarnation,
             nonce=ask.nonce,
             claim=ask.claim,
@@ -129,7 +120,9 @@ class PrefillMachine:
         )
         return [events.Reply(route, grant)]
 
-    def _deny(self, message: Ask | DigestRequest, route: bytes, reason: str) -> list[events.Action]:
+    def _deny(
+        self, message: messages.Ask | messages.DigestRequest, route: bytes, reason: str
+    ) -> list[events.Action]:
         """The reason stays on this side: strangers learn nothing from a denial.
 
         Of an offer that is not known nothing is recorded: strangers could fill the event log.
@@ -138,7 +131,7 @@ class PrefillMachine:
         if offer is not None:
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
-        deny = Deny(
+        deny = messages.Deny(
             incarnation=self._incarnation,
             nonce=message.nonce,
             claim=message.claim,
@@ -148,7 +141,7 @@ class PrefillMachine:
 
     # --- digests
 
-    def _granted_to(self, request: DigestRequest) -> Offer | None:
+    def _granted_to(self, request: messages.DigestRequest) -> Offer | None:
         """The offer, while it is granted to this reader, who has asked for it."""
         offer = self.offers.get(request.nonce)
         if offer is None or offer.binding is None or request.incarnation != self._incarnation:
@@ -157,7 +150,9 @@ class PrefillMachine:
         is_expected = offer.binding.expects(request.claim, request.reader)
         return offer if has_asked and is_expected else None
 
-    def _on_digest_request(self, request: DigestRequest, route: bytes) -> list[events.Action]:
+    def _on_digest_request(
+        self, request: messages.DigestRequest, route: bytes
+    ) -> list[events.Action]:
         """Digest what a reader reads, if it may."""
         offer = self._granted_to(request)
         if offer is None:
@@ -174,7 +169,7 @@ class PrefillMachine:
             return self._deny(request, event.route, "it was released while it was digested")
         if event.refusal is not None:
             return self._deny(request, event.route, event.refusal)
-        reply = DigestReply(
+        reply = messages.DigestReply(
             incarnation=self._incarnation,
             nonce=request.nonce,
             claim=request.claim,
@@ -186,7 +181,7 @@ class PrefillMachine:
 
     # --- leases
 
-    def _on_renew(self, renew: Renew, route: bytes, now: float) -> list[events.Action]:
+    def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> list[events.Action]:
         """Extend the leases of the claims that are named, and end those that no longer are.
 
         One that is meant for a former life says nothing about this one's claims.
@@ -203,15 +198,17 @@ class PrefillMachine:
                 binding.leases[rank] = now + self.offers.lease_s
             elif binding.numbers.get(rank, renew.number) < renew.number:
                 binding.ended.add(rank)
-                actions += self.offers.settle(offer, renew, OfferEnd.ABORTED)
+                actions += self.offers.settle(offer, renew, events.OfferEnd.ABORTED)
         lost = tuple(claim for claim in renew.claims if claim not in held)
         return [*actions, self._renewed(renew, lost, route)]
 
-    def _renewed(self, renew: Renew, lost: tuple[Claim, ...], route: bytes) -> events.Reply:
-        answer = Renewed(incarnation=self._incarnation, reader=renew.reader, lost=lost)
+    def _renewed(
+        self, renew: messages.Renew, lost: tuple[Claim, ...], route: bytes
+    ) -> events.Reply:
+        answer = messages.Renewed(incarnation=self._incarnation, reader=renew.reader, lost=lost)
         return events.Reply(route, answer)
 
-    def _on_release(self, release: Release) -> list[events.Action]:
+    def _on_release(self, release: messages.Release) -> list[events.Action]:
         """A reader has ended, also one who did not ask: then nobody of its engine reads this rank.
 
         It is then read from other ranks (`complete`), or the whole engine gives it up.
@@ -220,8 +217,8 @@ class PrefillMachine:
         if offer is None or release.incarnation != self._incarnation:
             return []
         if offer.binding is None:
-            return self.offers.end_unclaimed(offer, release, OfferEnd.NOT_NEEDED)
+            return self.offers.end_unclaimed(offer, release, events.OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
             offer.binding.ended.add(release.reader.rank)
-        end = OfferEnd.READ if release.complete else OfferEnd.ABORTED
+        end = events.OfferEnd.READ if release.complete else events.OfferEnd.ABORTED
         return self.offers.settle(offer, release, end)

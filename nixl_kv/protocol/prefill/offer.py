@@ -22,17 +22,7 @@ from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId, short
-from nixl_kv.protocol.events import (
-    OVER,
-    PrepareOffer,
-    PublishOffer,
-    Record,
-    RevokeOffer,
-    Tick,
-    Transition,
-    WithdrawOffer,
-)
-from nixl_kv.protocol.messages import Ask, Reader, Release, Renew
+from nixl_kv.protocol import events, messages
 
 
 class State(enum.Enum):
@@ -45,24 +35,24 @@ class State(enum.Enum):
 
 TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
     State.PREPARED: {
-        PrepareOffer: State.PREPARED,
-        PublishOffer: State.OFFERED,
-        Ask: State.GRANTED,
-        Release: None,
-        WithdrawOffer: None,
+        events.PrepareOffer: State.PREPARED,
+        events.PublishOffer: State.OFFERED,
+        messages.Ask: State.GRANTED,
+        messages.Release: None,
+        events.WithdrawOffer: None,
     },
     State.OFFERED: {
-        Ask: State.GRANTED,
-        Release: None,
-        Tick: None,
-        RevokeOffer: None,
+        messages.Ask: State.GRANTED,
+        messages.Release: None,
+        events.Tick: None,
+        events.RevokeOffer: None,
     },
     State.GRANTED: {
-        PublishOffer: State.GRANTED,
-        RevokeOffer: State.GRANTED,
-        Release: None,
-        Renew: None,
-        Tick: None,
+        events.PublishOffer: State.GRANTED,
+        events.RevokeOffer: State.GRANTED,
+        messages.Release: None,
+        messages.Renew: None,
+        events.Tick: None,
     },
 }
 """For each state, which event leads to which; None: the offer ends.
@@ -84,7 +74,7 @@ class Binding:
     numbers: dict[Rank, int] = field(default_factory=dict)  # of each reader's latest ask
     ended: set[Rank] = field(default_factory=set)
 
-    def expects(self, claim: Claim, reader: Reader) -> bool:
+    def expects(self, claim: Claim, reader: messages.Reader) -> bool:
         """Whether this reader is one of the claim's and has not ended.
 
         Each rank of an engine has an incarnation of its own; the first ask tells which.
@@ -111,16 +101,15 @@ class Binding:
 class Offer:
     """One finished prefill of this rank. `ends_at` is in monotonic seconds."""
 
-    prepared: PrepareOffer
-    record: Record = field(repr=False)
+    prepared: events.PrepareOffer
+    record: events.Record = field(repr=False)
     state: State = State.PREPARED
     ends_at: float | None = None  # while OFFERED
     binding: Binding | None = None  # while GRANTED
 
     def __post_init__(self) -> None:
-        """Record that it exists."""
         cause = f"PrepareOffer: offer {short(self.nonce)}"
-        self.record(Transition(self.request, "", "", self.state.name, cause))
+        self.record(events.Transition(self.request, "", "", self.state.name, cause))
 
     @property
     def nonce(self) -> Nonce:
@@ -147,45 +136,35 @@ class Offer:
             return max(self.binding.leases[rank] for rank in self.binding.reading)
         return self.ends_at
 
-    def prepare(self, command: PrepareOffer) -> None:
-        """It is prepared anew: after a preemption it has other blocks.
-
-        Raises:
-            LocalProtocolError: if its ticket is out already.
-        """
+    def prepare(self, command: events.PrepareOffer) -> None:
+        """It is prepared anew: after a preemption it has other blocks."""
         self.move(State.PREPARED, command)
         self.prepared = command
 
     def note(self, peer: str, cause: str) -> None:
         """Record what changed nothing, but tells why somebody got nothing."""
         state = self.state.name
-        self.record(Transition(self.request, peer, state, state, cause))
+        self.record(events.Transition(self.request, peer, state, state, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
-        """The one place where the state changes. None: it ends.
-
-        Raises:
-            LocalProtocolError: if the table has no such transition.
-        """
+        """The one place where the state changes. None: it ends."""
         moves = TRANSITIONS[self.state]
         if type(event) not in moves or moves[type(event)] is not after:
-            allowed = [f"{kind.__name__} to {s.name if s else OVER}" for kind, s in moves.items()]
+            allowed = [
+                f"{kind.__name__} to {s.name if s else events.OVER}" for kind, s in moves.items()
+            ]
             raise LocalProtocolError(
                 f"offer of request {self.request!r}: {type(event).__name__} leads from "
-                f"{self.state.name} to {after.name if after else OVER}; allowed: {allowed}"
+                f"{self.state.name} to {after.name if after else events.OVER}; allowed: {allowed}"
             )
-        name = after.name if after is not None else OVER
+        name = after.name if after is not None else events.OVER
         cause = f"{type(event).__name__}: {detail}" if detail else type(event).__name__
-        self.record(Transition(self.request, peer, self.state.name, name, cause))
+        self.record(events.Transition(self.request, peer, self.state.name, name, cause))
         if after is not None:
             self.state = after
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
-
-        Raises:
-            LocalProtocolError: says what does not.
-        """
+        """Check what must hold between any two events."""
         if (self.state is State.GRANTED) != (self.binding is not None):
             raise LocalProtocolError(f"{self.state.name} with binding {self.binding}")
         if (self.state is State.OFFERED) != (self.ends_at is not None):
@@ -194,6 +173,6 @@ class Offer:
             raise LocalProtocolError(f"{self.state.name}, but all readers have ended")
 
 
-def reader_name(reader: Reader) -> str:
+def reader_name(reader: messages.Reader) -> str:
     """For logs."""
     return f"engine {reader.engine!r}, rank {reader.rank}"

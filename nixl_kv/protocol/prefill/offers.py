@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Nonce, new_generation
-from nixl_kv.protocol import events
-from nixl_kv.protocol.events import OfferEnd, OfferEnded, PrepareOffer, Record
-from nixl_kv.protocol.messages import Ask, Reader, Release, Renew
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
 
 
@@ -17,7 +15,7 @@ class OfferBook:
     """
 
     def __init__(
-        self, record: Record, *, num_slots: int, offer_ttl_s: float, lease_s: float
+        self, record: events.Record, *, num_slots: int, offer_ttl_s: float, lease_s: float
     ) -> None:
         """Start with nothing on offer."""
         self.lease_s = lease_s
@@ -28,13 +26,11 @@ class OfferBook:
         self._offers: dict[Nonce, Offer] = {}
 
     def __repr__(self) -> str:
-        """How many offers are in which state."""
         states = [offer.state.name for offer in self._offers.values()]
         counts = ", ".join(f"{states.count(name)} {name}" for name in sorted(set(states)))
         return f"<OfferBook: {counts or 'none'}>"
 
     def __len__(self) -> int:
-        """How many offers there are."""
         return len(self._offers)
 
     def get(self, nonce: Nonce) -> Offer | None:
@@ -45,7 +41,7 @@ class OfferBook:
         """Every offer that lives."""
         return list(self._offers.values())
 
-    def held_by(self, reader: Reader) -> Iterator[tuple[Offer, Binding]]:
+    def held_by(self, reader: messages.Reader) -> Iterator[tuple[Offer, Binding]]:
         """The offers that this reader may be reading."""
         for offer in self.all():
             binding = offer.binding
@@ -62,12 +58,8 @@ class OfferBook:
         """Whether some offer or lease runs out by itself."""
         return any(offer.state is not State.PREPARED for offer in self._offers.values())
 
-    def prepare(self, command: PrepareOffer) -> None:
-        """Add an offer to come; again after a preemption, then with other blocks.
-
-        Raises:
-            LocalProtocolError: if its ticket is out already.
-        """
+    def prepare(self, command: events.PrepareOffer) -> None:
+        """Add an offer to come; again after a preemption, then with other blocks."""
         offer = self._offers.get(command.nonce)
         if offer is None:
             self._offers[command.nonce] = Offer(command, self._record)
@@ -96,7 +88,7 @@ class OfferBook:
         self._offers.clear()
         self._free_slots = list(range(self._num_slots))
 
-    def bind(self, offer: Offer, ask: Ask, now: float) -> events.WriteSlot | None:
+    def bind(self, offer: Offer, ask: messages.Ask, now: float) -> events.WriteSlot | None:
         """Grant to the ask's claim, a lease for each expected reader; None if no slot is free."""
         if not self._free_slots:
             return None
@@ -112,7 +104,10 @@ class OfferBook:
         return events.WriteSlot(offer.binding.slot, offer.binding.generation)
 
     def settle(
-        self, offer: Offer, event: Release | Renew | events.Tick, end: OfferEnd
+        self,
+        offer: Offer,
+        event: messages.Release | messages.Renew | events.Tick,
+        end: events.OfferEnd,
     ) -> list[events.Action]:
         """End the offer if all its readers have ended: first the slot, then the blocks."""
         binding = offer.binding
@@ -125,16 +120,19 @@ class OfferBook:
         del self._offers[offer.nonce]
         return [
             events.ClearSlot(binding.slot),
-            OfferEnded(offer.nonce, offer.request, end),
+            events.OfferEnded(offer.nonce, offer.request, end),
         ]
 
     def end_unclaimed(
-        self, offer: Offer, event: Release | events.Tick | events.RevokeOffer, end: OfferEnd
+        self,
+        offer: Offer,
+        event: messages.Release | events.Tick | events.RevokeOffer,
+        end: events.OfferEnd,
     ) -> list[events.Action]:
         """End an offer that nobody was granted: nobody can be reading it."""
         offer.move(None, event, detail=end.value)
         del self._offers[offer.nonce]
-        return [OfferEnded(offer.nonce, offer.request, end)]
+        return [events.OfferEnded(offer.nonce, offer.request, end)]
 
     def on_tick(self, tick: events.Tick, now: float) -> list[events.Action]:
         """End what has run out of time."""
@@ -142,17 +140,13 @@ class OfferBook:
         for offer in self.all():
             if offer.binding is not None:
                 offer.binding.expire(now)
-                actions += self.settle(offer, tick, OfferEnd.EXPIRED)
+                actions += self.settle(offer, tick, events.OfferEnd.EXPIRED)
             elif offer.ends_at is not None and offer.ends_at <= now:
-                actions += self.end_unclaimed(offer, tick, OfferEnd.UNCLAIMED)
+                actions += self.end_unclaimed(offer, tick, events.OfferEnd.UNCLAIMED)
         return actions
 
     def validate(self) -> None:
-        """Check every offer, and that each slot is granted once or free.
-
-        Raises:
-            LocalProtocolError: says what does not hold.
-        """
+        """Check every offer, and that each slot is granted once or free."""
         bound = [o.binding.slot for o in self._offers.values() if o.binding is not None]
         if sorted(bound + self._free_slots) != list(range(self._num_slots)):
             raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")

@@ -11,7 +11,7 @@ from typing import Any, Final
 BENCHMARKS: Final = (
     *("ttft", "idle", "transfer"),  # engines of vLLM
     *("load", "link", "digest", "events"),  # NIXL is enough
-    *("plan", "reads"),
+    "plan",
 )
 """Modules beside this one, each with `add_options`, and `run`, which gives the exit status."""
 

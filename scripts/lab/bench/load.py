@@ -11,6 +11,7 @@ A ratio is ours to theirs, of each round: the median of all rounds, and where ha
 import argparse
 import contextlib
 import itertools
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -41,22 +42,25 @@ class Process:
 
     def __init__(self, program: Path, env: dict[str, str], spec: Mapping[str, Any]) -> None:
         """Start it."""
+        self._connection, theirs = multiprocessing.Pipe()
+        command = [
+            sys.executable,
+            str(program),
+            msgspec.json.encode(spec).decode(),
+            str(theirs.fileno()),
+        ]
         self._process = subprocess.Popen(
-            [sys.executable, program, msgspec.json.encode(spec).decode()],
-            env=os.environ | env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            command, env=os.environ | env, pass_fds=[theirs.fileno()], stdout=sys.stderr
         )
+        theirs.close()
 
     def __enter__(self) -> Self:
         """At the end of the block it ends."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It ends with its stdin."""
-        assert self._process.stdin
-        self._process.stdin.close()
+        """It ends with its connection."""
+        self._connection.close()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -67,15 +71,13 @@ class Process:
         """Wait for the answer.
 
         Raises:
-            RuntimeError: if there is none.
+            RuntimeError: if it has ended.
         """
-        assert self._process.stdin
-        assert self._process.stdout
-        print(msgspec.json.encode(question).decode(), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"no answer; see stderr: {self._process.args!r}")
-        answer: dict[str, Any] = msgspec.json.decode(line)
+        try:
+            self._connection.send_bytes(msgspec.json.encode(question))
+            answer: dict[str, Any] = msgspec.json.decode(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise RuntimeError("an engine has ended; stderr says why") from error
         return answer
 
 
@@ -135,8 +137,8 @@ def run(options: argparse.Namespace) -> int:
             program = options.against_program or options.against / PROGRAM
             pairs[AGAINST] = stack.enter_context(running_pair(options.against, program, options))
         for tokens in options.tokens:
-            for figures in measure(pairs, tokens, options.at_once, options.repeat):
-                results.add(figures)
+            for row in measure(pairs, tokens, options.at_once, options.repeat):
+                results.add(row)
     return results.print(len(options.tokens) * len(pairs))
 
 
@@ -164,7 +166,7 @@ def running_pair(path: Path, program: Path, options: argparse.Namespace) -> Iter
         yield Pair(processes[0], processes[-1])
 
 
-def measure(pairs: Mapping[str, Pair], tokens: int, at_once: int, repeat: int) -> list[Figures]:
+def measure(pairs: Mapping[str, Pair], tokens: int, at_once: int, repeat: int) -> Iterator[Figures]:
     """Rounds in which each pair loads; who is first changes. The first load of all is verified."""
     for pair in pairs.values():
         for number in range(WARM_UP):
@@ -173,27 +175,19 @@ def measure(pairs: Mapping[str, Pair], tokens: int, at_once: int, repeat: int) -
     for number in range(repeat):
         for name in sorted(pairs, reverse=bool(number % 2)):
             samples[name].append(pairs[name].load(tokens, at_once))
-    return [
-        Figures(
-            {"checkout": name, "tokens": tokens}
-            | figures(samples[name], samples[AGAINST] if name == OURS and len(pairs) > 1 else ())
-        )
-        for name in pairs
-    ]
+    for name in pairs:
+        theirs = samples.get(AGAINST, []) if name == OURS else []
+        yield Figures({"checkout": name, "tokens": tokens, **figures(samples[name], theirs)})
 
 
 def figures(ours: Sequence[Sample], theirs: Sequence[Sample]) -> dict[str, str | int | float]:
     """Medians, and ratios to the other checkout's."""
     times = {name: [sample[name] for sample in ours] for name in ("load", "read", "cpu")}
-    measured: dict[str, str | int | float] = {
-        "MiB": ours[0]["num_bytes"] / 2**20,
-        "runs": ours[0]["num_runs"],
-    }
-    measured |= {f"{name} ms": statistics.median(times[name]) * 1e3 for name in times}
-    measured["read GB/s"] = ours[0]["num_bytes"] / statistics.median(times["read"]) / 1e9
+    medians = {f"{name} ms": statistics.median(times[name]) * 1e3 for name in times}
+    num_bytes = ours[0]["num_bytes"]
+    measured: dict[str, str | int | float] = {"MiB": num_bytes / 2**20, "runs": ours[0]["num_runs"]}
+    measured |= medians | {"read GB/s": num_bytes / medians["read ms"] / 1e6}
     if theirs:
-        measured |= {
-            f"{name} ratio": ratio(times[name], [sample[name] for sample in theirs])
-            for name in times
-        }
+        for name, its_times in times.items():
+            measured[f"{name} ratio"] = ratio(its_times, [sample[name] for sample in theirs])
     return measured

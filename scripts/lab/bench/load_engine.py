@@ -1,21 +1,22 @@
-"""The engines of one process, whose loads `bench load` times. Reads questions from stdin.
+"""The engines of one process, whose loads `bench load` times.
 
-    python -m lab.bench.load_engine SPEC        (JSON, see `Spec`)
+    python -m lab.bench.load_engine SPEC FD     (JSON, see `Spec`; the connection of the asker)
 
-A question and its answer are one line of JSON each, on stdin and on stdout. So the engines of
-another checkout can be asked as well: by that checkout's own program, whatever its modules are.
+A question and its answer are JSON. So the engines of another checkout can be asked as well: by that
+checkout's own program, whatever its modules are.
 
     {}                                                        -> {}    once all ranks have started
     {"offer": ["r1", ...], "tokens": 41}                      -> {"tickets": {"r1": {...}, ...}}
     {"load": {"r1": {...}}, "tokens": 41, "verify": true}     -> see `LoadTimes`
 """
 
-import os
+import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import msgspec
@@ -27,13 +28,11 @@ from lab.local.engine import HOST, LocalEngine, Tables
 from nixl_kv.config import Config
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
-from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.nixl import nixl_transport
-from nixl_kv.transport.zmq import ZmqControl
 
 NAP_S: Final = 0.0001
 """Between two looks for results."""
@@ -44,7 +43,6 @@ CONFIG: Final = Config(
     host=HOST, lease_s=30.0, request_timeout_s=TIMEOUT_S, peer_timeout_s=TIMEOUT_S
 )
 """Nothing fails because this machine is busy."""
-
 
 
 class Spec(msgspec.Struct, kw_only=True, frozen=True):
@@ -83,12 +81,12 @@ class Engine:
     def __init__(self, role: str, spec: Spec, make_transport: Callable[[], Transport]) -> None:
         """Start all ranks."""
         self._spec = spec
-        num_blocks = 1 + 2 * -(-spec.max_tokens // spec.block_size)
-        self._table = np.random.default_rng(len(role)).permutation(np.arange(1, num_blocks)).tolist()
+        end = 1 + 2 * -(-spec.max_tokens // spec.block_size)
+        self._table = np.random.default_rng(len(role)).permutation(np.arange(1, end)).tolist()
         shape = EngineShape(
             tp=spec.tp[role],
             block_size=spec.block_size,
-            num_blocks=num_blocks,
+            num_blocks=end,
             order=spec.order,
             memory="VRAM" if spec.gpus[role] else "DRAM",
         )
@@ -101,10 +99,8 @@ class Engine:
             role,
             layouts,
             make_transport,
-            shape=ParallelShape(shape.tp, 1),
             config=CONFIG,
             roles=role,
-            make_control=lambda: ZmqControl(peer_timeout_s=CONFIG.peer_timeout_s),
         )
 
     def _allocate(self, layout: CacheLayout, rank: int, gpus: Sequence[int]) -> CacheLayout:
@@ -167,9 +163,8 @@ def cpu_of_transfer_threads() -> float:
 
 
 def main() -> None:
-    """Answer until stdin ends. What libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    """Answer until nobody asks."""
+    connection = Connection(int(sys.argv[2]))
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
     fabric = Fabric()
 
@@ -177,9 +172,10 @@ def main() -> None:
         return MemoryTransport(fabric) if spec.transport == "memory" else nixl_transport(CONFIG)
 
     engines = {role: Engine(role, spec, make_transport) for role in spec.tp}
-    for line in sys.stdin:
-        answer = _answer(engines, msgspec.json.decode(line))
-        print(msgspec.json.encode(answer).decode(), file=answers, flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            answer = _answer(engines, msgspec.json.decode(connection.recv_bytes()))
+            connection.send_bytes(msgspec.json.encode(answer))
     for engine in engines.values():
         engine.local.close()
 

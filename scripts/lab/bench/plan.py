@@ -1,7 +1,9 @@
 """How does planning grow with layers, blocks, ranks, orders and block sizes?
 
-The time of plan(), how many rows it makes, and their bytes: for a rank of decode and one of the
-prefill ranks that it reads from, of engines of many shapes. No memory is needed.
+For a rank of decode and one of the prefill ranks that it reads from, of engines of many shapes: the
+time of plan(), how many rows it makes, and their bytes; then the time of reads() for one request in
+random blocks, which writes into memory that is there already, and how many runs that gives. No
+memory of a cache is needed.
 """
 
 import argparse
@@ -9,12 +11,17 @@ import itertools
 from dataclasses import dataclass
 from typing import Final
 
-from lab.bench.timing import medians
+import numpy as np
+
+from lab.bench.timing import median_time
 from lab.results import Figures, Results
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
-from nixl_kv.geometry.plan import plan
+from nixl_kv.geometry.plan import IndexBuffer, Reads, plan
 from nixl_kv.geometry.ranks import assign, held_heads
+
+TOKENS: Final = 4096
+"""Of the request."""
 
 KV_HEADS: Final = 8
 CONTENT: Final = (256, 256)
@@ -94,10 +101,22 @@ def measure(case: Case, seconds: float) -> Figures:
         rows = plan(local, remote, share)
     except IncompatiblePeer:
         return Figures(case.figures() | {"rows": "refused: more pieces than int32 can number"})
-    (median,) = medians([lambda: plan(local, remote, share)], seconds)
+    tables = [
+        np.random.default_rng(size)
+        .permutation(case.num_blocks)[: -(-TOKENS // size)]
+        .astype(np.int32)
+        for size in reversed(case.block_sizes)
+    ]
+    buffer = IndexBuffer()
+
+    def read() -> Reads:
+        return rows.reads([tables[0]], [tables[1]], range(TOKENS), buffer=buffer)
+
     measured: dict[str, str | int | float] = {
-        "ms": median * 1e3,
+        "plan ms": median_time(lambda: plan(local, remote, share), seconds) * 1e3,
         "rows": f"{len(rows.local):,}, {len(rows.remote):,}",
         "KiB of rows": (rows.local.nbytes + rows.remote.nbytes) / 1024,
+        "reads us": median_time(read, seconds) * 1e6,
+        "runs": read().num_runs,
     }
     return Figures(case.figures() | measured)

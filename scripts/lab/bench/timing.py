@@ -1,4 +1,4 @@
-"""Times of what is compared: in turn, so that whatever else the machine does slows them alike."""
+"""Medians of times, and ratios of what was measured in turn."""
 
 import statistics
 import time
@@ -9,16 +9,15 @@ FEWEST: Final = 3
 """Rounds of which there is a median."""
 
 
-def medians(compared: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Of each step, after so many seconds for all of them; in seconds."""
-    times: list[list[float]] = [[] for _ in compared]
+def median_time(step: Callable[[], object], seconds: float) -> float:
+    """Of a step that is repeated for so many seconds; in seconds."""
+    times: list[float] = []
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < FEWEST:
-        for step, its_times in zip(compared, times, strict=True):
-            begin = time.perf_counter()
-            step()
-            its_times.append(time.perf_counter() - begin)
-    return [statistics.median(its_times) for its_times in times]
+    while time.perf_counter() < end or len(times) < FEWEST:
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from lab.cluster.client import is_healthy
-from lab.cluster.netns import Namespace
+from lab.cluster.netns import WIRE, Namespace
 from lab.cluster.processes import ManagedProcess, Ports
 from lab.cluster.warm import Launch, WarmServer
 
@@ -143,7 +143,7 @@ class EngineSpec:
         if self.pipeline_parallel > 1:  # see CPU_PIPELINE
             env.pop("TORCH_COMPILE_DISABLE", None)
         if self.host is not None:  # TCP on the wire is the only transport between two hosts
-            env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self.host.wire, "VLLM_HOST_IP": HOST}
+            env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": WIRE, "VLLM_HOST_IP": HOST}
         return env | dict(self.extra_env)
 
     def can_be_forked(self) -> bool:

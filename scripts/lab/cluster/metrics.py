@@ -41,7 +41,6 @@ class Loaded:
     """What decode has loaded for some requests, over all its ranks."""
 
     loads: int = 0
-    verified: int = 0
     failures: int = 0
     tokens: int = 0
     nbytes: int = 0
@@ -70,7 +69,6 @@ class Loaded:
 LOADED_METRICS: Final[Mapping[Connector, Mapping[str, str]]] = {
     "nixl-kv": {
         "loads": LOADS,
-        "verified": VERIFIED,
         "failures": FAILURES,
         "tokens": TOKENS,
         "nbytes": NBYTES,

@@ -74,11 +74,6 @@ class Namespace:
         """Run `ip` in it."""
         run_ip("-n", self.name, *arguments)
 
-    @property
-    def wire(self) -> str:
-        """The name of its interface to the wire."""
-        return WIRE
-
     def set_link(self, *, up: bool) -> None:
         """Turn its interface to the wire on or off."""
         self.ip("link", "set", WIRE, "up" if up else "down")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 from lab.cluster.processes import ManagedProcess, ProcessDiedError
 
@@ -95,7 +96,7 @@ class WarmServer(ManagedProcess):
 
     def start(self, env: Mapping[str, str], within: Sequence[str] = ()) -> None:
         """Begin to import vLLM; `within` is a command that runs others in another place."""
-        path = _joined(str(SCRIPTS), env.get("PYTHONPATH", ""))
+        path = os.pathsep.join(filter(None, (str(SCRIPTS), env.get("PYTHONPATH"))))
         with self._theirs:
             descriptor = self._theirs.fileno()
             self.launch(
@@ -120,7 +121,7 @@ class WarmServer(ManagedProcess):
         """That of an engine; None while it runs."""
         reply = self._ask({"poll": pid})
         if reply is None:  # the server was killed: nobody knows how the engine ended
-            return None if _exists(pid) else -signal.SIGKILL
+            return None if psutil.pid_exists(pid) else -signal.SIGKILL
         code: int | None = reply["code"]
         return code
 
@@ -138,18 +139,6 @@ class WarmServer(ManagedProcess):
             except (OSError, ValueError):
                 return None
             return dict(json.loads(line)) if line else None
-
-
-def _joined(*paths: str) -> str:
-    return os.pathsep.join(path for path in paths if path)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def preload() -> None:

@@ -29,7 +29,7 @@ ADDRESS_SPACE = 8 << 30
 MIB = 2**20
 
 
-def fuzz_all(chosen: Sequence[Target], seconds: float, *, seed: int, crash_dir: Path | None) -> int:
+def fuzz_all(chosen: Sequence[Target], seconds: float, *, seed: int) -> int:
     """Fuzz each for its share of the time, and print a table; how many crashes there were."""
     report: dict[str, Findings] = {}
     try:
@@ -47,7 +47,7 @@ def fuzz_all(chosen: Sequence[Target], seconds: float, *, seed: int, crash_dir: 
     print(f"{total:,} executions in {spent_s:.0f} s, {total / max(spent_s, 1e-9):,.0f} per s")
     for name, findings in report.items():
         for crash in findings.crashes.values():
-            print_crash(name, crash, times=findings.repeats[crash.what], crash_dir=crash_dir)
+            print_crash(name, crash, times=findings.repeats[crash.what])
     return sum(len(findings.crashes) for findings in report.values())
 
 
@@ -63,11 +63,11 @@ def _row(name: str, findings: Findings) -> dict[str, str]:
     }
 
 
-def print_crash(name: str, crash: Crash, *, times: int, crash_dir: Path | None) -> None:
+def print_crash(name: str, crash: Crash, *, times: int) -> None:
     """What it was, where, and how to see it again."""
     print(f"\n{name}: {crash.what}, {times} times; {len(crash.data)} bytes do it")
     print(crash.detail.rstrip())
-    print(f"scripts/fuzz --replay {name!r} {as_argument(crash.data, crash_dir)}")
+    print(f"scripts/fuzz --replay {name!r} {as_argument(crash.data)}")
 
 
 def replay(everything: Mapping[str, Target], name: str, text: str) -> int:
@@ -92,7 +92,6 @@ def parse_arguments(names: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TARGET")
     parser.add_argument("--list", action="store_true", help="print the targets and stop")
     parser.add_argument("--nixl", action="store_true", help="NIXL's own decoder, and no other")
-    parser.add_argument("--crashes", type=Path, metavar="DIR", help="where long inputs are kept")
     parser.add_argument("--replay", nargs=2, metavar=("TARGET", "HEX"), help="run one input")
     return parser.parse_args()
 
@@ -107,13 +106,13 @@ def main() -> int:
         print("\n".join(everything))
         return 0
     if options.nixl:
-        return fuzz_nixl(options.minutes * 60, seed=options.seed, crash_dir=options.crashes)
+        return fuzz_nixl(options.minutes * 60, seed=options.seed)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     map_memory()
     if options.replay:
         return replay(everything, *options.replay)
     chosen = [everything[name] for name in options.only]
-    crashes = fuzz_all(chosen, options.minutes * 60, seed=options.seed, crash_dir=options.crashes)
+    crashes = fuzz_all(chosen, options.minutes * 60, seed=options.seed)
     return int(crashes > 0)
 
 

@@ -40,26 +40,10 @@ from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.geometry.slices import KVSlice, find_slices
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.messages import (
-    Ask,
-    Deny,
-    Description,
-    DigestReply,
-    DigestRequest,
-    Grant,
-    Message,
-    RankDescription,
-    Refusal,
-    Release,
-    Renew,
-    Renewed,
-    Slots,
-    StatusRequest,
-)
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.digests import block_tables
 
-Conversation = Sequence[tuple[int, Message]]
+Conversation = Sequence[tuple[int, messages.Message]]
 
 LARGE_CACHE: Final = CacheMemory(1 << 40, layers=36, blocks=8192, tokens=16, heads=8, content=512)
 """As of a model of 8 billion parameters."""
@@ -71,7 +55,7 @@ SLICES: Final = tuple(KVSlice(f"layer.{number}", 0, 2, 0) for number in range(3)
 
 def every_message() -> list[bytes]:
     """One of each kind, and a rank's description."""
-    rank = messages.encode_rank(sample(RankDescription))
+    rank = messages.encode_rank(sample(messages.RankDescription))
     return [*(messages.encode(sample(kind)) for kind in KINDS), rank]
 
 
@@ -98,15 +82,17 @@ def questions() -> list[bytes]:
         "claim": CLAIM,
         "reader": OTHER_READER,
     }
-    ask = Ask(**common, context=CONTEXT, number=1, readers=(Rank(0),))
+    ask = messages.Ask(**common, context=CONTEXT, number=1, readers=(Rank(0),))
     digests = [
-        DigestRequest(**common, end=end, slices=slices)
+        messages.DigestRequest(**common, end=end, slices=slices)
         for end, slices in ((TOKENS, SLICES), (TOKENS + 1, SLICES[1:]))
     ]
-    renew = Renew(incarnation=OWN_LIFE, reader=OTHER_READER, number=2, claims=(CLAIM,))
-    complete, incomplete = (Release(**common, complete=complete) for complete in (True, False))
-    status = StatusRequest(incarnation=OWN_LIFE, request="offered")
-    conversations: list[list[Message]] = [
+    renew = messages.Renew(incarnation=OWN_LIFE, reader=OTHER_READER, number=2, claims=(CLAIM,))
+    complete, incomplete = (
+        messages.Release(**common, complete=complete) for complete in (True, False)
+    )
+    status = messages.StatusRequest(incarnation=OWN_LIFE, request="offered")
+    conversations: list[list[messages.Message]] = [
         [ask, renew, complete],
         [ask, incomplete],
         [ask, digests[0], complete],
@@ -127,10 +113,13 @@ def answers() -> list[bytes]:
         "claim": CLAIM,
         "reader": OWN_READER,
     }
-    deny = Deny(**common)
-    renewed = Renewed(incarnation=RANK_LIFE, reader=OWN_READER, lost=(CLAIM,))
-    refusal = sample(Refusal, incarnation=LIFE, engine=PREFILL)
-    right, wrong = DigestReply(**common, **_digest_of_zeros()), sample(DigestReply, **common)
+    deny = messages.Deny(**common)
+    renewed = messages.Renewed(incarnation=RANK_LIFE, reader=OWN_READER, lost=(CLAIM,))
+    refusal = sample(messages.Refusal, incarnation=LIFE, engine=PREFILL)
+    right, wrong = (
+        messages.DigestReply(**common, **_digest_of_zeros()),
+        sample(messages.DigestReply, **common),
+    )
     same = (0, _description(CacheMemory(at)))
     larger_blocks = (0, _description(CacheMemory(at, tokens=8)))
     conversations: list[Conversation] = [
@@ -174,8 +163,8 @@ def _conversation(parts: Conversation) -> bytes:
     return msgspec.msgpack.encode(parts)
 
 
-def _grant(table: bytes) -> Grant:
-    return Grant(
+def _grant(table: bytes) -> messages.Grant:
+    return messages.Grant(
         incarnation=RANK_LIFE,
         nonce=NONCE,
         claim=CLAIM,
@@ -187,19 +176,19 @@ def _grant(table: bytes) -> Grant:
     )
 
 
-def _description(*ranks: CacheMemory) -> Description:
+def _description(*ranks: CacheMemory) -> messages.Description:
     """Ranks that share the heads evenly."""
     described = tuple(
-        RankDescription(
+        messages.RankDescription(
             incarnation=RANK_LIFE,
             endpoint=endpoint,
             agent=b"memory-0",
-            slots=Slots(address=PREFILL_SLOTS, count=SLOTS),
+            slots=messages.Slots(address=PREFILL_SLOTS, count=SLOTS),
             layout=cache.layout(first_head=rank),
         )
         for rank, (cache, endpoint) in enumerate(zip(ranks, ENDPOINTS[1:], strict=False))
     )
-    return Description(
+    return messages.Description(
         incarnation=LIFE,
         engine=PREFILL,
         model=MODEL,

@@ -3,16 +3,13 @@
 The child's agents use shared memory alone, so that a mutated address leads nowhere.
 """
 
-import contextlib
+import multiprocessing
 import os
 import random
-import struct
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
-from typing import IO, Final
+from multiprocessing.connection import Connection
+from typing import Final
 
 from typing_extensions import Self
 
@@ -21,8 +18,6 @@ from lab.fuzz.fuzzer import as_argument
 from lab.fuzz.mutate import mutate_bytes
 from nixl_kv.errors import TransportError
 
-LENGTH: Final = struct.Struct("<I")
-REPLY_BYTES = 60
 ENVIRONMENT: Final = {"UCX_TLS": "posix,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal"}
 MAX_INPUTS = 200
 """Of one child, so that what one input left behind does not count against later ones for long."""
@@ -36,15 +31,12 @@ class Child:
 
     def __init__(self) -> None:
         """Start it and wait for its own valid metadata."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lab.fuzz.nixl_metadata"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | ENVIRONMENT,
-        )
-        (length,) = LENGTH.unpack(_read(self._pipes[1], LENGTH.size))
-        self.metadata = _read(self._pipes[1], length)
+        spawning = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawning.Pipe()
+        self._process = spawning.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.metadata = self._pipe.recv_bytes()
 
     def __enter__(self) -> Self:
         """It ends with the block."""
@@ -53,28 +45,20 @@ class Child:
     def __exit__(self, *_: object) -> None:
         """End it."""
         self._process.kill()
-        self._process.wait()
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self._process.join()
+        self._pipe.close()
 
     def outcome(self, metadata: bytes) -> str:
         """What one input ended in, in words."""
         try:
-            self._pipes[0].write(LENGTH.pack(len(metadata)) + metadata)
-            self._pipes[0].flush()
-            return _read(self._pipes[1], REPLY_BYTES).decode().rstrip()
-        except (BrokenPipeError, EOFError):
-            return f"{DIED} with status {self._process.wait()}"
-
-    @property
-    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("no pipes")
-        return self._process.stdin, self._process.stdout
+            self._pipe.send_bytes(metadata)
+            return self._pipe.recv_bytes().decode()
+        except (OSError, EOFError):
+            self._process.join()
+            return f"{DIED} with status {self._process.exitcode}"
 
 
-def fuzz_nixl(seconds: float, *, seed: int, crash_dir: Path | None) -> int:
+def fuzz_nixl(seconds: float, *, seed: int) -> int:
     """Run for so long; 1 if a child died."""
     rng = random.Random(seed)  # noqa: S311 - the same inputs every time
     outcomes: Counter[str] = Counter()
@@ -96,7 +80,7 @@ def fuzz_nixl(seconds: float, *, seed: int, crash_dir: Path | None) -> int:
         print(f"{count:8} {outcome}")
     for outcome, data in deaths.items():
         print(f"\n{outcome}: {len(data)} bytes, perhaps after others, do it")
-        print(f"scripts/fuzz --replay {NAME} {as_argument(data, crash_dir)}")
+        print(f"scripts/fuzz --replay {NAME} {as_argument(data)}")
     return int(bool(deaths))
 
 
@@ -108,18 +92,12 @@ def replay_nixl(data: bytes) -> int:
     return int(outcome.startswith(DIED))
 
 
-def _read(pipe: IO[bytes], size: int) -> bytes:
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
-def serve() -> None:
+def serve(pipe: Connection) -> None:
     """The child: an agent adds what is sent, and forgets it."""
-    # What C++ prints on stdout must not come between the replies.
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    os.environ |= ENVIRONMENT
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
 
     from nixl_kv.transport.nixl import (  # noqa: PLC0415 - NIXL is loaded in the child alone
         UCX_OPTIONS,
@@ -129,16 +107,13 @@ def serve() -> None:
     # Shared memory alone cannot tell that a peer died.
     options = {**UCX_OPTIONS, "ucx_error_handling_mode": "none"}
     described, agent = (NixlTransport(ucx_options=options) for _ in range(2))
-    metadata = described.metadata()
-    out.write(LENGTH.pack(len(metadata)) + metadata)
-    out.flush()
-    while header := sys.stdin.buffer.read(LENGTH.size):
-        data = sys.stdin.buffer.read(*LENGTH.unpack(header))
+    pipe.send_bytes(described.metadata())
+    while True:
+        data = pipe.recv_bytes()
         caught = Caught()
         with caught:
             agent.drop_peer(agent.add_peer(data))
-        out.write(_words(caught.error).encode().ljust(REPLY_BYTES))
-        out.flush()
+        pipe.send_bytes(_words(caught.error).encode())
 
 
 def _words(error: BaseException | None) -> str:
@@ -147,7 +122,3 @@ def _words(error: BaseException | None) -> str:
     if isinstance(error, TransportError):
         return f"refused: {type(error.__cause__).__name__}"
     return f"NOT TRANSLATED: {type(error).__name__}"
-
-
-if __name__ == "__main__":
-    serve()

@@ -13,31 +13,6 @@ Bytes = npt.NDArray[np.uint8]
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
-class ArrayTensor:
-    """A numpy array as `views.region_from_tensor` asks for one: with a tensor's methods."""
-
-    def __init__(self, view: Bytes) -> None:
-        """Wrap it."""
-        self.view = view
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Elements along each axis."""
-        return self.view.shape
-
-    def stride(self) -> list[int]:
-        """Elements between neighbours along each axis."""
-        return [step // self.view.itemsize for step in self.view.strides]
-
-    def element_size(self) -> int:
-        """Bytes of an element."""
-        return self.view.itemsize
-
-    def data_ptr(self) -> int:
-        """Address of the first element."""
-        return self.view.ctypes.data
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Of one rank's cache: layers, blocks, heads, tokens per block, bytes of K and of V."""

@@ -1,7 +1,7 @@
 """An engine inside this process: a transfer engine for each rank, and the engine's directory.
 
-It does what vLLM's scheduler and workers do for requests: offers, loads, and waiting for both. Caches
-are the caller's: a layout for each rank.
+It does what vLLM's scheduler and workers do for requests: offers, loads, and waiting for both.
+Caches are the caller's: a layout for each rank.
 """
 
 import time
@@ -20,8 +20,8 @@ from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
 from nixl_kv.transfer.loop import Parts
+from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import ControlPlane, Transport
-from nixl_kv.transport.zmq import ZmqControl
 
 HOST: Final = "127.0.0.1"
 MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
@@ -78,7 +78,7 @@ class LocalRank:
 class LocalEngine:
     """See the module's head."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most are chosen by few callers
         self,
         name: str,
         layouts: Sequence[CacheLayout],
@@ -86,9 +86,8 @@ class LocalEngine:
         *,
         shape: ParallelShape | None = None,
         config: Config | None = None,
-        model: Mapping[str, str] = MODEL,
         roles: str = "prefill and decode",
-        make_control: Callable[[], ControlPlane] = ZmqControl,
+        make_control: Callable[[], ControlPlane] | None = None,
     ) -> None:
         """Start all ranks, and describe them.
 
@@ -98,19 +97,20 @@ class LocalEngine:
             make_transport: called once for each transport that a rank needs.
             shape: how the engine is cut; by default into as many tensor-parallel ranks.
             config: of all ranks; by default a short one for this machine.
-            model: its facts.
             roles: with the words "prefill" and "decode", or one of them.
-            make_control: called once for each rank, and for the directory.
+            make_control: called once for each rank, and for the directory; by default makes
+                sockets as configured.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
+        make_control = make_control or Trust.of(self.config).control
         self.ranks: list[LocalRank] = []
         for number, layout in enumerate(layouts):
             spec = RankSpec(
                 engine=self.name,
                 rank=Rank(number),
                 layout=layout,
-                model=model,
+                model=MODEL,
                 config=self.config,
                 host=HOST,
                 is_prefill="prefill" in roles,
@@ -122,7 +122,7 @@ class LocalEngine:
             self.ranks.append(LocalRank(engine, engine.start()))
         self.description = describe_engine(
             self.name,
-            model,
+            MODEL,
             shape or ParallelShape(len(layouts), 1),
             [rank.description for rank in self.ranks],
         )

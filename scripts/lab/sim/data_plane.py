@@ -69,6 +69,14 @@ class Read:
         for _ in range(len(self.pieces)):
             self.land(0)
 
+    def hang(self) -> None:
+        """It will never land."""
+        self.hangs = True
+
+    def fail(self) -> None:
+        """Its end will be an error."""
+        self.is_broken = True
+
     def serve(self) -> bool:
         """Whether its source has taken part since the latest piece."""
         if self.server is None:

@@ -36,7 +36,7 @@ class Engine:
         self.directory_control = MemoryControl(environment.network, f"{self.name}.directory")
         self._directory: DirectoryServer | None = None
         self.scheduler: Scheduler = self._make_scheduler()
-        self._loads, self._offers = Aggregator(len(seats)), Aggregator(len(seats))
+        self._ended = Aggregator(len(seats))
         self._failed: set[RequestId] = set()
         self._pieces: list[Piece] = []
         layouts = tuple(rank.parts.description.layout for rank in self.ranks)
@@ -137,15 +137,12 @@ class Engine:
         def work() -> None:
             for forward in forwards:
                 rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
-            report = rank.pop_report()
-            self._failed |= report.failed
-            number = rank.seat.number
-            self._loads.add(number, report.received, self.scheduler.expects_load)
-            self._offers.add(number, report.sent, self.scheduler.expects_offer_end)
+            ended, failed = rank.pop_ended()
+            self._failed |= failed
+            self._ended.add(rank.seat.number, ended, self.scheduler.expects_end)
 
         return work
 
     def _end(self) -> None:
-        loads, offers = self._loads.pop_complete(), self._offers.pop_complete()
-        self.scheduler.on_reports(loads, self._failed, offers)
+        self.scheduler.on_ends(self._ended.pop_complete(), self._failed)
         self.scheduler.update()

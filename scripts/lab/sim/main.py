@@ -101,18 +101,18 @@ def exhaustive_runs(options: argparse.Namespace) -> int:
 def planted_runs(options: argparse.Namespace) -> int:
     """Each planted bug until it is caught; the exit status is 1 if one is not."""
     missed = 0
-    print(f"{'bug':34} {'caught by':36} {'seed':>6} {'steps':>6}")
+    print(f"{'bug':33} | {'caught by':38} | steps")
     for name, bug in PLANTED.items():
         if options.only and not any(word in name for word in options.only):
             continue
         caught = _catch(bug, options)
         missed += caught is None
-        print(f"{name:34} {'NOT CAUGHT' if caught is None else caught}", flush=True)
+        print(f"{name:33} | {caught or 'NOT CAUGHT'}", flush=True)
     return 1 if missed else 0
 
 
 def _catch(bug: Bug, options: argparse.Namespace) -> str | None:
-    """By what, by which seed, and how short the schedule is that shows it."""
+    """By what, and how short the schedule is that shows it; None if none does."""
 
     def replay_with_bug(lines: Sequence[str]) -> Outcome:
         with bug.plant():
@@ -129,7 +129,7 @@ def _catch(bug: Bug, options: argparse.Namespace) -> str | None:
         if outcome.violation is not None and replay(outcome.lines).violation is None:
             best = Shrinker(outcome, runs=SHRINK_RUNS, replay=replay_with_bug).shrink()
             check = "" if best.violation is None else best.violation.check
-            caught = f"{check:36} {schedule.seed:6} {len(best.lines) - 1:6}"
+            caught = f"{check:38} | {len(best.lines) - 1}"
             return f"{caught}\n{_indented(best)}" if options.verbose else caught
     return None
 

@@ -79,15 +79,6 @@ class Seat:
         return f"{self.process.name}.{self.number}"
 
 
-@dataclass
-class Report:
-    """What a worker hands to vLLM at the end of a step, as `connector.worker.transfer_results`."""
-
-    sent: set[RequestId] = field(default_factory=set)
-    received: set[RequestId] = field(default_factory=set)
-    failed: set[RequestId] = field(default_factory=set)
-
-
 class RankLife:
     """See the module's head."""
 
@@ -165,18 +156,23 @@ class RankLife:
         self.loads.update({start.request: start for start in starts})
         self.engine.submit(commands)
 
-    def pop_report(self) -> Report:
-        """At the end of the step, as `Worker.pop_results`."""
-        report = Report()
+    def pop_ended(self) -> tuple[set[RequestId], set[RequestId]]:
+        """At the end of the step, as `Worker.pop_results`: what has ended, and what has failed.
+
+        Raises:
+            Violation: if a prefill rank reports a load, or a decode rank an offer.
+        """
+        ended: set[RequestId] = set()
+        failed: set[RequestId] = set()
         for result in self.engine.pop_results():
-            match result:
-                case events.LoadEnded():
-                    report.received.add(result.request)
-                    if result.failure is not None:
-                        report.failed.add(result.request)
-                case events.OfferEnded():
-                    report.sent.add(result.request)
-        return report
+            if isinstance(result, events.Counts):
+                continue
+            if isinstance(result, events.OfferEnded) != self.seat.is_prefill:
+                raise Violation("unexpected report", f"{self.seat.name}: {result}")
+            ended.add(result.request)
+            if isinstance(result, events.LoadEnded) and result.failure is not None:
+                failed.add(result.request)
+        return ended, failed
 
     def _on_result(self, result: events.Result) -> None:
         self._environment.observer.on_result(self, result)

@@ -46,18 +46,12 @@ class Scheduler(ABC):
         """End a step: go on with what was computed."""
 
     @abstractmethod
-    def expects_load(self, request: RequestId) -> bool:
-        """Whether vLLM accepts a report that a request's load has ended."""
+    def expects_end(self, request: RequestId) -> bool:
+        """Whether vLLM accepts a report that a request's load, or its offer, has ended."""
 
     @abstractmethod
-    def expects_offer_end(self, request: RequestId) -> bool:
-        """Whether vLLM accepts a report that a request's offer has ended."""
-
-    @abstractmethod
-    def on_reports(
-        self, received: Iterable[RequestId], failed: set[RequestId], sent: Iterable[RequestId]
-    ) -> None:
-        """Loads and offers have ended on all ranks."""
+    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
+        """Loads, or offers, have ended on all ranks."""
 
     @abstractmethod
     def finish(self, request: Request, status: Status) -> None:
@@ -167,7 +161,7 @@ class PrefillEngineScheduler(Scheduler):
         keep, params = self._connector.on_finish(
             request.request_id,
             self.blocks.get_block_ids(request.request_id),
-            obstacle="" if is_complete else f"it ended as {status.name}",
+            reason="" if is_complete else f"it ended as {status.name}",
         )
         if not keep:
             self.release(request)
@@ -176,22 +170,15 @@ class PrefillEngineScheduler(Scheduler):
         else:
             self.tickets.append(IssuedTicket(params, request.prompt))
 
-    def expects_load(self, request: RequestId) -> bool:
-        """None is loaded here."""
-        del request
-        return False
-
-    def expects_offer_end(self, request: RequestId) -> bool:
+    def expects_end(self, request: RequestId) -> bool:
         """An offer ends after its ticket went out."""
         known = self.requests.get(request)
         return known is not None and known.is_finished
 
-    def on_reports(
-        self, received: Iterable[RequestId], failed: set[RequestId], sent: Iterable[RequestId]
-    ) -> None:
+    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Blocks of offers that ended are free."""
-        del received, failed
-        ended = list(sent)
+        del failed
+        ended = list(requests)
         self._connector.on_end(ended)
         for request in ended:
             self.release(self.requests[request])
@@ -276,24 +263,16 @@ class DecodeEngineScheduler(Scheduler):
         if not is_loading:
             self.release(request)
 
-    def expects_load(self, request: RequestId) -> bool:
+    def expects_end(self, request: RequestId) -> bool:
         """A load ends while its request is parked, or over before its time."""
         known = self.requests.get(request)
         return known is not None and (
             known.is_finished or known.status is Status.WAITING_FOR_REMOTE_KVS
         )
 
-    def expects_offer_end(self, request: RequestId) -> bool:
-        """Nothing is offered here."""
-        del request
-        return False
-
-    def on_reports(
-        self, received: Iterable[RequestId], failed: set[RequestId], sent: Iterable[RequestId]
-    ) -> None:
+    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Parked requests may go on."""
-        del sent
-        for name in received:
+        for name in requests:
             request = self.requests[name]
             if request.is_finished:
                 self.release(request)

@@ -41,7 +41,28 @@ DIGEST_TURNS: Final = 20
 """Of a rank in each round: a digest has a step for each block, and waits for nothing."""
 
 _Item = TypeVar("_Item")
-Step = Callable[[World, Sequence[str]], None]
+Find = Callable[[World, str], object]
+"""What an argument means in a world; None: there is no such thing, or it does nothing now."""
+
+
+class Step:
+    """What a word does: `act` with the world, and with what its arguments mean."""
+
+    def __init__(self, act: Callable[..., object], *finds: Find) -> None:
+        """One `find` for each argument."""
+        self._act = act
+        self._finds = finds
+
+    def __call__(self, world: World, arguments: Sequence[str]) -> None:
+        """Do it; nothing, if an argument means nothing.
+
+        Raises:
+            ValueError: if there are more arguments, or less.
+        """
+        pairs = zip(self._finds, arguments, strict=True)
+        meant = [find(world, argument) for find, argument in pairs]
+        if not any(each is None for each in meant):
+            self._act(world, *meant)
 
 
 def perform(world: World, line: str) -> None:
@@ -59,9 +80,16 @@ def perform(world: World, line: str) -> None:
         engine.serve_directory()
 
 
-def pick(items: Sequence[_Item], number: str) -> _Item | None:
+# --- what arguments mean
+
+
+def _pick(items: Sequence[_Item], number: str) -> _Item | None:
     """Count round; None if there is nothing."""
     return items[int(number) % len(items)] if items else None
+
+
+def _number(_world: World, text: str) -> int:
+    return int(text)
 
 
 def _engine(world: World, name: str) -> Engine | None:
@@ -76,160 +104,103 @@ def _settled(world: World, name: str) -> Engine | None:
     return engine if engine is not None and engine.settle() else None
 
 
-def _on_engine(act: Callable[[Engine], object]) -> Step:
-    """A step of one engine, between two steps of its own."""
-
-    def step(world: World, arguments: Sequence[str]) -> None:
-        engine = _settled(world, arguments[0])
-        if engine is not None:
-            act(engine)
-
-    return step
+def _half_awake(world: World, name: str) -> Engine | None:
+    """One of whose ranks some run: pieces of its step are theirs."""
+    engine = world.engines.get(name)
+    return None if engine is None or all(r.is_stopped for r in engine.ranks) else engine
 
 
-def _on_request(act: Callable[[Engine, Request], None]) -> Step:
-    """A step of one request whose client waits."""
-
-    def step(world: World, arguments: Sequence[str]) -> None:
-        engine = _settled(world, arguments[0])
-        request = None if engine is None else pick(engine.scheduler.living(), arguments[1])
-        if engine is not None and request is not None:
-            act(engine, request)
-
-    return step
-
-
-def _on_rank(act: Callable[[RankLife], None]) -> Step:
-    """A step of one rank that does not stand still."""
-
-    def step(world: World, arguments: Sequence[str]) -> None:
-        rank = _rank(world, arguments[0])
-        if rank is not None and not rank.is_stopped:
-            act(rank)
-
-    return step
-
-
-def _on_packet(act: Callable[[World, Packet], None]) -> Step:
-    """A step of one message."""
-
-    def step(world: World, arguments: Sequence[str]) -> None:
-        packet = pick(world.network.packets, arguments[0])
-        if packet is not None:
-            act(world, packet)
-
-    return step
-
-
-def _on_link(
-    choices: Callable[[World], list[MemoryLink]], act: Callable[[World, MemoryLink], None]
-) -> Step:
-    """A step of one connection."""
-
-    def step(world: World, arguments: Sequence[str]) -> None:
-        link = pick(choices(world), arguments[0])
-        if link is not None:
-            act(world, link)
-
-    return step
+def _life(world: World, name: str) -> str | None:
+    """An engine that may be dead."""
+    return name if name in world.engines else None
 
 
 def _rank(world: World, name: str) -> RankLife | None:
+    """One that lives, whether it runs or not."""
     return next((rank for rank in world.ranks() if rank.seat.name == name), None)
+
+
+def _running(world: World, name: str) -> RankLife | None:
+    rank = _rank(world, name)
+    return None if rank is None or rank.is_stopped else rank
+
+
+def _ranks(world: World, name: str) -> list[RankLife]:
+    """One rank, or all of an engine."""
+    return [r for r in world.ranks() if name in (r.seat.name, r.seat.process.name)]
+
+
+def _ticket(world: World, number: str) -> IssuedTicket | None:
+    return _pick(world.router.tickets, number)
+
+
+def _packet(world: World, number: str) -> Packet | None:
+    return _pick(world.network.packets, number)
+
+
+def _working_link(world: World, number: str) -> MemoryLink | None:
+    return _pick(world.network.working(), number)
+
+
+def _broken_link(world: World, number: str) -> MemoryLink | None:
+    return _pick(world.network.unreported(), number)
+
+
+def _read(world: World, number: str) -> Read | None:
+    return _pick(world.fabric.reads(), number)
 
 
 # --- vLLM and its clients
 
 
-def _prefill(world: World, arguments: Sequence[str]) -> None:
+def _prefill(world: World, length: int, answer: int) -> None:
     engine = _settled(world, PREFILL)
-    if engine is None or not isinstance(engine.scheduler, PrefillEngineScheduler):
-        return
-    length, answer = map(int, arguments)
-    request_id, prompt = world.new_request_id(PREFILL), world.new_prompt(length)
-    engine.scheduler.add(Request(request_id, prompt, steps_left=max(1, answer)))
+    if engine is not None and isinstance(engine.scheduler, PrefillEngineScheduler):
+        request_id, prompt = world.new_request_id(PREFILL), world.new_prompt(length)
+        engine.scheduler.add(Request(request_id, prompt, steps_left=max(1, answer)))
 
 
-def _decode(world: World, arguments: Sequence[str]) -> None:
-    name, number, blocks = arguments
-    ticket = pick(world.router.tickets, number)
-    if ticket is not None and _settled(world, name) is not None:
-        world.router.num_used += 1
-        local = min(int(blocks), (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
-        _add_to_decode(world, name, ticket, local)
+def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int) -> None:
+    world.router.num_used += 1
+    local = min(num_blocks, (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+    _add_to_decode(world, engine, ticket, local)
 
 
-def _foreign(world: World, arguments: Sequence[str]) -> None:
-    name, number = arguments
-    ticket = pick(world.router.tickets, number)
-    if ticket is not None and _settled(world, name) is not None:
-        prompt = world.new_prompt(ticket.prompt.length)
-        _add_to_decode(world, name, IssuedTicket(ticket.params, prompt), 0)
+def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
+    prompt = world.new_prompt(ticket.prompt.length)
+    _add_to_decode(world, engine, IssuedTicket(ticket.params, prompt), 0)
 
 
-def _add_to_decode(world: World, name: str, ticket: IssuedTicket, local: int) -> None:
-    engine = world.engines[name]
-    if engine is not None and isinstance(engine.scheduler, DecodeEngineScheduler):
-        request_id, params = world.new_request_id(name), dict(ticket.params)
+def _add_to_decode(world: World, engine: Engine, ticket: IssuedTicket, local: int) -> None:
+    if isinstance(engine.scheduler, DecodeEngineScheduler):
+        request_id, params = world.new_request_id(engine.name), dict(ticket.params)
         request = Request(request_id, ticket.prompt, params, local=local, steps_left=2)
         engine.scheduler.add(request)
 
 
-def _step(world: World, arguments: Sequence[str]) -> None:
-    engine = _engine(world, arguments[0])
-    if engine is not None:
-        engine.step()
+def _on_request(act: Callable[[Engine, Request], None]) -> Step:
+    """A step of one request whose client waits."""
 
+    def step(_world: World, engine: Engine, number: int) -> None:
+        request = _pick(engine.scheduler.living(), str(number))
+        if request is not None:
+            act(engine, request)
 
-def _piece(world: World, arguments: Sequence[str]) -> None:
-    engine = world.engines.get(arguments[0])
-    if engine is not None and not all(rank.is_stopped for rank in engine.ranks):
-        engine.piece()
-
-
-# --- the transfer thread
-
-
-def _die(world: World, arguments: Sequence[str]) -> None:
-    rank = _rank(world, arguments[0])
-    if rank is not None:
-        rank.faults.dies_after = int(arguments[1])
-
-
-def _refuse(rank: RankLife) -> None:
-    rank.faults.refuses_peer = True
+    return Step(step, _settled, _number)
 
 
 # --- the data plane
 
 
-def _land(world: World, arguments: Sequence[str]) -> None:
-    read = pick(world.fabric.reads(), arguments[0])
-    if read is None or not read.serve():
+def _land(world: World, read: Read, num_pieces: int) -> None:
+    if not read.serve():
         return
     if world.damage.is_due:
         _damage(world, read)
-    if arguments[1] == "0":
+    if num_pieces == 0:
         read.land_all()
-    for number in range(int(arguments[1])):
+    for number in range(num_pieces):
         read.land(number * 7)
-
-
-def _hang(world: World, arguments: Sequence[str]) -> None:
-    read = pick(world.fabric.reads(), arguments[0])
-    if read is not None:
-        read.hangs = True
-
-
-def _break(world: World, arguments: Sequence[str]) -> None:
-    read = pick(world.fabric.reads(), arguments[0])
-    if read is not None:
-        read.is_broken = True
-
-
-def _plan_damage(world: World, arguments: Sequence[str]) -> None:
-    del arguments
-    world.damage.is_due = True
 
 
 def _damage(world: World, read: Read) -> None:
@@ -255,27 +226,28 @@ def _verified_by(world: World, read: Read) -> RequestId | None:
 # --- processes and time
 
 
-def _on_life(act: Callable[[World, str], None]) -> Step:
-    """A step of one engine that may be dead."""
-
-    def step(world: World, arguments: Sequence[str]) -> None:
-        if arguments[0] in world.engines:
-            act(world, arguments[0])
-
-    return step
-
-
 def _stop(*, is_stopped: bool) -> Step:
-    def step(world: World, arguments: Sequence[str]) -> None:
-        for rank in world.ranks():
-            if arguments[0] in (rank.seat.name, rank.seat.process.name):
-                rank.is_stopped = is_stopped
+    def step(_world: World, ranks: list[RankLife]) -> None:
+        for rank in ranks:
+            rank.is_stopped = is_stopped
 
-    return step
+    return Step(step, _ranks)
 
 
-def _wait(world: World, arguments: Sequence[str]) -> None:
-    world.clock.now += float(arguments[0])
+def _die(_world: World, rank: RankLife, number: int) -> None:
+    rank.faults.dies_after = number
+
+
+def _refuse(_world: World, rank: RankLife) -> None:
+    rank.faults.refuses_peer = True
+
+
+def _wait(world: World, seconds: float) -> None:
+    world.clock.now += seconds
+
+
+def _plan_damage(world: World) -> None:
+    world.damage.is_due = True
 
 
 def _turns(rank: RankLife) -> Iterator[str]:
@@ -303,37 +275,32 @@ def round_lines(world: World) -> Iterator[str]:
 
 
 STEPS: Final[Mapping[str, Step]] = {
-    "prefill": _prefill,
-    "decode": _decode,
-    "foreign": _foreign,
-    "step": _step,
-    "piece": _piece,
+    "prefill": Step(_prefill, _number, _number),
+    "decode": Step(_decode, _settled, _ticket, _number),
+    "foreign": Step(_foreign, _settled, _ticket),
+    "step": Step(lambda _world, engine: engine.step(), _engine),
+    "piece": Step(lambda _world, engine: engine.piece(), _half_awake),
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
     "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
-    "occupy": _on_engine(lambda engine: engine.scheduler.occupy()),
-    "vacate": _on_engine(lambda engine: engine.scheduler.vacate()),
-    "turn": _on_rank(RankLife.turn),
-    "die": _die,
-    "refuse": _on_rank(_refuse),
-    "work": _on_rank(lambda rank: rank.background.work()),
-    "fail": _on_rank(lambda rank: rank.background.work(fail=True)),
-    "deliver": _on_packet(lambda world, packet: world.network.deliver(packet)),
-    "repeat": _on_packet(lambda world, packet: world.network.deliver(packet, again=True)),
-    "lose": _on_packet(lambda world, packet: world.network.packets.remove(packet)),
-    "cut": _on_link(
-        lambda world: world.network.working(), lambda world, link: world.network.cut(link)
-    ),
-    "report": _on_link(
-        lambda world: world.network.unreported(),
-        lambda world, link: world.network.report_loss(link),
-    ),
-    "land": _land,
-    "hang": _hang,
-    "break": _break,
-    "damage": _plan_damage,
-    "kill": _on_life(World.kill),
-    "start": _on_life(World.start),
+    "occupy": Step(lambda _world, engine: engine.scheduler.occupy(), _settled),
+    "vacate": Step(lambda _world, engine: engine.scheduler.vacate(), _settled),
+    "turn": Step(lambda _world, rank: rank.turn(), _running),
+    "die": Step(_die, _rank, _number),
+    "refuse": Step(_refuse, _running),
+    "work": Step(lambda _world, rank: rank.background.work(), _running),
+    "fail": Step(lambda _world, rank: rank.background.work(fail=True), _running),
+    "deliver": Step(lambda world, packet: world.network.deliver(packet), _packet),
+    "repeat": Step(lambda world, packet: world.network.deliver(packet, again=True), _packet),
+    "lose": Step(lambda world, packet: world.network.packets.remove(packet), _packet),
+    "cut": Step(lambda world, link: world.network.cut(link), _working_link),
+    "report": Step(lambda world, link: world.network.report_loss(link), _broken_link),
+    "land": Step(_land, _read, _number),
+    "hang": Step(lambda _world, read: read.hang(), _read),
+    "break": Step(lambda _world, read: read.fail(), _read),
+    "damage": Step(_plan_damage),
+    "kill": Step(World.kill, _life),
+    "start": Step(World.start, _life),
     "stop": _stop(is_stopped=True),
     "cont": _stop(is_stopped=False),
-    "wait": _wait,
+    "wait": Step(_wait, lambda _world, text: float(text)),
 }

@@ -10,11 +10,12 @@ fault was detected, and nothing else was; and if without faults all are the same
 """
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -27,7 +28,7 @@ from lab.cluster.models.files import REPO, ensure_tiny_model
 from lab.cluster.pair import Pair
 from lab.cluster.processes import ProcessDiedError
 from lab.cluster.prompts import random_prompt
-from lab.results import print_table, say_on_stderr, verdict_of
+from lab.results import Results, Verdict, verdict_of
 from lab.suites.detect.planting import FAULTS
 
 RECALL: Final = REPO / "configs" / "recall"
@@ -64,6 +65,7 @@ class Row:
 
     fault: str
     verify: str
+    prompts: int
     planted: int
     exact: int
     """Answers that are right."""
@@ -74,26 +76,28 @@ class Row:
     others: int
     """Loads that failed for any other reason."""
 
-    def is_good(self, count: int) -> bool:
-        """Whether all is as it should be; without proof, wrong answers are no surprise.
+    @property
+    def verdict(self) -> Verdict:
+        """Whether all is as it should be; without proof, wrong answers are no surprise."""
+        return verdict_of("" if self._is_good() else "not as it should be")
 
-        A layer that was not read is no fault where what stood there happens to be the same.
-        """
+    def _is_good(self) -> bool:
+        """A layer that was not read is no fault where what stood there happens to be the same."""
         detected = 0 if self.verify == "off" else self.planted
-        if (self.loads, self.corrupt, self.others) != (count - detected, detected, 0):
+        if (self.loads, self.corrupt, self.others) != (self.prompts - detected, detected, 0):
             return False
         if self.fault == NO_FAULT:
-            return self.planted == 0 and self.same == count
-        return self.planted > 0 and (self.verify == "off" or self.same == count)
+            return self.planted == 0 and self.same == self.prompts
+        return self.planted > 0 and (self.verify == "off" or self.same == self.prompts)
 
-    def cells(self, count: int) -> Mapping[str, str]:
-        """A row of the table, for so many prompts."""
+    def cells(self) -> dict[str, str]:
+        """A row of the table."""
         return {
             "fault": self.fault,
             "verify": self.verify,
             "planted": str(self.planted),
-            "exact\n%": f"{100 * self.exact / count:.1f}",
-            "as single\nengine %": f"{100 * self.same / count:.1f}",
+            "exact\n%": f"{100 * self.exact / self.prompts:.1f}",
+            "as single\nengine %": f"{100 * self.same / self.prompts:.1f}",
             "loads": str(self.loads),
             "failed:\ncorrupt": str(self.corrupt),
             "others": str(self.others),
@@ -156,6 +160,7 @@ def measure(pair: Pair, *, asked: Sequence[Asked], fault: str) -> Row:
     return Row(
         fault,
         str(pair.decode.spec.connector_config["verify"]),
+        len(asked),
         _count_planted(pair.decode) - planted,
         sum(answer == one.answer for answer, one in zip(answers, asked, strict=True)),
         sum(answer == one.single for answer, one in zip(answers, asked, strict=True)),
@@ -169,41 +174,32 @@ def _count_planted(engine: Engine) -> int:
     return engine.log_text().count("planted ")
 
 
-def run(
-    faults: Sequence[str], model: Path, items: Sequence[tuple[str, str]], log_dir: Path
-) -> tuple[list[Row], list[Asked]]:
-    """All faults, after none."""
-    plan = log_dir / "plan"
-    plan.write_text("", encoding="utf-8")
-    with Cluster(log_dir) as cluster:
+def run(options: argparse.Namespace) -> int:
+    """All faults, after none; the exit status."""
+    model = ensure_tiny_model() if options.tiny else RECALL
+    items = made_up(options.prompts) if options.tiny else held_out(RECALL, options.prompts)
+    with tempfile.TemporaryDirectory() as folder, Cluster(options.log_dir) as cluster:
+        plan = Path(folder) / "plan"
+        plan.write_text("", encoding="utf-8")
         asked = ask_single(cluster, model, items)
+        exact = 100 * sum(one.single == one.answer for one in asked) / len(asked)
+        title = f"{model.name}: {len(asked)} prompts; a single engine answers {exact:.0f} % exactly"
+        results = Results(title, "rows are as they should be", options.json)
         prefill_spec, decode_specs = specs_of(model, plan)
         prefill, *decode = cluster.start(prefill_spec, *decode_specs)
-        return list(_run_faults(faults, prefill, decode, asked=asked, plan=plan)), asked
-
-
-def _run_faults(
-    faults: Sequence[str],
-    prefill: Engine,
-    decode: Sequence[Engine],
-    *,
-    asked: Sequence[Asked],
-    plan: Path,
-) -> Iterator[Row]:
-    for fault in (NO_FAULT, *faults):
-        say_on_stderr(f"planting: {fault}")
-        plan.write_text("" if fault == NO_FAULT else fault, encoding="utf-8")
-        for engine in decode:
+        for fault, engine in itertools.product((NO_FAULT, *options.faults), decode):
+            plan.write_text("" if fault == NO_FAULT else fault, encoding="utf-8")
             with Pair(prefill, engine) as pair:
-                row = measure(pair, asked=asked, fault=fault)
-            say_on_stderr(f"  {row}")
-            yield row
+                results.add(measure(pair, asked=asked, fault=fault))
+    return results.print(len(decode) * (1 + len(options.faults)))
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+def main(arguments: Sequence[str]) -> int:
+    """Run what these options of `detect --answers` ask for; the exit status."""
     parser = argparse.ArgumentParser(
-        prog="damage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="detect --answers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=PLANTED)
@@ -211,32 +207,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--tiny", action="store_true", help="a model of random weights, which knows no answer"
     )
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run; the exit status."""
-    options = parse_arguments(arguments)
-    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-damage-"))
-    log_dir.mkdir(parents=True, exist_ok=True)
-    model = ensure_tiny_model() if options.tiny else RECALL
-    items = made_up(options.prompts) if options.tiny else held_out(RECALL, options.prompts)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     try:
-        rows, asked = run(options.faults, model, items, log_dir)
+        return run(parser.parse_args(arguments))
     except ProcessDiedError as error:
         print(error, file=sys.stderr)
         return 1
-    count = len(asked)
-    exact = 100 * sum(one.single == one.answer for one in asked) / count
-    print_table(
-        f"{model.name}: {count} prompts; a single engine answers {exact:.0f} % exactly",
-        [row.cells(count) for row in rows],
-        [verdict_of("" if row.is_good(count) else "not as it should be") for row in rows],
-    )
-    good = sum(row.is_good(count) for row in rows)
-    print(f"{good}/{len(rows)} rows as they should be")
-    return 0 if good == len(rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,6 @@ The exit status is 0 only if every answer is the same, token for token, and KV w
 import argparse
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ def ask_pair(pair: Pair, prompts: Sequence[str], connector: Connector) -> list[M
     return measured
 
 
-def compare(connectors: Sequence[Connector], log_dir: Path) -> bool:
+def compare(connectors: Sequence[Connector], log_dir: Path | None) -> bool:
     """Run all prompts with each connector and print the table; True if all is well."""
     model = ensure_tiny_model()
     runs: dict[Connector, Sequence[Measured]] = {}
@@ -120,7 +119,7 @@ def _cells(number: int, expected: Answer, runs: Runs) -> dict[str, str]:
     return cells
 
 
-def serve(connector: Connector, log_dir: Path) -> None:
+def serve(connector: Connector, log_dir: Path | None) -> None:
     """Leave prefill, decode and router running until Ctrl-C."""
     with Cluster(log_dir) as cluster:
         prefill, decode = cluster.start(*pair_specs(ensure_tiny_model(), connector))
@@ -150,11 +149,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run; the exit status."""
     options = parse_arguments()
-    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-demo-"))
     try:
         if options.serve:
-            serve(options.connectors[0], log_dir)
-        return 0 if compare(options.connectors, log_dir) else 1
+            serve(options.connectors[0], options.log_dir)
+        return 0 if compare(options.connectors, options.log_dir) else 1
     except ProcessDiedError as error:
         print(error, file=sys.stderr)
         return 1

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-import msgspec
 import pytest
 from typer.testing import Result
 
@@ -110,32 +109,6 @@ def test_running_engines_are_planned_like_those_of_numbers(publish: Publish) -> 
     ]
     by_numbers = plan_qwen("--prefill tp=1,blocks=5000 --decode tp=2,blocks=6000")
     assert result.stdout.splitlines()[2:] == by_numbers.stdout.splitlines()[2:]
-
-
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [
-        pytest.param("model.{}.attn.1", "36", id="two numbers"),
-        pytest.param("x.{}", "0-35", id="one number"),
-        pytest.param("x{}.y", "0-35", id="inside a word"),
-    ],
-)
-def test_layers_are_shown_by_number_where_each_has_one(
-    publish: Publish, names: str, shown: str
-) -> None:
-    described = description("one", EngineShape())
-    rank = described.ranks[0]
-    group = rank.layout.groups[0]
-    regions = tuple(
-        replace(region, layer=names.format(number)) for number, region in enumerate(group.regions)
-    )
-    layout = replace(rank.layout, groups=(replace(group, regions=regions),))
-    renamed = msgspec.structs.replace(rank, layout=layout)
-    where = publish(msgspec.structs.replace(described, ranks=(renamed,)))
-    result = plan(where, where)
-    assert result.exit_code == 0, result.output
-    (row,) = [line for line in result.stdout.splitlines() if "64 KiB" in line]
-    assert row.split()[:3] == ["0", "0", shown]
 
 
 def test_engines_with_different_models_are_incompatible(publish: Publish) -> None:

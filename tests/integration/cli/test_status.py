@@ -173,15 +173,7 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
         states = [event["after"] for event in story]
         assert states.index("STARTED") < states.index("READING")  # before or after the grant
         states.remove("STARTED")
-        assert states == [
-            "PREPARED",
-            "ASKING",
-            "GRANTED",
-            "READING",
-            "CHECKING",
-            "DONE",
-            "LOADED",
-        ]
+        assert states == ["PREPARED", "ASKING", "GRANTED", "READING", "CHECKING", "DONE", "LOADED"]
         times = [event["time"] for event in story]
         assert before <= rank["events_since"] <= times[0]
         assert times == sorted(times)
@@ -199,14 +191,6 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
 
     states = [event["after"] for event in status(prefill, "--request 2-p")["ranks"][0]["story"]]
     assert states == ["PREPARED", "OFFERED", "GRANTED", "OVER"]
-
-
-def test_request_without_events_says_since_when_they_are_kept(make_engine: MakeEngine) -> None:
-    decode = make_engine("D", 1)
-    shown = nixl_kv("status --at", address(decode), "--request unknown")
-    assert shown.exit_code == 0
-    assert "0 events of requests whose id contains 'unknown'\n" in shown.stdout
-    assert "the engine's log says why a ticket was refused" in shown.stdout
 
 
 def test_failed_load_has_its_reason_in_its_story(make_engine: MakeEngine) -> None:
@@ -264,18 +248,3 @@ def test_rank_that_is_silent_is_named(
     result = nixl_kv("status --at", address(engine))
     assert result.exit_code == 1
     assert f"rank 1 at {endpoint} gives no status: no answer within 1 s\n" in result.stdout
-
-
-def test_engine_with_a_key_tells_nobody_else(make_engine: MakeEngine, tmp_path: Path) -> None:
-    for name in ("key", "other"):
-        write_key_file(tmp_path / name)
-    keys = read_key_file(tmp_path / "key")
-    engine = make_engine("E", 1, make_control=lambda: ZmqControl(keys))
-    for option, words in (
-        ("", "handshake failed: perhaps it has a key"),
-        (f"--key-file {tmp_path / 'other'}", "handshake failed: perhaps it has another key, or"),
-    ):
-        result = nixl_kv("status --at", address(engine), option)
-        assert result.exit_code == 2
-        assert result.stdout == ""
-        assert result.stderr.startswith(f"error: --at {address(engine)}: {words}")

@@ -9,6 +9,7 @@ from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layout
 
 MODEL = ModelShape(6, 4, (8, 8), "bfloat16")
 ORDERS = ("LBHNC", "LBNHC", "BHLNC", "LB2HNC")
+CUTS = (((1, 4), (1, 4)), ((2, 4), (1, 12)), ((1, 8), (4, 12)))
 WINDOWS = ModelShape(6, 4, (8, 8), "bfloat16", 24, (0, 1, 3, 4))
 
 
@@ -16,10 +17,14 @@ def engine(model: ModelShape, shape: EngineShape) -> Engine:
     return Engine("", {}, tuple(build_layouts(model, shape)))
 
 
-@pytest.mark.parametrize("model", [MODEL, WINDOWS], ids=["alike", "windows"])
-@pytest.mark.parametrize("here", ORDERS)
-@pytest.mark.parametrize("there", ORDERS)
-@pytest.mark.parametrize("cut", [((1, 4), (1, 4)), ((2, 4), (1, 12)), ((1, 8), (4, 12))], ids=str)
+@pytest.mark.parametrize(
+    ("model", "here", "there", "cut"),
+    [
+        *[(MODEL, "LBHNC", "BHLNC", cut) for cut in CUTS],
+        *[(WINDOWS, here, there, CUTS[-1]) for here in ORDERS for there in ORDERS],
+    ],
+    ids=str,
+)
 def test_run_lengths_add_up_to_what_the_planner_reads(
     model: ModelShape, here: str, there: str, cut: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:

@@ -146,23 +146,6 @@ def test_prompt_that_fills_the_cache_has_scattered_blocks() -> None:
     assert link["descriptors_in_a_row"] == 36
 
 
-def test_engines_that_cannot_exchange_kv_exit_1_and_say_why() -> None:
-    result = plan_qwen("--prefill tp=1,block=16 --decode tp=1,block=1031")
-    assert result.exit_code == 1
-    assert "These engines cannot exchange KV ('here' is decode, 'there' is prefill):" in (
-        result.stdout
-    )
-    assert "of layer.0 and 35 more is 1031 here and 16 there" in result.stdout
-    assert "Total" not in result.stdout
-
-
-def test_engines_that_cannot_exchange_kv_have_mismatches_in_json() -> None:
-    result = plan_qwen("--prefill tp=1,block=16 --decode tp=1,block=1031 --json")
-    assert result.exit_code == 1
-    assert '"decode": 1031,' in result.stdout
-    assert '"links": [],' in result.stdout
-
-
 def test_more_pieces_than_can_be_numbered_exit_1() -> None:
     result = plan_qwen(
         "--prefill tp=1,layout=LBNHC,blocks=1000000 --decode tp=2,layout=LBHNC,blocks=1000000"

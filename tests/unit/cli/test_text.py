@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_kv.cli.text import duration_text, num_bytes_text, printable, ranges_text, time_text
+from nixl_kv.cli.text import duration_text, num_bytes_text, ranges_text, time_text
+from nixl_kv.log_limit import printable
 
 
 @pytest.mark.parametrize(

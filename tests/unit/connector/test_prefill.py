@@ -63,11 +63,11 @@ class Side:
         self,
         request: RequestId = P1,
         *,
-        obstacle: str = "",
+        reason: str = "",
         tables: Sequence[Sequence[int]] = TABLES,
     ) -> tuple[Ticket | None, list[Command]]:
         """The ticket, and the commands that go with it."""
-        is_pinned, params = self.scheduler.on_finish(request, tables, obstacle=obstacle)
+        is_pinned, params = self.scheduler.on_finish(request, tables, reason=reason)
         assert is_pinned is (params is not None)
         ticket = None if params is None else Ticket.parse(params)
         return ticket, self.scheduler.pop_commands()
@@ -91,12 +91,6 @@ def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) 
     assert prepare.tables == (packed(1, 2, 3, 4, 5), packed(-1, -1, 8, 9, 10))
     assert prepare.context == context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"])
     assert side.step(Progress(P1, 20, 21)) == []
-
-
-def test_a_prompt_that_is_computed_at_once_is_prepared_too(side: Side) -> None:
-    side.arrive()
-    (prepare,) = side.step(Progress(P1, 0, 25))
-    assert isinstance(prepare, PrepareOffer)
 
 
 def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
@@ -150,17 +144,17 @@ def test_the_prompt_is_not_kept(side: Side) -> None:
 
 
 @pytest.mark.parametrize(
-    "obstacle", ["it ended as FINISHED_ABORTED", "12 of 20 tokens computed"], ids=["", "computed"]
+    "reason", ["it ended as FINISHED_ABORTED", "12 of 20 tokens computed"], ids=["", "computed"]
 )
 def test_a_request_whose_kv_is_not_complete_is_withdrawn(
-    side: Side, obstacle: str, caplog: pytest.LogCaptureFixture
+    side: Side, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     side.arrive()
     nonce = side.compute().nonce
     assert side.manager.block_pool.pinned == {8, 9, 10}
     with caplog.at_level(logging.INFO):
-        assert side.finish(obstacle=obstacle) == (None, [WithdrawOffer(nonce)])
-    assert caplog.messages == [f"request p1 is not offered: {obstacle}"]
+        assert side.finish(reason=reason) == (None, [WithdrawOffer(nonce)])
+    assert caplog.messages == [f"request p1 is not offered: {reason}"]
     assert side.manager.block_pool.pinned == set()
 
 
@@ -183,14 +177,6 @@ def test_blocks_that_are_others_by_now_are_not_offered(
     with caplog.at_level(logging.INFO):
         assert side.finish(tables=([1, 2, 3, 7, 5], TABLES[1])) == (None, [WithdrawOffer(nonce)])
     assert "its blocks changed since its prompt was computed" in caplog.text
-
-
-def test_a_window_may_move_on_after_the_prompt(side: Side) -> None:
-    """What is pinned may leave vLLM's table; further blocks may have come."""
-    side.arrive()
-    side.compute()
-    ticket, _ = side.finish(tables=([*TABLES[0], 6], [0, 0, 0, 0, 10, 11]))
-    assert ticket is not None
 
 
 def test_before_the_engine_is_described_nothing_is_offered(

@@ -22,8 +22,6 @@ from support.polling import wait_until
 from support.recorded_vllm import Record, torch
 from support.stepped import Clock
 
-TTL_S = 60.0
-
 
 def said(command: Command) -> Record:
     """What of a command is the same in each run."""
@@ -42,7 +40,7 @@ class Engine:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         config, cache = (
-            recorded.vllm_config({"port": 0, "offer_ttl_s": TTL_S}),
+            recorded.vllm_config(),
             recorded.kv_cache_config(),
         )
         self.scheduler, self.worker = (
@@ -119,9 +117,13 @@ class Engine:
     def wait_reported(self, sent: set[str], received: set[str]) -> None:
         """Until these were reported. Offers that nobody reads end with their time."""
         wait_until(lambda: self._has_reported(set(), received))
+
+        def is_sent_in_time() -> bool:
+            self.clock.now += 1.0
+            return self._has_reported(sent, received)
+
         if not self._has_reported(sent, received):
-            self.clock.now += TTL_S
-            wait_until(lambda: self._has_reported(sent, received))
+            wait_until(is_sent_in_time)
 
     def _has_reported(self, sent: set[str], received: set[str]) -> bool:
         results = self.worker.get_transfer_results(set())

@@ -20,12 +20,10 @@ from vllm.v1.request import RequestStatus
 
 from nixl_kv.connector import vllm_config as module
 from nixl_kv.connector.block_pinning import Paging
-from nixl_kv.connector.prefill import Progress
 from nixl_kv.connector.vllm_config import (
     REFUSALS,
     check_supported,
     model_facts,
-    obstacle_to_offer,
     pagings,
     parallel_shape,
     parse_config,
@@ -33,11 +31,13 @@ from nixl_kv.connector.vllm_config import (
     prompt_of,
     request_ids,
     required_layout,
+    why_not_offered,
     window,
     worker_rank,
 )
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.ids import RequestId
 from support import recorded_vllm as recorded
 from support.recorded_vllm import Record, new_request, torch
 
@@ -328,7 +328,7 @@ def test_each_thing_that_the_kv_depends_on_is_hashed(
 
 
 @pytest.mark.parametrize(
-    ("status", "computed", "obstacle"),
+    ("status", "computed", "reason"),
     [
         ("FINISHED_LENGTH_CAPPED", 100, ""),
         ("FINISHED_STOPPED", 105, ""),
@@ -337,22 +337,20 @@ def test_each_thing_that_the_kv_depends_on_is_hashed(
         ("FINISHED_STOPPED", 99, "99 of 100 tokens computed"),
     ],
 )
-def test_only_a_complete_prompt_is_offered(status: str, computed: int, obstacle: str) -> None:
+def test_only_a_complete_prompt_is_offered(status: str, computed: int, reason: str) -> None:
     request: Any = new_request()
     recorded.update(request, {"status": status, "num_computed_tokens": computed})
-    assert obstacle_to_offer(request) == obstacle
+    assert why_not_offered(request) == reason
 
 
-def test_each_end_of_a_request_is_either_good_or_an_obstacle() -> None:
-    """One that a later vLLM adds is an obstacle."""
-    good = [status.name for status in RequestStatus if not obstacle_of(status)]
-    assert good == ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"]
-
-
-def obstacle_of(status: RequestStatus) -> str:
+def test_no_other_end_of_a_request_is_good() -> None:
+    """Nor is one that a later vLLM adds."""
     request: Any = new_request()
-    request.status, request.num_computed_tokens = status, 100
-    return obstacle_to_offer(request)
+    request.num_computed_tokens = 100
+    good = []
+    for request.status in RequestStatus:
+        good += [] if why_not_offered(request) else [request.status.name]
+    assert good == ["FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"]
 
 
 # --- steps
@@ -363,7 +361,7 @@ def recorded_steps() -> list[SchedulerOutput]:
     return [recorded.output_of(c["output"]) for c in calls if c["hook"] == "build_connector_meta"]
 
 
-def test_progress_is_told_of_new_running_and_resumed_requests() -> None:
+def test_progress_is_that_of_new_running_and_resumed_requests() -> None:
     """Each request computes its prompt from the first token to the last, also after preemption."""
     reached: dict[str, int] = {}
     preempted = resumed = 0
@@ -372,19 +370,17 @@ def test_progress_is_told_of_new_running_and_resumed_requests() -> None:
             reached[request] = 0
             preempted += 1
         resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
-        told = list(progress(output))
-        assert {each.request for each in told} == set(output.num_scheduled_tokens)
-        for each in told:
+        scheduled = set(map(RequestId, output.num_scheduled_tokens))
+        steps = list(progress(output, scheduled))
+        assert {each.request for each in steps} == scheduled
+        for request in scheduled:
+            assert list(progress(output, {request})) == [s for s in steps if s.request == request]
+        for each in steps:
             is_loaded = each.before == 99 and each.request not in reached
             assert is_loaded or each.before == reached.get(each.request, 0)
             assert each.after == each.before + output.num_scheduled_tokens[each.request]
             reached[each.request] = each.after
     assert preempted == resumed > 0
-
-
-def test_an_empty_step_makes_no_progress() -> None:
-    expected: list[Progress] = []
-    assert list(progress(recorded.empty_output())) == expected
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Case:
             layout([store], base, device=device)
             for store, base, device in zip(self.stores, BASES, (LOCAL_DEVICE, 0), strict=True)
         ]
-        self.plan = plan(*self.layouts)
+        self.plan = plan(self.layouts[0], self.layouts[1])
 
     def reads(self) -> Reads:
         local, remote = self.sides
@@ -473,14 +473,10 @@ def test_rows_are_in_the_order_of_local_addresses() -> None:
 
 
 def test_the_columns_of_rows_have_names() -> None:
-    (row,) = plan(*[rank([(4, [one_layer(1000, stride=24, blocks=4)])], device=2)] * 2).local
-    assert [int(row[column]) for column in (ADDRESS, LENGTH, DEVICE, STRIDE, COUNT)] == [
-        1000,
-        8,
-        2,
-        24,
-        4,
-    ]
+    side = rank([(4, [one_layer(1000, stride=24, blocks=4)])], device=2)
+    (row,) = plan(side, side).local
+    columns = (ADDRESS, LENGTH, DEVICE, STRIDE, COUNT)
+    assert [int(row[column]) for column in columns] == [1000, 8, 2, 24, 4]
 
 
 def test_a_latent_cache_has_one_piece_per_block() -> None:
@@ -677,4 +673,4 @@ def test_too_many_rows_are_refused() -> None:
         group = Group(size, 2, 1, (region,))
         sides.append(CacheLayout((group,), "uint8", "DRAM", 0, (Span(1, 2 * 64 * head),)))
     with pytest.raises(IncompatiblePeer, match=r"^a block has \d+ runs or more; allowed: 1048576$"):
-        plan(*sides)
+        plan(sides[0], sides[1])

@@ -172,11 +172,9 @@ def test_join_kv_of_transposed_k_beside_v() -> None:
         region_from_tensor("a", ArrayTensor(view), axes, first_head=8)
         for view, axes in ((keys, "BHCN"), (values, "BHNC"))
     ]
-    for key, value, parts in (
-        (*halves, (Part(0, 2, 64, 32, 2), Part(2048, 128, token_stride=128))),
-        (*halves[::-1], (Part(2048, 128, token_stride=128), Part(0, 2, 64, 32, 2))),
-    ):
-        region = join_kv(key, value)
+    k_part, v_part = Part(0, 2, 64, 32, 2), Part(2048, 128, token_stride=128)
+    for pair, parts in ((halves, (k_part, v_part)), (halves[::-1], (v_part, k_part))):
+        region = join_kv(*pair)
         assert region.parts == parts
         assert region.base == memory.ctypes.data
         assert (region.block_stride, region.head_stride, region.heads) == (32768, 4096, (8, 16))

@@ -102,19 +102,6 @@ def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
     assert "number of KV heads" in refused.reason
 
 
-def test_a_peer_that_cannot_be_added_is_refused(reading: Reading) -> None:
-    reading.agents.execute(DropPeer(PEER))
-    reading.fabric.lost_peers.add(reading.prefill[1].transport.name)
-    (refused,) = reading.agents.execute(JoinPeer(PEER, reading.description))
-    assert isinstance(refused, PeerRefused)
-    assert "no peer" in refused.reason
-
-
-def test_a_dropped_peer_cannot_be_read(reading: Reading) -> None:
-    reading.agents.execute(DropPeer(PEER))
-    assert reading.start(D1) == [ReadFailed(D1, R0, "engine 'prefill' is gone")]
-
-
 def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(reading: Reading) -> None:
     """After a restart nobody else knows of that read, and only the agent's end stops it."""
     (agent,) = reading.agents.polled()
@@ -216,7 +203,7 @@ def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
 
 
-def test_an_abandoned_read_that_ends_all_the_same_is_told(reading: Reading) -> None:
+def test_an_abandoned_read_that_ends_all_the_same_is_reported(reading: Reading) -> None:
     """Its agent is replaced nevertheless, with nothing left to fail."""
     reading.fabric.reads_hang = True
     reading.start(D1)
@@ -271,19 +258,6 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
     reading.fabric.closes_fail = False
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
     assert reading.counts == {"agents_recycled": 1}
-
-
-def test_a_peer_is_prepared_again_for_another_agent(reading: Reading) -> None:
-    reading.fabric.reads_hang = True
-    reading.start(D1)
-    reading.agents.execute(AbandonRead(D1, R0))
-    reading.agents.poll()
-    reading.poll()
-    reading.poll()
-    reading.fabric.reads_hang = False
-    assert reading.start(D2) == []
-    (done,) = reading.agents.poll()
-    assert isinstance(done, ReadDone)
 
 
 def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:

@@ -89,8 +89,10 @@ def asked(**changed: Any) -> DigestRequest:
     return digest_request(**{"end": END, "slices": (FULL, BEHIND), **changed})
 
 
-def order(route: bytes = b"route", **changed: Any) -> MakeDigest:
-    return MakeDigest(route, asked(**changed), TABLES)
+def order(
+    route: bytes = b"route", *, tables: tuple[bytes, ...] = TABLES, **changed: Any
+) -> MakeDigest:
+    return MakeDigest(route, asked(**changed), tables)
 
 
 class Clock:
@@ -304,21 +306,16 @@ def test_digests_are_made_in_their_order_and_go_back_by_their_routes(
     assert (len(digests), repr(digests)) == (0, "<DigestQueue: 0 to make>")
 
 
-def test_one_digest_is_made_at_a_time(cache: Cache) -> None:
+def test_one_digest_is_made_at_a_time_by_a_step_at_each_poll(cache: Cache) -> None:
     slow = SlowDigester(3)
     digests = queue_of(cache, slow)
     digests.add(order())
     digests.add(order(claim=RIVAL))
-    drained(digests)
-    assert slow.keys == [CLAIM] * 3 + [RIVAL] * 3
-
-
-def test_each_poll_is_one_step(cache: Cache) -> None:
-    digests = queue_of(cache, SlowDigester(3))
-    digests.add(order())
-    for _ in range(3):
+    for number in range(1, 4):
         assert digests.poll(always) == []
-    assert len(drained(digests)) == 1
+        assert slow.keys == [CLAIM] * number
+    assert len(drained(digests)) == 2
+    assert slow.keys == [CLAIM] * 3 + [RIVAL] * 3
 
 
 def test_a_digest_that_is_asked_for_again_meanwhile_is_made_once(cache: Cache) -> None:
@@ -378,22 +375,27 @@ class FailingDigester(SlowDigester):
         return (yield from HostDigester()(key, local_slices))
 
 
-@pytest.mark.parametrize("error", [DigestError("no memory"), MemoryError("no memory")], ids=repr)
-def test_a_step_that_fails_costs_its_own_digest_only(cache: Cache, error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "refusal"),
+    [
+        (DigestError("no memory"), "no memory"),
+        (MemoryError("no memory"), "no memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=repr,
+)
+def test_a_step_that_fails_costs_its_own_digest_only(
+    cache: Cache, error: Exception, refusal: str
+) -> None:
     digests = queue_of(cache, FailingDigester(error))
     for claim in (CLAIM, RIVAL, THIRD):
         digests.add(order(claim.encode(), claim=claim))
     ended = [one for one in drained(digests) if isinstance(one, DigestMade)]
     assert [(one.route, one.refusal) for one in ended] == [
         (CLAIM.encode(), None),
-        (RIVAL.encode(), "no memory"),
+        (RIVAL.encode(), refusal),
         (THIRD.encode(), None),
     ]
-
-
-def test_an_error_without_words_is_refused_by_its_name(cache: Cache) -> None:
-    digests = queue_of(cache, FailingDigester(MemoryError()))
-    assert made(digests, order(claim=RIVAL)).refusal == "MemoryError"
 
 
 def test_where_nothing_can_be_digested_all_is_refused(cache: Cache) -> None:
@@ -469,16 +471,6 @@ def test_what_was_made_is_counted(digests: DigestQueue, counts: defaultdict[str,
     assert counts == {"digests": 2, "digest_bytes": num_bytes, "digest_seconds": 2.0}
 
 
-def test_the_seconds_are_those_from_the_first_step_to_the_last(
-    cache: Cache, counts: defaultdict[str, float]
-) -> None:
-    times = iter((10.0, 14.5))
-    digests = DigestQueue(cache.layout, SlowDigester(3), counts, lambda: next(times))
-    digests.add(order())
-    drained(digests)
-    assert counts["digest_seconds"] == 4.5
-
-
 # --- what is not here
 
 
@@ -508,6 +500,11 @@ REFUSALS = [
         "the block of token 0 is absent",
         id="absent block",
     ),
+    pytest.param({"end": 13}, "block table", id="table too short"),
+    *(
+        pytest.param({"tables": (packed(7, block, 5), TABLES[1])}, "block", id=f"block {block}")
+        for block in (BLOCKS, -2)
+    ),
 ]
 
 
@@ -516,29 +513,12 @@ def test_what_is_not_here_is_refused_in_words(
     digests: DigestQueue, changed: dict[str, Any], words: str
 ) -> None:
     wanted = order(**changed)
-    assert digests.add(wanted) == DigestMade(b"route", wanted.digest_request, refusal=words)
-    assert digests.wait_s is None
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        pytest.param(order(end=13), id="table too short"),
-        *(
-            pytest.param(
-                replace(order(), tables=(packed(7, block, 5), TABLES[1])), id=f"block {block}"
-            )
-            for block in (BLOCKS, -2)
-        ),
-    ],
-)
-def test_a_block_table_that_does_not_fit_is_refused(
-    digests: DigestQueue, wanted: MakeDigest
-) -> None:
     refused = digests.add(wanted)
     assert isinstance(refused, DigestMade)
-    assert "block" in str(refused.refusal)
+    assert (refused.route, refused.digest_request) == (b"route", wanted.digest_request)
+    assert words in str(refused.refusal)
     assert digests.wait_s is None
+    assert made(digests, order()).refusal is None, "what comes after it is made"
 
 
 def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: DigestQueue) -> None:
@@ -548,8 +528,3 @@ def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: Di
     assert refused == DigestCompared(
         D1, Rank(3), CLAIM, refusal="layer 'layer.9' is not on this rank"
     )
-
-
-def test_what_comes_after_a_refusal_is_made(digests: DigestQueue) -> None:
-    digests.add(order(slices=(replace(FULL, layer="layer.9"),)))
-    assert made(digests, order()).refusal is None

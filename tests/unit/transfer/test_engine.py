@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Memory
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
-from nixl_kv.protocol.events import CancelLoad, Counts, LoadEnded, StartLoad
+from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
 from nixl_kv.transfer.digests import HostDigester, NoDigester
 from nixl_kv.transfer.engine import NUM_SLOTS, RankSpec, TransferEngine
 from nixl_kv.transport.base import Transport
@@ -178,17 +177,6 @@ def test_a_waiting_thread_is_woken_for_commands_only(
     engine.submit([CancelLoad(RequestId("d1"))] * num_commands)
     (control,) = planes.controls
     assert control._is_woken is bool(num_commands)
-
-
-def test_results_may_go_to_a_queue_of_the_callers(planes: Planes) -> None:
-    results: deque[Any] = deque()
-    engine = TransferEngine(spec_of(planes))
-    loop = engine.start_stepped(results)
-    engine.submit([StartLoad(RequestId("d1"), 0, 4, (b"",))])
-    loop.turn()
-    assert len(results) == 1
-    assert not isinstance(results[0], Counts)
-    loop.close()
 
 
 def test_on_its_thread_it_starts_works_and_stops(planes: Planes) -> None:

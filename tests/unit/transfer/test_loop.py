@@ -197,7 +197,10 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
     engine = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
     rank = f"rank 0 at {world.prefill.parts.description.endpoint}"
     reason = "block table has the entries 0 to 0; needed: 0 to 2"
-    assert first == f"request d1: KV not loaded: reading prefill rank 0 failed: {reason} (broken; {engine})"
+    assert (
+        first
+        == f"request d1: KV not loaded: reading prefill rank 0 failed: {reason} (broken; {engine})"
+    )
     assert [line.split(" s  ", 1)[1] for line in lines] == [
         f"d1 {engine}: PREPARED (PrepareLoad: offer 00000000)",
         f"{engine}: CONNECTING (PrepareLoad)",
@@ -233,6 +236,19 @@ def test_a_load_that_is_not_known_has_no_story(
     world.decode.turn()
     words = "it was not prepared, or forgotten since (internal)"
     assert caplog.messages == [f"request d1: KV not loaded: {words}"]
+
+
+def test_a_report_is_not_lost_with_its_story(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would give it again: it is settled."""
+
+    def story_lines(*_: object) -> list[str]:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(world.decode.parts.event_log, "story_lines", story_lines)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    with pytest.raises(KeyError):
+        world.decode.turn()
+    assert world.decode.failed_load().kind is FailureKind.INTERNAL
 
 
 # --- the order inside a turn

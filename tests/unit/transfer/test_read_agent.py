@@ -7,7 +7,6 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL, wire_tables
-from nixl_kv.errors import TransportError
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
 from nixl_kv.protocol.events import (
@@ -175,36 +174,3 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
     assert "is gone" in str(events[0])
     assert reading.agent.reads == []
     assert len(reading.agent._free_slots) == MAX_SLOT_READS
-
-
-def test_all_reads_have_failed_with_their_agent(reading: Reading) -> None:
-    reading.fabric.reads_hang = True
-    reading.start([2], [7], range(4))
-    reading.read_slot(3)
-    reason = "it did not end, and was stopped with its agent"
-    assert reading.agent.fail_all() == [ReadFailed(D1, R0, reason)] * 2
-    assert reading.agent.fail_all() == []
-
-
-def test_abandoned_reads_are_told_apart(reading: Reading) -> None:
-    agent = reading.agent
-    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (False, True)
-    reading.fabric.reads_hang = True
-    reading.start([2], [7], range(4))
-    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (False, False)
-    reading.read_slot(3)
-    agent.reads[0].is_abandoned = True
-    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (True, False)
-    agent.reads[1].is_abandoned = True
-    assert (agent.has_abandoned_read, agent.has_only_abandoned_reads) == (True, True)
-
-
-def test_a_transport_that_refuses_the_memory_is_not_opened(
-    reading: Reading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise TransportError("no room")
-
-    monkeypatch.setattr(MemoryTransport, "register", refuse)
-    with pytest.raises(TransportError, match="no room"):
-        open_transport(lambda: MemoryTransport(reading.fabric), reading.cache.layout())

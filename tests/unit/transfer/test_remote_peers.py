@@ -178,15 +178,19 @@ def two_halves(fabric: Fabric) -> tuple[Description, list[ReadableRank]]:
     return engine_of(*ranks), ranks
 
 
+@pytest.mark.parametrize("is_joined", [True, False], ids=["joined", "by another agent"])
 def test_all_ranks_that_are_read_are_prepared(
-    fabric: Fabric, cache: Cache, transport: CountingTransport
+    fabric: Fabric, cache: Cache, transport: CountingTransport, *, is_joined: bool
 ) -> None:
+    """By the agent that joins them, or when another one first reads them."""
     described, ranks = two_halves(fabric)
     peers = peers_of(cache)
     peers.add(PEER, described)
     prepared = PreparedPeers(transport, peers)
     assert repr(prepared) == "<PreparedPeers: none>"
-    prepared.prepare(PEER, described)
+    if is_joined:
+        prepared.prepare(PEER, described)
+    prepared.get(PEER, Rank(1))
     assert transport.known == [rank.transport.name for rank in ranks]
     assert repr(prepared) == "<PreparedPeers: 2 of prefill>"
     for number, rank in enumerate(ranks):
@@ -194,26 +198,6 @@ def test_all_ranks_that_are_read_are_prepared(
         assert one.name == rank.transport.name
         assert one.share == {f"layer.{layer}": (number, number + 1) for layer in range(3)}
     assert len(transport.known) == 2
-
-
-def test_a_peer_is_prepared_when_it_is_first_read(
-    fabric: Fabric, cache: Cache, transport: CountingTransport
-) -> None:
-    """Another agent than the one that joined it."""
-    described, _ = two_halves(fabric)
-    peers = peers_of(cache)
-    peers.add(PEER, described)
-    prepared = PreparedPeers(transport, peers)
-    assert transport.known == []
-    prepared.get(PEER, Rank(1))
-    assert len(transport.known) == 2
-
-
-def test_a_peer_that_is_gone_is_not_prepared(cache: Cache, transport: CountingTransport) -> None:
-    prepared = PreparedPeers(transport, peers_of(cache))
-    with pytest.raises(TransportError, match="is gone"):
-        prepared.get(PEER, Rank(0))
-    assert repr(prepared) == "<PreparedPeers: none>"
 
 
 def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(

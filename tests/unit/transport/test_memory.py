@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lab.local.caches import Cache, Sizes
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.layout import Span
-from nixl_kv.geometry.plan import plan
 from nixl_kv.transport.base import Indices, PeerName, ReadHandle, Rows
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 
@@ -302,31 +300,3 @@ def test_pieces_of_different_lengths_are_refused(local_side: Side, link: Link) -
     longer = local_side.transport.prepare(rows((local_side.address, 5, 0, 8, 8)), "DRAM", None)
     with pytest.raises(TransportError, match=r"^pieces of different lengths$"):
         local_side.transport.read(longer, link.remote, (ids(0), ids(0)))
-
-
-@pytest.mark.parametrize(
-    ("orders", "runs"),
-    [
-        pytest.param(("LBHNC", "LBHNC"), 2 * 3, id="a row per layer"),
-        pytest.param(("BHLNC", "LBNHC"), 3 * 3 * 2 * 4, id="a row per token of a head"),
-        pytest.param(("BLHNC", "BLHNC"), 2, id="one row"),
-    ],
-)
-def test_a_plan_is_carried_out(fabric: Fabric, orders: tuple[str, str], runs: int) -> None:
-    local_cache, remote_cache = (
-        Cache(Sizes(blocks=6), orders[0]),
-        Cache(Sizes(blocks=9), orders[1]).fill(1),
-    )
-    transports = [MemoryTransport(fabric), MemoryTransport(fabric)]
-    for transport, cache in zip(transports, (local_cache, remote_cache), strict=True):
-        transport.register(cache.layout().spans[0], "DRAM", 0)
-    reader, peer = transports[0], PeerName(transports[1].name)
-    planned = plan(local_cache.layout(), remote_cache.layout())
-    reads = planned.reads([ids(1, 2, 5)], [ids(7, 8, 0)], range(12))
-    assert reads.num_runs == runs
-    local = reader.prepare(planned.local, "DRAM", None)
-    remote = reader.prepare(planned.remote, "DRAM", peer)
-    assert reader.poll(reader.read(local, remote, (reads.local, reads.remote)))
-    assert np.array_equal(local_cache.blocks([1, 2, 5]), remote_cache.blocks([7, 8, 0]))
-    assert not local_cache.blocks([0, 3, 4]).any()
-    assert fabric.bytes_copied == reads.num_bytes == 3 * 3 * 2 * 4 * 12

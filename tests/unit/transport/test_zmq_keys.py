@@ -151,11 +151,7 @@ OTHER_KEY = "handshake failed: perhaps it has another key, or none, or hangs"
     ],
 )
 def test_an_endpoint_with_another_key_is_lost_with_a_reason(
-    make: MakeControl,
-    serve: Serve,
-    server: Keys | None,
-    client: Keys | None,
-    reason: str,
+    make: MakeControl, serve: Serve, server: Keys | None, client: Keys | None, reason: str
 ) -> None:
     endpoint, stranger, friend = serve(server), make(client), make(server)
     stranger.send(endpoint, b"let me in")
@@ -190,9 +186,7 @@ def test_only_allowed_hosts_are_let_in(
     assert receive(reader) == refused
 
 
-def test_a_stranger_with_the_servers_public_key_is_not_let_in(
-    serve: Serve,
-) -> None:
+def test_a_stranger_with_the_servers_public_key_is_not_let_in(serve: Serve) -> None:
     endpoint = serve()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         public, secret = zmq.curve_keypair()
@@ -234,11 +228,17 @@ CURVE_GREETING = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
         pytest.param(CURVE_GREETING + b"\x04\x26\x05READY" + bytes(32), id="READY at once"),
         pytest.param(CURVE_GREETING + b"\x00\x05hello", id="a message at once"),
         pytest.param(CURVE_GREETING + b"\x06" + b"\xff" * 8, id="a command without end"),
+        pytest.param(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00NULL", id="half ZMTP"),
         pytest.param(b"\xff" * 10_000, id="all ones"),
+        pytest.param(bytes(10_000), id="all zeros"),
+        pytest.param(b"", id="nothing"),
     ],
 )
-def test_garbage_does_no_harm(make: MakeControl, serve: Serve, garbage: bytes) -> None:
-    endpoint, reader = serve(), make()
+@pytest.mark.parametrize("keys", [KEYS, None], ids=["keys", "no keys"])
+def test_garbage_does_no_harm(
+    make: MakeControl, serve: Serve, keys: Keys | None, garbage: bytes
+) -> None:
+    endpoint, reader = serve(keys), make(keys)
     for _ in range(20):
         stranger = socket.create_connection((HOST, port_of(endpoint)))
         with stranger, contextlib.suppress(ConnectionError):
@@ -283,8 +283,9 @@ def test_a_silent_peer_is_lost_within_the_time_that_is_chosen(make: MakeControl)
             assert receive(reader) == FromEndpoint(endpoint, b"here")
             stopped = time.monotonic()
             reader.send(endpoint, b"stop")
-            while not isinstance(receive(reader), Lost):
+            while (item := receive(reader)) == FromEndpoint(endpoint, b"here"):
                 pass
+            assert item == Lost(endpoint, "connection closed")
             assert time.monotonic() - stopped < 1.4, "with the default it is at least 1.5 s"
         finally:
             child.kill()

@@ -7,6 +7,8 @@ clean loads, of which none may fail. The transfer engines, their sockets and NIX
 only vLLM is missing.
 
 The exit status is 0 only if each planted fault was detected and no clean load failed.
+
+`detect --answers` does the same to engines of vLLM, and looks at their answers: see its --help.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import sys
 import time
 
 from lab.results import say_on_stderr
+from lab.suites import damage
 from lab.suites.detect.cells import CELLS
 from lab.suites.detect.planting import FAULTS
 from lab.suites.detect.runs import TRANSPORTS, orders_of, run_cell
@@ -44,6 +47,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Run; the exit status."""
+    if sys.argv[1:2] == ["--answers"]:
+        return damage.main(sys.argv[2:])
     options = parse_arguments()
     if options.list:
         print("\n".join(cell.name for cell in CELLS))

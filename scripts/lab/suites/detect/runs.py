@@ -7,7 +7,6 @@ from lab.suites.detect.cells import Cell
 from lab.suites.detect.tally import Tally
 from lab.suites.detect.world import MakeTransport, Order, World
 from nixl_kv.ids import RequestId
-from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 
 WAVE: Final = 64
@@ -47,12 +46,9 @@ def _in_memory() -> MakeTransport:
 
 
 def _over_nixl() -> MakeTransport:
-    def make() -> Transport:
-        from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where it is used
+    from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where it is used
 
-        return NixlTransport()
-
-    return make
+    return NixlTransport
 
 
 TRANSPORTS: Final[Mapping[str, Callable[[], MakeTransport]]] = {

@@ -18,7 +18,6 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import LoadEnded, StartLoad
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.zmq import ZmqControl
 
 PATIENT_S: Final = 600.0
 PATIENT: Final = Config(
@@ -176,7 +175,6 @@ class World:
             shape=cut.shape,
             config=PATIENT,
             roles=name,
-            make_control=lambda: ZmqControl(peer_timeout_s=PATIENT.peer_timeout_s),
         )
 
     def _allocate(self, cut: Cut) -> list[Memory]:

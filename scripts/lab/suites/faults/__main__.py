@@ -16,12 +16,9 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
-
-import httpx
 
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
@@ -31,7 +28,7 @@ from lab.cluster.processes import ProcessDiedError
 from lab.results import Results, say_on_stderr
 from lab.suites.faults.faults import FAULTS
 from lab.suites.faults.questions import Questions
-from lab.suites.faults.scene import Fault, Report, Stage, Where, run_fault
+from lab.suites.faults.scene import Fault, Where, run_fault
 from lab.suites.faults.stages import KV_CACHE_BYTES, stage_at
 
 
@@ -46,17 +43,8 @@ def run_all(faults: Sequence[Fault], cluster: Cluster, results: Results) -> None
             if here:
                 with stage_at(where, cluster, model) as stage:
                     for fault in here:
-                        results.add(run_one(fault, stage, questions))
-
-
-def run_one(fault: Fault, stage: Stage, questions: Questions) -> Report:
-    """Trouble is part of the report."""
-    say_on_stderr(f"{fault.name}: {fault.about}")
-    try:
-        return run_fault(fault, stage, questions)
-    except (RuntimeError, httpx.HTTPError) as error:
-        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Report(fault.name, fault.deadline_s, troubles=(first_line,))
+                        say_on_stderr(f"{fault.name}: {fault.about}")
+                        results.add(run_fault(fault, stage, questions))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,12 +70,11 @@ def main() -> int:
     if os.geteuid() and any(fault.where == "network" for fault in faults):
         print("network namespaces need root; --list says which faults do", file=sys.stderr)
         return 2
-    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-faults-"))
     title = "real engines under faults, compared with a single engine"
     results = Results(title, "faults are survived", options.json)
     status = 1
     try:
-        with contextlib.suppress(KeyboardInterrupt), Cluster(log_dir) as cluster:
+        with contextlib.suppress(KeyboardInterrupt), Cluster(options.log_dir) as cluster:
             run_all(faults, cluster, results)
     except ProcessDiedError as error:
         print(error, file=sys.stderr)

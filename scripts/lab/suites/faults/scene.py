@@ -224,12 +224,13 @@ def run_fault(fault: Fault, stage: Stage, questions: Questions) -> Report:
             before = scene.loads()
             fault.happens(scene)
         scene.collect()
-        _repair(scene)
         with _troubles_noted(scene):
+            _repair(scene)
             loads = _growth(before, scene.loads())
             serves_after = _serves(scene)
             leaked = _leaked(scene)
-        _repair(scene)
+        with _troubles_noted(scene):
+            _repair(scene)
         scene.close()
     ended, troubles = tuple(scene.ended), tuple(scene.troubles)
     return Report(fault.name, fault.deadline_s, ended, loads, leaked, serves_after, troubles)

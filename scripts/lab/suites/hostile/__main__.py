@@ -11,7 +11,6 @@ a status of 500 or more, and the ordinary request was right with its KV loaded.
 import argparse
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,9 +196,8 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{case.name:14}{case.about}" for case in CASES))
         return 0
-    log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="nixl-kv-hostile-"))
     try:
-        with Cluster(log_dir) as cluster:
+        with Cluster(options.log_dir) as cluster:
             statuses = {one: run_all(one, options, cluster) for one in options.connectors}
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

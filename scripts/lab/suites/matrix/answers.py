@@ -26,7 +26,7 @@ import httpx
 from lab.cluster.answers import LIKELY, Question
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
-from lab.cluster.engines import CPU_DTYPE, Device, EngineSpec, halves
+from lab.cluster.engines import CPU_DTYPE, PATIENT, Device, EngineSpec, halves
 from lab.cluster.metrics import FAILURES, LOADS, CountersSince, Loaded
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
@@ -43,8 +43,6 @@ ANSWER_TOKENS: Final = 16
 MOST_RANKS: Final[Mapping[Device, int]] = {"cpu": 3, "cuda": 16}
 REQUEST_TIMEOUT_S: Final = 300.0
 COUNTERS_LAG_S: Final = 30.0
-PATIENT: Final = {"request_timeout_s": 120, "lease_s": 30, "offer_ttl_s": 60}
-"""Two cores that run the ranks of two engines make everything slow, also the signs of life."""
 CUDA_MEMORY: Final = 0.15
 """Of the device, for each engine: several share it."""
 CUDA_KV_BYTES: Final = 2 << 30
@@ -183,7 +181,7 @@ class Specs:
         key = model, shape, copy
         if key not in self._known:
             name = f"{model}-{shape}" + (f"-{copy}" if copy else "")
-            config = PATIENT | ({"layout": shape.layout} if shape.layout else {})
+            config = {**PATIENT, **({"layout": shape.layout} if shape.layout else {})}
             self._known[key] = replace(
                 self._base(name, model, shape),
                 role="both",

@@ -287,10 +287,10 @@ VERIFICATION: dict[str, Script] = {
         f"what is not verified in time is late, {name}": after(
             VERIFYING, *steps, (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE)
         )
-        for name, steps in {
-            "without a digest": [(139.5, Tick(), ASK_DIGEST), (139.99, Tick())],
-            "with a digest": [TO_COMPARE, (139.99, Tick())],
-        }.items()
+        for name, *steps in (
+            ("without a digest", (139.5, Tick(), ASK_DIGEST), (139.99, Tick())),
+            ("with a digest", TO_COMPARE, (139.99, Tick())),
+        )
     },
     # Nothing writes into its blocks any more.
     "cancelled while it is verified, it ends at once": after(
@@ -590,18 +590,6 @@ IS_CHECKING = [*IS_READING, moved("READING", "CHECKING", "ReadDone", 4096)]
 READ_4096 = read_done(num_bytes=4096)
 TO_READING = [prepare_load(), joined(), answered(grant()), start_load()]
 RECORDS: dict[str, tuple[list[Any], list[Transition]]] = {
-    "good": (
-        [*TO_READING, READ_4096, slot_read()],
-        [*IS_CHECKING, moved("CHECKING", "DONE", "SlotRead"), of_load("STARTED", "LOADED", "")],
-    ),
-    "fenced": (
-        [*TO_READING, READ_4096, slot_read(EMPTY)],
-        [
-            *IS_CHECKING,
-            moved("CHECKING", "FAILED", "SlotRead"),
-            of_load("STARTED", "FAILED", str(FENCED.failure)),
-        ],
-    ),
     "verified": (
         [
             *TO_READING[:3],
@@ -622,14 +610,6 @@ RECORDS: dict[str, tuple[list[Any], list[Transition]]] = {
             moved("READING", "DRAINING", "Cancelled: dropped"),
             moved("DRAINING", "FAILED", "ReadDone", 4096),
             of_load("STARTED", "FAILED", "dropped (dropped)"),
-        ],
-    ),
-    "cancelled before it starts": (
-        [*TO_READING[:2], cancel_load()],
-        [
-            *IS_ASKING,
-            moved("ASKING", "FAILED", "Cancelled: dropped"),
-            of_load("PREPARED", "FAILED", "dropped (dropped)"),
         ],
     ),
     "not compatible": (

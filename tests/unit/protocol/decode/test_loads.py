@@ -1,6 +1,7 @@
 """The book of loads: what is due when, what is renewed, and what it says of itself."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -236,10 +237,8 @@ def test_a_peer_that_connects_does_not_extend_the_time_of_a_load() -> None:
 def test_the_book_shows_how_many_reads_are_in_which_state() -> None:
     machine = decode_machine()
     seen = [repr(machine.loads)]
-    for step in (
-        *[prepare_load(), joined(), prepare_load(D2, RIVAL), start_load(D2)],
-        answered(grant(claim=RIVAL)),
-    ):
+    steps: list[Any] = [prepare_load(), joined(), prepare_load(D2, RIVAL), start_load(D2)]
+    for step in (*steps, answered(grant(claim=RIVAL))):
         machine.handle(step, 100.0)
         seen.append(repr(machine.loads))
     assert seen == [

@@ -533,14 +533,15 @@ def test_the_scripts_above_make_each_transition_of_the_table(
             offers, "new_generation", lambda numbers=numbers: generation(next(numbers))
         )
         new_machine(script, recorded.append)
-    assert {
-        (move.before, move.cause.partition(":")[0], move.after)
-        for move in recorded
-        if move.before and " denied" not in move.cause
-    } == {
+    moves = [move for move in recorded if move.before and " denied" not in move.cause]
+    assert {(move.before, move.cause.partition(":")[0], move.after) for move in moves} == {
         (state.name, event.__name__, OVER if end is None else end.name)
-        for state, moves in TRANSITIONS.items()
-        for event, end in moves.items()
+        for state, ends in TRANSITIONS.items()
+        for event, end in ends.items()
+    }
+    assert {move.cause for move in moves if move.after == OVER} == {
+        *["Release: read", "Release: aborted", "Release: not_needed", "Renew: aborted"],
+        *["Tick: expired", "Tick: unclaimed", "RevokeOffer: revoked", "WithdrawOffer"],
     }
 
 

@@ -1,0 +1,263 @@
+"""What every control plane does: ZMQ over loopback, and memory, at once and held."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from nixl_kv.errors import TransportError
+from nixl_kv.ids import Endpoint, endpoint_at
+from nixl_kv.transport.base import ControlPlane, FromEndpoint, FromPeer, Lost, Received
+from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
+from nixl_kv.transport.zmq import ZmqControl
+
+HOST = "127.0.0.1"
+PATIENCE_S = 10.0  # of a test before it fails; none waits so long when all is well
+
+
+class World:
+    """A reader, and a server that listens at `endpoint`; others may join."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.network = MemoryNetwork(held=kind == "held")
+        self.controls: list[ControlPlane] = []
+        self.reader, self.server = self.join(), self.join()
+        self.endpoint = self.listen(self.server)
+
+    def join(self) -> ControlPlane:
+        self.controls.append(ZmqControl() if self.kind == "zmq" else MemoryControl(self.network))
+        return self.controls[-1]
+
+    def listen(self, control: ControlPlane, port: int = 0) -> Endpoint:
+        return endpoint_at(HOST, control.listen(HOST, port))
+
+    def close(self, control: ControlPlane) -> None:
+        self.controls.remove(control)
+        control.close()
+
+    def restart_server(self) -> ControlPlane:
+        """Another process at the same endpoint, as soon as its port is free."""
+        self.close(self.server)
+        self.server = self.join()
+        deadline = time.monotonic() + PATIENCE_S
+        is_free = False
+        while not is_free:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(TransportError):
+                self.listen(self.server, int(self.endpoint.rsplit(":", 1)[1]))
+                is_free = True
+        return self.server
+
+    def receive(self, control: ControlPlane, count: int = 1) -> list[Received]:
+        """The next so many of whatever comes."""
+        received: list[Received] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while len(received) < count:
+            self.deliver()
+            left = deadline - time.monotonic()
+            assert left > 0, f"only {received}"
+            received += control.poll(left)
+        return received
+
+    def requests(self, control: ControlPlane, count: int = 1) -> list[FromPeer]:
+        items = self.receive(control, count)
+        assert all(isinstance(item, FromPeer) for item in items)
+        return [item for item in items if isinstance(item, FromPeer)]
+
+    def nothing_comes(self, control: ControlPlane) -> bool:
+        self.deliver()
+        return control.poll(0.05) == []
+
+    def deliver(self) -> None:
+        """What is held until it is delivered."""
+        while self.network.packets:
+            self.network.deliver(self.network.packets[0])
+
+
+@pytest.fixture(params=["zmq", "memory", "held"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(request.param)
+    yield world
+    for control in world.controls:
+        control.close()
+
+
+in_time = pytest.mark.parametrize("world", ["zmq", "memory"], indirect=True)
+"""Where a loss is reported, and threads wait, without help."""
+
+
+@pytest.mark.parametrize(
+    "payload", [b"hello", b"", bytes(range(256)) * 10_000], ids=["text", "nothing", "2.5 MB"]
+)
+def test_a_request_and_its_reply_arrive(world: World, payload: bytes) -> None:
+    world.reader.send(world.endpoint, payload)
+    (request,) = world.requests(world.server)
+    assert request.payload == payload
+    world.server.reply(request.route, payload[::-1])
+    assert world.receive(world.reader) == [FromEndpoint(world.endpoint, payload[::-1])]
+
+
+def test_each_reader_gets_its_own_reply(world: World) -> None:
+    readers = [world.join() for _ in range(3)]
+    for number, reader in enumerate(readers):
+        reader.send(world.endpoint, b"%d" % number)
+    requests = world.requests(world.server, 3)
+    assert len({request.route for request in requests}) == 3
+    for request in requests:
+        world.server.reply(request.route, b"to " + request.payload)
+    for number, reader in enumerate(readers):
+        assert world.receive(reader) == [FromEndpoint(world.endpoint, b"to %d" % number)]
+
+
+def test_one_reader_talks_to_several_servers(world: World) -> None:
+    other = world.join()
+    servers = {world.endpoint: world.server, world.listen(other): other}
+    for endpoint, server in servers.items():
+        world.reader.send(endpoint, endpoint.encode())
+        (request,) = world.requests(server)
+        assert request.payload == endpoint.encode()
+        server.reply(request.route, b"from " + endpoint.encode())
+    answers = world.receive(world.reader, 2)
+    assert set(answers) == {FromEndpoint(e, b"from " + e.encode()) for e in servers}
+    assert [link.endpoint for link in world.reader.links()] == list(servers)
+
+
+def test_one_control_can_talk_to_itself(world: World) -> None:
+    world.server.send(world.endpoint, b"question")
+    (request,) = world.requests(world.server)
+    world.server.reply(request.route, b"answer")
+    assert world.receive(world.server) == [FromEndpoint(world.endpoint, b"answer")]
+
+
+def test_messages_keep_their_order_and_their_connection(world: World) -> None:
+    for number in range(500):
+        world.reader.send(world.endpoint, b"%d" % number)
+    requests = world.requests(world.server, 500)
+    assert [request.payload for request in requests] == [b"%d" % number for number in range(500)]
+    assert len({request.route for request in requests}) == 1
+
+
+def test_disconnecting_is_no_loss_and_drops_late_answers(world: World) -> None:
+    world.reader.send(world.endpoint, b"hello")
+    (request,) = world.requests(world.server)
+    for endpoint in (world.endpoint, world.endpoint, endpoint_at(HOST, 1)):
+        world.reader.disconnect(endpoint)
+    assert world.reader.links() == []
+    world.server.reply(request.route, b"too late")
+    assert world.nothing_comes(world.reader)
+    world.reader.send(world.endpoint, b"hello again")
+    (again,) = world.requests(world.server)
+    assert again.payload == b"hello again"
+    assert again.route != request.route
+
+
+@pytest.mark.parametrize("route", [b"", b"77", b"stranger"])
+def test_a_reply_by_an_unknown_route_is_dropped(world: World, route: bytes) -> None:
+    world.server.reply(route, b"nobody has this route")
+    world.reader.reply(route, b"nor is there a port")
+    assert world.nothing_comes(world.reader)
+
+
+def test_links_count_messages_of_those_that_this_side_talks_to(world: World) -> None:
+    for payload in (b"one", b"two"):
+        world.reader.send(world.endpoint, payload)
+    for request in world.requests(world.server, 2):
+        world.server.reply(request.route, b"yes")
+    world.reader.send(world.endpoint, b"three")
+    world.receive(world.reader, 2)
+    (link,) = world.reader.links()
+    assert (link.endpoint, link.sent, link.received) == (world.endpoint, 3, 2)
+    assert 0 <= link.idle_s < PATIENCE_S
+    assert world.server.links() == []
+
+
+def test_a_used_port_is_refused_and_free_again_when_its_listener_has_left(world: World) -> None:
+    port = int(world.endpoint.rsplit(":", 1)[1])
+    with pytest.raises(TransportError, match=f"^listening on {world.endpoint}: "):
+        world.reader.listen(HOST, port)
+    world.reader.send(world.endpoint, b"still here?")
+    assert world.requests(world.server)[0].payload == b"still here?"
+    world.reader.disconnect(world.endpoint)
+    successor = world.restart_server()
+    world.reader.send(world.endpoint, b"hello")
+    assert world.requests(successor)[0].payload == b"hello"
+
+
+@in_time
+def test_an_endpoint_without_a_listener_is_reported_lost_once(world: World) -> None:
+    nobody = endpoint_at(HOST, 1)
+    for _ in range(2):
+        world.reader.send(nobody, b"is there anybody")
+        assert world.receive(world.reader) == [Lost(nobody, "cannot connect")]
+        assert world.reader.links() == []
+        assert world.nothing_comes(world.reader)
+
+
+@in_time
+def test_a_peer_that_closes_is_lost_and_may_come_back(world: World) -> None:
+    world.reader.send(world.endpoint, b"hello")
+    world.requests(world.server)
+    successor = world.restart_server()
+    assert world.receive(world.reader) == [Lost(world.endpoint, "connection closed")]
+    assert world.reader.links() == []
+    world.reader.send(world.endpoint, b"hello again")
+    (request,) = world.requests(successor)
+    assert request.payload == b"hello again"
+    successor.reply(request.route, b"who are you")
+    assert world.receive(world.reader) == [FromEndpoint(world.endpoint, b"who are you")]
+
+
+@in_time
+def test_only_the_lost_endpoint_is_lost(world: World) -> None:
+    other = world.join()
+    healthy = world.listen(other)
+    for where, who in ((world.endpoint, world.server), (healthy, other)):
+        world.reader.send(where, b"hello")
+        world.requests(who)
+    world.close(world.server)
+    assert world.receive(world.reader) == [Lost(world.endpoint, "connection closed")]
+    assert [link.endpoint for link in world.reader.links()] == [healthy]
+    world.reader.send(healthy, b"still there?")
+    assert world.requests(other)[0].payload == b"still there?"
+
+
+@in_time
+def test_what_came_before_the_loss_is_received_first(world: World) -> None:
+    world.reader.send(world.endpoint, b"hello")
+    world.server.reply(world.requests(world.server)[0].route, b"last words")
+    if isinstance(world.reader, ZmqControl):
+        assert world.reader._dealers[world.endpoint].socket.poll(int(PATIENCE_S * 1000))
+    world.close(world.server)
+    if isinstance(world.reader, ZmqControl):
+        assert world.reader._dealers[world.endpoint].monitor.poll(int(PATIENCE_S * 1000))
+    assert world.reader.poll(0) == [
+        FromEndpoint(world.endpoint, b"last words"),
+        Lost(world.endpoint, "connection closed"),
+    ]
+
+
+@in_time
+def test_one_wait_uses_up_all_wake_ups_before_it(world: World) -> None:
+    for _ in range(3):
+        world.reader.wake()
+    began = time.monotonic()
+    assert world.reader.poll(PATIENCE_S) == []
+    assert time.monotonic() - began < PATIENCE_S / 2
+    began = time.monotonic()
+    assert world.reader.poll(0.05) == []
+    assert time.monotonic() - began > 0.04
+
+
+@in_time
+@pytest.mark.parametrize("timeout_s", [None, 60.0], ids=["without end", "with an end"])
+def test_another_thread_ends_a_wait(world: World, timeout_s: float | None) -> None:
+    thread = threading.Thread(target=world.reader.poll, args=(timeout_s,), daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    world.reader.wake()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
