@@ -76,7 +76,15 @@ PROFILES: Final[Mapping[str, Mapping[str, float]]] = {
     "busy": {**EVERY_DAY, **BUSY, "repeat": 2, "damage": 1},
     "late": {**EVERY_DAY, **BUSY, "wait": 5, "hang": 1, "fail": 0.2, "damage": 1},
     "lossy": {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1, "damage": 1, "refuse": 0.3},
-    "dying": {**EVERY_DAY, "abort": 1, "preempt": 1, "repeat": 2, "wait": 0.5, "die d": 4},
+    "dying": {
+        **EVERY_DAY,
+        "abort": 1,
+        "preempt": 3,
+        "repeat": 2,
+        "wait": 0.5,
+        "die d": 4,
+        "die p": 3,
+    },
     "all": {**EVERY_DAY, **BUSY, **NETWORK, **DEADLY},
 }
 GENTLE_PROFILES: Final = ("gentle", "leaving", "anew")
@@ -268,6 +276,7 @@ ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "break": (_read,),
     "damage": (),
     "die": (_rank, _below(12)),
+    "die p": (_rank_where(lambda rank: rank.seat.is_prefill), _below(4)),
     "die d": (_rank_where(lambda rank: not rank.seat.is_prefill), _below(8)),
 }
 """Of each word of the profiles, its step's arguments. Where one is None, there is no step."""

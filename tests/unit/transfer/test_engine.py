@@ -11,7 +11,7 @@ import pytest
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, MODEL
 from nixl_kv.config import Config
-from nixl_kv.errors import ConfigError, TransportError
+from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import Memory
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
@@ -192,6 +192,18 @@ def test_on_its_thread_it_starts_works_and_stops(planes: Planes) -> None:
     engine.stop()
     engine.stop()
     assert planes.fabric.transports == {}
+
+
+@pytest.mark.parametrize("is_started", [False, True], ids=["not started", "stepped"])
+def test_an_engine_that_is_stopped_takes_no_commands(planes: Planes, *, is_started: bool) -> None:
+    engine = TransferEngine(spec_of(planes))
+    if is_started:
+        engine.start_stepped()
+    engine.stop()
+    engine.stop()
+    assert planes.fabric.transports == {}
+    with pytest.raises(LocalProtocolError, match="the transfer engine is stopped"):
+        engine.submit([])
 
 
 def test_a_start_that_fails_says_why(planes: Planes) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from nixl_kv.protocol.events import OVER, Transition
 from nixl_kv.protocol.messages import EventRecord
-from nixl_kv.transfer.event_log import KEPT, EventLog, describe
+from nixl_kv.transfer.event_log import KEPT, MAX_CAUSE, EventLog, describe
 
 ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
 CONNECTING = Transition("", ENGINE, "", "CONNECTING", "PrepareLoad")
@@ -62,9 +62,25 @@ def test_only_the_last_events_are_kept() -> None:
 
 def test_ten_thousand_are_kept_by_default() -> None:
     log = EventLog()
-    for _ in range(KEPT + 1):
-        log.record(READY)
+    for number in range(KEPT + 5):
+        log.record(READY if number % 2 else prepared(f"d{number}"))
     assert len(log) == KEPT == 10_000
+    names = [*log._of_request, *log._of_peer]
+    assert names == [*(f"d{number}" for number in range(6, KEPT + 5, 2)), ENGINE]
+
+
+def test_of_a_long_story_the_last_events_are_shown() -> None:
+    log = log_of(*(moved("d1", f"{number}", f"{number + 1}") for number in range(9)))
+    assert [event.before for event in log.story("d1", limit=2)] == ["7", "8"]
+
+
+def test_a_cause_is_short_and_can_be_printed() -> None:
+    """A part of it may be a peer's text."""
+    log = log_of(Transition("d1", ENGINE, "", "FAILED", "one\x1b[2J\n" + "x" * 5000))
+    (event,) = log.story("d1")
+    assert event.cause.startswith(r"one\x1b[2J\nxxx")
+    assert event.cause.isprintable()
+    assert len(event.cause) < MAX_CAUSE + 10
 
 
 def test_without_events_there_is_no_story() -> None:

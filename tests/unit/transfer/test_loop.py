@@ -31,7 +31,14 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.transfer.digests import NoDigester
-from nixl_kv.transfer.loop import LINGER_S, READING_PAUSE_S, SERVING_PAUSE_S, TICK_S
+from nixl_kv.transfer.loop import (
+    LINGER_S,
+    MAX_QUESTIONS,
+    READING_PAUSE_S,
+    SERVING_PAUSE_S,
+    STORIES_PER_S,
+    TICK_S,
+)
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.memory_control import MemoryControl
 from support.digesters import SlowDigester
@@ -238,6 +245,19 @@ def test_a_load_that_is_not_known_has_no_story(
     assert caplog.messages == [f"request d1: KV not loaded: {words}"]
 
 
+def test_only_so_many_stories_are_logged_in_a_second(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(STORIES_PER_S + 2):
+        world.decode.start_load(number, OTHER_TABLE, 11)
+        world.decode.turn()
+    world.clock.now += 1.0
+    world.decode.start_load(99, OTHER_TABLE, 11)
+    world.decode.turn()
+    are_bare = ["many loads fail" in message for message in caplog.messages]
+    assert are_bare == [False] * STORIES_PER_S + [True] * 2 + [False]
+
+
 def test_a_report_is_not_lost_with_its_story(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would give it again: it is settled."""
 
@@ -284,11 +304,11 @@ def test_a_read_that_fails_at_once_is_reported_in_the_same_turn(world: World) ->
 
 
 def test_a_message_that_cannot_be_sent_is_a_loss(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(endpoint: Endpoint, payload: bytes) -> None:
         del payload
-        raise TransportError(f"no socket for {endpoint}")
+        raise TransportError(f"no socket for {endpoint}\nforged line")
 
     monkeypatch.setattr(world.decode.control, "send", refuse)
     world.decode.prepare_load(1, world.prefill.ticket(1, 11))
@@ -297,6 +317,7 @@ def test_a_message_that_cannot_be_sent_is_a_loss(
     failure = world.decode.failed_load()
     assert failure.kind is FailureKind.UNREACHABLE
     assert "no socket for tcp://" in failure.detail
+    assert r"\nforged line" in caplog.messages[-1].splitlines()[0], "not a line of its own"
 
 
 def test_the_engines_layouts_are_for_the_agents(world: World) -> None:
@@ -346,12 +367,46 @@ def test_a_lost_connection_is_counted_and_logged(
     assert f"lost {link.endpoint}: connection closed" in caplog.text
 
 
+QUESTION = encode(StatusRequest(incarnation=ANY_INCARNATION))
+
+
 def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
     tool = Stranger(world, world.prefill)
-    assert tool.send(encode(StatusRequest(incarnation=ANY_INCARNATION))) is None
+    assert tool.send(QUESTION) is None
     assert world.prefill.turn() is None  # it does not wait for the tool to read
     assert decode_status(tool.answer()).engine == "prefill"
     assert not world.prefill.results
+
+
+def test_questions_of_tools_are_bounded_and_answered_one_in_a_turn(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool, endpoint = MemoryControl(world.network), world.prefill.parts.description.endpoint
+    for _ in range(MAX_QUESTIONS + 2):
+        tool.send(endpoint, QUESTION)
+    world.prefill.turn()
+    for _ in range(MAX_QUESTIONS - 1):
+        assert len(tool.poll(0)) == 1
+        assert world.prefill.turn() == 0
+    assert len(tool.poll(0)) == 1
+    assert world.prefill.turn() is None
+    assert tool.poll(0) == []
+    assert f"a status question is dropped: {MAX_QUESTIONS} are waiting" in caplog.text
+
+
+def test_a_question_that_cannot_be_answered_costs_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: StatusRequest) -> bytes:
+        raise KeyError("a bug")
+
+    granted(world)
+    monkeypatch.setattr(world.prefill.loop, "_report_status", fail)
+    Stranger(world, world.prefill).send(QUESTION)
+    assert caplog.messages == ["a status question is not answered: KeyError('a bug')"]
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
 
 
 # --- counts
