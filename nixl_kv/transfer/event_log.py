@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from nixl_kv.log_limit import printable
 from nixl_kv.protocol import events
@@ -22,10 +22,8 @@ MAX_CAUSE: Final = 300
 """Characters of a cause that are kept: part of it may be a peer's text."""
 
 
-class _Event(NamedTuple):
-    number: int  # counts all events, so that those of several requests can be put in order
-    time: float
-    transition: events.Transition
+_Event: TypeAlias = tuple[int, float, events.Transition]
+"""Its number, which counts all events; its time; and what changed."""
 
 
 class EventLog:
@@ -46,17 +44,21 @@ class EventLog:
     @property
     def since(self) -> float | None:
         """When the oldest event was that is kept."""
-        return self._order[0][0].time if self._order else None
+        return self._order[0][0][1] if self._order else None
 
     def record(self, transition: events.Transition) -> None:
         """Keep a transition."""
         cause = transition.cause
         if len(cause) > MAX_CAUSE or not cause.isprintable():
             transition = transition._replace(cause=printable(cause, MAX_CAUSE))
+        kept, name = self._of_request, transition.request
+        if not name:
+            kept, name = self._of_peer, transition.peer
+        same = kept.get(name)
+        if same is None:
+            same = kept[name] = deque()
         self._count += 1
-        kept, name = self._find(transition)
-        same = kept.setdefault(name, deque())
-        same.append(_Event(self._count, self._clock(), transition))
+        same.append((self._count, self._clock(), transition))
         self._order.append(same)
         if len(self._order) > self._kept:
             self._forget_oldest()
@@ -78,13 +80,13 @@ class EventLog:
         own = sorted(event for name in names for event in self._of_request[name])
         if not own:
             return []
-        are_over = all(_is_end(self._of_request[name][-1].transition) for name in names)
-        begin, end = own[0].number, own[-1].number if are_over else math.inf
-        for peer in {event.transition.peer for event in own}:
-            own += [event for event in self._of_peer.get(peer, ()) if begin < event.number < end]
+        are_over = all(_is_end(self._of_request[name][-1][2]) for name in names)
+        begin, end = own[0][0], own[-1][0] if are_over else math.inf
+        for peer in {transition.peer for _, _, transition in own}:
+            own += [event for event in self._of_peer.get(peer, ()) if begin < event[0] < end]
         return [
-            EventRecord(time=event.time, **event.transition._asdict())
-            for event in sorted(own)[-limit:]
+            EventRecord(time=when, **transition._asdict())
+            for _, when, transition in sorted(own)[-limit:]
         ]
 
     def story_lines(self, request: str, limit: int) -> list[str]:
@@ -95,19 +97,14 @@ class EventLog:
         left_out = len(lines) - limit + 1  # one line says so
         return [f"({left_out} earlier events)", *lines[left_out:]]
 
-    def _find(self, transition: events.Transition) -> tuple[dict[str, deque[_Event]], str]:
-        """Among which events it is kept, and by which name."""
-        if transition.request:
-            return self._of_request, transition.request
-        return self._of_peer, transition.peer
-
     def _forget_oldest(self) -> None:
         """The oldest of all events is the oldest of its request, or of its peer."""
         same = self._order.popleft()
-        event = same.popleft()
-        if not same:
-            kept, name = self._find(event.transition)
-            del kept[name]
+        _, _, transition = same.popleft()
+        if not same and transition.request:
+            del self._of_request[transition.request]
+        elif not same:
+            del self._of_peer[transition.peer]
 
 
 def _is_end(transition: events.Transition) -> bool:

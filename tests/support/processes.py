@@ -18,7 +18,7 @@ SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  
 TABLE = range(1, 64)
 TOKENS = len(TABLE) * SIZES.tokens
 
-START_S = 120.0
+START_S = 300.0
 """How long a process may take to start, on a busy machine."""
 
 

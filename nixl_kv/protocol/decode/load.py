@@ -64,6 +64,8 @@ class State(enum.Enum):
     DONE = enum.auto()
     FAILED = enum.auto()
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and states are looked up all the time
+
 
 _FAILED: Final = (State.FAILED,)
 
@@ -134,6 +136,10 @@ class RankRead:
     done: events.ReadDone | None = None  # what was read, once all data has landed
     slices: tuple[KVSlice, ...] | None = None  # what is to be compared; None: nothing is
     digest: messages.DigestReply | None = None  # prefill's, of these slices
+    name: str = field(init=False)  # for people
+
+    def __post_init__(self) -> None:
+        self.name = f"rank {self.rank} at {self.endpoint}"
 
     @property
     def has_ended(self) -> bool:
@@ -227,8 +233,8 @@ class Load:
             )
             if route.readers:
                 self.reads[read.rank] = read
-                name, cause = _rank_name(read), type(event).__name__
-                self.record(events.Transition(self.request, name, "", read.state.name, cause))
+                cause = type(event).__name__
+                self.record(events.Transition(self.request, read.name, "", read.state.name, cause))
             else:
                 actions.append(self._release(read, complete=True))
         return actions
@@ -474,7 +480,7 @@ class Load:
         self.record(
             events.Transition(
                 self.request,
-                _rank_name(read),
+                read.name,
                 read.state.name,
                 after.name,
                 _cause(event),
@@ -501,10 +507,6 @@ def _cause(event: object) -> str:
     """The event's type, and why a read is cancelled."""
     kind = type(event).__name__
     return f"{kind}: {event.failure.kind.value}" if isinstance(event, Cancelled) else kind
-
-
-def _rank_name(read: RankRead) -> str:
-    return f"rank {read.rank} at {read.endpoint}"
 
 
 _WAITS_FOR: Final[Mapping[State, str]] = {

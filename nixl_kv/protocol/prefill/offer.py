@@ -32,6 +32,8 @@ class State(enum.Enum):
     OFFERED = enum.auto()
     GRANTED = enum.auto()
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and states are looked up all the time
+
 
 TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
     State.PREPARED: {

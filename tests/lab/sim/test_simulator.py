@@ -67,9 +67,10 @@ def test_a_bug_that_the_code_has_moved_away_from_is_an_error() -> None:
 
 
 def test_random_schedules_break_no_promise() -> None:
-    done = simulate("--seeds", "96")
+    """Each profile in each shape."""
+    done = simulate("--seeds", "80")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("96 seeds from 0: 0 broke a promise")
+    assert done.stdout.startswith("80 seeds from 0: 0 broke a promise")
 
 
 def test_all_short_schedules_of_the_scenes_break_no_promise() -> None:

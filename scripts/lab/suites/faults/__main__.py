@@ -5,8 +5,9 @@ must end in time, with the answer of a single engine or with an explicit error; 
 held any more, and both engines must serve again, with KV that is read.
 
 The columns: requests, and how they ended ("left" by a client that hung up); of how many decode read
-the KV; the longest of them and what it was allowed; blocks that prefill and decode still held at
-the end; how long it took, once the fault was over, until one was answered from KV that was read.
+the KV; the longest of them, and what each was allowed beside the time that a single engine took for
+it; blocks that prefill and decode still held at the end; how long it took, once the fault was over,
+until one was answered from KV that was read.
 
 Faults of the network, and those that must hit a transfer halfway, happen between two network
 namespaces, for which this must run as root.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
@@ -50,6 +51,7 @@ from support.records import (
     lost,
     no_record,
     prepare_load,
+    rank_description,
     read_done,
     reader,
     refusal,
@@ -93,6 +95,7 @@ START_2 = start_load(D2)
 SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
 SECOND_OF_NEXT_LIFE = prepare_load(D2, RIVAL, nonce=NONCE2, incarnation=OTHER_LIFE)
 THREE = (0, 1, 2)
+AT_ONE_ENDPOINT = msgspec.structs.replace(description(2), ranks=(rank_description(),) * 2)
 OF_1 = grant(lease_s=3600.0, slot=5, generation=b"\2" * 16)
 PAUSED: Script = after(PREPARED, (REFUSED, CLOSE_HOME))
 
@@ -361,6 +364,12 @@ PEERS: dict[str, Script] = {
         (lost(),),
         (prepare_load(D2, RIVAL),),
         (START_2, failed(unreachable(f"{RANK_0}: closed"), D2)),
+    ),
+    "two ranks at one endpoint are lost together, and reported once": after(
+        PREPARED,
+        (PeerJoined(PEER, AT_ONE_ENDPOINT, routes(0, 1)), ASK, Send(RANK_0, ask(number=2))),
+        (START,),
+        (lost(), GIVEN_UP, failed(RANK_LOST)),
     ),
     "when one rank is lost the others are released": after(
         PREPARED,
