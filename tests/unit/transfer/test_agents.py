@@ -45,7 +45,7 @@ class Reading:
         self.prefill = [ReadableRank(self.fabric, half, first_head=head) for head in range(2)]
         self.cache = Cache(Sizes())
         self.counts: defaultdict[str, float] = defaultdict(float)
-        self.made: list[MemoryTransport] = []
+        self.transports: list[MemoryTransport] = []
         self.failures: list[str] = []
         self.agents = Agents(
             self._make,
@@ -61,8 +61,8 @@ class Reading:
     def _make(self) -> Transport:
         if self.failures:
             raise TransportError(self.failures.pop())
-        self.made.append(MemoryTransport(self.fabric))
-        return self.made[-1]
+        self.transports.append(MemoryTransport(self.fabric))
+        return self.transports[-1]
 
     def start(self, request: RequestId, rank: Rank = R0, block: int = 7) -> list[DataEvent]:
         load = StartLoad(request, 0, 4, wire_tables([[block]]))
@@ -77,7 +77,7 @@ class Reading:
     @property
     def num_transports(self) -> int:
         """Of this rank, that are not closed."""
-        return sum(transport.name in self.fabric.transports for transport in self.made)
+        return sum(transport.name in self.fabric.transports for transport in self.transports)
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
     return ended
 
 
-def made(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
+def digest_of(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
     """One digest, made at once."""
     assert digests.add(wanted) is None
     (ended,) = drained(digests)
@@ -155,7 +155,7 @@ def routes(ended: Sequence[DigestEvent]) -> list[bytes]:
 
 
 def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
-    ended = made(digests, order())
+    ended = digest_of(digests, order())
     numbers = Key(CLAIM).numbers(1)
     rows = []
     for layer, table, begin in ((0, TABLE, 0), (1, WINDOWED, 4)):
@@ -170,17 +170,17 @@ def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: Digest
 
 
 def test_its_key_is_the_claim(digests: DigestQueue) -> None:
-    one, other = made(digests, order()), made(digests, order(claim=RIVAL))
+    one, other = digest_of(digests, order()), digest_of(digests, order(claim=RIVAL))
     assert one.rows != other.rows
     assert one.columns != other.columns
 
 
 def test_what_is_behind_the_end_is_not_looked_at(cache: Cache, digests: DigestQueue) -> None:
-    before = made(digests, order())
+    before = digest_of(digests, order())
     cache.bytes[:, [5, 6], :, END % TOKENS :] ^= 1
-    assert made(digests, order()) == before
+    assert digest_of(digests, order()) == before
     cache.bytes[0, 5, :, END % TOKENS - 1] ^= 1
-    assert made(digests, order()).rows != before.rows
+    assert digest_of(digests, order()).rows != before.rows
 
 
 def test_block_tables_begin_at_the_entry_of_the_first_token(cache: Cache) -> None:
@@ -221,7 +221,7 @@ def compared(where: Cache, wanted: CompareDigest) -> DigestCompared:
 
 
 def test_what_was_read_is_what_prefill_has(digests: DigestQueue, landed: Cache) -> None:
-    assert compared(landed, comparison(made(digests, order()))).difference is None
+    assert compared(landed, comparison(digest_of(digests, order()))).difference is None
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_what_was_read_is_what_prefill_has(digests: DigestQueue, landed: Cache) 
 def test_one_bit_that_differs_is_named(
     digests: DigestQueue, landed: Cache, place: tuple[int, ...], words: str
 ) -> None:
-    remote = made(digests, order())
+    remote = digest_of(digests, order())
     landed.bytes[place] ^= 0x10
     difference = compared(landed, comparison(remote)).difference
     assert difference is not None
@@ -245,7 +245,7 @@ def test_one_bit_that_differs_is_named(
 
 
 def test_blocks_that_changed_places_differ(digests: DigestQueue, landed: Cache) -> None:
-    remote = made(digests, order())
+    remote = digest_of(digests, order())
     landed.bytes[0, [1, 2]] = landed.bytes[0, [2, 1]]
     assert compared(landed, comparison(remote)).difference is not None
 
@@ -253,7 +253,7 @@ def test_blocks_that_changed_places_differ(digests: DigestQueue, landed: Cache) 
 def test_only_what_was_read_is_compared(digests: DigestQueue, landed: Cache) -> None:
     """The first block was here before; it may have been computed in another order."""
     slices = (replace(FULL, begin=4), BEHIND)
-    remote = made(digests, order(slices=slices))
+    remote = digest_of(digests, order(slices=slices))
     landed.bytes[0, 1] ^= 0xFF
     tables = tuple(packed(*table[1:]) for table in DECODE_TABLES)
     wanted = comparison(remote, slices=slices, begin=4, tables=tables)
@@ -273,7 +273,7 @@ def test_only_what_was_read_is_compared(digests: DigestQueue, landed: Cache) -> 
 def test_a_digest_of_another_size_differs(
     digests: DigestQueue, landed: Cache, rows: slice, columns: slice
 ) -> None:
-    remote = made(digests, order())
+    remote = digest_of(digests, order())
     cut = replace(remote, rows=remote.rows[rows], columns=remote.columns[columns])
     difference = compared(landed, comparison(cut)).difference
     assert difference is not None
@@ -350,7 +350,7 @@ def test_what_is_cleared_never_ends(digests: DigestQueue) -> None:
     digests.add(order(claim=RIVAL))
     digests.clear()
     assert drained(digests) == []
-    assert made(digests, order()).refusal is None
+    assert digest_of(digests, order()).refusal is None
 
 
 def test_the_digester_is_closed_with_the_queue(cache: Cache) -> None:
@@ -464,8 +464,8 @@ def test_a_digest_is_made_while_one_of_its_readers_waits(digests: DigestQueue) -
 
 def test_what_was_made_is_counted(digests: DigestQueue, counts: defaultdict[str, float]) -> None:
     assert counts == {}
-    made(digests, order())
-    made(digests, order(slices=(BEHIND,)))
+    digest_of(digests, order())
+    digest_of(digests, order(slices=(BEHIND,)))
     digests.add(order(end=END + 8))
     num_bytes = (END + END - 4 + END - 4) * HEADS * CONTENT
     assert counts == {"digests": 2, "digest_bytes": num_bytes, "digest_seconds": 2.0}
@@ -518,11 +518,11 @@ def test_what_is_not_here_is_refused_in_words(
     assert (refused.route, refused.digest_request) == (b"route", wanted.digest_request)
     assert words in str(refused.refusal)
     assert digests.wait_s is None
-    assert made(digests, order()).refusal is None, "what comes after it is made"
+    assert digest_of(digests, order()).refusal is None, "what comes after it is made"
 
 
 def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: DigestQueue) -> None:
-    remote = made(digests, order())
+    remote = digest_of(digests, order())
     wanted = comparison(remote, slices=(replace(FULL, layer="layer.9"),))
     refused = queue_of(cache).add(wanted)
     assert refused == DigestCompared(

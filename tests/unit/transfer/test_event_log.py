@@ -1,4 +1,4 @@
-"""What is kept of what happened, and how a request's story is told."""
+"""What is kept of what happened, and how a request's story is put together."""
 
 import itertools
 import logging
@@ -35,7 +35,7 @@ def log_of(*transitions: Transition, kept: int = KEPT) -> EventLog:
     return log
 
 
-def told(story: list[EventRecord]) -> list[Transition]:
+def transitions_of(story: list[EventRecord]) -> list[Transition]:
     return [Transition(e.request, e.peer, e.before, e.after, e.cause, e.num_bytes) for e in story]
 
 
@@ -47,7 +47,7 @@ def test_a_story_has_its_events_in_order_with_their_times() -> None:
         ended("d1"),
     ]
     story = log_of(*transitions).story("d1")
-    assert told(story) == transitions
+    assert transitions_of(story) == transitions
     assert [event.time for event in story] == [100.0, 101.0, 102.0, 103.0]
     assert story[2].num_bytes == 4096
 
@@ -61,7 +61,7 @@ def test_only_the_last_events_are_kept() -> None:
 
 
 def test_ten_thousand_are_kept_by_default() -> None:
-    log = EventLog()
+    log = log_of(READY._replace(peer="another engine"))
     for number in range(KEPT + 5):
         log.record(READY if number % 2 else prepared(f"d{number}"))
     assert len(log) == KEPT == 10_000
@@ -91,9 +91,9 @@ def test_without_events_there_is_no_story() -> None:
 def test_requests_are_found_by_a_part_of_their_id() -> None:
     """The client's id is a part of vLLM's."""
     log = log_of(prepared("cmpl-abc-0"), prepared("cmpl-abc-1"), prepared("cmpl-xyz-0"))
-    assert told(log.story("abc")) == [prepared("cmpl-abc-0"), prepared("cmpl-abc-1")]
+    assert transitions_of(log.story("abc")) == [prepared("cmpl-abc-0"), prepared("cmpl-abc-1")]
     assert log.story("abc", exact=True) == []
-    assert told(log.story("cmpl-abc-1", exact=True)) == [prepared("cmpl-abc-1")]
+    assert transitions_of(log.story("cmpl-abc-1", exact=True)) == [prepared("cmpl-abc-1")]
 
 
 def test_an_empty_text_finds_no_peers_events() -> None:
@@ -106,7 +106,7 @@ def test_the_peers_events_are_told_while_the_request_lives() -> None:
     log = log_of(
         CONNECTING, prepared("d1"), other, READY, moved("d1", "", "ASKING"), ended("d1"), GONE
     )
-    assert told(log.story("d1")) == [
+    assert transitions_of(log.story("d1")) == [
         prepared("d1"),
         READY,
         moved("d1", "", "ASKING"),
@@ -125,25 +125,25 @@ def test_the_peers_loss_is_part_of_the_story_of_a_request_that_still_waits(
     last: Transition,
 ) -> None:
     log = log_of(prepared("d1"), last, GONE)
-    assert told(log.story("d1")) == [prepared("d1"), last, GONE]
+    assert transitions_of(log.story("d1")) == [prepared("d1"), last, GONE]
 
 
 def test_the_peers_events_are_told_while_any_of_the_requests_lives() -> None:
     end = ended("d-2", "FAILED", before="PREPARED")
     log = log_of(prepared("d-1"), prepared("d-2"), end, GONE)
-    assert told(log.story("d-"))[-1] == GONE
-    assert told(log.story("d-2"))[-1] == end
+    assert transitions_of(log.story("d-"))[-1] == GONE
+    assert transitions_of(log.story("d-2"))[-1] == end
 
 
 def test_an_offer_is_over_with_its_last_event() -> None:
     asked = Transition("p1", ENGINE, "OFFERED", "GRANTED", "Ask")
     over = Transition("p1", ENGINE, "GRANTED", OVER, "Release: read")
-    assert told(log_of(asked, over, GONE).story("p1")) == [asked, over]
+    assert transitions_of(log_of(asked, over, GONE).story("p1")) == [asked, over]
 
 
 def test_what_happened_to_others_is_no_part_of_a_story() -> None:
     log = log_of(prepared("d1"), prepared("d2"), moved("d2", "", "ASKING"), ended("d1"))
-    assert told(log.story("d1", exact=True)) == [prepared("d1"), ended("d1")]
+    assert transitions_of(log.story("d1", exact=True)) == [prepared("d1"), ended("d1")]
 
 
 @pytest.mark.parametrize("limit", [3, 9, 10])

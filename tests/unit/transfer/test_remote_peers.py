@@ -114,6 +114,14 @@ def test_a_description_leads_only_to_allowed_hosts(
     )
 
 
+def test_each_rank_has_an_endpoint_of_its_own(fabric: Fabric, cache: Cache) -> None:
+    described = engine_of(*(ReadableRank(fabric, HALF, first_head=head) for head in range(2)))
+    first, second = described.ranks
+    same = msgspec.structs.replace(second, endpoint=first.endpoint)
+    with pytest.raises(IncompatiblePeer, match="has several ranks at one endpoint"):
+        peers_of(cache).check(msgspec.structs.replace(described, ranks=(first, same)))
+
+
 def test_a_host_is_checked_before_anything_is_compared(fabric: Fabric, cache: Cache) -> None:
     peers = peers_of(cache, {"another": "model"}, allowed=AllowedHosts(()))
     with pytest.raises(IncompatiblePeer, match="has a rank at"):
