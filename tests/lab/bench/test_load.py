@@ -12,6 +12,7 @@ from lab.bench.checkouts import REPO
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
 
+@pytest.mark.slow
 def test_two_checkouts_load_the_same_in_turn(tmp_path: Path) -> None:
     """This one against itself: real engines, whose bytes move in memory."""
     path = tmp_path / "figures.json"
