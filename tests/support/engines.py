@@ -38,6 +38,9 @@ PATIENT: Mapping[str, object] = {
 EVENT_S = 90.0
 """How long an event may take on a busy machine. Nothing but a failed test waits so long."""
 
+SETTLING = 8
+"""Tokens, each a step: then an engine has published all that it had counted before."""
+
 _SEEDS = itertools.count(10**6)
 
 
@@ -62,6 +65,8 @@ def connect(prefill: Engine, decode: Engine) -> None:
             return since.wait_for(LOADS, timeout_s=1)[LOADS] > 0
 
         assert wait_until(has_read, EVENT_S)
+        for client in (pair.to_prefill, pair.to_decode):
+            client.complete(PROBE, SETTLING)
 
 
 class Accounts:

@@ -58,6 +58,7 @@ PATIENT: Final[Mapping[str, object]] = {
     "request_timeout_s": 120,
     "lease_s": 30,
     "offer_ttl_s": 60,
+    "peer_timeout_s": 30,
 }
 """The connector's, where few cores make everything slow, also the signs of life."""
 
