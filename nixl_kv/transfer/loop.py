@@ -315,15 +315,17 @@ class Loop:
             self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
-        """Say why, and what happened before."""
+        """Say why, and what happened before; of a load that nobody wants any more, only that."""
         peer = f"; {report.peer}" if report.peer else ""
+        is_dropped = failure.kind is events.FailureKind.DROPPED
+        story = [] if is_dropped else self._story(report.request)
         logger.warning(
             "request %s: KV not loaded: %s (%s%s)%s",
             report.request,
             printable(failure.detail, MAX_DETAIL),
             failure.kind.value,
             peer,
-            "".join(f"\n  {line}" for line in self._story(report.request)),
+            "".join(f"\n  {line}" for line in story),
         )
 
     def _story(self, request: RequestId) -> list[str]:
