@@ -34,6 +34,7 @@ def test_plan_measures_each_case_once(tmp_path: Path) -> None:
     assert {figure["blocks"] for figure in figures} == set(plan.NUM_BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_digest_reads_and_digests_all_of_a_prompt(tmp_path: Path) -> None:
     arguments = ["--tokens", "64", "--repeat", "2", "--orders", "BHLNC"]
@@ -45,6 +46,7 @@ def test_digest_reads_and_digests_all_of_a_prompt(tmp_path: Path) -> None:
     assert figure["digest ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_link_reads_pieces_of_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
