@@ -15,14 +15,14 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.engines import PATIENT, Engine, EngineSpec
 from lab.cluster.metrics import CORRUPT, FAILURES, LOADS, CountersSince
 from lab.cluster.models.files import REPO, ensure_tiny_model
 from lab.cluster.pair import Pair
@@ -40,13 +40,6 @@ PLANTED: Final = ("byte", "blocks", "head", "layer")
 BLOCK_SIZE: Final = 32
 """Several in the shortest prompt."""
 LAG_S: Final = 30.0
-PATIENT: Final[Mapping[str, object]] = {
-    "request_timeout_s": 60,
-    "lease_s": 30,
-    "offer_ttl_s": 60,
-    "peer_timeout_s": 30,
-}
-"""The connector's configuration: few cores are slow."""
 NO_FAULT: Final = "none"
 
 
