@@ -56,7 +56,7 @@ class Scheduler:
         self._decode = DecodeScheduler(sizes, self._trust.check, verify=self._config.verify)
         self._directory: DirectoryServer | None = None
         self._next_step: list[events.Command] = []
-        self._stats = Stats()
+        self.stats = Stats()
         transfer = vllm_config.kv_transfer_config
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
         if self._is_decode and transfer.kv_load_failure_policy != "recompute":
@@ -79,7 +79,7 @@ class Scheduler:
         try:
             self._dispatch(request)
         except RemoteProtocolError as error:
-            self._stats.count("tickets_refused")
+            self.stats.count("tickets_refused")
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
     def count_matched(self, request: Request, local: int) -> tuple[int, bool]:
@@ -140,11 +140,6 @@ class Scheduler:
             self._trust,
         )
 
-    def pop_stats(self) -> Stats | None:
-        """What was counted since the last step."""
-        stats, self._stats = self._stats, Stats()
-        return None if stats.is_empty() else stats
-
     def stop(self) -> None:
         """Stop listening."""
         if self._directory is not None:
@@ -173,7 +168,7 @@ class Scheduler:
     def _note_plain(self, request: Request) -> None:
         """On an engine that only decodes, a request without parameters is worth a line."""
         if not self._is_prefill:
-            self._stats.count("tickets_missing")
+            self.stats.count("tickets_missing")
             logger.info(
                 "request %s is computed here: it has no kv_transfer_params", request.request_id
             )

@@ -100,7 +100,7 @@ def with_ticket(**changed: Any) -> Any:
 
 
 def counted(scheduler: Scheduler) -> Record:
-    stats = scheduler.pop_stats()
+    stats = scheduler.stats.pop()
     return {} if stats is None else stats.data
 
 
@@ -156,6 +156,12 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
             {"do_remote_decode": False},
             "do_remote_decode is not true; allowed on a kv_producer: true",
             id="P",
+        ),
+        pytest.param(
+            "kv_producer",
+            ticket_for(new_request()),
+            "do_remote_decode is not true; allowed on a kv_producer: true",
+            id="P, a ticket",
         ),
     ],
 )
