@@ -11,9 +11,10 @@ in 5; what is left (hosts, networks, shares) would be validators of ours again.
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, TypeAlias
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
 
 from nixl_kv.errors import ConfigError
 
@@ -55,118 +56,6 @@ class AllowedHosts:
         except ValueError:
             return False
         return any(address in network for network in self.networks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """What an operator may choose. Times are seconds."""
-
-    host: str = "127.0.0.1"
-    """IP address under which decode engines reach this engine's control plane."""
-
-    port: int = 5600
-    """TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r."""
-
-    backends: tuple[str, ...] = ("UCX",)
-    """NIXL backends, in order of preference."""
-
-    offer_ttl_s: float = 10.0
-    """How long a finished prefill that nobody claims keeps its blocks."""
-
-    lease_s: float = 5.0
-    """How long blocks stay pinned after the last sign of life of the reader that claimed them."""
-
-    request_timeout_s: float = 30.0
-    """How long a request on decode waits for its blocks before it counts as failed."""
-
-    layout: str = "auto"
-    """Physical order of the KV cache to ask vLLM for; 'auto' picks the best that is known good."""
-
-    key_file: str | None = None
-    """File with the key that all engines share; with it, whoever lacks the key is nobody."""
-
-    insecure: bool = False
-    """Whether other machines may reach this engine although it has no key."""
-
-    peers: tuple[Network, ...] | None = None
-    """Networks of the other engines; None for any with a key, and this machine without one."""
-
-    peer_timeout_s: float = 2.0
-    """How soon a peer that has fallen silent counts as lost."""
-
-    paced_reads: bool = False
-    """Whether one piece at a time is read from each prefill rank: for UCX over TCP."""
-
-    offer_share: float = 0.5
-    """Share of the cache's blocks that offers which nobody has claimed may hold."""
-
-    verify: float = 0.0
-    """Share of the loads whose bytes are compared with prefill's by a digest, on decode: 'off' (0),
-    'sample:RATE', or 'all' (1)."""
-
-    @property
-    def allowed_hosts(self) -> AllowedHosts:
-        """`peers`, or what it is by default."""
-        if self.peers is not None:
-            return AllowedHosts(self.peers)
-        if self.key_file is not None:
-            return AllowedHosts()
-        return AllowedHosts((*LOOPBACK, ipaddress.ip_network(self.host)))
-
-    @property
-    def renew_interval_s(self) -> float:
-        """Renew five times a lease: three may be lost, with a stall, before the lease runs out.
-
-        And each second at least, which tells prefill that it may still be read.
-        """
-        return min(1.0, self.lease_s / 5)
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
-        """Build from `kv_connector_extra_config`, with vLLM's two variables as defaults.
-
-        Raises:
-            ConfigError: for an unknown key or a value that is not allowed, or if other machines
-                could reach an engine that has no key.
-        """
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"kv_connector_extra_config has the unknown key {unknown[0]!r} "
-                f"(value {extra[unknown[0]]!r}); allowed keys are {', '.join(known)}"
-            )
-        given = _from_environment(environ)
-        given.update({key: (_name(key), value) for key, value in extra.items()})
-        config = cls(**{key: _PARSERS[key](name, value) for key, (name, value) in given.items()})
-        if not (config.key_file or config.insecure or config._is_alone()):
-            raise _refuse(
-                given["host"][0],
-                config.host,
-                f"without a key_file, an address that only this machine reaches: "
-                f"{HOW_TO_SHARE_A_KEY}",
-            )
-        return config
-
-    def _is_alone(self) -> bool:
-        """Whether only this machine reaches this engine."""
-        return ipaddress.ip_address(self.host).is_loopback
-
-
-def _name(key: str) -> str:
-    return f"kv_connector_extra_config[{key!r}]"
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
-    """Defaults that vLLM's variables give, each with the name to blame for it."""
-    defaults: dict[str, tuple[str, Any]] = {}
-    if environ.get(HOST_VARIABLE):
-        defaults["host"] = (HOST_VARIABLE, environ[HOST_VARIABLE])
-    text = environ.get(PORT_VARIABLE)
-    if text:
-        number = text.isdecimal() and len(text) <= MAX_PORT_DIGITS
-        defaults["port"] = (PORT_VARIABLE, int(text) if number else text)
-    return defaults
 
 
 def _refuse(name: str, value: object, allowed: str) -> ConfigError:
@@ -271,19 +160,107 @@ def _verify(name: str, value: object) -> float:
     return float(rate)
 
 
-_PARSERS: Final[Mapping[str, Callable[[str, object], Any]]] = {
-    "host": _host,
-    "port": _port,
-    "backends": _backends,
-    "offer_ttl_s": _seconds,
-    "lease_s": _seconds,
-    "request_timeout_s": _seconds,
-    "layout": _layout,
-    "key_file": _key_file,
-    "insecure": _switch,
-    "paced_reads": _switch,
-    "peers": _peers,
-    "peer_timeout_s": _seconds,
-    "offer_share": _share,
-    "verify": _verify,
-}
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What an operator may choose, and what parses it. Times are seconds."""
+
+    host: Annotated[str, _host] = "127.0.0.1"
+    """IP address under which decode engines reach this engine's control plane."""
+
+    port: Annotated[int, _port] = 5600
+    """TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r."""
+
+    backends: Annotated[tuple[str, ...], _backends] = ("UCX",)
+    """NIXL backends, in order of preference."""
+
+    offer_ttl_s: Annotated[float, _seconds] = 10.0
+    """How long a finished prefill that nobody claims keeps its blocks."""
+
+    lease_s: Annotated[float, _seconds] = 5.0
+    """How long blocks stay pinned after the last sign of life of the reader that claimed them."""
+
+    request_timeout_s: Annotated[float, _seconds] = 30.0
+    """How long a request on decode waits for its blocks before it counts as failed."""
+
+    layout: Annotated[str, _layout] = "auto"
+    """Physical order of the KV cache to ask vLLM for; 'auto' picks the best that is known good."""
+
+    key_file: Annotated[str | None, _key_file] = None
+    """File with the key that all engines share; with it, whoever lacks the key is nobody."""
+
+    insecure: Annotated[bool, _switch] = False
+    """Whether other machines may reach this engine although it has no key."""
+
+    peers: Annotated[tuple[Network, ...] | None, _peers] = None
+    """Networks of the other engines; None for any with a key, and this machine without one."""
+
+    peer_timeout_s: Annotated[float, _seconds] = 2.0
+    """How soon a peer that has fallen silent counts as lost."""
+
+    paced_reads: Annotated[bool, _switch] = False
+    """Whether one piece at a time is read from each prefill rank: for UCX over TCP."""
+
+    offer_share: Annotated[float, _share] = 0.5
+    """Share of the cache's blocks that offers which nobody has claimed may hold."""
+
+    verify: Annotated[float, _verify] = 0.0
+    """Share of the loads whose bytes are compared with prefill's by a digest, on decode: 'off' (0),
+    'sample:RATE', or 'all' (1)."""
+
+    @property
+    def allowed_hosts(self) -> AllowedHosts:
+        """`peers`, or what it is by default."""
+        if self.peers is not None:
+            return AllowedHosts(self.peers)
+        if self.key_file is not None:
+            return AllowedHosts()
+        return AllowedHosts((*LOOPBACK, ipaddress.ip_network(self.host)))
+
+    @property
+    def renew_interval_s(self) -> float:
+        """Renew five times a lease: three may be lost, with a stall, before the lease runs out.
+
+        And each second at least, which tells prefill that it may still be read.
+        """
+        return min(1.0, self.lease_s / 5)
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
+        """Build from `kv_connector_extra_config`, with vLLM's two variables as defaults.
+
+        Raises:
+            ConfigError: for an unknown key or a value that is not allowed, or if other machines
+                could reach an engine that has no key.
+        """
+        known = typing.get_type_hints(cls, include_extras=True)
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"kv_connector_extra_config has the unknown key {unknown[0]!r} "
+                f"(value {extra[unknown[0]]!r}); allowed keys are {', '.join(known)}"
+            )
+        given = _from_environment(environ)
+        given |= {key: (f"kv_connector_extra_config[{key!r}]", extra[key]) for key in extra}
+        parsers = {key: known[key].__metadata__[0] for key in given}  # Annotated[type, parser]
+        config = cls(**{key: parsers[key](*given[key]) for key in given})
+        is_alone = ipaddress.ip_address(config.host).is_loopback
+        if not (config.key_file or config.insecure or is_alone):
+            raise _refuse(
+                given["host"][0],
+                config.host,
+                f"without a key_file, an address that only this machine reaches: "
+                f"{HOW_TO_SHARE_A_KEY}",
+            )
+        return config
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
+    """Defaults that vLLM's variables give, each with the name to blame for it."""
+    defaults: dict[str, tuple[str, Any]] = {}
+    if environ.get(HOST_VARIABLE):
+        defaults["host"] = (HOST_VARIABLE, environ[HOST_VARIABLE])
+    text = environ.get(PORT_VARIABLE)
+    if text:
+        number = text.isdecimal() and len(text) <= MAX_PORT_DIGITS
+        defaults["port"] = (PORT_VARIABLE, int(text) if number else text)
+    return defaults

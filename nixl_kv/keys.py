@@ -64,13 +64,11 @@ def read_key_file(path: str | Path) -> Keys:
         ConfigError: names the path, what is wrong with the file, and what is allowed.
     """
     try:
-        reason, text = _read(path)
+        return Keys.derive(_read(path))
     except (OSError, ValueError) as error:
-        raise _refuse(path, _words(error)) from error
-    root = None if reason else _parse(text)
-    if root is None:
-        raise _refuse(path, reason or "its content is something else")
-    return Keys.derive(root)
+        raise ConfigError(
+            f"key_file is {str(path)!r}: {_words(error)}; allowed: {ALLOWED}"
+        ) from error
 
 
 def write_key_file(path: str | Path) -> Keys:
@@ -99,38 +97,30 @@ def _derive(root: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(digest_size=KEY_BYTES, key=root, person=purpose).digest()
 
 
-def _read(path: str | Path) -> tuple[str | None, bytes]:
-    """Why the file is not to be trusted, or else its content, as far as a key could be long."""
+def _read(path: str | Path) -> bytes:
+    """The bytes that the file says; a ValueError says why it is not to be trusted."""
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        reason = _reason(os.fstat(descriptor))
-        return reason, b"" if reason else os.read(descriptor, 2 * KEY_BYTES + 2)
+        _check(os.fstat(descriptor))
+        text = os.read(descriptor, 2 * KEY_BYTES + 2)  # one more than a key and its line end
     finally:
         os.close(descriptor)
-
-
-def _reason(status: os.stat_result) -> str | None:
-    """Why an opened file is not to be trusted, or its content already known to others."""
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISREG(status.st_mode):
-        return "it is no regular file"
-    if mode not in MODES:
-        return f"its mode is {mode:04o}"
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"its owner is the user {status.st_uid}"
-    return None
-
-
-def _parse(text: bytes) -> bytes | None:
     digits = text.removesuffix(b"\n")
     if len(digits) != 2 * KEY_BYTES or not set(digits) <= set(b"0123456789abcdefABCDEF"):
-        return None
+        raise ValueError("its content is something else")
     return bytes.fromhex(digits.decode("ascii"))
 
 
-def _refuse(path: str | Path, reason: str) -> ConfigError:
-    return ConfigError(f"key_file is {str(path)!r}: {reason}; allowed: {ALLOWED}")
+def _check(status: os.stat_result) -> None:
+    """That nobody else knows the content of an opened file already."""
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    if mode not in MODES:
+        raise ValueError(f"its mode is {mode:04o}")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ValueError(f"its owner is the user {status.st_uid}")
 
 
 def _unwritten(path: str | Path, error: Exception) -> ConfigError:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -25,14 +25,12 @@ from nixl_kv.ids import Rank
 
 TOKENS: Final = 16_384
 
-EntrySizes: TypeAlias = tuple[int, ...]
-"""Tokens per entry of the block table, of each group that differs in it."""
-
 
 @dataclass(frozen=True)
 class Figures:
     """What one decode rank reads from one prefill rank.
 
+    `entry_sizes` are tokens per entry of the block table, each once, on decode and on prefill.
     `period` is in tokens: after that many, block edges of both sides coincide again. The runs of a
     period are counted where no two blocks are neighbours and no window has passed.
     """
@@ -41,7 +39,7 @@ class Figures:
     heads: tuple[Heads, ...]
     spans: tuple[int, int]
     rows: tuple[int, int]
-    entry_sizes: tuple[EntrySizes, EntrySizes]
+    entry_sizes: tuple[tuple[int, ...], tuple[int, ...]]
     period: int
     runs_per_period: int
     run_bytes: tuple[int, float, int]  # least, median, most
@@ -120,41 +118,40 @@ def run_lengths(plan: Plan, reads: Reads) -> Ints:
     return np.add.reduceat(length, np.concatenate(([0], np.flatnonzero(~follows) + 1)))
 
 
-@dataclass(frozen=True)
-class ExampleRequest:
-    """A prompt of so many tokens, whose blocks are scattered over the caches, or in a row."""
+def example_reads(
+    plan: Plan, tokens: int, *, scattered: bool = True, windows: bool = True
+) -> Reads:
+    """What the planner makes of a prompt of so many tokens.
 
-    tokens: int
-    scattered: bool = True
-    windows: bool = True
+    Args:
+        plan: of two ranks.
+        tokens: of the prompt.
+        scattered: whether its blocks are all over the caches, in place of in a row.
+        windows: whether the blocks that windows have passed are left out.
 
-    def reads(self, plan: Plan) -> Reads:
-        """What the planner makes of it.
+    Raises:
+        ValueError: if a cache has no room for the prompt.
+    """
+    mine, theirs = (
+        [_block_ids(group, tokens, scattered=scattered) for group in groups]
+        for groups in plan.groups
+    )
+    if windows:
+        for ids, group in zip(mine, plan.groups[0], strict=True):
+            if group.window:
+                ids[: max(0, tokens - group.window) // group.entry_size] = ABSENT
+    if scattered:  # in no order either
+        theirs = [ids[::-1] for ids in theirs]
+    return plan.reads(mine, theirs, range(tokens))
 
-        Raises:
-            ValueError: if a cache has no room for the prompt.
-        """
-        mine = [self._drop_passed(self._block_ids(group), group) for group in plan.groups[0]]
-        theirs = [self._block_ids(group) for group in plan.groups[1]]
-        if self.scattered:  # in no order either
-            theirs = [ids[::-1] for ids in theirs]
-        return plan.reads(mine, theirs, range(self.tokens))
 
-    def _block_ids(self, group: Group) -> BlockIds:
-        """Scattered ones are as far apart as the cache allows."""
-        count = len(entries(0, self.tokens, group.entry_size))
-        if count > group.num_entries:
-            raise ValueError(
-                f"{self.tokens} tokens take {count} blocks; allowed: up to {group.num_entries}"
-            )
-        step = group.num_entries // count if self.scattered else 1
-        return np.arange(count, dtype=np.int32) * np.int32(step)
-
-    def _drop_passed(self, ids: BlockIds, group: Group) -> BlockIds:
-        """Without the blocks that the group's window has passed."""
-        if self.windows and group.window:
-            ids[: max(0, self.tokens - group.window) // group.entry_size] = ABSENT
-        return ids
+def _block_ids(group: Group, tokens: int, *, scattered: bool) -> BlockIds:
+    """Scattered ones are as far apart as the cache allows."""
+    count = len(entries(0, tokens, group.entry_size))
+    if count > group.num_entries:
+        raise ValueError(f"{tokens} tokens take {count} blocks; allowed: up to {group.num_entries}")
+    step = group.num_entries // count if scattered else 1
+    return np.arange(count, dtype=np.int32) * np.int32(step)
 
 
 def _compare_ranks(
@@ -164,9 +161,9 @@ def _compare_ranks(
     rank_plan = plan(layouts[0], layouts[1], route.share)
     sizes = _entry_sizes(rank_plan, 0), _entry_sizes(rank_plan, 1)
     period = math.lcm(*itertools.chain(*sizes))
-    one_period = ExampleRequest(period, windows=False).reads(rank_plan)
+    one_period = example_reads(rank_plan, period, windows=False)
     lengths = run_lengths(rank_plan, one_period)
-    scattered = ExampleRequest(tokens).reads(rank_plan)
+    scattered = example_reads(rank_plan, tokens)
     figures = Figures(
         layers=len(route.share),
         heads=tuple(sorted(set(route.share.values()))),
@@ -180,11 +177,11 @@ def _compare_ranks(
         request_bytes=scattered.num_bytes,
         index_bytes=scattered.local.nbytes + scattered.remote.nbytes,
         descriptors=scattered.num_runs,
-        descriptors_in_a_row=ExampleRequest(tokens, scattered=False).reads(rank_plan).num_runs,
+        descriptors_in_a_row=example_reads(rank_plan, tokens, scattered=False).num_runs,
     )
     return RankPair(decode_rank, route.remote_rank, route.share, rank_plan, figures)
 
 
-def _entry_sizes(rank_plan: Plan, side: int) -> EntrySizes:
+def _entry_sizes(rank_plan: Plan, side: int) -> tuple[int, ...]:
     groups = rank_plan.groups[side]
     return tuple(sorted({groups[rows.groups[side]].entry_size for rows in rank_plan.paged_rows}))

@@ -71,7 +71,6 @@ def _table(comparison: Comparison) -> Table:
     periods = {pair.figures.period for pair in comparison.pairs}
     has_one_period = len(periods) == 1
     period = f"{max(periods)} tokens" if has_one_period else "period"
-    table = plain_table()
     headings = (
         "decode\nrank",
         "prefill\nrank",
@@ -87,8 +86,7 @@ def _table(comparison: Comparison) -> Table:
         "descriptors,\nin a row",
         "\nindices",
     )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(headings, justify="right", no_wrap=True)
     for pair in comparison.pairs:
         table.add_row(*_cells(pair, has_one_period=has_one_period))
     return table

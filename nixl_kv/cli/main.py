@@ -21,7 +21,6 @@ from nixl_kv.cli.options import (
     EngineOptions,
     ModelOptions,
     OutputOptions,
-    StatusOptions,
     with_options_of_records,
 )
 from nixl_kv.errors import ConfigError, IncompatiblePeer
@@ -66,21 +65,38 @@ def plan(model: ModelOptions, engines: EngineOptions, output: OutputOptions) -> 
 
 
 @app.command()
-@with_options_of_records
-def status(options: StatusOptions) -> None:
+def status(
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where the engine is described, as it logs at start."
+        ),
+    ],
+    key_file: Annotated[
+        Path | None, typer.Option(help="The key of the engine, if it has one.")
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="Also tell what happened to the requests whose id contains this."
+        ),
+    ] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all fields.")] = False,
+) -> None:
     """Show what a running engine is doing, and what happened to a request.
 
     Prints the peers, links, offers and loads of each rank, and what each waits for.
     """
     with _errors_exit():
-        keys = running.read_keys(options.key_file)
-        description = running.describe_at(options.at, option="--at", keys=keys)
-    answers = running.rank_statuses(description, keys, options.request or "")
-    if options.json:
+        keys = running.read_keys(key_file)
+        description = running.describe_at(at, option="--at", keys=keys)
+    answers = running.rank_statuses(description, keys, request or "")
+    if as_json:
         record = status_report.status_as_json(description, answers)
         typer.echo(json.dumps(record, indent=2))
     else:
-        status_report.print_status(description, answers, options.request)
+        status_report.print_status(description, answers, request)
     if any(isinstance(answer, Exception) for _, answer in answers):
         raise typer.Exit(NO_ANSWER)
 

@@ -1,6 +1,6 @@
-"""The options of the commands, as records.
+"""The options of `nixl-kv plan`, as records.
 
-A command has a few records as parameters; typer wants one parameter for each option.
+The command has a few records as parameters; typer wants one parameter for each option.
 `with_options_of_records` turns the one into the other: each field of each record is an option.
 """
 
@@ -8,7 +8,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -96,23 +96,6 @@ class OutputOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatusOptions:
-    """A running engine, and what to print of it."""
-
-    at: Annotated[
-        str, Option(metavar="HOST:PORT", help="Where the engine is described, as it logs at start.")
-    ]
-    key_file: Annotated[Path | None, Option(help="The key of the engine, if it has one.")] = None
-    request: Annotated[
-        str | None,
-        Option(
-            metavar="ID", help="Also tell what happened to the requests whose id contains this."
-        ),
-    ] = None
-    json: Annotated[bool, Option("--json", help="Print JSON, with all fields.")] = False
-
-
 def with_options_of_records(command: Command) -> Command:
     """A function that typer can read, which calls the command with its records."""
     records = typing.get_type_hints(command)
@@ -139,7 +122,7 @@ def _parameters(record: type) -> list[inspect.Parameter]:
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            default=field.default,
             annotation=hints[field.name],
         )
         for field in fields(record)

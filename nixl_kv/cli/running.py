@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -22,42 +21,12 @@ from nixl_kv.transport.zmq import ZmqControl
 ANSWER_TIMEOUT_S: Final = 5.0
 
 ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
+"""`HOST:PORT`, where an IPv6 literal has brackets."""
+
 MAX_PORT: Final = 65_535
 
 RankAnswer: TypeAlias = tuple[messages.RankDescription, messages.Status | NixlKVError]
 """A rank, and its status; or why there is none."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where an engine's directory listens: a name or an IP literal, and a port."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str, *, option: str) -> "Address":
-        """Read `HOST:PORT`, where an IPv6 literal has brackets.
-
-        Raises:
-            ValueError: names the option, its value and what is allowed.
-        """
-        match = ADDRESS.fullmatch(text)
-        if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
-            raise ValueError(f"{option} is {text!r}; allowed: HOST:PORT")
-        return cls(match["ipv6"] or match["host"], int(match["port"]))
-
-    def resolve(self) -> list[Endpoint]:
-        """All endpoints that it may mean.
-
-        Raises:
-            TransportError: if there is no such host.
-        """
-        try:
-            infos = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise TransportError(f"{self.host}: {getattr(error, 'strerror', error)}") from error
-        return list(dict.fromkeys(endpoint_at(str(info[4][0]), self.port) for info in infos))
 
 
 def read_keys(path: Path | None) -> Keys | None:
@@ -78,11 +47,31 @@ def describe_at(where: str, *, option: str, keys: Keys | None) -> messages.Descr
     Raises:
         ValueError: names the option, the address and what went wrong.
     """
-    address = Address.parse(where, option=option)
+    errors: list[str] = []
+    for endpoint in endpoints_at(where, option=option):
+        try:
+            return describe(endpoint, keys)
+        except NixlKVError as error:  # noqa: PERF203 - the next one may answer
+            errors.append(str(error))
+    raise ValueError(f"{option} {where}: {'; '.join(dict.fromkeys(errors))}")
+
+
+def endpoints_at(where: str, *, option: str) -> list[Endpoint]:
+    """All endpoints that `HOST:PORT` may mean; the host is a name or an IP literal.
+
+    Raises:
+        ValueError: names the option, its value and what is allowed, or that there is no such host.
+    """
+    match = ADDRESS.fullmatch(where)
+    if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
+        raise ValueError(f"{option} is {where!r}; allowed: HOST:PORT")
+    host, port = match["ipv6"] or match["host"], int(match["port"])
     try:
-        return _describe_any(address.resolve(), keys)
-    except NixlKVError as error:
-        raise ValueError(f"{option} {where}: {error}") from error
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ValueError(f"{option} {where}: {host}: {reason}") from error
+    return list(dict.fromkeys(endpoint_at(str(info[4][0]), port) for info in infos))
 
 
 def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
@@ -123,17 +112,6 @@ def rank_statuses(
     }
     answers = _exchange(questions, keys)
     return [(rank, _status(answers[rank.endpoint])) for rank in description.ranks]
-
-
-def _describe_any(endpoints: list[Endpoint], keys: Keys | None) -> messages.Description:
-    """The first description that one of the endpoints of an engine gives."""
-    errors: list[str] = []
-    for endpoint in endpoints:
-        try:
-            return describe(endpoint, keys)
-        except NixlKVError as error:  # noqa: PERF203 - the next one may answer
-            errors.append(str(error))
-    raise TransportError("; ".join(dict.fromkeys(errors)))
 
 
 def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:

@@ -8,13 +8,7 @@ from rich.console import Console
 
 from nixl_kv.cli.engines import engine_from_description
 from nixl_kv.cli.running import RankAnswer
-from nixl_kv.cli.text import (
-    duration_text,
-    num_bytes_text,
-    plain_table,
-    time_text,
-    wide_console,
-)
+from nixl_kv.cli.text import duration_text, num_bytes_text, plain_table, time_text, wide_console
 from nixl_kv.log_limit import printable
 from nixl_kv.protocol import messages
 
@@ -89,10 +83,10 @@ def _summary(status: messages.Status) -> str:
 def _print_lists(console: Console, status: messages.Status) -> None:
     """What is empty is left out: the totals say so."""
     for name, headings, rows in (
-        ("peers", PEERS, _peers(status)),
-        ("links", LINKS, _links(status)),
-        ("offers", OFFERS, _offers(status)),
-        ("loads", LOADS, _loads(status)),
+        ("peers", PEERS, map(_peer, status.peers)),
+        ("links", LINKS, map(_link, status.links)),
+        ("offers", OFFERS, map(_offer, status.offers)),
+        ("loads", LOADS, map(_load, status.loads)),
     ):
         _print_table(console, headings, rows)
         if status.totals.get(name, 0) > messages.MAX_LISTED:
@@ -102,42 +96,30 @@ def _print_lists(console: Console, status: messages.Status) -> None:
 
 
 def _print_table(console: Console, headings: Sequence[str], rows: Iterable[Row]) -> None:
-    table = plain_table()
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
+    table = plain_table(headings, overflow="fold")
     for row in rows:
         table.add_row(*(printable(str(cell)) for cell in row))
     if table.row_count:
         console.print(table)
 
 
-def _peers(status: messages.Status) -> Iterator[Row]:
-    for peer in status.peers:
-        yield peer.engine, peer.incarnation, peer.endpoint, peer.state, peer.detail
+def _peer(peer: messages.PeerStatus) -> Row:
+    return peer.engine, peer.incarnation, peer.endpoint, peer.state, peer.detail
 
 
-def _links(status: messages.Status) -> Iterator[Row]:
-    for link in status.links:
-        yield link.endpoint, f"{link.sent:,}", f"{link.received:,}", duration_text(link.idle_s)
+def _link(link: messages.LinkStatus) -> Row:
+    return link.endpoint, f"{link.sent:,}", f"{link.received:,}", duration_text(link.idle_s)
 
 
-def _offers(status: messages.Status) -> Iterator[Row]:
-    for offer in status.offers:
-        yield (
-            offer.request,
-            offer.nonce,
-            f"{offer.num_tokens:,}",
-            offer.state,
-            offer.waits_for,
-            _left_text(offer.ends_in_s),
-        )
+def _offer(offer: messages.OfferStatus) -> Row:
+    tokens, left = f"{offer.num_tokens:,}", _left_text(offer.ends_in_s)
+    return offer.request, offer.nonce, tokens, offer.state, offer.waits_for, left
 
 
-def _loads(status: messages.Status) -> Iterator[Row]:
-    for load in status.loads:
-        reads = ", ".join(f"{rank} {state}" for rank, state in load.reads)
-        left = _left_text(load.late_in_s)
-        yield load.request, load.nonce, load.peer, reads, load.waits_for, left
+def _load(load: messages.LoadStatus) -> Row:
+    reads = ", ".join(f"{rank} {state}" for rank, state in load.reads)
+    left = _left_text(load.late_in_s)
+    return load.request, load.nonce, load.peer, reads, load.waits_for, left
 
 
 def _left_text(seconds: float | None) -> str:

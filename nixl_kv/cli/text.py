@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 WIDE: Final = 200
 """Columns at the least: a narrow terminal breaks lines, where rich would leave figures out."""
@@ -24,9 +24,10 @@ def wide_console() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
-def plain_table() -> Table:
-    """A table without frames."""
-    return Table(box=box.SIMPLE, pad_edge=False)
+def plain_table(headings: Iterable[str], **column: Any) -> Table:
+    """A table without frames; `column` is what rich is to know of each of its columns."""
+    columns = [Column(heading, **column) for heading in headings]
+    return Table(*columns, box=box.SIMPLE, pad_edge=False)
 
 
 def num_bytes_text(count: float) -> str:

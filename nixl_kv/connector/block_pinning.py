@@ -45,9 +45,12 @@ def table_bytes(block_ids: Sequence[int]) -> bytes:
 class PinnedBlocks:
     """Reads vLLM's block tables, and pins blocks. Runs on the scheduler's thread alone."""
 
-    def __init__(self, manager: Any, pagings: Sequence[Paging]) -> None:
-        """`manager` is vLLM's KVCacheManager; `pagings` are the groups that are transferred."""
-        self._manager = manager
+    def __init__(self, pagings: Sequence[Paging], manager: Any = None) -> None:
+        """`pagings` are the groups that are transferred.
+
+        `manager` is vLLM's KVCacheManager, which may be set later, but before any request.
+        """
+        self.manager = manager
         self._pagings = pagings
         self._pinned: dict[RequestId, dict[tuple[int, int], Any]] = {}
 
@@ -62,18 +65,18 @@ class PinnedBlocks:
         if not windowed:
             return
         pinned = self._pinned.setdefault(request, {})
-        tables = self._manager.get_blocks(request).blocks
+        tables = self.manager.get_blocks(request).blocks
         for paging in windowed:
             table = tables[paging.group]
             for entry in paging.wanted(num_tokens):
                 is_known = (paging.group, entry) in pinned
                 if entry < len(table) and not table[entry].is_null and not is_known:
-                    self._manager.block_pool.touch([table[entry]])
+                    self.manager.block_pool.touch([table[entry]])
                     pinned[paging.group, entry] = table[entry]
 
     def tables(self, request: RequestId, num_tokens: int) -> tuple[bytes, ...]:
         """The tables to offer: what is certain to stay until the offer ends."""
-        tables = self._manager.get_block_ids(request)
+        tables = self.manager.get_block_ids(request)
         return tuple(
             table_bytes(
                 self._window_ids(request, paging, num_tokens)
@@ -97,7 +100,7 @@ class PinnedBlocks:
         for request in requests:
             pinned = self._pinned.pop(request, {})
             # The last blocks first: a prefix is of use for longer than what follows it.
-            self._manager.block_pool.free_blocks(reversed(list(pinned.values())))
+            self.manager.block_pool.free_blocks(reversed(list(pinned.values())))
 
     def _window_ids(self, request: RequestId, paging: Paging, num_tokens: int) -> list[int]:
         """Only what is pinned."""

@@ -27,9 +27,7 @@ from vllm.v1.request import Request
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
-from nixl_kv.connector.vllm_config import (
-    required_layout,
-)
+from nixl_kv.connector.vllm_config import required_layout
 from nixl_kv.connector.worker import Worker
 from nixl_kv.errors import LocalProtocolError
 
@@ -115,7 +113,7 @@ class _WorkerHooks:
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """After `register_kv_caches`."""
-        return self._worker.handshake()
+        return self._worker.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward of each step, which `start_load_kv` is not."""
@@ -167,7 +165,7 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What either role has counted since the last step."""
-        return (self._scheduler_role or self._worker).pop_stats()
+        return (self._scheduler_role or self._worker).stats.pop()
 
     def shutdown(self) -> None:
         """At the end of the process, if vLLM gets to it."""
@@ -184,11 +182,7 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
         return Stats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        *args: Any,
-        **kwargs: Any,
-    ) -> PromMetrics:
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PromMetrics:
         """In the API server's process, once, with what every metric of vLLM's is made from."""
         return PromMetrics(*args, **kwargs)
 

@@ -156,18 +156,3 @@ class DecodeScheduler:
         now = self._clock()
         while self._used and next(iter(self._used.values())) + REMEMBER_S < now:
             self._used.popitem(last=False)
-
-
-class NoDecode(DecodeScheduler):
-    """An engine that only prefills: it loads nothing, and refuses who brings a ticket."""
-
-    def on_arrival(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
-        """Refuse.
-
-        Raises:
-            RemoteProtocolError: always.
-        """
-        del prompt, params, is_rejected
-        raise RemoteProtocolError(
-            "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
-        )

@@ -1,7 +1,8 @@
 """The `vllm.general_plugins` entry point: makes the connector's name alone enough.
 
 vLLM runs this in every process of every start in the environment, whether the connector is wanted
-or not, and lets an exception end that start. So it never raises.
+or not, and lets an exception end that start. So a vLLM that is missing, or has another factory,
+costs a line in the log.
 """
 
 import logging
@@ -20,5 +21,5 @@ def register() -> None:
             KVConnectorFactory.register_connector(
                 "NixlKVConnector", "nixl_kv.connector.connector", "NixlKVConnector"
             )
-    except Exception:
+    except (ImportError, AttributeError, TypeError, ValueError):
         logger.warning("NixlKVConnector could not be registered by name", exc_info=True)

@@ -8,7 +8,6 @@ from typing import Any
 from nixl_kv.connector.block_pinning import NULL_BLOCK, PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.prompt import Prompt
-from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket
@@ -26,15 +25,6 @@ class Address:
     port: int
 
 
-@dataclass(frozen=True)
-class Progress:
-    """A request in a step: how many tokens were computed before it, and are after it."""
-
-    request: RequestId
-    before: int
-    after: int
-
-
 @dataclass
 class _Offer:
     request: RequestId
@@ -47,19 +37,22 @@ class _Offer:
 class PrefillScheduler:
     """Makes offers, from the blocks of vLLM's cache manager."""
 
-    def __init__(self, quota: OfferQuota, seal: Callable[[Ticket], Ticket]) -> None:
-        """Start with nothing on offer; `address` and `blocks` are set before any request.
+    def __init__(
+        self, blocks: PinnedBlocks, quota: OfferQuota, seal: Callable[[Ticket], Ticket]
+    ) -> None:
+        """Start with nothing on offer; `address` is set before any request.
 
         Args:
+            blocks: of the cache.
             quota: of the blocks that offers may hold.
             seal: adds a ticket's MAC.
         """
+        self._blocks = blocks
         self._quota = quota
         self._seal = seal
         self._offers: dict[RequestId, _Offer] = {}
         self._commands: list[events.Command] = []
         self.address: Address | None = None
-        self.blocks: PinnedBlocks | None = None
 
     @property
     def requests(self) -> KeysView[RequestId]:
@@ -72,13 +65,28 @@ class PrefillScheduler:
         context = prompt.context(nonce)
         self._offers[prompt.request] = _Offer(prompt.request, prompt.num_tokens, nonce, context)
 
-    def on_step(self, preempted: Iterable[RequestId], scheduled: Iterable[Progress]) -> None:
-        """Tell the workers of the requests whose prompt this step completes, with their blocks."""
+    def on_step(
+        self, preempted: Iterable[RequestId], scheduled: Iterable[tuple[RequestId, range]]
+    ) -> None:
+        """Tell the workers of the requests whose prompt this step completes, with their blocks.
+
+        Args:
+            preempted: they lose their blocks before the step.
+            scheduled: requests, each with the positions of the tokens that the step computes.
+        """
         self.on_end(preempted)
-        for progress in scheduled:
-            offer = self._offers.get(progress.request)
-            if offer is not None and self.blocks is not None:
-                self._prepare(offer, progress, self.blocks)
+        for request, positions in scheduled:
+            offer = self._offers.get(request)
+            if offer is None:
+                continue
+            self._blocks.pin(request, offer.num_tokens)
+            if offer.num_tokens - 1 in positions:
+                offer.tables = self._blocks.tables(request, offer.num_tokens)
+                self._commands.append(
+                    events.PrepareOffer(
+                        offer.nonce, request, offer.context, offer.num_tokens, offer.tables
+                    )
+                )
 
     def on_finish(
         self, request: RequestId, tables: Sequence[Sequence[int]], *, reason: str
@@ -116,24 +124,12 @@ class PrefillScheduler:
         """Offers have ended, or their blocks were taken away: nothing is held for them."""
         requests = list(requests)
         self._quota.remove(requests)
-        if self.blocks is not None:
-            self.blocks.unpin(requests)
+        self._blocks.unpin(requests)
 
     def pop_commands(self) -> list[events.Command]:
         """The commands for the next step."""
         commands, self._commands = self._commands, []
         return commands
-
-    def _prepare(self, offer: _Offer, progress: Progress, blocks: PinnedBlocks) -> None:
-        blocks.pin(offer.request, offer.num_tokens)
-        if not progress.before < offer.num_tokens <= progress.after:
-            return
-        offer.tables = blocks.tables(offer.request, offer.num_tokens)
-        self._commands.append(
-            events.PrepareOffer(
-                offer.nonce, offer.request, offer.context, offer.num_tokens, offer.tables
-            )
-        )
 
     def _enforce_quota(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> None:
         """Another offer holds blocks: older ones may have to end."""
@@ -147,21 +143,6 @@ class PrefillScheduler:
             return "this engine is not described yet"
         if not offer.tables:
             return "its prompt was not computed in a step"
-        if self.blocks is None or self.blocks.have_changed(offer.tables, tables):
+        if self._blocks.have_changed(offer.tables, tables):
             return "its blocks changed since its prompt was computed"
         return ""
-
-
-class NoPrefill(PrefillScheduler):
-    """An engine that only decodes: it offers nothing, and refuses who asks for that."""
-
-    def on_arrival(self, prompt: Prompt) -> None:
-        """Refuse.
-
-        Raises:
-            RemoteProtocolError: always.
-        """
-        del prompt
-        raise RemoteProtocolError(
-            "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
-        )

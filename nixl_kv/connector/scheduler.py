@@ -14,10 +14,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from nixl_kv.connector.block_pinning import PinnedBlocks
-from nixl_kv.connector.decode import DecodeScheduler, NoDecode
+from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.prefill import Address, NoPrefill, PrefillScheduler
+from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_config import (
     model_facts,
@@ -48,19 +48,18 @@ class Scheduler:
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
         self._trust = Trust.of(self._config)
-        self._pagings = pagings(kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        self._is_prefill = bool(transfer.is_kv_producer)
+        groups = pagings(kv_cache_config)
+        self._blocks = PinnedBlocks(groups)
         quota = OfferQuota(kv_cache_config.num_blocks, self._config.offer_share)
-        prefill = PrefillScheduler if transfer.is_kv_producer else NoPrefill
-        self._prefill = prefill(quota, self._trust.seal)
-        sizes = [paging.block_size for paging in self._pagings]
-        decode = DecodeScheduler if transfer.is_kv_consumer else NoDecode
-        self._decode = decode(sizes, self._trust.check, verify=self._config.verify)
+        self._prefill = PrefillScheduler(self._blocks, quota, self._trust.seal)
+        sizes = [paging.block_size for paging in groups]
+        self._decode = DecodeScheduler(sizes, self._trust.check, verify=self._config.verify)
         self._directory: DirectoryServer | None = None
         self._next_step: list[events.Command] = []
-        self._stats = Stats()
-        if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
+        self.stats = Stats()
+        transfer = vllm_config.kv_transfer_config
+        self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
+        if self._is_decode and transfer.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kv_load_failure_policy is %r: a request whose KV cannot be read fails with "
                 "HTTP 500; with 'recompute' it is computed here instead",
@@ -69,7 +68,7 @@ class Scheduler:
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Keep the cache manager: offers are made from its block tables."""
-        self._prefill.blocks = PinnedBlocks(kv_cache_manager, self._pagings)
+        self._blocks.manager = kv_cache_manager
 
     def on_offers_ended(self, requests: Iterable[str] | None) -> None:
         """All workers have reported these offers as ended."""
@@ -78,9 +77,9 @@ class Scheduler:
     def on_arrival(self, request: Request) -> None:
         """A request is new. A ticket that is not valid costs a log line and a counter."""
         try:
-            self._dispatch(request, request.kv_transfer_params)
+            self._dispatch(request)
         except RemoteProtocolError as error:
-            self._stats.count("tickets_refused")
+            self.stats.count("tickets_refused")
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
     def count_matched(self, request: Request, local: int) -> tuple[int, bool]:
@@ -141,30 +140,35 @@ class Scheduler:
             self._trust,
         )
 
-    def pop_stats(self) -> Stats | None:
-        """What was counted since the last step."""
-        stats, self._stats = self._stats, Stats()
-        return None if stats.is_empty() else stats
-
     def stop(self) -> None:
         """Stop listening."""
         if self._directory is not None:
             self._directory.stop()
 
-    def _dispatch(self, request: Request, params: object) -> None:
-        """By what a request asks for."""
+    def _dispatch(self, request: Request) -> None:
+        """By what a request asks for, if this engine does that."""
+        params = request.kv_transfer_params
         if params is None:
             self._note_plain(request)
         elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:
+            if not self._is_prefill:
+                raise RemoteProtocolError(
+                    "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
+                )
             self._prefill.on_arrival(prompt_of(request))
         else:
+            if not self._is_decode:
+                raise RemoteProtocolError(
+                    "kv_transfer_params: do_remote_decode is not true; "
+                    "allowed on a kv_producer: true"
+                )
             is_rejected = bool(getattr(request, "abort_immediately", False))
             self._decode.on_arrival(prompt_of(request), params, is_rejected=is_rejected)
 
     def _note_plain(self, request: Request) -> None:
         """On an engine that only decodes, a request without parameters is worth a line."""
         if not self._is_prefill:
-            self._stats.count("tickets_missing")
+            self.stats.count("tickets_missing")
             logger.info(
                 "request %s is computed here: it has no kv_transfer_params", request.request_id
             )

@@ -102,6 +102,11 @@ class Stats(KVConnectorStats):
         seconds = max((read.seconds for read in load.reads), default=0.0)
         self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
 
+    def pop(self) -> "Stats | None":
+        """What was counted since the last time; None if nothing was."""
+        data, self.data = self.data, {}
+        return Stats(data=data) if data else None
+
     def reset(self) -> None:
         """Start an interval."""
         self.data = {}

@@ -24,7 +24,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import Config
 from nixl_kv.connector.block_pinning import Paging
-from nixl_kv.connector.prefill import Progress
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.ranks import ParallelShape
@@ -229,8 +228,10 @@ def _extras(request: Any) -> Iterator[bytes]:
         yield b"mask" + bytes(request.prompt_is_token_ids)
 
 
-def progress(output: SchedulerOutput, wanted: Collection[RequestId]) -> Iterator[Progress]:
-    """How far those requests that are wanted get in a step, of all that it schedules."""
+def progress(
+    output: SchedulerOutput, wanted: Collection[RequestId]
+) -> Iterator[tuple[RequestId, range]]:
+    """The positions that a step computes, of each request that is wanted and scheduled."""
     if not wanted:
         return
     new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
@@ -239,7 +240,7 @@ def progress(output: SchedulerOutput, wanted: Collection[RequestId]) -> Iterator
     for request, before in (*new, *resumed):
         if request in wanted:
             after = before + output.num_scheduled_tokens[request]
-            yield Progress(RequestId(request), before, after)
+            yield RequestId(request), range(before, after)
 
 
 def why_not_offered(request: Request) -> str:

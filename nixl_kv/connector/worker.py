@@ -38,8 +38,9 @@ class Worker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._engine: TransferEngine | None = None
-        self._handshake: HandshakeMetadata | None = None
-        self._stats = Stats()
+        self.handshake: HandshakeMetadata | None = None
+        """What the scheduler publishes of this rank, once it is registered."""
+        self.stats = Stats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the cache and start the transfer engine; again after a wake-up, as a new life.
@@ -50,7 +51,7 @@ class Worker:
         self.stop()
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
-        self._handshake = HandshakeMetadata(encode_rank(self._engine.start()))
+        self.handshake = HandshakeMetadata(encode_rank(self._engine.start()))
         logger.info(
             "registered %.2f GiB of KV cache: %d layers, %d blocks of %d tokens, %s",
             sum(span.length for span in layout.spans) / 2**30,
@@ -60,26 +61,17 @@ class Worker:
             layout.element,
         )
 
-    def handshake(self) -> HandshakeMetadata | None:
-        """What the scheduler publishes of this rank."""
-        return self._handshake
-
     def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""
         if self._engine is not None:
             self._engine.submit(step.commands)
-            self._stats.count_commands(step.commands)
+            self.stats.count_commands(step.commands)
 
     def pop_results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""
         results = [] if self._engine is None else self._engine.pop_results()
-        self._stats.count_results(results)
+        self.stats.count_results(results)
         return transfer_results(results)
-
-    def pop_stats(self) -> Stats | None:
-        """What was counted since the last step."""
-        stats, self._stats = self._stats, Stats()
-        return None if stats.is_empty() else stats
 
     def stop(self) -> None:
         """End the transfer engine."""

@@ -178,7 +178,7 @@ class RecordingConnector(NixlKVConnector):
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        manager = self._scheduler._prefill.blocks._manager  # type: ignore[union-attr]
+        manager = self._scheduler._blocks.manager
         scheduled = scheduler_output.num_scheduled_tokens
         tables = {request: plain(manager.get_block_ids(request)) for request in scheduled}
         metadata = super().build_connector_meta(scheduler_output)

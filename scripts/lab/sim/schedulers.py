@@ -14,7 +14,7 @@ from nixl_kv.config import Config
 from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.prefill import Address, PrefillScheduler, Progress
+from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
@@ -108,9 +108,9 @@ class PrefillEngineScheduler(Scheduler):
         """Start without requests."""
         super().__init__(blocks, caches)
         quota = OfferQuota(caches[0].num_blocks, config.offer_share)
-        self._connector = PrefillScheduler(quota, Trust.of(config).seal)
+        pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
+        self._connector = PrefillScheduler(pinned, quota, Trust.of(config).seal)
         self._connector.address = address
-        self._connector.blocks = PinnedBlocks(blocks, [Paging(0, BLOCK_TOKENS, blocks.window)])
         self.tickets: list[IssuedTicket] = []
         self._preempted: list[RequestId] = []
         self._step = _Step()
@@ -139,7 +139,7 @@ class PrefillEngineScheduler(Scheduler):
         self._connector.on_step(
             preempted,
             [
-                Progress(r.request_id, r.num_computed_tokens, r.num_computed_tokens + count)
+                (r.request_id, range(r.num_computed_tokens, r.num_computed_tokens + count))
                 for r, count in step.scheduled
             ],
         )

@@ -201,7 +201,7 @@ def test_every_address_of_a_name_is_tried(
 ) -> None:
     port = int(publish(description("one", EngineShape())).rpartition(":")[2])
     endpoints = [Endpoint(f"tcp://127.0.0.9:{port}"), Endpoint(f"tcp://{HOST}:{port}")]
-    monkeypatch.setattr(running.Address, "resolve", lambda _: endpoints)
+    monkeypatch.setattr(running, "endpoints_at", lambda *_, **__: endpoints)
     result = plan(f"two:{port}", f"two:{port}")
     assert result.exit_code == 0, result.output
 

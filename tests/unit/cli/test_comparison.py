@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nixl_kv.cli.comparison import ExampleRequest, compare, run_lengths
+from nixl_kv.cli.comparison import compare, example_reads, run_lengths
 from nixl_kv.cli.engines import Engine
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 
@@ -35,17 +35,16 @@ def test_run_lengths_add_up_to_what_the_planner_reads(
     comparison = compare(decode, prefill, 96)
     assert comparison.pairs
     for pair in comparison.pairs:
-        for request in (
-            ExampleRequest(96),
-            ExampleRequest(96, scattered=False),
-            ExampleRequest(96, windows=False),
+        for reads in (
+            example_reads(pair.plan, 96),
+            example_reads(pair.plan, 96, scattered=False),
+            example_reads(pair.plan, 96, windows=False),
         ):
-            reads = request.reads(pair.plan)
             lengths = run_lengths(pair.plan, reads)
             assert len(lengths) == reads.num_runs
             assert lengths.sum() == reads.num_bytes
         figures = pair.figures
-        whole = ExampleRequest(96, windows=False).reads(pair.plan)
+        whole = example_reads(pair.plan, 96, windows=False)
         assert whole.num_runs == figures.runs_per_period * 96 // figures.period
         assert whole.num_bytes == figures.bytes_per_token * 96
         assert figures.descriptors_in_a_row <= figures.descriptors
@@ -63,7 +62,7 @@ def test_every_rank_reads_each_of_its_heads_once() -> None:
 def test_scattered_blocks_are_never_neighbours() -> None:
     one = engine(MODEL, EngineShape(num_blocks=100))
     (pair,) = compare(one, one, 50 * 16).pairs
-    reads = ExampleRequest(50 * 16).reads(pair.plan)
+    reads = example_reads(pair.plan, 50 * 16)
     assert reads.num_runs == 50 * 6
     assert (np.diff(reads.local[:50]) == 2).all()
     assert (np.diff(reads.remote[:50]) == -2).all()

@@ -1,24 +1,37 @@
 """What an address of a running engine looks like, before anybody is asked."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from nixl_kv.cli.running import Address
+from nixl_kv.cli.running import endpoints_at
 from nixl_kv.keys import write_key_file
 from support.nixl_kv_command import nixl_kv
 
 
 @pytest.mark.parametrize(
-    ("text", "address"),
+    ("text", "host", "port"),
     [
-        pytest.param("10.0.0.1:5600", Address("10.0.0.1", 5600), id="IPv4"),
-        pytest.param("[fd00::1]:5600", Address("fd00::1", 5600), id="IPv6"),
-        pytest.param("prefill-0.example:1", Address("prefill-0.example", 1), id="name"),
+        pytest.param("10.0.0.1:5600", "10.0.0.1", 5600, id="IPv4"),
+        pytest.param("[fd00::1]:5600", "fd00::1", 5600, id="IPv6"),
+        pytest.param("prefill-0.example:1", "prefill-0.example", 1, id="name"),
     ],
 )
-def test_address_is_host_and_port(text: str, address: Address) -> None:
-    assert Address.parse(text, option="--at") == address
+def test_address_is_host_and_port(
+    text: str, host: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name may mean several addresses, and an address may be given once for each protocol."""
+    asked: list[object] = []
+
+    def getaddrinfo(*question: object, **_: object) -> list[tuple[object, ...]]:
+        asked.append(question)
+        return [(None, None, None, "", (ip, 0)) for ip in ("10.0.0.1", "fd00::1", "10.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    endpoints = endpoints_at(text, option="--at")
+    assert asked == [(host, port)]
+    assert endpoints == [f"tcp://10.0.0.1:{port}", f"tcp://[fd00::1]:{port}"]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +62,8 @@ def test_what_is_no_address_exits_2(command: str, option: str, text: str) -> Non
 
 
 def test_literals_resolve_to_themselves() -> None:
-    assert Address("127.0.0.1", 5600).resolve() == ["tcp://127.0.0.1:5600"]
-    assert Address("::1", 5600).resolve() == ["tcp://[::1]:5600"]
+    assert endpoints_at("127.0.0.1:5600", option="--at") == ["tcp://127.0.0.1:5600"]
+    assert endpoints_at("[::1]:5600", option="--at") == ["tcp://[::1]:5600"]
 
 
 def test_unknown_host_exits_2() -> None:

@@ -36,7 +36,7 @@ def test_the_null_block_is_an_absent_one() -> None:
 
 
 def blocks_of(manager: CacheManager, *pagings: Paging) -> PinnedBlocks:
-    return PinnedBlocks(manager, pagings or (FULL, WINDOW))
+    return PinnedBlocks(pagings or (FULL, WINDOW), manager)
 
 
 def tables_of(blocks: PinnedBlocks, num_tokens: int = 20) -> list[list[int]]:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from nixl_kv.config import Config
-from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler, NoDecode
+from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Nonce, RequestId
-from nixl_kv.protocol.events import CancelLoad, Command, PrepareLoad, StartLoad
+from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import Ticket, context_hash
 from nixl_kv.transfer.trust import Trust
 from support.records import D1, D2, hex32, ticket
@@ -309,18 +309,3 @@ def test_verify_rate_selects_that_share_of_the_loads(
 
 def test_verify_rate_one_selects_every_load() -> None:
     assert verified(1.0, [number / 200 for number in range(200)]) == [True] * 200
-
-
-# --- an engine that only prefills
-
-
-def test_a_ticket_is_refused_where_nothing_is_loaded() -> None:
-    prefill = NoDecode([SIZE], accept)
-    with pytest.raises(RemoteProtocolError, match="do_remote_decode is not true; allowed on a kv_"):
-        prefill.on_arrival(prompt_of(), offered().params())
-    commands: list[Command] = []
-    prefill.on_allocation(D1, [TABLE], 0)
-    prefill.on_finish(D1)
-    commands += prefill.pop_commands()
-    assert commands == []
-    assert prefill.count_matched(D1, 0) == (0, False)

@@ -3,6 +3,7 @@
 import logging
 import sys
 from types import ModuleType
+from typing import Final
 
 import pytest
 
@@ -47,16 +48,50 @@ def test_a_connector_that_is_known_stays(factory: Factory) -> None:
     assert factory._registry["NixlKVConnector"] == "another"
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["no factory", "another factory"])
+class OtherRegistry:
+    """A factory that keeps its connectors elsewhere."""
+
+
+class OtherParameters:
+    """A factory that wants to know less."""
+
+    _registry: Final[dict[str, object]] = {}
+
+    @classmethod
+    def register_connector(cls, name: str) -> None:
+        """Is never reached."""
+
+
+class OtherRules(OtherParameters):
+    """A factory that does not take every connector."""
+
+    @classmethod
+    def register_connector(cls, *names: str) -> None:
+        raise ValueError(f"{names} may not be registered")
+
+
+def module_with(factory: type | None) -> ModuleType:
+    module = ModuleType("factory")
+    if factory is not None:
+        setattr(module, "KVConnectorFactory", factory)  # noqa: B010 - mypy knows no such name
+    return module
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(None, id="no module"),
+        pytest.param(module_with(None), id="no factory"),
+        pytest.param(module_with(OtherRegistry), id="another registry"),
+        pytest.param(module_with(OtherParameters), id="other parameters"),
+        pytest.param(module_with(OtherRules), id="other rules"),
+    ],
+)
+@pytest.mark.usefixtures("factory")
 def test_another_vllm_costs_a_line_in_the_log_and_nothing_else(
-    factory: Factory,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    *,
-    is_there: bool,
+    module: ModuleType | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    del factory
-    monkeypatch.setitem(sys.modules, FACTORY, ModuleType("factory") if is_there else None)
+    monkeypatch.setitem(sys.modules, FACTORY, module)
     with caplog.at_level(logging.WARNING):
         plugin.register()
     assert caplog.messages == ["NixlKVConnector could not be registered by name"]

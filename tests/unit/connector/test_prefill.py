@@ -9,9 +9,8 @@ import pytest
 
 from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.prefill import Address, NoPrefill, PrefillScheduler, Progress
+from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.prompt import Prompt
-from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import (
     Command,
@@ -38,24 +37,27 @@ def packed(*ids: int) -> bytes:
 class Side:
     """The scheduler's half, with a cache manager that holds `TABLES` for every request."""
 
-    def __init__(
-        self, *, share: float = 0.5, kind: type[PrefillScheduler] = PrefillScheduler
-    ) -> None:
+    def __init__(self, *, share: float = 0.5) -> None:
         self.manager = CacheManager({"p1": TABLES, "p2": TABLES})
-        self.scheduler = kind(OfferQuota(20, share), lambda ticket: ticket.seal(b"k" * 32))
+        self.scheduler = PrefillScheduler(
+            PinnedBlocks([FULL, WINDOW], self.manager),
+            OfferQuota(20, share),
+            lambda ticket: ticket.seal(b"k" * 32),
+        )
         self.scheduler.address = ADDRESS
-        self.scheduler.blocks = PinnedBlocks(self.manager, [FULL, WINDOW])
 
     def arrive(self, request: RequestId = P1) -> None:
         self.scheduler.on_arrival(Prompt(request, NUM_TOKENS, TOKEN_IDS, (b"lora a",)))
 
-    def step(self, *scheduled: Progress, preempted: Sequence[RequestId] = ()) -> list[Command]:
+    def step(
+        self, *scheduled: tuple[RequestId, range], preempted: Sequence[RequestId] = ()
+    ) -> list[Command]:
         self.scheduler.on_step(preempted, scheduled)
         return self.scheduler.pop_commands()
 
     def compute(self, request: RequestId = P1) -> PrepareOffer:
         """The step that computes all of a prompt."""
-        (command,) = self.step(Progress(request, 0, NUM_TOKENS))
+        (command,) = self.step((request, range(NUM_TOKENS)))
         assert isinstance(command, PrepareOffer)
         return command
 
@@ -83,14 +85,14 @@ def side() -> Side:
 
 def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) -> None:
     side.arrive()
-    assert side.step(Progress(P1, 0, 8)) == []
-    assert side.step(Progress(P1, 8, 19)) == []
-    (prepare,) = side.step(Progress(P1, 19, 20))
+    assert side.step((P1, range(8))) == []
+    assert side.step((P1, range(8, 19))) == []
+    (prepare,) = side.step((P1, range(19, 20)))
     assert isinstance(prepare, PrepareOffer)
     assert (prepare.request, prepare.num_tokens) == (P1, NUM_TOKENS)
     assert prepare.tables == (packed(1, 2, 3, 4, 5), packed(-1, -1, 8, 9, 10))
     assert prepare.context == context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"])
-    assert side.step(Progress(P1, 20, 21)) == []
+    assert side.step((P1, range(20, 21))) == []
 
 
 def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
@@ -122,7 +124,7 @@ def test_each_offer_has_a_nonce_of_its_own(side: Side) -> None:
 
 
 def test_a_request_that_asked_for_no_offer_is_nobodys(side: Side) -> None:
-    assert side.step(Progress(P1, 0, NUM_TOKENS)) == []
+    assert side.step((P1, range(NUM_TOKENS))) == []
     assert side.finish() == (None, [])
 
 
@@ -220,7 +222,7 @@ def test_a_preempted_request_is_unpinned_and_offered_with_its_new_blocks(side: S
 def test_a_request_that_is_preempted_and_computed_in_one_step_is_pinned_once(side: Side) -> None:
     side.arrive()
     side.compute()
-    (prepare,) = side.step(Progress(P1, 0, NUM_TOKENS), preempted=[P1])
+    (prepare,) = side.step((P1, range(NUM_TOKENS)), preempted=[P1])
     assert isinstance(prepare, PrepareOffer)
     assert side.manager.block_pool.touched == {8: 1, 9: 1, 10: 1}
 
@@ -248,16 +250,3 @@ def test_the_null_block_counts_for_no_offer() -> None:
         side.compute(request)
         _, commands = side.finish(request)
         assert len(commands) == 1
-
-
-# --- an engine that only decodes
-
-
-def test_who_asks_for_an_offer_is_refused_where_nothing_is_offered() -> None:
-    side = Side(kind=NoPrefill)
-    with pytest.raises(RemoteProtocolError, match="do_remote_decode is true; allowed on a kv_"):
-        side.arrive()
-    assert side.step(Progress(P1, 0, NUM_TOKENS), preempted=[P2]) == []
-    assert side.finish() == (None, [])
-    side.scheduler.on_end([P1])
-    assert side.manager.block_pool.touched == {}

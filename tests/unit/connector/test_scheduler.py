@@ -100,7 +100,7 @@ def with_ticket(**changed: Any) -> Any:
 
 
 def counted(scheduler: Scheduler) -> Record:
-    stats = scheduler.pop_stats()
+    stats = scheduler.stats.pop()
     return {} if stats is None else stats.data
 
 
@@ -145,9 +145,23 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
 @pytest.mark.parametrize(
     ("role", "params", "words"),
     [
-        pytest.param("kv_consumer", {"do_remote_decode": True}, "allowed on a kv_consumer", id="D"),
         pytest.param(
-            "kv_producer", {"do_remote_decode": False}, "allowed on a kv_producer", id="P"
+            "kv_consumer",
+            {"do_remote_decode": True},
+            "do_remote_decode is true; allowed on a kv_consumer: false",
+            id="D",
+        ),
+        pytest.param(
+            "kv_producer",
+            {"do_remote_decode": False},
+            "do_remote_decode is not true; allowed on a kv_producer: true",
+            id="P",
+        ),
+        pytest.param(
+            "kv_producer",
+            ticket_for(new_request()),
+            "do_remote_decode is not true; allowed on a kv_producer: true",
+            id="P, a ticket",
         ),
     ],
 )
@@ -160,8 +174,10 @@ def test_a_request_for_the_other_role_is_computed(
         scheduler.on_arrival(request)
     assert words in caplog.text
     assert counted(scheduler) == {"tickets_refused": 1}
-    assert commands(scheduler, recorded.empty_output()) == []
+    assert scheduler.count_matched(request, 0) == (0, False)
+    scheduler.on_allocation(request, [TABLE], 0)
     assert scheduler.on_finish(request, [TABLE]) == (False, None)
+    assert commands(scheduler, recorded.empty_output()) == []
 
 
 @pytest.mark.parametrize(

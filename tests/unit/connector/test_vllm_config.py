@@ -372,14 +372,14 @@ def test_progress_is_that_of_new_running_and_resumed_requests() -> None:
         resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
         scheduled = set(map(RequestId, output.num_scheduled_tokens))
         steps = list(progress(output, scheduled))
-        assert {each.request for each in steps} == scheduled
+        assert {request for request, _ in steps} == scheduled
         for request in scheduled:
-            assert list(progress(output, {request})) == [s for s in steps if s.request == request]
-        for each in steps:
-            is_loaded = each.before == 99 and each.request not in reached
-            assert is_loaded or each.before == reached.get(each.request, 0)
-            assert each.after == each.before + output.num_scheduled_tokens[each.request]
-            reached[each.request] = each.after
+            assert list(progress(output, {request})) == [s for s in steps if s[0] == request]
+        for request, positions in steps:
+            is_loaded = positions.start == 99 and request not in reached
+            assert is_loaded or positions.start == reached.get(request, 0)
+            assert len(positions) == output.num_scheduled_tokens[request]
+            reached[request] = positions.stop
     assert preempted == resumed > 0
 
 

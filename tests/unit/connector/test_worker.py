@@ -36,7 +36,7 @@ def worker() -> Iterator[Worker]:
 
 
 def described(worker: Worker) -> RankDescription:
-    handshake = worker.handshake()
+    handshake = worker.handshake
     assert handshake is not None
     return decode_rank(handshake.rank_description)
 
@@ -45,7 +45,7 @@ def described(worker: Worker) -> RankDescription:
 
 
 def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None:
-    assert worker.handshake() is None
+    assert worker.handshake is None
     caches = recorded.kv_caches()
     worker.register(caches)
     rank = described(worker)
@@ -79,7 +79,7 @@ def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> Non
     worker.on_step(StepMetadata([start_load()]))
     results = worker.pop_results()
     assert (results.finished_recving, results.finished_sending) == (set(), set())
-    assert worker.pop_stats() is None
+    assert worker.stats.pop() is None
 
 
 def test_an_engine_that_cannot_be_served_does_not_start() -> None:
@@ -118,10 +118,10 @@ def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
 
     wait_until(is_reported)
     assert received == failed == {D1}
-    stats = worker.pop_stats()
+    stats = worker.stats.pop()
     assert stats is not None
     assert stats.data == {"offers": 1, "load_failures": 1, "load_failures_internal": 1}
-    assert worker.pop_stats() is None
+    assert worker.stats.pop() is None
 
 
 @pytest.mark.parametrize(
