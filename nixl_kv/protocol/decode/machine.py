@@ -9,7 +9,6 @@ from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.peers import State as PeerState
 
-GONE: Final = events.Failure(events.FailureKind.UNREACHABLE, "its engine has gone")
 NO_DESCRIPTION: Final = events.Failure(events.FailureKind.UNREACHABLE, "no description in time")
 
 
@@ -78,8 +77,8 @@ class DecodeMachine:
         if peer.state is PeerState.READY and peer.description is not None:
             joined = events.PeerJoined(key, peer.description, peer.routes)
             return actions + self._open(load, joined, command, now=now)
-        if peer.state is not PeerState.CONNECTING:
-            load.fail(peer.failure or GONE)
+        if peer.failure is not None:
+            load.fail(peer.failure)
         return actions
 
     def _start(self, command: events.StartLoad, now: float) -> list[events.Action]:
@@ -213,15 +212,7 @@ class DecodeMachine:
 
     # --- reads
 
-    def _on_read_event(
-        self,
-        event: events.ReadStarted
-        | events.ReadDone
-        | events.ReadFailed
-        | events.SlotRead
-        | events.DigestCompared,
-        now: float,
-    ) -> list[events.Action]:
+    def _on_read_event(self, event: events.ReadEvent, now: float) -> list[events.Action]:
         load = self.loads.get(event.request)
         read = load.reads.get(event.rank) if load is not None and load.reads else None
         if load is None or read is None:

@@ -1,9 +1,9 @@
 """The book of loads: what is due when, what is renewed, and what it says of itself."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Incarnation, Rank
