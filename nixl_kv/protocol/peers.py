@@ -74,10 +74,6 @@ class PeerBook:
         self._record = record
         self._peers: dict[events.PeerKey, Peer] = {}
 
-    def __repr__(self) -> str:
-        states = ", ".join(f"{p.key.engine}: {p.state.name}" for p in self._peers.values())
-        return f"<PeerBook: {states or 'empty'}>"
-
     @property
     def has_timers(self) -> bool:
         """Whether a time-out or a pause is running, or a peer waits to be forgotten."""

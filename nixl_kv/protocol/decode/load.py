@@ -305,12 +305,8 @@ class Load:
         """The slot was read."""
         slot_valid = read.grant is not None and event.generation == read.grant.generation
         if not slot_valid:
-            self.fail(
-                Failure(
-                    FailureKind.FENCED,
-                    f"prefill rank {read.rank} took its blocks back while they were read",
-                )
-            )
+            detail = f"prefill rank {read.rank} took its blocks back while they were read"
+            self.fail(Failure(FailureKind.FENCED, detail))
         if read.state is State.DRAINING or not slot_valid:
             self._move(read, State.FAILED, event)
             return [self._release(read, complete=False)]
@@ -322,12 +318,8 @@ class Load:
 
     def on_read_failed(self, read: RankRead, event: events.ReadFailed) -> list[events.Action]:
         """The read ended in an error."""
-        self.fail(
-            Failure(
-                FailureKind.BROKEN,
-                f"reading prefill rank {read.rank} failed: {event.reason}",
-            )
-        )
+        detail = f"reading prefill rank {read.rank} failed: {event.reason}"
+        self.fail(Failure(FailureKind.BROKEN, detail))
         self._move(read, State.FAILED, event)
         return [self._release(read, complete=False)]
 
