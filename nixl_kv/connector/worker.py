@@ -20,7 +20,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import encode_rank
+from nixl_kv.protocol.messages import encode
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
 from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import Transport
@@ -51,7 +51,7 @@ class Worker:
         self.stop()
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
-        self.handshake = HandshakeMetadata(encode_rank(self._engine.start()))
+        self.handshake = HandshakeMetadata(encode(self._engine.start()))
         logger.info(
             "registered %.2f GiB of KV cache: %d layers, %d blocks of %d tokens, %s",
             sum(span.length for span in layout.spans) / 2**30,

@@ -193,14 +193,13 @@ def plan(local: CacheLayout, remote: CacheLayout, share: Share | None = None) ->
     Raises:
         IncompatiblePeer: if int32 cannot number all pieces, or the lists of rows are too long.
     """
-    unplaced = [
-        rows
-        for (mine, theirs), pairs in _common_layers(local, remote, share)
-        for overlaps in group_overlaps((local.groups[mine], remote.groups[theirs]), pairs)
-        for rows in _rows_of_segments(overlaps, (mine, theirs))
-    ]
     lists = _RowList(local.device), _RowList(remote.device)
-    paged_rows = tuple(rows.place(lists) for rows in unplaced)
+    paged_rows = tuple(
+        _place(overlaps, numbers, segment, per_block, lists)
+        for numbers, pairs in _common_layers(local, remote, share)
+        for overlaps in group_overlaps((local.groups[numbers[0]], remote.groups[numbers[1]]), pairs)
+        for segment, per_block in _segments(overlaps)
+    )
     return Plan(lists[0].rows(), lists[1].rows(), paged_rows, (local.groups, remote.groups))
 
 
@@ -224,53 +223,40 @@ def _common_heads(mine: Region, theirs: Region) -> Heads:
     return max(mine.heads[0], theirs.heads[0]), min(mine.heads[1], theirs.heads[1])
 
 
-@dataclass(frozen=True)
-class _UnplacedRows:
-    """The rows of a token segment, before they have places in the lists."""
+def _segments(overlaps: OverlapGroup) -> Iterator[tuple[TokenSegment, tuple[int, int]]]:
+    """The token segments that have rows, or one for all where all tokens are in one line.
 
-    overlaps: OverlapGroup
-    groups: tuple[int, int]
-    segment: TokenSegment
-    per_block: tuple[int, int] = (1, 1)
-
-    def place(self, lists: "tuple[_RowList, _RowList]") -> PagedRows:
-        """Add the rows to the lists."""
-        slots = [self.segment.start % group.block_size for group in self.overlaps.groups]
-        runs = self.overlaps.runs(self.segment.length, (slots[0], slots[1]))
-        local = self._rows(0, lists[0].device, runs.local, runs.length)
-        remote = self._rows(1, lists[1].device, runs.remote, runs.length)
-        dense = (local[:, LENGTH] == local[:, STRIDE]) & (remote[:, LENGTH] == remote[:, STRIDE])
-        return PagedRows(
-            self.groups,
-            self.segment,
-            self.per_block,
-            (lists[0].place(local), lists[1].place(remote)),
-            int(runs.length.sum()),
-            int(np.count_nonzero(dense)),
-        )
-
-    def _rows(self, side: int, device: int, address: Ints, length: Ints) -> Ints:
-        per_block = self.per_block[side]
-        rows = np.empty((len(address), 5), dtype=np.int64)
-        rows[:, ADDRESS] = address
-        rows[:, LENGTH] = length
-        rows[:, DEVICE] = device
-        rows[:, STRIDE] = self.overlaps.block_strides[side] // per_block
-        rows[:, COUNT] = self.overlaps.groups[side].num_blocks * per_block
-        return rows
-
-
-def _rows_of_segments(overlaps: OverlapGroup, groups: tuple[int, int]) -> Iterator[_UnplacedRows]:
-    """Rows for each token segment, or one set for all where all tokens are in one line."""
+    With each, how many pieces of a row each block has, on both sides.
+    """
     sizes = [group.block_size for group in overlaps.groups]
     segments = token_segments(sizes[0], sizes[1])
     step = math.gcd(*sizes)
     if len(segments) > 1 and overlaps.is_linear(step):
-        per_block = (sizes[0] // step, sizes[1] // step)
-        yield _UnplacedRows(overlaps, groups, TokenSegment(0, step, step), per_block)
+        yield TokenSegment(0, step, step), (sizes[0] // step, sizes[1] // step)
     else:
         for segment in segments:
-            yield _UnplacedRows(overlaps, groups, segment)
+            yield segment, (1, 1)
+
+
+def _place(
+    overlaps: OverlapGroup,
+    groups: tuple[int, int],
+    segment: TokenSegment,
+    per_block: tuple[int, int],
+    lists: "tuple[_RowList, _RowList]",
+) -> PagedRows:
+    """Add the rows of a token segment to the lists of both sides."""
+    slots = [segment.start % group.block_size for group in overlaps.groups]
+    runs = overlaps.runs(segment.length, (slots[0], slots[1]))
+    strides = [overlaps.block_strides[side] // per_block[side] for side in (0, 1)]
+    counts = [overlaps.groups[side].num_blocks * per_block[side] for side in (0, 1)]
+    dense = (runs.length == strides[0]) & (runs.length == strides[1])
+    first = (
+        lists[0].place(runs.local, runs.length, strides[0], counts[0]),
+        lists[1].place(runs.remote, runs.length, strides[1], counts[1]),
+    )
+    num_dense = int(np.count_nonzero(dense))
+    return PagedRows(groups, segment, per_block, first, int(runs.length.sum()), num_dense)
 
 
 @dataclass
@@ -283,8 +269,10 @@ class _RowList:
     chunks: list[Ints] = field(default_factory=list)
     places: dict[bytes, BlockIds] = field(default_factory=dict)
 
-    def place(self, rows: Ints) -> BlockIds:
+    def place(self, address: Ints, length: Ints, stride: int, count: int) -> BlockIds:
         """Add rows. Returns for each the number of its first piece, counted over all rows."""
+        columns = np.broadcast_arrays(address, length, self.device, stride, count)
+        rows = np.stack(columns, axis=1, dtype=np.int64)
         key = rows.tobytes()
         if key not in self.places:
             self.num_rows += len(rows)
@@ -292,13 +280,12 @@ class _RowList:
                 raise IncompatiblePeer(
                     f"a block has {self.num_rows} runs or more; allowed: {MAX_ROWS}"
                 )
-            total = self.num_pieces + sum(rows[:, COUNT].tolist())
+            total = self.num_pieces + len(rows) * count
             if total > MAX_INDEX:
                 raise IncompatiblePeer(
                     f"the runs of all blocks make {total} pieces or more; allowed: {MAX_INDEX}"
                 )
-            ends = self.num_pieces + np.cumsum(rows[:, COUNT])
-            self.places[key] = (ends - rows[:, COUNT]).astype(np.int32)
+            self.places[key] = np.arange(self.num_pieces, total, count, dtype=np.int32)
             self.chunks.append(rows)
             self.num_pieces = total
         return self.places[key]

@@ -102,8 +102,8 @@ def assign(
     for (wanted, held), names in sorted(layers.items(), key=lambda item: _num_copies(item[0][1])):
         for reader, heads in enumerate(wanted):
             share = shares[reader]
-            choice = _Choice(reader, share, num_readers)
-            for remote_rank, part in _cover(heads or (0, 0), held, choice):
+            cover = _cover(heads or (0, 0), held, reader, share, num_readers)
+            for remote_rank, part in cover:
                 num_readers[remote_rank] += remote_rank not in share
                 share.setdefault(remote_rank, {}).update(dict.fromkeys(names, part))
     return shares
@@ -119,17 +119,12 @@ def _heads_of_layer(ranks: Sequence[HeldHeads], layer: str) -> tuple[Heads | Non
     return tuple(held.get(layer) for held in ranks)
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """Which reader chooses among remote ranks, and what its choice depends on."""
-
-    reader: int
-    already_read: Container[Rank]  # the remote ranks that it reads anyway
-    num_readers: Mapping[Rank, int]  # of each remote rank
-
-
 def _cover(
-    wanted: Heads, held: Sequence[Heads | None], choice: _Choice
+    wanted: Heads,
+    held: Sequence[Heads | None],
+    reader: int,
+    already_read: Container[Rank],
+    num_readers: Mapping[Rank, int],
 ) -> list[tuple[Rank, Heads]]:
     """Cover a range from left to right, each time by the best remote rank for the next head.
 
@@ -142,10 +137,10 @@ def _cover(
         able = [(Rank(n), h[1]) for n, h in enumerate(held) if h and h[0] <= head < h[1]]
         if not able:
             raise ValueError(f"no remote rank holds KV head {head}")
-        able = able[choice.reader % len(able) :] + able[: choice.reader % len(able)]
+        able = able[reader % len(able) :] + able[: reader % len(able)]
         remote_rank, end = max(
             ((rank, min(end, wanted[1])) for rank, end in able),
-            key=lambda a: (a[0] in choice.already_read, a[1], -choice.num_readers[a[0]]),
+            key=lambda a: (a[0] in already_read, a[1], -num_readers[a[0]]),
         )
         cover.append((remote_rank, (head, end)))
         head = end

@@ -4,14 +4,14 @@ Pairs are (local, remote).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.layout import Group, Part, Region
+from nixl_kv.geometry.layout import Group, Region
 
 Ints = npt.NDArray[np.int64]
 
@@ -59,56 +59,30 @@ def concatenate(parts: Iterable[Runs]) -> Runs:
     return Runs(*map(np.concatenate, columns))
 
 
-@dataclass(frozen=True)
-class RegionStrides:
-    """One rank's region of a layer without its base address: equal for most layers of a model."""
+def _pieces(region: Region) -> tuple[Ints, Ints, Ints]:
+    """The pieces of one head of one token.
 
-    parts: tuple[Part, ...]
-    token_stride: int  # of parts that have none of their own
-    head_stride: int
-    head_offset: int  # bytes from the base to the first head that is read
-
-    @classmethod
-    def of(cls, region: Region, first_head: int) -> "RegionStrides":
-        """The strides of a region, from this head of the model on."""
-        head_offset = region.head_offset(first_head)
-        return cls(region.parts, region.token_stride, region.head_stride, head_offset)
-
-    @property
-    def token_strides(self) -> list[int]:
-        """Of each part."""
-        return [part.token_stride or self.token_stride for part in self.parts]
-
-    def pieces(self) -> tuple[Ints, Ints, Ints]:
-        """The pieces of one head of one token.
-
-        Returns:
-            For each piece where it begins in the content, its offset in memory, its token stride.
-        """
-        count = [part.count for part in self.parts]
-        length = np.repeat([part.length for part in self.parts], count)
-        step = np.concatenate([np.arange(part.count) * part.stride for part in self.parts])
-        offset = np.repeat([part.offset for part in self.parts], count) + step
-        stride = np.repeat(self.token_strides, count)
-        return np.cumsum(length) - length, offset, stride
+    Returns:
+        For each piece where it begins in the content, its offset in memory, its token stride.
+    """
+    count = [part.count for part in region.parts]
+    length = np.repeat([part.length for part in region.parts], count)
+    step = np.concatenate([np.arange(part.count) * part.stride for part in region.parts])
+    offset = np.repeat([part.offset for part in region.parts], count) + step
+    stride = np.repeat([region.token_stride_of(part) for part in region.parts], count)
+    return np.cumsum(length) - length, offset, stride
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a layer's local and remote regions overlap, whatever their base addresses are.
+    """How a layer's local and remote regions overlap, in a range of heads that both of them have.
 
-    Overlaps of many layers are equal; equal ones are planned once.
+    Name and base of the regions do not matter. Without them (see `_anywhere`), overlaps of many
+    layers are equal; equal ones are planned once.
     """
 
-    sides: tuple[RegionStrides, RegionStrides]
-    content: int  # bytes of one head of one token
-    num_heads: int
-
-    @classmethod
-    def of(cls, local: Region, remote: Region, heads: Heads) -> "Overlap":
-        """The overlap of a layer's regions, for a range of heads that both of them have."""
-        sides = RegionStrides.of(local, heads[0]), RegionStrides.of(remote, heads[0])
-        return cls(sides, local.content, heads[1] - heads[0])
+    sides: tuple[Region, Region]
+    heads: Heads
 
     def runs(self, num_tokens: int, slots: tuple[int, int]) -> Runs:
         """The runs of `num_tokens` tokens from these slots of a block on, relative to the bases.
@@ -117,7 +91,7 @@ class Overlap:
             IncompatiblePeer: if a block has too many pieces.
         """
         parts = sum(part.count for side in self.sides for part in side.parts)
-        _check_num_pieces(parts * num_tokens * self.num_heads)
+        _check_num_pieces(parts * num_tokens * (self.heads[1] - self.heads[0]))
         return concatenate(
             self._repeat(pieces, strides, num_tokens, slots=slots)
             for strides, pieces in self._common_pieces().items()
@@ -125,9 +99,9 @@ class Overlap:
 
     def _common_pieces(self) -> dict[tuple[int, int], Runs]:
         """One head of one token, cut where either side is cut, by the token strides of both."""
-        local, remote = (side.pieces() for side in self.sides)
+        local, remote = map(_pieces, self.sides)
         edges = np.union1d(local[0], remote[0])
-        length = np.diff(edges, append=self.content)
+        length = np.diff(edges, append=self.sides[0].content)
         offsets, strides = [], []
         for starts, side_offsets, side_strides in (local, remote):
             number = np.searchsorted(starts, edges, side="right") - 1
@@ -151,13 +125,13 @@ class Overlap:
         """
         local, remote = self.sides
         tokens = (num_tokens, *strides)
-        heads = (self.num_heads, local.head_stride, remote.head_stride)
+        heads = (self.heads[1] - self.heads[0], local.head_stride, remote.head_stride)
         runs = pieces
         for count, local_stride, remote_stride in sorted([tokens, heads], key=lambda s: s[1]):
             runs = runs.repeated(count, local_stride, remote_stride).merged()
         return Runs(
-            runs.local + local.head_offset + slots[0] * strides[0],
-            runs.remote + remote.head_offset + slots[1] * strides[1],
+            runs.local + local.head_offset(self.heads[0]) + slots[0] * strides[0],
+            runs.remote + remote.head_offset(self.heads[0]) + slots[1] * strides[1],
             runs.length,
         )
 
@@ -201,7 +175,7 @@ class OverlapGroup:
             for side, group, block_stride in zip(
                 overlap.sides, self.groups, self.block_strides, strict=True
             )
-            for stride in side.token_strides
+            for stride in map(side.token_stride_of, side.parts)
         )
 
 
@@ -212,12 +186,17 @@ def group_overlaps(
     by_strides: dict[tuple[int, int], dict[Overlap, list[tuple[int, int]]]] = {}
     for local, remote, heads in pairs:
         same_strides = by_strides.setdefault((local.block_stride, remote.block_stride), {})
-        overlap = Overlap.of(local, remote, heads)
+        overlap = Overlap((_anywhere(local), _anywhere(remote)), heads)
         same_strides.setdefault(overlap, []).append((local.base, remote.base))
     return [
         OverlapGroup(groups, strides, {key: np.array(bases).T for key, bases in overlaps.items()})
         for strides, overlaps in by_strides.items()
     ]
+
+
+def _anywhere(region: Region) -> Region:
+    """The region, whatever its layer's name and its base are."""
+    return replace(region, layer="", base=1)
 
 
 def _check_num_pieces(pieces: int) -> None:

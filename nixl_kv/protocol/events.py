@@ -7,8 +7,9 @@ frozen records, so that tests compare whole lists of them.
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Route
@@ -43,8 +44,7 @@ OVER = "OVER"
 # --- commands of the caller on decode
 
 
-@dataclass(frozen=True)
-class PrepareLoad:
+class PrepareLoad(msgspec.Struct, frozen=True):
     """A request with a ticket arrived: ask for its blocks."""
 
     request: RequestId
@@ -52,8 +52,7 @@ class PrepareLoad:
     claim: Claim
 
 
-@dataclass(frozen=True)
-class StartLoad:
+class StartLoad(msgspec.Struct, frozen=True):
     """The request has blocks of its own now: read the tokens [begin, end) into them.
 
     For each cache group, `tables[g]` (little-endian int32) are the local block table's entries
@@ -74,8 +73,7 @@ class StartLoad:
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
-class CancelLoad:
+class CancelLoad(msgspec.Struct, frozen=True):
     """The request needs nothing (any more): release it on prefill.
 
     A load that was started is still reported.
@@ -84,8 +82,7 @@ class CancelLoad:
     request: RequestId
 
 
-@dataclass(frozen=True)
-class SetEngineLayouts:
+class SetEngineLayouts(msgspec.Struct, frozen=True):
     """The caches of all ranks of this engine, in rank order; comes before any request."""
 
     layouts: tuple[CacheLayout, ...]
@@ -94,8 +91,7 @@ class SetEngineLayouts:
 # --- commands of the caller on prefill
 
 
-@dataclass(frozen=True)
-class PrepareOffer:
+class PrepareOffer(msgspec.Struct, frozen=True):
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
     Sent before the ticket exists: whoever asks with this nonce has the ticket, and the ticket left
@@ -110,23 +106,20 @@ class PrepareOffer:
     tables: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class PublishOffer:
+class PublishOffer(msgspec.Struct, frozen=True):
     """The ticket is out and the blocks are pinned: the offer's time runs from now."""
 
     nonce: Nonce
     request: RequestId
 
 
-@dataclass(frozen=True)
-class WithdrawOffer:
+class WithdrawOffer(msgspec.Struct, frozen=True):
     """No ticket went out: forget the preparation."""
 
     nonce: Nonce
 
 
-@dataclass(frozen=True)
-class RevokeOffer:
+class RevokeOffer(msgspec.Struct, frozen=True):
     """Blocks are scarce: end the offer, unless it is claimed by now."""
 
     nonce: Nonce
@@ -135,24 +128,21 @@ class RevokeOffer:
 # --- events of the sockets
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A message came to this rank; `route` leads back to its sender."""
 
     route: bytes
     message: messages.ToRank
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """An endpoint that this side talks to has sent a message."""
 
     endpoint: Endpoint
     message: messages.Answer
 
 
-@dataclass(frozen=True)
-class EndpointLost:
+class EndpointLost(msgspec.Struct, frozen=True):
     """The connection to an endpoint is gone, or none came about."""
 
     endpoint: Endpoint
@@ -162,8 +152,7 @@ class EndpointLost:
 # --- events of the data plane
 
 
-@dataclass(frozen=True)
-class PeerKey:
+class PeerKey(msgspec.Struct, frozen=True):
     """One life of a remote engine, where a ticket says that it is.
 
     The endpoint is part of the key: a forged ticket that names a known engine at another address
@@ -178,8 +167,7 @@ class PeerKey:
         return f"engine {self.engine!r} at {self.endpoint}"
 
 
-@dataclass(frozen=True)
-class PeerJoined:
+class PeerJoined(msgspec.Struct, frozen=True):
     """The peer's description fits, and its memory can be read, by these routes."""
 
     peer: PeerKey
@@ -187,16 +175,14 @@ class PeerJoined:
     routes: tuple[Route, ...]
 
 
-@dataclass(frozen=True)
-class PeerRefused:
+class PeerRefused(msgspec.Struct, frozen=True):
     """The peer cannot be used."""
 
     peer: PeerKey
     reason: str
 
 
-@dataclass(frozen=True)
-class ReadStarted:
+class ReadStarted(msgspec.Struct, frozen=True):
     """A read whose bytes are to be verified is under way: this is what it reads."""
 
     request: RequestId
@@ -204,8 +190,7 @@ class ReadStarted:
     slices: tuple[KVSlice, ...]
 
 
-@dataclass(frozen=True)
-class ReadDone:
+class ReadDone(msgspec.Struct, frozen=True):
     """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`."""
 
     request: RequestId
@@ -215,8 +200,7 @@ class ReadDone:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class ReadFailed:
+class ReadFailed(msgspec.Struct, frozen=True):
     """A read of data or of a slot has ended, and nothing of it will land any more."""
 
     request: RequestId
@@ -224,8 +208,7 @@ class ReadFailed:
     reason: str
 
 
-@dataclass(frozen=True)
-class SlotRead:
+class SlotRead(msgspec.Struct, frozen=True):
     """What was in the slot after all data had landed."""
 
     request: RequestId
@@ -233,8 +216,7 @@ class SlotRead:
     generation: Generation
 
 
-@dataclass(frozen=True)
-class DigestMade:
+class DigestMade(msgspec.Struct, frozen=True):
     """What a reader asked a digest of: sums as in `DigestReply`. `refusal`: why there are none."""
 
     route: bytes
@@ -244,8 +226,7 @@ class DigestMade:
     refusal: str | None = None
 
 
-@dataclass(frozen=True)
-class DigestCompared:
+class DigestCompared(msgspec.Struct, frozen=True):
     """The bytes that landed were compared with prefill's; `difference` says where, in words.
 
     Nobody waits for a comparison to end: its claim tells one of an earlier attempt. `refusal`: they
@@ -259,54 +240,47 @@ class DigestCompared:
     refusal: str | None = None
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed; leases, deadlines and timers are looked at."""
 
 
 # --- actions
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to an endpoint, connecting if need be."""
 
     endpoint: Endpoint
     message: messages.Message
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Answer whoever sent the message that came by this route."""
 
     route: bytes
     message: messages.Message
 
 
-@dataclass(frozen=True)
-class Disconnect:
+class Disconnect(msgspec.Struct, frozen=True):
     """Close the connection to an endpoint."""
 
     endpoint: Endpoint
 
 
-@dataclass(frozen=True)
-class JoinPeer:
+class JoinPeer(msgspec.Struct, frozen=True):
     """Check a description and make its memory readable; answered by PeerJoined or PeerRefused."""
 
     peer: PeerKey
     description: messages.Description
 
 
-@dataclass(frozen=True)
-class DropPeer:
+class DropPeer(msgspec.Struct, frozen=True):
     """Forget a peer's memory; no read of it is under way."""
 
     peer: PeerKey
 
 
-@dataclass(frozen=True)
-class StartRead:
+class StartRead(msgspec.Struct, frozen=True):
     """Read the data; answered by ReadDone or ReadFailed, after ReadStarted if it is verified."""
 
     peer: PeerKey
@@ -315,16 +289,14 @@ class StartRead:
     load: StartLoad
 
 
-@dataclass(frozen=True)
-class AbandonRead:
+class AbandonRead(msgspec.Struct, frozen=True):
     """A read has not ended in its time: stop it by whatever stops it; answered by ReadFailed."""
 
     request: RequestId
     rank: Rank
 
 
-@dataclass(frozen=True)
-class ReadSlot:
+class ReadSlot(msgspec.Struct, frozen=True):
     """Read a generation slot; answered by SlotRead or ReadFailed."""
 
     peer: PeerKey
@@ -333,8 +305,7 @@ class ReadSlot:
     slot: int
 
 
-@dataclass(frozen=True)
-class MakeDigest:
+class MakeDigest(msgspec.Struct, frozen=True):
     """Digest what a reader reads from an offer's blocks; answered by DigestMade."""
 
     route: bytes
@@ -342,8 +313,7 @@ class MakeDigest:
     tables: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class CompareDigest:
+class CompareDigest(msgspec.Struct, frozen=True):
     """Compare what landed, of the load's tokens, with prefill's; answered by DigestCompared."""
 
     rank: Rank
@@ -352,23 +322,20 @@ class CompareDigest:
     digest_reply: messages.DigestReply
 
 
-@dataclass(frozen=True)
-class WriteSlot:
+class WriteSlot(msgspec.Struct, frozen=True):
     """Make a grant valid."""
 
     slot: int
     generation: Generation
 
 
-@dataclass(frozen=True)
-class ClearSlot:
+class ClearSlot(msgspec.Struct, frozen=True):
     """Make a grant invalid, before its blocks can be used again."""
 
     slot: int
 
 
-@dataclass(frozen=True)
-class AskDenied:
+class AskDenied(msgspec.Struct, frozen=True):
     """An ask was denied; the reason stays on this side."""
 
     nonce: Nonce
@@ -393,8 +360,7 @@ class FailureKind(enum.Enum):
     INTERNAL = "internal"
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """Why a load failed, to count and to read."""
 
     kind: FailureKind
@@ -404,8 +370,7 @@ class Failure:
         return f"{self.detail} ({self.kind.value})"
 
 
-@dataclass(frozen=True)
-class LoadEnded:
+class LoadEnded(msgspec.Struct, frozen=True):
     """A load that was started is over: no read can write into its blocks any more.
 
     `failure` is None if every byte was read while prefill held it, and equals prefill's if
@@ -433,8 +398,7 @@ class OfferEnd(enum.Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True)
-class OfferEnded:
+class OfferEnded(msgspec.Struct, frozen=True):
     """The blocks of an offer that was published may be used again."""
 
     nonce: Nonce
@@ -442,8 +406,7 @@ class OfferEnded:
     end: OfferEnd
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(msgspec.Struct, frozen=True):
     """How often things happened since the last such result, by counter."""
 
     counts: Mapping[str, float]
@@ -452,16 +415,16 @@ class Counts:
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 PrefillCommand: TypeAlias = PrepareOffer | PublishOffer | WithdrawOffer | RevokeOffer
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
-DataEvent: TypeAlias = (
-    PeerJoined | PeerRefused | ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
-)
+ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
+DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | Tick
 DataAction: TypeAlias = JoinPeer | DropPeer | StartRead | AbandonRead | ReadSlot
 DigestAction: TypeAlias = MakeDigest | CompareDigest
-ControlAction: TypeAlias = Send | Reply | Disconnect
 Action: TypeAlias = (
-    ControlAction
+    Send
+    | Reply
+    | Disconnect
     | DataAction
     | DigestAction
     | WriteSlot

@@ -12,7 +12,8 @@ mean nothing: a message itself names the incarnation it is meant for, the offer,
 reader. WIRE_VERSION has its history in `ticket`.
 """
 
-from typing import Annotated, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -108,6 +109,14 @@ class Refusal(_Message, frozen=True, kw_only=True):
     reason: _Text
 
 
+class _OfClaim(_Message, frozen=True, kw_only=True):
+    """What a reader, or a rank that answers it, says about an offer under a claim."""
+
+    nonce: _Nonce
+    claim: _Claim
+    reader: Reader
+
+
 class Ask(_Message, frozen=True, kw_only=True):
     """A reader asks one rank for the blocks of one offer.
 
@@ -123,49 +132,36 @@ class Ask(_Message, frozen=True, kw_only=True):
     readers: _Ranks
 
 
-class Grant(_Message, frozen=True, kw_only=True):
+class Grant(_OfClaim, frozen=True, kw_only=True):
     """The blocks are held for the claim while `generation` is in `slot`.
 
     `lease_s` is how long prefill holds on without a renew; `tables` has one block table per cache
     group, little-endian int32, from the prompt's first token on, ABSENT where there is no block.
     """
 
-    nonce: _Nonce
-    claim: _Claim
-    reader: Reader
     lease_s: Annotated[float, Meta(gt=0, le=3600)]
     tables: Annotated[tuple[_Table, ...], Meta(min_length=1, max_length=64)]
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
     generation: Annotated[Generation, Meta(min_length=16, max_length=16)]
 
 
-class Deny(_Message, frozen=True, kw_only=True):
+class Deny(_OfClaim, frozen=True, kw_only=True):
     """No blocks, or no digest, for this claim. Why, only prefill's log says."""
 
-    nonce: _Nonce
-    claim: _Claim
-    reader: Reader
 
-
-class DigestRequest(_Message, frozen=True, kw_only=True):
+class DigestRequest(_OfClaim, frozen=True, kw_only=True):
     """What the reader reads under its claim, up to token `end`: which digest does it have?"""
 
-    nonce: _Nonce
-    claim: _Claim
-    reader: Reader
     end: Annotated[int, Meta(ge=1, lt=1 << 31)]
     slices: Annotated[tuple[KVSlice, ...], Meta(min_length=1, max_length=MAX_SLICES)]
 
 
-class DigestReply(_Message, frozen=True, kw_only=True):
+class DigestReply(_OfClaim, frozen=True, kw_only=True):
     """The digest (`geometry.digest`, its key is the claim) of just that, as little-endian uint64.
 
     The blocks were held while it was made.
     """
 
-    nonce: _Nonce
-    claim: _Claim
-    reader: Reader
     rows: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_ROWS)]
     columns: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_COLUMNS)]
 
@@ -185,16 +181,13 @@ class Renewed(_Message, frozen=True, kw_only=True):
     lost: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]
 
 
-class Release(_Message, frozen=True, kw_only=True):
+class Release(_OfClaim, frozen=True, kw_only=True):
     """The reader has ended, and no read of its is under way.
 
     `complete`: it has read and checked all that it wanted, which is nothing where the engine reads
     another rank's copy; else it does not want the blocks any more.
     """
 
-    nonce: _Nonce
-    claim: _Claim
-    reader: Reader
     complete: bool
 
 
@@ -281,10 +274,8 @@ class Status(_Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Describe
-FromEngine: TypeAlias = Description | Refusal
 ToRank: TypeAlias = Ask | DigestRequest | Renew | Release
-FromRank: TypeAlias = Grant | Deny | DigestReply | Renewed
-Answer: TypeAlias = FromEngine | FromRank
+Answer: TypeAlias = Description | Refusal | Grant | Deny | DigestReply | Renewed
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | Status
 
 
@@ -297,73 +288,44 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _encoder = msgspec.msgpack.Encoder()
-# One for each kind of socket: what nobody may send there is never built.
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_rank: msgspec.msgpack.Decoder[ToRank | StatusRequest] = msgspec.msgpack.Decoder(
-    ToRank | StatusRequest
-)
-_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_status: msgspec.msgpack.Decoder[Status] = msgspec.msgpack.Decoder(Status)
-
-_Decoded = TypeVar("_Decoded")
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | RankDescription) -> bytes:
     """The wire form."""
     return _encoder.encode(message)
 
 
-def decode_to_engine(payload: bytes) -> ToEngine:
-    """Parse and check a message that came to the scheduler of an engine.
-
-    Raises:
-        RemoteProtocolError: names the first field that is wrong, or the foreign version.
-    """
-    return _decode(_to_engine, payload)
-
-
-def decode_to_rank(payload: bytes) -> ToRank | StatusRequest:
-    """Parse and check a message that came to a rank.
-
-    Raises:
-        RemoteProtocolError: names the first field that is wrong, or the foreign version.
-    """
-    return _decode(_to_rank, payload)
-
-
-def decode_answer(payload: bytes) -> Answer:
-    """Parse and check what an engine or a rank of it answers.
-
-    Raises:
-        RemoteProtocolError: names the first field that is wrong, or the foreign version.
-    """
-    return _decode(_answer, payload)
-
-
-def decode_status(payload: bytes) -> Status:
-    """Parse and check what a rank answers to a tool.
-
-    Raises:
-        RemoteProtocolError: names the first field that is wrong, or the foreign version.
-    """
-    return _decode(_status, payload)
-
-
-def encode_rank(description: RankDescription) -> bytes:
-    """A rank's part, as it travels from a worker to its scheduler."""
-    return _encoder.encode(description)
-
-
 def decode_rank(payload: bytes) -> RankDescription:
-    """The same, back."""
+    """A rank's part, as it travels from a worker to its scheduler."""
     return msgspec.msgpack.decode(payload, type=RankDescription)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], payload: bytes) -> _Decoded:
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(_explain(payload, error)) from error
+def _decoder(kinds: Any) -> Callable[[bytes], Any]:
+    """A function that parses and checks a message of these kinds.
+
+    It raises RemoteProtocolError, which names the first field that is wrong, or the foreign
+    version.
+    """
+    decoder = msgspec.msgpack.Decoder(kinds)
+
+    def decode(payload: bytes) -> Any:
+        try:
+            return decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise RemoteProtocolError(_explain(payload, error)) from error
+
+    return decode
+
+
+# One for each kind of socket: what nobody may send there is never built. Errors: see `_decoder`.
+decode_to_engine: Callable[[bytes], ToEngine] = _decoder(ToEngine)
+"""Of a message that came to the scheduler of an engine."""
+decode_to_rank: Callable[[bytes], ToRank | StatusRequest] = _decoder(ToRank | StatusRequest)
+"""Of a message that came to a rank."""
+decode_answer: Callable[[bytes], Answer] = _decoder(Answer)
+"""Of what an engine or a rank of it answers."""
+decode_status: Callable[[bytes], Status] = _decoder(Status)
+"""Of what a rank answers to a tool."""
 
 
 def _explain(payload: bytes, error: Exception) -> str:

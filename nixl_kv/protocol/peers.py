@@ -18,6 +18,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.events import Failure, FailureKind
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
@@ -56,7 +57,7 @@ class Peer:
     key: events.PeerKey
     until: float
     state: State = State.CONNECTING
-    failure: events.Failure | None = None  # why it cannot be used, in BACKOFF and GONE
+    failure: Failure | None = None  # why it cannot be used, in BACKOFF and GONE
     description: messages.Description | None = None
     routes: tuple[Route, ...] = ()
 
@@ -72,10 +73,6 @@ class PeerBook:
     def __init__(self, record: events.Record) -> None:
         self._record = record
         self._peers: dict[events.PeerKey, Peer] = {}
-
-    def __repr__(self) -> str:
-        states = ", ".join(f"{p.key.engine}: {p.state.name}" for p in self._peers.values())
-        return f"<PeerBook: {states or 'empty'}>"
 
     @property
     def has_timers(self) -> bool:
@@ -125,7 +122,7 @@ class PeerBook:
         self,
         key: events.PeerKey,
         event: events.PeerRefused | messages.Refusal | events.EndpointLost | events.Tick,
-        failure: events.Failure,
+        failure: Failure,
         now: float,
     ) -> list[events.Action]:
         """A peer that is CONNECTING could not be reached or does not fit: not again for a while."""
@@ -143,9 +140,7 @@ class PeerBook:
                 unreachable.append(peer.key)
             elif peer.state is State.READY and event.endpoint in peer.endpoints:
                 self._move(peer, event, event.reason)
-                peer.failure = events.Failure(
-                    events.FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}"
-                )
+                peer.failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         return unreachable
 
     def overdue(self, now: float) -> list[events.PeerKey]:

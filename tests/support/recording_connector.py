@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, Final
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -73,7 +74,7 @@ def command_of(command: events.Command) -> Record:
     """Its kind, and what of it is the same in each run."""
     kept = {
         name: plain(value)
-        for name, value in vars(command).items()
+        for name, value in msgspec.structs.asdict(command).items()
         if isinstance(value, int | str | bool) and name not in ("nonce", "claim", "context")
     }
     return {"kind": type(command).__name__, **kept}

@@ -32,6 +32,7 @@ from nixl_kv.geometry.ranks import Route
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.events import Failure, FailureKind
 from nixl_kv.protocol.ticket import Ticket
 
 ASK_AGAIN_S: Final = 1.0
@@ -42,14 +43,14 @@ SILENCE_S: Final = 2.0
 DRAIN_S: Final = 1.0
 """How long a read may take to end by itself after its time, before its agent is given up for it."""
 
-DROPPED: Final = events.Failure(events.FailureKind.DROPPED, "dropped")
+DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
 
 
 @dataclass(frozen=True)
 class Cancelled:
     """Nobody wants what is read any more: an event of the load's own."""
 
-    failure: events.Failure
+    failure: Failure
 
 
 class State(enum.Enum):
@@ -172,7 +173,7 @@ class Load:
     reads: dict[Rank, RankRead] | None = None
     start: events.StartLoad | None = None  # once there are blocks
     is_cancelled: bool = False
-    failure: events.Failure | None = None  # the first one; the others follow from it
+    failure: Failure | None = None  # the first one; the others follow from it
     overdue_since: float | None = None
 
     def __post_init__(self) -> None:
@@ -207,7 +208,7 @@ class Load:
         states = {read.state for read in self.rank_reads}
         return self.start is None and self.reads is not None and states <= {State.GRANTED}
 
-    def fail(self, failure: events.Failure) -> None:
+    def fail(self, failure: Failure) -> None:
         """Keep the first failure."""
         if self.failure is None:
             self.failure = failure
@@ -282,7 +283,7 @@ class Load:
         self,
         read: RankRead,
         event: messages.Deny | messages.Renewed | events.EndpointLost,
-        failure: events.Failure,
+        failure: Failure,
     ) -> None:
         """The rank does not grant, or no longer."""
         if read.awaits_prefill:
@@ -304,12 +305,8 @@ class Load:
         """The slot was read."""
         slot_valid = read.grant is not None and event.generation == read.grant.generation
         if not slot_valid:
-            self.fail(
-                events.Failure(
-                    events.FailureKind.FENCED,
-                    f"prefill rank {read.rank} took its blocks back while they were read",
-                )
-            )
+            detail = f"prefill rank {read.rank} took its blocks back while they were read"
+            self.fail(Failure(FailureKind.FENCED, detail))
         if read.state is State.DRAINING or not slot_valid:
             self._move(read, State.FAILED, event)
             return [self._release(read, complete=False)]
@@ -321,12 +318,8 @@ class Load:
 
     def on_read_failed(self, read: RankRead, event: events.ReadFailed) -> list[events.Action]:
         """The read ended in an error."""
-        self.fail(
-            events.Failure(
-                events.FailureKind.BROKEN,
-                f"reading prefill rank {read.rank} failed: {event.reason}",
-            )
-        )
+        detail = f"reading prefill rank {read.rank} failed: {event.reason}"
+        self.fail(Failure(FailureKind.BROKEN, detail))
         self._move(read, State.FAILED, event)
         return [self._release(read, complete=False)]
 
@@ -387,17 +380,17 @@ class Load:
         subject = f"what was read from prefill rank {read.rank}"
         if event.refusal is not None:
             detail = f"{subject} cannot be verified: {event.refusal}"
-            self.fail(events.Failure(events.FailureKind.INTERNAL, detail))
+            self.fail(Failure(FailureKind.INTERNAL, detail))
         elif event.difference is not None:
             detail = f"{subject} is not what it has: {event.difference}"
-            self.fail(events.Failure(events.FailureKind.CORRUPT, detail))
+            self.fail(Failure(FailureKind.CORRUPT, detail))
         is_equal = event.refusal is None and event.difference is None
         self._move(read, State.DONE if is_equal else State.FAILED, event)
         return [self._release(read, complete=is_equal)]
 
     # --- the end
 
-    def cancel(self, failure: events.Failure) -> list[events.Action]:
+    def cancel(self, failure: Failure) -> list[events.Action]:
         """Nobody wants it any more. What was asked is released now, what is read when drained."""
         self.fail(failure)
         actions: list[events.Action] = []
@@ -416,20 +409,20 @@ class Load:
         self.is_cancelled = True
         return [] if self.reads is None else self.cancel(DROPPED)
 
-    def late_failure(self, now: float, timeout_s: float) -> events.Failure | None:
+    def late_failure(self, now: float, timeout_s: float) -> Failure | None:
         """Why its time is over; None while it is not."""
         if now >= self.deadline and not self.lacks_only_blocks:
-            return events.Failure(events.FailureKind.LATE, f"no KV within {timeout_s:g} s")
+            return Failure(FailureKind.LATE, f"no KV within {timeout_s:g} s")
         since = [
             read.unreachable_since
             for read in self.rank_reads
             if read.state in POSTED and read.unreachable_since is not None
         ]
         if since and now >= min(since) + SILENCE_S:
-            return events.Failure(events.FailureKind.LATE, "prefill fell silent while it was read")
+            return Failure(FailureKind.LATE, "prefill fell silent while it was read")
         return None
 
-    def on_late(self, failure: events.Failure, now: float) -> list[events.Action]:
+    def on_late(self, failure: Failure, now: float) -> list[events.Action]:
         """Cancel it. A read that then does not end by itself is abandoned, once."""
         actions = self.cancel(failure)
         if self.overdue_since is None:

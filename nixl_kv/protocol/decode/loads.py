@@ -28,11 +28,6 @@ class LoadBook:
         self._numbers: Iterator[int] = itertools.count(1)  # of asks and renews alike
         self._loads: dict[RequestId, Load] = {}
 
-    def __repr__(self) -> str:
-        states = [read.state.name for _, read in self._rank_reads()]
-        counts = ", ".join(f"{states.count(name)} {name}" for name in sorted(set(states)))
-        return f"<LoadBook: {len(self)}; reads: {counts or 'none'}>"
-
     def __len__(self) -> int:
         return len(self._loads)
 

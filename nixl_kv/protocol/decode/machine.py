@@ -6,11 +6,11 @@ from nixl_kv.ids import Endpoint, EngineId, Incarnation, endpoint_at
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.load import DROPPED, Load
 from nixl_kv.protocol.decode.loads import LoadBook
+from nixl_kv.protocol.events import Failure, FailureKind
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.peers import State as PeerState
 
-GONE: Final = events.Failure(events.FailureKind.UNREACHABLE, "its engine has gone")
-NO_DESCRIPTION: Final = events.Failure(events.FailureKind.UNREACHABLE, "no description in time")
+NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
 
 
 class DecodeMachine:
@@ -50,7 +50,7 @@ class DecodeMachine:
             case events.PeerJoined():
                 return self._on_joined(event, now)
             case events.PeerRefused():
-                failure = events.Failure(events.FailureKind.INCOMPATIBLE, event.reason)
+                failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
                 return self._on_unusable(event.peer, event, failure, now=now)
             case events.EndpointLost():
                 return self._on_endpoint_lost(event, now)
@@ -78,17 +78,15 @@ class DecodeMachine:
         if peer.state is PeerState.READY and peer.description is not None:
             joined = events.PeerJoined(key, peer.description, peer.routes)
             return actions + self._open(load, joined, command, now=now)
-        if peer.state is not PeerState.CONNECTING:
-            load.fail(peer.failure or GONE)
+        if peer.failure is not None:
+            load.fail(peer.failure)
         return actions
 
     def _start(self, command: events.StartLoad, now: float) -> list[events.Action]:
         """The request has blocks. Its time runs anew from here."""
         load = self.loads.get(command.request)
         if load is None:
-            failure = events.Failure(
-                events.FailureKind.INTERNAL, "it was not prepared, or forgotten since"
-            )
+            failure = Failure(FailureKind.INTERNAL, "it was not prepared, or forgotten since")
             return [events.LoadEnded(command.request, command.num_tokens, failure)]
         actions = load.on_blocks(command, now + self.loads.timeout_s)
         return actions + self.loads.settle(load)
@@ -126,7 +124,7 @@ class DecodeMachine:
         self,
         peer: events.PeerKey,
         event: events.PeerRefused | messages.Refusal | events.EndpointLost | events.Tick,
-        failure: events.Failure,
+        failure: Failure,
         *,
         now: float,
     ) -> list[events.Action]:
@@ -144,11 +142,9 @@ class DecodeMachine:
             detail = f"prefill rank {read.rank} is unreachable: {event.reason}"
             if read.unreachable_since is None:
                 read.unreachable_since = now
-            load.on_refusal(read, event, events.Failure(events.FailureKind.UNREACHABLE, detail))
+            load.on_refusal(read, event, Failure(FailureKind.UNREACHABLE, detail))
             actions += self.loads.settle(load)
-        failure = events.Failure(
-            events.FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}"
-        )
+        failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         for peer in self.peers.on_endpoint_lost(event):
             actions += self._on_unusable(peer, event, failure, now=now)
         return actions
@@ -165,7 +161,7 @@ class DecodeMachine:
                 peer = events.PeerKey(
                     EngineId(message.engine), Incarnation(message.incarnation), endpoint
                 )
-                failure = events.Failure(events.FailureKind.UNREACHABLE, message.reason)
+                failure = Failure(FailureKind.UNREACHABLE, message.reason)
                 return self._on_unusable(peer, message, failure, now=now)
             case messages.Renewed():
                 return self._on_renewed(message, endpoint)
@@ -192,7 +188,7 @@ class DecodeMachine:
                 actions = load.on_digest(read, message)
             case messages.Deny():
                 detail = f"prefill rank {read.rank} denied"
-                load.on_refusal(read, message, events.Failure(events.FailureKind.DENIED, detail))
+                load.on_refusal(read, message, Failure(FailureKind.DENIED, detail))
         return actions + self.loads.settle(load)
 
     def _on_renewed(self, message: messages.Renewed, endpoint: Endpoint) -> list[events.Action]:
@@ -205,23 +201,13 @@ class DecodeMachine:
                 read.unreachable_since = None
             if load.claim in message.lost and read.grant is not None:
                 detail = f"prefill rank {read.rank} let the lease run out"
-                load.on_refusal(
-                    read, message, events.Failure(events.FailureKind.LEASE_LOST, detail)
-                )
+                load.on_refusal(read, message, Failure(FailureKind.LEASE_LOST, detail))
                 actions += self.loads.settle(load)
         return actions
 
     # --- reads
 
-    def _on_read_event(
-        self,
-        event: events.ReadStarted
-        | events.ReadDone
-        | events.ReadFailed
-        | events.SlotRead
-        | events.DigestCompared,
-        now: float,
-    ) -> list[events.Action]:
+    def _on_read_event(self, event: events.ReadEvent, now: float) -> list[events.Action]:
         load = self.loads.get(event.request)
         read = load.reads.get(event.rank) if load is not None and load.reads else None
         if load is None or read is None:

@@ -25,14 +25,6 @@ class OfferBook:
         self._free_slots = list(range(num_slots))
         self._offers: dict[Nonce, Offer] = {}
 
-    def __repr__(self) -> str:
-        states = [offer.state.name for offer in self._offers.values()]
-        counts = ", ".join(f"{states.count(name)} {name}" for name in sorted(set(states)))
-        return f"<OfferBook: {counts or 'none'}>"
-
-    def __len__(self) -> int:
-        return len(self._offers)
-
     def get(self, nonce: Nonce) -> Offer | None:
         """The offer, while it lives."""
         return self._offers.get(nonce)

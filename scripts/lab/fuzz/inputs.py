@@ -55,7 +55,7 @@ SLICES: Final = tuple(KVSlice(f"layer.{number}", 0, 2, 0) for number in range(3)
 
 def every_message() -> list[bytes]:
     """One of each kind, and a rank's description."""
-    rank = messages.encode_rank(sample(messages.RankDescription))
+    rank = messages.encode(sample(messages.RankDescription))
     return [*(messages.encode(sample(kind)) for kind in KINDS), rank]
 
 

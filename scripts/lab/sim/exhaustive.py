@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from lab.sim.cache import KnownPrompt, RankCache
@@ -187,6 +188,6 @@ def _composite(value: Any, now: float) -> str:
         return f"({','.join(sorted(_canonical(each, now) for each in value))})"
     if isinstance(value, Iterable):
         return f"[{','.join(_canonical(each, now) for each in value)}]"
-    names = getattr(value, "__struct_fields__", None) or vars(value)
+    names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else vars(value)
     held = {name: getattr(value, name) for name in names if name not in LEFT_OUT}
     return type(value).__name__ + _canonical(held, now)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -28,7 +29,7 @@ def said(command: Command) -> Record:
     left_out = ("nonce", "claim", "context")
     kept = {
         name: value
-        for name, value in vars(command).items()
+        for name, value in msgspec.structs.asdict(command).items()
         if isinstance(value, int | str | bool) and name not in left_out
     }
     return {"kind": type(command).__name__, **kept}

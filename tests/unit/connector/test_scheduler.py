@@ -16,7 +16,7 @@ from nixl_kv.protocol.events import (
     PrepareLoad,
     SetEngineLayouts,
 )
-from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode, encode_rank
+from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
 from nixl_kv.protocol.ticket import Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
@@ -56,7 +56,7 @@ def make() -> Iterator[Make]:
 def publish(scheduler: Scheduler) -> Description:
     """The handshake of a worker's new life; what the engine answers then to whoever asks."""
     described = rank_description(incarnation=new_incarnation())
-    scheduler.publish({(0, 0): HandshakeMetadata(encode_rank(described))})
+    scheduler.publish({(0, 0): HandshakeMetadata(encode(described))})
     return ask(scheduler)
 
 
@@ -226,7 +226,7 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     """In rank order: pipeline stage major."""
     scheduler = make(is_described=False)
     ranks = {key: rank_description(number) for number, key in enumerate([(1, 0), (0, 1), (0, 0)])}
-    scheduler.publish({key: HandshakeMetadata(encode_rank(rank)) for key, rank in ranks.items()})
+    scheduler.publish({key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()})
     in_order = [ranks[key] for key in sorted(ranks)]
     assert list(ask(scheduler).ranks) == in_order
     scheduler.on_arrival(with_ticket())

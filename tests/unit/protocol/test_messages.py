@@ -263,7 +263,7 @@ def test_every_message_has_one_direction() -> None:
 
 
 def test_a_rank_describes_itself_in_the_form_that_the_engine_passes_on() -> None:
-    payload = messages.encode_rank(rank_description())
+    payload = encode(rank_description())
     assert msgspec.msgpack.decode(payload) == RANK_WIRE
     assert messages.decode_rank(payload) == rank_description()
 

@@ -274,7 +274,7 @@ def test_a_digest_of_another_size_differs(
     digests: DigestQueue, landed: Cache, rows: slice, columns: slice
 ) -> None:
     remote = digest_of(digests, order())
-    cut = replace(remote, rows=remote.rows[rows], columns=remote.columns[columns])
+    cut = msgspec.structs.replace(remote, rows=remote.rows[rows], columns=remote.columns[columns])
     difference = compared(landed, comparison(cut)).difference
     assert difference is not None
     assert difference.startswith("digests of (8, 1) heads and columns here and (")

@@ -574,7 +574,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     world.prefill.publish_offer(2)  # prepared for a machine that is gone
     world.prefill.turn()
     assert world.prefill.ended_offer() == ("p2", OfferEnd.LOST)
-    assert len(world.prefill.parts.prefill.offers) == 0
+    assert len(world.prefill.parts.prefill.offers.all()) == 0
     world.prefill.turn()
     assert counts_of(world.prefill) == {"thread_restarts": 1}
 

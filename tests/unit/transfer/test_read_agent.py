@@ -1,9 +1,8 @@
 """One agent that reads: data and slots, what becomes of them, and what cannot be read."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL, wire_tables

@@ -21,7 +21,7 @@ from support.records import PEER
 
 SIZES = Sizes()
 HALF = replace(SIZES, heads=1)
-OTHER = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
+OTHER = msgspec.structs.replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
 
 
 def peers_of(cache: Cache, model: dict[str, str] | None = None, **options: object) -> RemotePeers:

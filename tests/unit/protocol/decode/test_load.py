@@ -1,10 +1,10 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Rank

@@ -626,5 +626,5 @@ def test_a_cleared_machine_has_no_offer_and_all_slots() -> None:
     machine = new_machine(SHARED)
     machine.clear()
     machine.offers.validate()
-    assert len(machine.offers) == 0
+    assert len(machine.offers.all()) == 0
     play(machine, [DENIED_UNKNOWN])
