@@ -11,7 +11,7 @@ a second. All else runs on the transfer thread alone.
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Final
@@ -19,9 +19,10 @@ from typing import Final
 from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.transfer.read_agent import OpenedTransport, ReadAgent, open_transport
+from nixl_kv.transfer.read_agent import ReadAgent, open_transport
 from nixl_kv.transfer.remote_peers import RemotePeers
 from nixl_kv.transport.base import Transport
+from nixl_kv.transport.slots import SlotPage
 
 logger = logging.getLogger(__name__)
 
@@ -59,23 +60,23 @@ class Agents:
             background: where agents are made and destroyed.
         """
         self.peers = peers
+        self.polled: list[ReadAgent] = []
+        """The agents whose reads are polled: all new reads use the first, the others drain."""
         self._counts = counts
         self._make_transport = make_transport
         self._clock = clock
         self._background = background
-        self._current: ReadAgent | None = None
-        self._draining: list[ReadAgent] = []
         self._closing: list[_Closing] = []
-        self._opening: Future[OpenedTransport] | None = None
+        self._opening: Future[tuple[Transport, SlotPage]] | None = None
         self._open_again_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<Agents: {self._current!r}, {self._draining}, {len(self._closing)} closing>"
+        return f"<Agents: {self.polled}, {len(self._closing)} closing>"
 
     @property
     def is_busy(self) -> bool:
         """Whether a read is under way, or an agent is being made or destroyed."""
-        return bool(self._closing or self._opening) or any(a.reads for a in self.polled())
+        return bool(self._closing or self._opening) or any(a.reads for a in self.polled)
 
     def open(self) -> None:
         """Make the first agent, and wait for it.
@@ -84,7 +85,7 @@ class Agents:
             TransportError: if it cannot be made.
         """
         opened = open_transport(self._make_transport, self.peers.layout)
-        self._current = ReadAgent(opened, self.peers, self._clock)
+        self.polled.append(ReadAgent(*opened, self.peers, self._clock))
 
     def execute(self, action: events.DataAction) -> list[events.DataEvent]:
         """Do what the decode machine decided; the events that are known at once."""
@@ -103,46 +104,40 @@ class Agents:
 
     def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
         """Nobody waits for these reads any longer; they will fail when they have been stopped."""
-        for agent in self.polled():
+        for agent in self.polled:
             for read in agent.reads:
                 if read.request == request and rank in (None, read.rank):
                     read.is_abandoned = True
 
     def forget_peers(self) -> None:
         """Forget all peers, but where a read goes on."""
-        for peer in self.peers.all():
+        for peer in list(self.peers.descriptions):
             self._drop(peer)
 
     def poll(self) -> list[events.DataEvent]:
         """Look after all reads and agents; reads that ended become events."""
-        ended = [event for agent in self.polled() for event in agent.poll()]
+        ended = [event for agent in self.polled for event in agent.poll()]
         self._replace_current()
         self._close_drained()
         return ended + self._poll_closing()
 
     def is_read(self, request: RequestId) -> bool:
         """Whether a read may still write into the blocks of a request."""
-        agents = [*self.polled(), *(closing.agent for closing in self._closing)]
+        agents = [*self.polled, *(closing.agent for closing in self._closing)]
         return any(read.request == request for agent in agents for read in agent.reads)
 
     def close(self) -> None:
         """Destroy all agents, whatever they read."""
         self._background.shutdown(wait=False)
-        for agent in self.polled():
+        for agent in self.polled:
             agent.transport.close()
-
-    def polled(self) -> Iterator[ReadAgent]:
-        """All agents whose reads are polled."""
-        if self._current is not None:
-            yield self._current
-        yield from list(self._draining)
 
     @property
     def current(self) -> ReadAgent:
         """The agent that all new reads use."""
-        if self._current is None:
+        if not self.polled:
             raise LocalProtocolError("this rank has no agent to read with")
-        return self._current
+        return self.polled[0]
 
     def _join(self, action: events.JoinPeer) -> events.DataEvent:
         """Check a description, load the peer's metadata, plan, and prepare the lists."""
@@ -153,20 +148,20 @@ class Agents:
             routes = self.peers.routes(description)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
-        self.peers.add(peer, description)
+        self.peers.descriptions[peer] = description
         return events.PeerJoined(peer, description, routes)
 
     def _drop(self, peer: events.PeerKey) -> None:
         """Forget a peer, but where a read that a restart has orphaned goes on: its agent ends."""
-        self.peers.remove(peer)
-        for agent in self.polled():
-            if not agent.is_reading(peer):
+        self.peers.descriptions.pop(peer, None)
+        for agent in self.polled:
+            if all(read.peer != peer for read in agent.reads):
                 agent.peers.drop(peer)
 
     def _replace_current(self) -> None:
         """Make another agent when a read of the current one is abandoned."""
         if self._opening is None:
-            abandoned = self._current is not None and self._current.has_abandoned_read
+            abandoned = self.polled and any(read.is_abandoned for read in self.current.reads)
             if abandoned and self._clock() >= self._open_again_at:
                 logger.warning("a read does not end: making another NIXL agent")
                 self._opening = self._background.submit(
@@ -175,19 +170,19 @@ class Agents:
         elif self._opening.done():
             opening, self._opening = self._opening, None
             try:
-                agent = ReadAgent(opening.result(), self.peers, self._clock)
+                agent = ReadAgent(*opening.result(), self.peers, self._clock)
             except TransportError as error:
                 self._open_again_at = self._clock() + TRY_AGAIN_S
                 logger.error("no other NIXL agent: %s; blocks stay held, trying again", error)  # noqa: TRY400 - it says all
                 return
-            self._draining.append(self.current)
-            self._current = agent
+            self.polled.insert(0, agent)
 
     def _close_drained(self) -> None:
         """Destroy each agent on which nobody waits for anything."""
-        for agent in [agent for agent in self._draining if agent.has_only_abandoned_reads]:
-            self._draining.remove(agent)
-            self._close(agent)
+        for agent in self.polled[1:]:
+            if all(read.is_abandoned for read in agent.reads):
+                self.polled.remove(agent)
+                self._close(agent)
 
     def _close(self, agent: ReadAgent) -> None:
         """Destroy an agent; nothing else uses it any more."""

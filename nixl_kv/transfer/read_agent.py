@@ -24,23 +24,19 @@ MAX_SLOT_READS: Final = 4096
 """Slots that can be read at the same time."""
 
 
-@dataclass(frozen=True)
-class OpenedTransport:
-    """A transport that may write into this rank's cache, and into a page for slots it reads."""
+def open_transport(
+    make: Callable[[], Transport], layout: CacheLayout
+) -> tuple[Transport, SlotPage]:
+    """Make a transport that may write into this rank's cache, and into a page for slots it reads.
 
-    transport: Transport
-    slots: SlotPage
-
-
-def open_transport(make: Callable[[], Transport], layout: CacheLayout) -> OpenedTransport:
-    """Make a transport and register what it writes into. Slow; runs on any thread.
+    Slow; runs on any thread.
 
     Raises:
         TransportError: if it cannot be created, or does not accept the memory.
     """
     transport, slots = make(), SlotPage(MAX_SLOT_READS)
     register(transport, layout, slots)
-    return OpenedTransport(transport, slots)
+    return transport, slots
 
 
 def register(transport: Transport, layout: CacheLayout, slots: SlotPage) -> None:
@@ -73,35 +69,25 @@ class ReadAgent:
     """See the module's head."""
 
     def __init__(
-        self, opened: OpenedTransport, peers: RemotePeers, clock: Callable[[], float]
+        self,
+        transport: Transport,
+        slots: SlotPage,
+        peers: RemotePeers,
+        clock: Callable[[], float],
     ) -> None:
-        """Start with no read. `clock` is in monotonic seconds."""
-        self.transport = opened.transport
-        self.peers = PreparedPeers(opened.transport, peers)
+        """Start with no read, on what `open_transport` gave. `clock` is in monotonic seconds."""
+        self.transport = transport
+        self.peers = PreparedPeers(transport, peers)
         self.reads: list[ActiveRead] = []
         self._layout = peers.layout
         self._clock = clock
-        self._slots = opened.slots
-        self._free_slots = list(range(opened.slots.count))
-        self._slot_list = self.transport.prepare(opened.slots.rows(), "DRAM", None)
+        self._slots = slots
+        self._free_slots = list(range(slots.count))
+        self._slot_list = transport.prepare(slots.rows(), "DRAM", None)
         self._indices = IndexBuffer()
 
     def __repr__(self) -> str:
         return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
-
-    @property
-    def has_abandoned_read(self) -> bool:
-        """Whether a read is left that nobody waits for any longer."""
-        return any(read.is_abandoned for read in self.reads)
-
-    @property
-    def has_only_abandoned_reads(self) -> bool:
-        """Whether nothing is left but such reads."""
-        return all(read.is_abandoned for read in self.reads)
-
-    def is_reading(self, peer: events.PeerKey) -> bool:
-        """Whether a read of this peer is under way."""
-        return any(read.peer == peer for read in self.reads)
 
     def start_read(self, action: events.StartRead) -> list[events.DataEvent]:
         """Post the data read of one load from one rank; what is known of it at once."""

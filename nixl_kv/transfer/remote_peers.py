@@ -44,10 +44,11 @@ class RemotePeers:
         """
         self.layout = layout
         self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
+        self.descriptions: dict[PeerKey, messages.Description] = {}
+        """Of the peers that were checked, and fit."""
         self._rank = rank
         self._model = model
         self._allowed = allowed or AllowedHosts()
-        self._descriptions: dict[PeerKey, messages.Description] = {}
 
     def check(self, description: messages.Description) -> None:
         """Check that this engine can read that one.
@@ -67,28 +68,6 @@ class RemotePeers:
                 + "; ".join(map(str, mismatches[:SHOWN_MISMATCHES]))
                 + (f"; and {more} more" if more > 0 else "")
             )
-
-    def add(self, peer: PeerKey, description: messages.Description) -> None:
-        """A peer that was checked."""
-        self._descriptions[peer] = description
-
-    def remove(self, peer: PeerKey) -> None:
-        """Forget a peer."""
-        self._descriptions.pop(peer, None)
-
-    def all(self) -> list[PeerKey]:
-        """The peers that fit."""
-        return list(self._descriptions)
-
-    def get(self, peer: PeerKey) -> messages.Description:
-        """A peer that fits.
-
-        Raises:
-            TransportError: if it was removed.
-        """
-        if peer not in self._descriptions:
-            raise TransportError(f"engine {peer.engine!r} is gone")
-        return self._descriptions[peer]
 
     def routes(self, description: messages.Description) -> tuple[Route, ...]:
         """Which of its ranks this rank reads, and which it only releases."""
@@ -167,7 +146,9 @@ class PreparedPeers:
         Raises:
             TransportError: if the peer was dropped, or cannot be prepared for this agent.
         """
-        description = self._peers.get(peer)
+        description = self._peers.descriptions.get(peer)
+        if description is None:
+            raise TransportError(f"engine {peer.engine!r} is gone")
         if peer not in self._prepared:
             self.prepare(peer, description)
         return self._prepared[peer][rank]

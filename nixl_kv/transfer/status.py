@@ -41,7 +41,7 @@ class StatusReporter:
                 "links": len(links),
                 "offers": len(offers),
                 "loads": len(loads),
-                "reads": sum(len(agent.reads) for agent in parts.agents.polled()),
+                "reads": sum(len(agent.reads) for agent in parts.agents.polled),
                 "digests": len(parts.digests),
                 "events": len(parts.event_log),
             },

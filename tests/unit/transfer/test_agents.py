@@ -104,7 +104,7 @@ def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
 
 def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(reading: Reading) -> None:
     """After a restart nobody else knows of that read, and only the agent's end stops it."""
-    (agent,) = reading.agents.polled()
+    (agent,) = reading.agents.polled
     reading.fabric.reads_hang = True
     reading.start(D1)
     reading.agents.execute(DropPeer(PEER))
@@ -177,7 +177,7 @@ def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
     reading.start(D1, R1, block=8)
     reading.start(D2, R0, block=9)
     reading.agents.execute(AbandonRead(D1, R1))
-    (agent,) = reading.agents.polled()
+    (agent,) = reading.agents.polled
     assert [read.is_abandoned for read in agent.reads] == [False, True, False]
     reading.agents.abandon(D1)
     assert [read.is_abandoned for read in agent.reads] == [True, True, False]
@@ -193,7 +193,7 @@ def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
     reading.agents.poll()
     assert reading.poll() == []
     reading.start(D3, R1, block=9)
-    assert len(list(reading.agents.polled())) == 2
+    assert len(reading.agents.polled) == 2
     ended: list[DataEvent] = []
     while len(ended) < 2:
         assert reading.num_transports == 2

@@ -108,7 +108,7 @@ def test_a_rank_has_the_agents_of_its_roles(
     assert engine.spec.roles == roles
     assert len(planes.transports) == num_transports
     assert (parts.serving is not None) == is_prefill
-    assert bool(list(parts.agents.polled())) == is_decode
+    assert bool(parts.agents.polled) == is_decode
     assert bool(parts.description.agent) == is_prefill
 
 

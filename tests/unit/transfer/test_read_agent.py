@@ -39,9 +39,9 @@ class Reading:
         self.prefill = ReadableRank(self.fabric, SIZES)
         self.cache = Cache(SIZES).fill(2)
         self.peers = RemotePeers(self.cache.layout(), R0, MODEL)
-        self.peers.add(PEER, engine_of(self.prefill))
+        self.peers.descriptions[PEER] = engine_of(self.prefill)
         opened = open_transport(lambda: MemoryTransport(self.fabric), self.cache.layout())
-        self.agent = ReadAgent(opened, self.peers, self.clock)
+        self.agent = ReadAgent(*opened, self.peers, self.clock)
 
     def start(
         self,

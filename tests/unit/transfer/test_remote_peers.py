@@ -128,17 +128,6 @@ def test_a_host_is_checked_before_anything_is_compared(fabric: Fabric, cache: Ca
         peers.check(engine_of(ReadableRank(fabric, SIZES)))
 
 
-def test_a_peer_is_known_until_it_is_removed(fabric: Fabric, cache: Cache) -> None:
-    peers, described = peers_of(cache), engine_of(ReadableRank(fabric, SIZES))
-    peers.add(PEER, described)
-    assert peers.get(PEER) is described
-    for missing in (OTHER, PEER):
-        peers.remove(missing)
-        with pytest.raises(TransportError, match=r"^engine 'prefill' is gone$"):
-            peers.get(missing)
-    peers.remove(PEER)
-
-
 def test_each_rank_reads_its_heads_from_those_that_have_them(fabric: Fabric) -> None:
     halves = [Cache(HALF, first_head=head) for head in range(2)]
     described = engine_of(*(ReadableRank(fabric, HALF, first_head=head) for head in range(2)))
@@ -193,7 +182,7 @@ def test_all_ranks_that_are_read_are_prepared(
     """By the agent that joins them, or when another one first reads them."""
     described, ranks = two_halves(fabric)
     peers = peers_of(cache)
-    peers.add(PEER, described)
+    peers.descriptions[PEER] = described
     prepared = PreparedPeers(transport, peers)
     assert repr(prepared) == "<PreparedPeers: none>"
     if is_joined:
@@ -206,6 +195,20 @@ def test_all_ranks_that_are_read_are_prepared(
         assert one.name == rank.transport.name
         assert one.share == {f"layer.{layer}": (number, number + 1) for layer in range(3)}
     assert len(transport.known) == 2
+
+
+def test_a_peer_can_be_read_until_it_is_removed(
+    fabric: Fabric, cache: Cache, transport: CountingTransport
+) -> None:
+    """What this agent has prepared of it may outlast it, where a read goes on."""
+    peers = peers_of(cache)
+    peers.descriptions[PEER] = engine_of(ReadableRank(fabric, SIZES))
+    prepared = PreparedPeers(transport, peers)
+    prepared.get(PEER, Rank(0))
+    del peers.descriptions[PEER]
+    for missing in (OTHER, PEER):
+        with pytest.raises(TransportError, match=r"^engine 'prefill' is gone$"):
+            prepared.get(missing, Rank(0))
 
 
 def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
