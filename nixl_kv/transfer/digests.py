@@ -7,10 +7,11 @@ behind it are still in time; what it has read until it is dropped does no harm.
 
 import ctypes
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,12 +27,13 @@ Steps: TypeAlias = Generator[None, None, Digest]
 DigestEvent: TypeAlias = events.DigestMade | events.DigestCompared
 
 
-class Digester(Protocol):
+class Digester(ABC):
     """Digests memory where the cache is."""
 
-    pause_s: float
+    pause_s: float = 0.0
     """How long to wait between two steps, in seconds; 0 where each step is work."""
 
+    @abstractmethod
     def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
         """The digest, at the end of the steps.
 
@@ -39,27 +41,20 @@ class Digester(Protocol):
             DigestError: if that cannot be digested; also in a step.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most read in their steps only
         """Return when the cache is not read any more."""
 
 
-class HostDigester:
+class HostDigester(Digester):
     """Digests memory that this process can read itself."""
-
-    pause_s = 0.0
 
     def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
         """See `geometry.digest.digest_steps`."""
         return digest.digest_steps(key, local_slices, _memory_view)
 
-    def close(self) -> None:
-        """Nothing: it reads in its steps only."""
 
-
-class NoDigester:
+class NoDigester(Digester):
     """Digests nothing: here it cannot be done."""
-
-    pause_s = 0.0
 
     def __init__(self, reason: str) -> None:
         """`reason` is the answer to everybody who wants a digest."""
@@ -73,9 +68,6 @@ class NoDigester:
         """
         del key, local_slices
         raise DigestError(self._reason)
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 @dataclass

@@ -150,7 +150,7 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=spec.clock,
-            report_status=lambda request: messages.encode(status.report(request)),
+            report_status=status.report,
         )
 
 

@@ -91,7 +91,8 @@ class EventLog:
 
     def story_lines(self, request: str, limit: int) -> list[str]:
         """The story in at most so many lines, each with the seconds since its begin."""
-        lines = story_text(self.story(request, exact=True))
+        story = self.story(request, exact=True)
+        lines = [f"{event.time - story[0].time:9.3f} s  {describe(event)}" for event in story]
         if len(lines) <= limit:
             return lines
         left_out = len(lines) - limit + 1  # one line says so
@@ -111,12 +112,6 @@ def _is_end(transition: events.Transition) -> bool:
     """Whether an offer or a load is over with it; what a load reads from one rank may fail too."""
     is_load = transition.before in ("PREPARED", "STARTED")
     return transition.after == events.OVER or (is_load and transition.after in ("LOADED", "FAILED"))
-
-
-def story_text(story: list[EventRecord]) -> list[str]:
-    """One line for each event, with the seconds since the first."""
-    begin = story[0].time if story else 0.0
-    return [f"{event.time - begin:9.3f} s  {describe(event)}" for event in story]
 
 
 def describe(event: events.Transition | EventRecord) -> str:

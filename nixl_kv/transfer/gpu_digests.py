@@ -5,7 +5,7 @@ where the cache is in GPU memory: Triton is only there.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from subprocess import SubprocessError
 from typing import Final
@@ -21,6 +21,7 @@ from nixl_kv.geometry import digest
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, Region
 from nixl_kv.geometry.slices import LocalSlice
+from nixl_kv.transfer.digests import Digester, Steps
 
 TILE: Final = digest.MIN_COLUMN
 """Tokens of a program: a column of the digest is a whole number of them."""
@@ -110,7 +111,9 @@ class _KernelInput:
         """For these slices, one row for each head."""
         end = digest.last_end(local_slices)
         rows, blocks = _tables(local_slices)
-        words = np.concatenate([np.full(s.num_heads, _num_words(s)) for s in local_slices])
+        words = np.concatenate(
+            [np.full(s.num_heads, digest.num_words(s.part.content)) for s in local_slices]
+        )
         order = np.argsort(words, kind="stable")
         rows, words = rows[order], words[order]
         offset, step, multipliers = key.numbers(int(words[-1]))
@@ -124,8 +127,8 @@ class _KernelInput:
         return cls(numbers, _launches(rows, words), tiles, (int(places[3]), int(places[4])))
 
 
-class GpuDigester:
-    """Digests memory of the GPU that holds the cache. See `transfer.digests.Digester`."""
+class GpuDigester(Digester):
+    """Digests memory of the GPU that holds the cache."""
 
     pause_s = 0.0001
 
@@ -143,9 +146,7 @@ class GpuDigester:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._warm_up(layout)
 
-    def __call__(
-        self, key: Key, local_slices: Sequence[LocalSlice]
-    ) -> Generator[None, None, Digest]:
+    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
         """The digest, when the GPU has made it.
 
         Raises:
@@ -169,7 +170,7 @@ class GpuDigester:
         for _ in self(Key("none"), local_slices):
             self._stream.synchronize()
 
-    def _steps(self, kernel_input: _KernelInput) -> Generator[None, None, Digest]:
+    def _steps(self, kernel_input: _KernelInput) -> Steps:
         rows_at, columns_at = kernel_input.sums_at
         with _translated(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             there = (
@@ -253,10 +254,6 @@ def _row(local: LocalSlice, blocks_at: int) -> tuple[int, ...]:
         local.group.block_size,
         local.region.head_stride,
     )
-
-
-def _num_words(local: LocalSlice) -> int:
-    return digest.num_words(local.part.content)
 
 
 def _launches(rows: npt.NDArray[np.int64], words: npt.NDArray[np.int64]) -> list[_Launch]:

@@ -66,15 +66,6 @@ class Parts:
     counts: defaultdict[str, float]  # since they were last published, by counter
     description: messages.RankDescription
 
-    def close(self) -> None:
-        """Release everything, whatever fails of it. Only when the thread has ended."""
-        with contextlib.ExitStack() as stack:
-            if self.serving is not None:
-                stack.callback(self.serving.close)
-            stack.callback(self.agents.close)
-            stack.callback(self.digests.close)
-            stack.callback(self.control.close)
-
 
 class Loop:
     """One turn after the other. An error leaves a turn, and only `restart` may follow it."""
@@ -86,7 +77,7 @@ class Loop:
         results: deque[events.Result],
         *,
         clock: Callable[[], float],
-        report_status: Callable[[messages.StatusRequest], bytes],
+        report_status: Callable[[messages.StatusRequest], messages.Status],
     ) -> None:
         """Start with nothing under way.
 
@@ -95,7 +86,7 @@ class Loop:
             commands: of the caller, in order.
             results: for the caller, in order.
             clock: monotonic seconds.
-            report_status: the encoded answer to a tool.
+            report_status: the answer to a tool.
         """
         self.parts = parts
         self.outstanding = Outstanding()
@@ -115,8 +106,14 @@ class Loop:
         self.parts.control.wake()
 
     def close(self) -> None:
-        """Release everything; no turn may follow."""
-        self.parts.close()
+        """Release everything, whatever fails of it. Only when the thread has ended."""
+        parts = self.parts
+        with contextlib.ExitStack() as stack:
+            if parts.serving is not None:
+                stack.callback(parts.serving.close)
+            stack.callback(parts.agents.close)
+            stack.callback(parts.digests.close)
+            stack.callback(parts.control.close)
 
     def turn(self) -> None:
         """Wait for something, then handle all that came."""
@@ -239,7 +236,7 @@ class Loop:
             return
         route, question = self._questions.popleft()
         try:
-            self.parts.control.reply(route, self._report_status(question))
+            self.parts.control.reply(route, messages.encode(self._report_status(question)))
         except Exception as error:  # noqa: BLE001 - reporting only reads: nothing is in doubt
             self._log.warning("a status question is not answered: %r", error)
 
@@ -248,19 +245,10 @@ class Loop:
         self._carry_out(self._decide(event))
 
     def _decide(self, event: events.DecodeEvent | events.PrefillEvent) -> list[events.Action]:
-        """Each side has its own events."""
-        match event:
-            case (
-                events.PrepareOffer()
-                | events.PublishOffer()
-                | events.WithdrawOffer()
-                | events.RevokeOffer()
-                | events.Asked()
-                | events.DigestMade()
-            ):
-                return self.parts.prefill.handle(event, self._clock())
-            case _:
-                return self.parts.decode.handle(event, self._clock())
+        """Each side has its own events, but for ticks, which both have."""
+        if isinstance(event, events.PrefillEvent):
+            return self.parts.prefill.handle(event, self._clock())
+        return self.parts.decode.handle(event, self._clock())
 
     def _is_wanted(self, action: events.DigestAction) -> bool:
         if isinstance(action, events.MakeDigest):

@@ -26,13 +26,14 @@ class Outstanding:
     """Loads that were started, and offers that were prepared, until they are reported."""
 
     def __init__(self) -> None:
+        self.orphans: set[RequestId] = set()
+        """The loads whose machine is gone."""
         self._loads: dict[RequestId, int] = {}  # number of tokens
-        self._orphans: set[RequestId] = set()  # loads whose machine is gone
         self._offers: dict[Nonce, _Offer] = {}
 
     def __repr__(self) -> str:
         return (
-            f"<Outstanding: {len(self._loads)} loads ({len(self._orphans)} orphans), "
+            f"<Outstanding: {len(self._loads)} loads ({len(self.orphans)} orphans), "
             f"{len(self._offers)} offers>"
         )
 
@@ -66,7 +67,7 @@ class Outstanding:
     ) -> events.LoadEnded | events.OfferEnded | None:
         """What the caller gets of an end: nothing that it is not owed, or not any more."""
         if isinstance(report, events.LoadEnded):
-            self._orphans.discard(report.request)
+            self.orphans.discard(report.request)
             return None if self._loads.pop(report.request, None) is None else report
         offer = self._offers.get(report.nonce)
         if offer is None or not offer.is_published:
@@ -81,7 +82,7 @@ class Outstanding:
 
         Loads are reported when `drained` says that nothing can write any more.
         """
-        self._orphans.update(self._loads)
+        self.orphans.update(self._loads)
         ended: list[events.OfferEnded] = []
         for nonce, offer in list(self._offers.items()):
             if offer.is_published:
@@ -91,24 +92,19 @@ class Outstanding:
                 offer.end = events.OfferEnd.LOST
         return ended
 
-    @property
-    def orphans(self) -> frozenset[RequestId]:
-        """The loads whose machine is gone."""
-        return frozenset(self._orphans)
-
     def drained(self, is_read: Callable[[RequestId], bool]) -> list[events.LoadEnded]:
         """The reports of orphans whose blocks no read can write into any more."""
         return [
             events.LoadEnded(request, self._loads[request], _THREAD_DIED)
-            for request in self._orphans
+            for request in self.orphans
             if not is_read(request)
         ]
 
     def _publish(self, command: events.PublishOffer) -> tuple[bool, events.OfferEnded | None]:
-        offer = self._offers.get(command.nonce)
-        if offer is not None and offer.end is None:
+        lost = _Offer(command.request, end=events.OfferEnd.LOST)
+        offer = self._offers.get(command.nonce, lost)
+        if offer.end is None:
             offer.is_published = True
             return True, None
-        end = events.OfferEnd.LOST if offer is None or offer.end is None else offer.end
         self._offers.pop(command.nonce, None)
-        return False, events.OfferEnded(command.nonce, command.request, end)
+        return False, events.OfferEnded(command.nonce, command.request, offer.end)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import TypeVar
 
 from nixl_kv.ids import EngineId, Rank, short
@@ -55,15 +56,7 @@ class StatusReporter:
                 )
                 for peer in _first(peers)
             ),
-            links=tuple(
-                messages.LinkStatus(
-                    endpoint=link.endpoint,
-                    sent=link.sent,
-                    received=link.received,
-                    idle_s=link.idle_s,
-                )
-                for link in _first(links)
-            ),
+            links=tuple(messages.LinkStatus(**asdict(link)) for link in _first(links)),
             offers=tuple(
                 messages.OfferStatus(
                     request=offer.request,

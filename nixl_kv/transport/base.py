@@ -11,26 +11,12 @@ int32.
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol, TypeAlias
 
-from nixl_kv.geometry.blocks import BlockIds as Indices
+from nixl_kv.geometry import blocks, plan
 from nixl_kv.geometry.layout import Memory, Span
-from nixl_kv.geometry.plan import Rows
 from nixl_kv.ids import Endpoint
 
-__all__ = [
-    "Bounds",
-    "ControlPlane",
-    "FromEndpoint",
-    "FromPeer",
-    "Indices",
-    "Link",
-    "ListHandle",
-    "Lost",
-    "PeerName",
-    "ReadHandle",
-    "Received",
-    "Rows",
-    "Transport",
-]
+Indices: TypeAlias = blocks.BlockIds
+Rows: TypeAlias = plan.Rows
 
 PeerName = NewType("PeerName", str)
 """How a transport names a peer that was added."""

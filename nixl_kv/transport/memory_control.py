@@ -184,9 +184,6 @@ class MemoryControl:
         self._network = network
         self._is_woken = False
 
-    def __repr__(self) -> str:
-        return f"<MemoryControl {self.name}: {len(self.open_links)} links>"
-
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
         """Listen; nothing is bounded inside one process."""
         del bounds

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from nixl_kv.geometry.digest import Key
 from nixl_kv.geometry.slices import LocalSlice
-from nixl_kv.transfer.digests import HostDigester, Steps
+from nixl_kv.transfer.digests import Digester, HostDigester, Steps
 
 
-class SlowDigester:
+class SlowDigester(Digester):
     """A digest that takes so many steps more. `keys` has the key of each."""
 
     def __init__(self, steps: int, pause_s: float = 0.5) -> None:

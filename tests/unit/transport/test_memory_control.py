@@ -100,11 +100,6 @@ def test_a_link_tells_the_time_since_its_last_message(sides: Sides) -> None:
     assert sides.reader.links() == [Link(sides.endpoint, sent=1, received=1, idle_s=2.0)]
 
 
-def test_a_control_shows_its_name_and_links(sides: Sides) -> None:
-    sides.reader.send(sides.endpoint, b"hello")
-    assert repr(sides.reader) == "<MemoryControl reader: 1 links>"
-
-
 def test_a_closed_control_is_no_part_of_the_network(sides: Sides) -> None:
     sides.reader.send(sides.endpoint, b"hello")
     sides.deliver_all()
