@@ -1,14 +1,15 @@
 """The control plane over ZMQ. The only file that imports zmq.
 
-One `ZmqControl` per thread: a ROUTER where peers reach this side, a DEALER per endpoint that this
-side talks to, and a wake-up by which another thread ends a wait.
+One `ZmqControl` per thread: a ROUTER where peers reach this side, another one for all endpoints
+that this side talks to, and a wake-up by which another thread ends a wait. So a thousand links need
+as many sockets as one, and a wait for them costs as much.
 
 With keys, ZMQ's CURVE encrypts each connection and proves to either side that the other one holds
 the same key; without them, nothing does. Who may connect is asked of the `Gatekeeper`, in the same
 wait as everything else: a new connection waits for the next `poll`, those that exist never do.
 
-A DEALER is watched: when its connection breaks, or none comes about, its endpoint is reported lost
-and the socket is closed, so that nothing queued for a dead process reaches its successor.
+Links are watched: when a connection breaks, or none comes about, its endpoint is reported lost and
+the link is closed, so that nothing queued for a dead process reaches its successor.
 """
 
 import errno
@@ -22,7 +23,7 @@ from typing import Final
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.errors import TransportError
@@ -36,13 +37,15 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
 NEVER_MS: Final = 3_600_000
 """A link that broke is reported and closed, never mended behind our back."""
-MAX_BATCH: Final = 256  # messages of one poll, so that a flood holds nothing else up
+MAX_BATCH: Final = 256  # messages of a socket in one poll
 CONNECT_TIMEOUT_MS: Final = 2000
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
-MONITOR_ENDPOINT: Final = "inproc://monitor"
+LISTENER_MONITOR: Final = "inproc://listener"
+CALLER_MONITOR: Final = "inproc://caller"
 HANDSHAKE_FAILED: Final = "handshake failed"
 
+_TRIED_EVENTS: Final = (zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_CONNECTED, zmq.EVENT_CLOSED)
 _LOST_EVENTS: Final[dict[int, str]] = {
     zmq.EVENT_DISCONNECTED: "connection closed",
     zmq.EVENT_CONNECT_RETRIED: "cannot connect",
@@ -52,21 +55,97 @@ _LOST_EVENTS: Final[dict[int, str]] = {
 }
 
 
-@dataclass
-class _Dealer:
-    """A DEALER, the socket that tells of its connection, and what passed through it."""
+@dataclass(eq=False)
+class _Link:
+    """A connection to an endpoint, and what passed through it."""
 
-    socket: "zmq.Socket[bytes]"
-    monitor: "zmq.Socket[bytes]"
+    endpoint: Endpoint
+    route: bytes  # its name at the socket, which no other link ever has
+    is_tried: bool = False  # what ZMQ says of the endpoint is about this link, not the one before
+    failure: str = ""  # why it is lost
     sent: int = 0
     received: int = 0
     active_at: float = 0.0
 
-    def close(self) -> None:
-        """Close both; what is queued is dropped."""
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0)
+
+class _Caller:
+    """One socket for all links to endpoints, and one that tells of their connections."""
+
+    def __init__(
+        self, router: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", *, has_key: bool
+    ) -> None:
+        self.router = router
+        self.monitor = monitor
+        self.links: dict[Endpoint, _Link] = {}
+        self._by_route: dict[bytes, _Link] = {}
+        self._lost: list[_Link] = []  # to be reported after what came before
+        self._has_key = has_key
+        self._num_links = 0
+
+    def send(self, endpoint: Endpoint, payload: bytes) -> None:
+        """Queue a message, on a new link if there is none."""
+        link = self.links.get(endpoint) or self._connect(endpoint)
+        self.router.send_multipart([link.route, payload], zmq.NOBLOCK)
+        link.sent += 1
+        link.active_at = time.monotonic()
+
+    def disconnect(self, endpoint: Endpoint) -> None:
+        """Close a link; what is queued for it is dropped."""
+        link = self.links.pop(endpoint, None)
+        if link is not None:
+            del self._by_route[link.route]
+            self.router.disconnect(endpoint)
+
+    def receive(self) -> list[Received]:
+        """A batch of messages; then, if no more wait, the losses."""
+        self.attend()
+        received: list[Received] = []
+        num_messages = 0
+        for route, *_, payload in _waiting(self.router):
+            num_messages += 1
+            link = self._by_route.get(route)
+            if link is not None:
+                link.received += 1
+                link.active_at = time.monotonic()
+                received.append(FromEndpoint(link.endpoint, payload))
+        if num_messages == MAX_BATCH:
+            return received
+        lost, self._lost = self._lost, []
+        for link in lost:
+            if self.links.get(link.endpoint) is link:
+                self.disconnect(link.endpoint)
+                received.append(Lost(link.endpoint, link.failure))
+        return received
+
+    def _connect(self, endpoint: Endpoint) -> _Link:
+        self._num_links += 1
+        route = b"link %d" % self._num_links
+        self.router.setsockopt(zmq.CONNECT_ROUTING_ID, route)
+        self.router.connect(endpoint)
+        link = self.links[endpoint] = self._by_route[route] = _Link(endpoint, route)
+        return link
+
+    def attend(self) -> None:
+        """Take note of connections that come about, and of those that break or do not."""
+        for frames in _waiting(self.monitor):
+            event = parse_monitor_message(frames)
+            link = self.links.get(Endpoint(event["endpoint"].decode()))
+            if link is None:
+                continue
+            if event["event"] in _TRIED_EVENTS:
+                link.is_tried = True
+            elif link.is_tried and not link.failure:
+                link.failure = _reason(event["event"], has_key=self._has_key)
+                self._lost.append(link)
+
+
+def _reason(event: int, *, has_key: bool) -> str:
+    """Why a connection is lost, in words."""
+    reason = _LOST_EVENTS.get(event, "connection lost")
+    if reason != HANDSHAKE_FAILED:
+        return reason
+    other = "another key, or none" if has_key else "a key"
+    return f"{reason}: perhaps it has {other}, or hangs"
 
 
 @dataclass(frozen=True)
@@ -79,19 +158,23 @@ class _Admission:
 
     def attend(self, gatekeeper: zap.Gatekeeper) -> None:
         """Answer and count, as much as waits there."""
-        for _ in range(MAX_BATCH):
-            if not self.questions.poll(0):
-                break
-            answer = gatekeeper.answer(self.questions.recv_multipart(zmq.NOBLOCK))
+        for question in _waiting(self.questions):
+            answer = gatekeeper.answer(question)
             if answer is not None:
                 self.questions.send_multipart(answer, zmq.NOBLOCK)
-        for _ in range(MAX_BATCH):
-            if not self.monitor.poll(0):
-                break
-            if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_ACCEPTED:
+        for frames in _waiting(self.monitor):
+            if parse_monitor_message(frames)["event"] == zmq.EVENT_ACCEPTED:
                 self.port.on_accepted()
             else:
                 self.port.on_closed()
+
+
+def _waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
+    """What waits at a socket, each as its frames, so that a flood holds nothing else up."""
+    for _ in range(MAX_BATCH):
+        if not socket.poll(0):
+            return
+        yield socket.recv_multipart(zmq.NOBLOCK)
 
 
 def _router_options(bounds: Bounds, keys: Keys | None) -> dict[int, int | bytes]:
@@ -114,8 +197,9 @@ def _public(secret: bytes) -> bytes:
         return z85.decode(zmq.curve_public(z85.encode(secret)))
 
 
-def _dealer_options(keys: Keys | None) -> dict[int, int | bytes]:
+def _caller_options(keys: Keys | None) -> dict[int, int | bytes]:
     options: dict[int, int | bytes] = {
+        zmq.ROUTER_MANDATORY: 1,
         zmq.MAXMSGSIZE: MAX_ANSWER_BYTES,
         zmq.RCVHWM: HIGH_WATER,
         zmq.SNDHWM: HIGH_WATER,
@@ -164,13 +248,13 @@ class ZmqControl:
         self._poller = zmq.Poller()
         self._router: zmq.Socket[bytes] | None = None
         self._admission: _Admission | None = None
-        self._dealers: dict[Endpoint, _Dealer] = {}
+        self._caller: _Caller | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def __repr__(self) -> str:
         port = "no port" if self._admission is None else f"port {self._admission.port.port}"
-        return f"<ZmqControl: {port}, {len(self._dealers)} links>"
+        return f"<ZmqControl: {port}, {len(self.links())} links>"
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
         """Bind the ROUTER.
@@ -189,7 +273,9 @@ class ZmqControl:
             questions = self._socket(zmq.ROUTER, {})
             questions.bind(ZAP_ENDPOINT)
             router = self._socket(zmq.ROUTER, _router_options(bounds or Bounds(), self._keys))
-            monitor = self._monitor_connections(router)
+            monitor = self._monitor(
+                router, LISTENER_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            )
             router.setsockopt(zmq.USE_FD, limited.duplicate())
             router.bind(endpoint_at(host, limited.port))
         self._router = router
@@ -205,10 +291,9 @@ class ZmqControl:
             TransportError: if the endpoint is no address, or its queue is full.
         """
         with _translated(f"sending to {endpoint}"):
-            dealer = self._dealers.get(endpoint) or self._connect(endpoint)
-            dealer.socket.send(payload, zmq.NOBLOCK)
-            dealer.sent += 1
-            dealer.active_at = time.monotonic()
+            if self._caller is None:
+                self._caller = self._open_caller()
+            self._caller.send(endpoint, payload)
 
     def reply(self, route: bytes, payload: bytes) -> None:
         """Answer a message; an answer to somebody who has left meanwhile is dropped."""
@@ -233,26 +318,27 @@ class ZmqControl:
             os.eventfd_read(self._wake_fd)
         if self._admission is not None:
             self._admission.attend(self._gatekeeper)
-        received: list[Received] = list(self._requests())
-        for endpoint, dealer in list(self._dealers.items()):
-            received += self._answers(endpoint, dealer)
+        requests = () if self._router is None else _waiting(self._router)
+        received: list[Received] = [
+            FromPeer(*frames)
+            for frames in requests
+            if len(frames) == 2  # noqa: PLR2004 - route and payload; another message is nobody's
+        ]
+        if self._caller is not None:
+            received += self._caller.receive()
         return received
 
     def disconnect(self, endpoint: Endpoint) -> None:
         """Close an endpoint's connection; what is queued for it is dropped."""
-        dealer = self._dealers.pop(endpoint, None)
-        if dealer is None:
-            return
-        for watched in (dealer.socket, dealer.monitor):
-            self._poller.unregister(watched)
-        dealer.close()
+        if self._caller is not None:
+            self._caller.disconnect(endpoint)
 
     def links(self) -> list[Link]:
         """The links that are open."""
-        now = time.monotonic()
+        now, caller = time.monotonic(), self._caller
         return [
-            Link(endpoint, dealer.sent, dealer.received, now - dealer.active_at)
-            for endpoint, dealer in self._dealers.items()
+            Link(link.endpoint, link.sent, link.received, now - link.active_at)
+            for link in (caller.links.values() if caller is not None else ())
         ]
 
     def wake(self) -> None:
@@ -261,8 +347,6 @@ class ZmqControl:
 
     def close(self) -> None:
         """Close everything."""
-        for endpoint in list(self._dealers):
-            self.disconnect(endpoint)
         self._context.destroy(linger=0)
         if self._admission is not None:
             self._admission.port.close()
@@ -281,58 +365,21 @@ class ZmqControl:
             socket.setsockopt(option, value)
         return socket
 
-    def _monitor_connections(self, router: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
-        """Tells of each connection that is accepted or ends.
+    def _monitor(
+        self, socket: "zmq.Socket[bytes]", endpoint: str, events: int
+    ) -> "zmq.Socket[bytes]":
+        """A socket that tells what becomes of another one's connections.
 
         Its queue has no end: ZMQ's thread would wait at a full one, and with it all connections.
         """
-        router.monitor(MONITOR_ENDPOINT, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        socket.monitor(endpoint, events)
         monitor = self._socket(zmq.PAIR, {zmq.RCVHWM: 0})
-        monitor.connect(MONITOR_ENDPOINT)
+        monitor.connect(endpoint)
         return monitor
 
-    def _connect(self, endpoint: Endpoint) -> _Dealer:
-        socket = self._socket(zmq.DEALER, _dealer_options(self._keys))
-        dealer = _Dealer(socket, socket.get_monitor_socket(sum(_LOST_EVENTS)))
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError:
-            dealer.close()
-            raise
-        self._dealers[endpoint] = dealer
-        self._poller.register(dealer.socket, zmq.POLLIN)
-        self._poller.register(dealer.monitor, zmq.POLLIN)
-        return dealer
-
-    def _requests(self) -> Iterator[FromPeer]:
-        """All that waits at the ROUTER; a message of other than two frames is nobody's."""
-        for _ in range(MAX_BATCH):
-            if self._router is None or not self._router.poll(0):
-                return
-            frames = self._router.recv_multipart(zmq.NOBLOCK)
-            if len(frames) == 2:  # noqa: PLR2004 - route and payload
-                yield FromPeer(frames[0], frames[1])
-
-    def _answers(self, endpoint: Endpoint, dealer: _Dealer) -> list[Received]:
-        """What came before the loss is still heard."""
-        received: list[Received] = []
-        while dealer.socket.poll(0):
-            if len(received) == MAX_BATCH:
-                return received
-            frames = dealer.socket.recv_multipart(zmq.NOBLOCK)
-            received.append(FromEndpoint(endpoint, frames[-1]))
-            dealer.received += 1
-            dealer.active_at = time.monotonic()
-        if dealer.monitor.poll(0):
-            event = recv_monitor_message(dealer.monitor)
-            self.disconnect(endpoint)
-            received.append(Lost(endpoint, self._reason(event["event"])))
-        return received
-
-    def _reason(self, event: int) -> str:
-        """Why a connection is lost, in words."""
-        reason = _LOST_EVENTS.get(event, "connection lost")
-        if reason != HANDSHAKE_FAILED:
-            return reason
-        other = "a key" if self._keys is None else "another key, or none"
-        return f"{reason}: perhaps it has {other}, or hangs"
+    def _open_caller(self) -> _Caller:
+        router = self._socket(zmq.ROUTER, _caller_options(self._keys))
+        monitor = self._monitor(router, CALLER_MONITOR, sum((*_TRIED_EVENTS, *_LOST_EVENTS)))
+        for watched in (router, monitor):
+            self._poller.register(watched, zmq.POLLIN)
+        return _Caller(router, monitor, has_key=self._keys is not None)
