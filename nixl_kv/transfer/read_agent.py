@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
@@ -63,6 +63,7 @@ class ActiveRead:
     num_runs: int = 0
     slot: int | None = None
     is_abandoned: bool = False
+    error: str = ""  # it cannot be told whether it goes on, so it is abandoned too
 
 
 class ReadAgent:
@@ -143,7 +144,7 @@ class ReadAgent:
         ended: list[events.DataEvent] = []
         active: list[ActiveRead] = []
         for read in self.reads:
-            event = self._poll_read(read)
+            event = None if read.error else self._poll_read(read)
             if event is None:
                 active.append(read)
             else:
@@ -154,17 +155,26 @@ class ReadAgent:
     def fail_all(self) -> list[events.DataEvent]:
         """All reads have failed, since this agent is gone."""
         reads, self.reads = self.reads, []
-        reason = "it did not end, and was stopped with its agent"
-        return [events.ReadFailed(read.request, read.rank, reason) for read in reads]
+        return [
+            events.ReadFailed(
+                read.request,
+                read.rank,
+                f"{read.error or 'it did not end'}, and was stopped with its agent",
+            )
+            for read in reads
+        ]
 
     def _poll_read(self, read: ActiveRead) -> events.DataEvent | None:
         try:
             if not self.transport.poll(read.handle):
                 return None
-        except TransportError as error:
+        except PeerLost as error:
             if read.slot is not None:
                 self._free_slots.append(read.slot)
             return events.ReadFailed(read.request, read.rank, str(error))
+        except TransportError as error:
+            read.is_abandoned, read.error = True, str(error)
+            return None
         if read.slot is None:
             seconds = self._clock() - read.started_at
             return events.ReadDone(read.request, read.rank, read.num_bytes, read.num_runs, seconds)

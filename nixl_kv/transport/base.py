@@ -53,10 +53,17 @@ class Transport(Protocol):
     def read(
         self, local: ListHandle, remote: ListHandle, indices: tuple[Indices, Indices]
     ) -> ReadHandle:
-        """Start to copy remote pieces into local ones, pair by pair: (local, remote) indices."""
+        """Start to copy remote pieces into local ones, pair by pair: (local, remote) indices.
+
+        If it raises, nothing is under way.
+        """
 
     def poll(self, read: ReadHandle) -> bool:
-        """Whether the read has ended well; raises PeerLost or TransportError if it ended badly."""
+        """Whether the read has ended well.
+
+        It raises PeerLost if the read ended badly. Any other TransportError says nothing about its
+        end: it may go on, and must not be polled again.
+        """
 
     def progress(self) -> None:
         """Let this side serve its peers: some paths need the owner of the memory to take part."""

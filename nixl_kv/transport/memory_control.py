@@ -23,7 +23,7 @@ FIRST_PORT = 20_000
 class MemoryLink:
     """A connection. It may be broken although the side that connected does not know it yet."""
 
-    number: int
+    route: bytes  # how the listener names it
     control: "MemoryControl"
     endpoint: Endpoint
     is_broken: bool = False
@@ -35,11 +35,6 @@ class MemoryLink:
     def is_open(self) -> bool:
         """Whether the side that connected still uses it."""
         return self.control.open_links.get(self.endpoint) is self
-
-    @property
-    def route(self) -> bytes:
-        """How the listener names it."""
-        return str(self.number).encode()
 
 
 @dataclass(eq=False)
@@ -87,8 +82,9 @@ class MemoryNetwork:
     def connect(self, control: "MemoryControl", endpoint: Endpoint) -> MemoryLink:
         """Make a new link."""
         self._num_links += 1
-        link = MemoryLink(self._num_links, control, endpoint, active_at=control.clock())
-        self.links[link.route] = link
+        route = str(self._num_links).encode()
+        link = MemoryLink(route, control, endpoint, active_at=control.clock())
+        self.links[route] = link
         return link
 
     def carry(self, link: MemoryLink, payload: bytes, *, is_answer: bool) -> None:

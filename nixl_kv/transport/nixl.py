@@ -70,6 +70,16 @@ def _translated(doing: str) -> Iterator[None]:
         raise TransportError(f"{doing}: {type(error).__name__}: {error}") from error
 
 
+def _check(state: str) -> bool:
+    """Whether a read is done, by NIXL's word for its state.
+
+    1.5.1 raises for any other word than these two, but documents a third.
+    """
+    if state not in ("DONE", "PROC"):
+        raise TransportError(f"its state is {state!r}; allowed: 'DONE' or 'PROC'")
+    return state == "DONE"
+
+
 def _set_when_collected(gone: threading.Event) -> Callable[[object], None]:
     """A weak reference's callback that refers to nothing else."""
     return lambda _: gone.set()
@@ -92,6 +102,7 @@ class _Handle(Generic[_Native]):
 
     def __init__(self, native: _Native) -> None:
         self._native: _Native | None = native
+        self.error: TransportError | None = None
 
     @property
     def native(self) -> _Native:
@@ -196,14 +207,22 @@ class NixlTransport:
             native = self._agent.make_prepped_xfer(
                 "READ", local.native, indices[0], remote.native, indices[1]
             )
-            self._agent.transfer(native)
-        return self._keep(native)
+        read = self._keep(native)
+        try:
+            with _translated(f"posting {len(indices[0])} pieces"):
+                _check(self._agent.transfer(native))
+        except PeerLost:
+            raise
+        except TransportError as error:  # a part of it may be under way
+            read.error = error
+        return read
 
     def poll(self, read: _Read) -> bool:
         """Ask for the state, which also lets the read progress; a handle that ended is released."""
+        if read.error is not None:
+            raise read.error
         with _translated("reading"):
-            state = self._agent.check_xfer_state(read.native)
-            if state == "PROC":
+            if not _check(self._agent.check_xfer_state(read.native)):
                 return False
             read.native.release()
         return True

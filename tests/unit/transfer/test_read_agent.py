@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL, wire_tables
+from nixl_kv.errors import TransportError
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
 from nixl_kv.protocol.events import (
@@ -161,6 +162,29 @@ def test_a_slot_that_the_peer_does_not_have_is_refused(reading: Reading) -> None
     (event,) = reading.read_slot(8)
     assert isinstance(event, ReadFailed)
     assert len(reading.agent._free_slots) == MAX_SLOT_READS
+
+
+@pytest.mark.parametrize("kind", ["data", "slot"])
+def test_a_read_whose_state_is_not_known_ends_with_its_agent(
+    reading: Reading, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes may still land: NIXL says 'not found' of a read whose peer was removed, and goes on."""
+    reading.fabric.polls = 3
+    assert (reading.start([2], [7], range(4)) if kind == "data" else reading.read_slot(3)) == []
+    asked: list[object] = []
+
+    def fail(handle: object) -> bool:
+        asked.append(handle)
+        raise TransportError("not found")
+
+    monkeypatch.setattr(reading.agent.transport, "poll", fail)
+    for _ in range(3):
+        assert reading.agent.poll() == []
+    (read,) = reading.agent.reads
+    assert read.is_abandoned
+    assert len(asked) == 1, "it is not asked again"
+    reason = "not found, and was stopped with its agent"
+    assert reading.agent.fail_all() == [ReadFailed(D1, R0, reason)]
 
 
 def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
