@@ -175,9 +175,10 @@ class Renew(_Message, frozen=True, kw_only=True):
 
 
 class Renewed(_Message, frozen=True, kw_only=True):
-    """The answer to a renew: which of its claims this rank does not hold."""
+    """The answer to the renew with this number: which of its claims this rank does not hold."""
 
     reader: Reader
+    number: _Count
     lost: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]
 
 

@@ -9,7 +9,7 @@ WIRE_VERSION history (of tickets and messages alike)
 2  groups have a window, and may have no layers on a rank; ranks need not pair one to one; a MAC
 3  digests
 4  one release message in place of two; block tables mark absent blocks; tickets name this version;
-   fields that nobody used are gone; status
+   fields that nobody used are gone; status; the answer to a renew has its number
 """
 
 import hashlib

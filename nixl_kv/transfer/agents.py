@@ -10,8 +10,8 @@ a second. All else runs on the transfer thread alone.
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Final
@@ -36,6 +36,14 @@ class _Closing:
     agent: ReadAgent
     closed: Future[None]
     started_at: float
+
+
+@dataclass
+class _Join:
+    """A peer that is being joined, step by step; the last one tells what came of it."""
+
+    peer: events.PeerKey
+    steps: Generator[None, None, events.DataEvent]
 
 
 class Agents:
@@ -66,6 +74,7 @@ class Agents:
         self._make_transport = make_transport
         self._clock = clock
         self._background = background
+        self._joins: deque[_Join] = deque()
         self._closing: list[_Closing] = []
         self._opening: Future[tuple[Transport, SlotPage]] | None = None
         self._open_again_at = 0.0
@@ -77,6 +86,11 @@ class Agents:
     def is_busy(self) -> bool:
         """Whether a read is under way, or an agent is being made or destroyed."""
         return bool(self._closing or self._opening) or any(a.reads for a in self.polled)
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether a peer is to be joined: each turn does one step of that."""
+        return bool(self._joins)
 
     def open(self) -> None:
         """Make the first agent, and wait for it.
@@ -91,7 +105,7 @@ class Agents:
         """Do what the decode machine decided; the events that are known at once."""
         match action:
             case events.JoinPeer():
-                return [self._join(action)]
+                self._joins.append(_Join(action.peer, self._join(action)))
             case events.DropPeer():
                 self._drop(action.peer)
             case events.StartRead():
@@ -111,7 +125,7 @@ class Agents:
 
     def forget_peers(self) -> None:
         """Forget all peers, but where a read goes on."""
-        for peer in list(self.peers.descriptions):
+        for peer in [*self.peers.descriptions, *(join.peer for join in self._joins)]:
             self._drop(peer)
 
     def poll(self) -> list[events.DataEvent]:
@@ -119,7 +133,7 @@ class Agents:
         ended = [event for agent in self.polled for event in agent.poll()]
         self._replace_current()
         self._close_drained()
-        return ended + self._poll_closing()
+        return ended + self._poll_closing() + self._step_join()
 
     def is_read(self, request: RequestId) -> bool:
         """Whether a read may still write into the blocks of a request."""
@@ -139,12 +153,24 @@ class Agents:
             raise LocalProtocolError("this rank has no agent to read with")
         return self.polled[0]
 
-    def _join(self, action: events.JoinPeer) -> events.DataEvent:
+    def _step_join(self) -> list[events.DataEvent]:
+        """One rank of one peer: between two of them renewals go out, and all else goes on."""
+        if not self._joins:
+            return []
+        try:
+            next(self._joins[0].steps)
+        except StopIteration as end:
+            self._joins.popleft()
+            event: events.DataEvent = end.value
+            return [event]
+        return []
+
+    def _join(self, action: events.JoinPeer) -> Generator[None, None, events.DataEvent]:
         """Check a description, load the peer's metadata, plan, and prepare the lists."""
         peer, description = action.peer, action.description
         try:
             self.peers.check(description)
-            self.current.peers.prepare(peer, description)
+            yield from self.current.peers.prepare(peer, description)
             routes = self.peers.routes(description)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
@@ -153,6 +179,9 @@ class Agents:
 
     def _drop(self, peer: events.PeerKey) -> None:
         """Forget a peer, but where a read that a restart has orphaned goes on: its agent ends."""
+        for join in [join for join in self._joins if join.peer == peer]:
+            self._joins.remove(join)
+            join.steps.close()
         self.peers.descriptions.pop(peer, None)
         for agent in self.polled:
             if all(read.peer != peer for read in agent.reads):

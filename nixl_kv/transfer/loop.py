@@ -36,10 +36,12 @@ logger = logging.getLogger(__name__)
 
 READING_PAUSE_S: Final = 0.0001
 SERVING_PAUSE_S: Final = 0.001
-TICK_S: Final = 0.025
 LINGER_S: Final = 2.0
 """How long after a reader's last word this side still serves reads: one may be going on although
 its lease ran out, and renews are sent each second at least."""
+
+LINK_KEPT_S: Final = 5.0
+"""How long a link stays over which nothing is held: to open it again costs a round trip or two."""
 
 STORY_LINES: Final = 9
 """Of a failed load, below the line that says so."""
@@ -97,8 +99,8 @@ class Loop:
         self._follow_up: deque[events.DecodeEvent | events.PrefillEvent] = deque()
         self._questions: deque[tuple[bytes, messages.StatusRequest]] = deque()
         self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
-        self._next_tick = 0.0
         self._serve_until = 0.0
+        self._look_at_links_at: float | None = None  # while there are links
         self._log = LimitedLog(logger, clock)
 
     def wake(self) -> None:
@@ -150,6 +152,7 @@ class Loop:
         self.parts.agents.forget_peers()
         for link in self.parts.control.links():
             self.parts.control.disconnect(link.endpoint)
+        self._look_at_links_at = None
         ended = self.outstanding.lose_machines()
         for request in self.outstanding.orphans:
             self.parts.agents.abandon(request)
@@ -159,7 +162,7 @@ class Loop:
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None for ever."""
-        if self._commands or self._questions:
+        if self._commands or self._questions or self.parts.agents.is_joining:
             return 0
         digests_wait_s = self.parts.digests.wait_s
         if digests_wait_s == 0:
@@ -170,16 +173,33 @@ class Loop:
             return 0
         if self.parts.serving is not None and self._clock() < self._serve_until:
             return SERVING_PAUSE_S
-        has_timers = self.parts.decode.has_timers or self.parts.prefill.offers.has_timers
-        return TICK_S if has_timers else None
+        due = self._next_due()
+        return None if due is None else max(0.0, due - self._clock())
+
+    def _next_due(self) -> float | None:
+        """When time changes something by itself, in monotonic seconds; None for never."""
+        decode, offers = self.parts.decode, self.parts.prefill.offers
+        due = (decode.next_due, offers.next_due, self._look_at_links_at)
+        return min((when for when in due if when is not None), default=None)
 
     def _tick(self) -> None:
-        now = self._clock()
-        if now < self._next_tick:
+        due, now = self._next_due(), self._clock()
+        if due is not None and due <= now:
+            self._carry_out(self.parts.decode.handle(events.Tick(), now))
+            self._carry_out(self.parts.prefill.handle(events.Tick(), now))
+            self._close_idle_links(now)
+
+    def _close_idle_links(self, now: float) -> None:
+        """Links cost sockets and heartbeats at both ends; what is known of a peer stays."""
+        if self._look_at_links_at is None or now < self._look_at_links_at:
             return
-        self._next_tick = now + TICK_S
-        self._carry_out(self.parts.decode.handle(events.Tick(), now))
-        self._carry_out(self.parts.prefill.handle(events.Tick(), now))
+        control, num_kept = self.parts.control, 0
+        for link in control.links():
+            if link.idle_s < LINK_KEPT_S or self.parts.decode.is_using(link.endpoint):
+                num_kept += 1
+            else:
+                control.disconnect(link.endpoint)
+        self._look_at_links_at = now + LINK_KEPT_S / 2 if num_kept else None
 
     def _serve(self) -> None:
         """Some paths of NIXL need the owner of the memory to take part in being read."""
@@ -291,6 +311,8 @@ class Loop:
     def _send(self, action: events.Send) -> None:
         try:
             self.parts.control.send(action.endpoint, messages.encode(action.message))
+            if self._look_at_links_at is None:
+                self._look_at_links_at = self._clock() + LINK_KEPT_S
         except TransportError as error:
             self._follow_up.append(events.EndpointLost(action.endpoint, str(error)))
 

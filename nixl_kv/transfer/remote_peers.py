@@ -5,12 +5,12 @@ agent needs: their metadata loaded, and the lists of rows that it reads. All of 
 transfer thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.config import AllowedHosts
-from nixl_kv.errors import IncompatiblePeer, NixlKVError, TransportError
+from nixl_kv.errors import IncompatiblePeer, TransportError
 from nixl_kv.geometry import compat, ranks
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Plan, Share, plan
@@ -118,27 +118,31 @@ class PreparedPeers:
         counts = (f"{len(prepared)} of {key.engine}" for key, prepared in self._prepared.items())
         return f"<PreparedPeers: {', '.join(counts) or 'none'}>"
 
-    def prepare(self, peer: PeerKey, description: messages.Description) -> None:
+    def prepare(self, peer: PeerKey, description: messages.Description) -> Iterator[None]:
         """Make all ranks of a peer readable that this rank reads, or none.
+
+        Each step is one of them: 10 to 140 ms.
 
         Raises:
             NixlKVError: if its metadata cannot be loaded, or its layout not be planned.
             ValueError: if no rank of it has some of the heads that are needed.
         """
-        prepared = self._prepared.setdefault(peer, {})
+        prepared: dict[Rank, PreparedRank] = {}
         try:
             for route in self._peers.routes(description):
                 if route.readers:
+                    if prepared:
+                        yield
                     remote = description.ranks[route.remote_rank]
                     prepared[route.remote_rank] = self._prepare_rank(remote, route)
-        except (NixlKVError, ValueError):
-            self.drop(peer)
+        except BaseException:  # also where nobody wants the next step
+            self._drop(prepared)
             raise
+        self._prepared[peer] = prepared
 
     def drop(self, peer: PeerKey) -> None:
         """Forget a peer that nothing reads any more."""
-        for rank in self._prepared.pop(peer, {}).values():
-            self._transport.drop_peer(rank.name)
+        self._drop(self._prepared.pop(peer, {}))
 
     def get(self, peer: PeerKey, rank: Rank) -> PreparedRank:
         """One rank of a peer.
@@ -150,8 +154,13 @@ class PreparedPeers:
         if description is None:
             raise TransportError(f"engine {peer.engine!r} is gone")
         if peer not in self._prepared:
-            self.prepare(peer, description)
+            for _ in self.prepare(peer, description):
+                pass
         return self._prepared[peer][rank]
+
+    def _drop(self, prepared: Mapping[Rank, PreparedRank]) -> None:
+        for rank in prepared.values():
+            self._transport.drop_peer(rank.name)
 
     def _prepare_rank(self, remote: messages.RankDescription, route: Route) -> PreparedRank:
         """Load one rank's metadata, plan, and prepare the lists."""

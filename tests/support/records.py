@@ -114,7 +114,7 @@ def renew(number: int, *claims: Claim, **changed: Any) -> messages.Renew:
 
 
 def renewed(*lost: Claim, **changed: Any) -> messages.Renewed:
-    return messages.Renewed(**{**OF_RANK, "lost": lost, **changed})
+    return messages.Renewed(**{**OF_RANK, "number": 2, "lost": lost, **changed})
 
 
 def release(*, complete: bool = True, **changed: Any) -> messages.Release:

@@ -134,6 +134,7 @@ class RankRead:
     unreachable_since: float | None = None  # its connection broke, and it has said nothing since
     abandoned: bool = False
     grant: messages.Grant | None = None
+    granted_at: int = 0  # the number of the latest ask or renew then
     done: events.ReadDone | None = None  # what was read, once all data has landed
     slices: tuple[KVSlice, ...] | None = None  # what is to be compared; None: nothing is
     digest: messages.DigestReply | None = None  # prefill's, of these slices
@@ -146,6 +147,11 @@ class RankRead:
     def has_ended(self) -> bool:
         """Whether nothing more will happen."""
         return self.state in (State.DONE, State.FAILED)
+
+    @property
+    def lacks_answer(self) -> bool:
+        """Whether its rank is asked until it answers: for a grant, or for a digest."""
+        return self.state is State.ASKING or (self.state is State.VERIFYING and self.digest is None)
 
     @property
     def awaits_prefill(self) -> bool:
@@ -208,6 +214,28 @@ class Load:
         states = {read.state for read in self.rank_reads}
         return self.start is None and self.reads is not None and states <= {State.GRANTED}
 
+    @property
+    def next_due(self) -> float | None:
+        """When time changes something by itself, in monotonic seconds; None for never."""
+        if self.is_over:
+            return None
+        times = [read.ask_again_at for read in self.rank_reads if read.lacks_answer]
+        if self.overdue_since is None:
+            times.append(self._late_at)
+        elif any(read.state in POSTED and not read.abandoned for read in self.rank_reads):
+            times.append(max(self._late_at, self.overdue_since + DRAIN_S))
+        return min((when for when in times if when < math.inf), default=None)
+
+    @property
+    def _late_at(self) -> float:
+        """At its deadline, or when a rank that is read has been silent for too long."""
+        silent = [
+            read.unreachable_since + SILENCE_S
+            for read in self.rank_reads
+            if read.state in POSTED and read.unreachable_since is not None
+        ]
+        return min([math.inf if self.lacks_only_blocks else self.deadline, *silent])
+
     def fail(self, failure: Failure) -> None:
         """Keep the first failure."""
         if self.failure is None:
@@ -254,13 +282,15 @@ class Load:
         )
         return events.Send(read.endpoint, ask)
 
-    def on_grant(self, read: RankRead, grant: messages.Grant) -> list[events.Action]:
+    def on_grant(
+        self, read: RankRead, grant: messages.Grant, last_number: int
+    ) -> list[events.Action]:
         """A grant; one that comes twice, or too late, changes nothing."""
         if read.state is State.FAILED:
             return [self._release(read, complete=False)]
         if read.state is not State.ASKING:
             return []
-        read.grant = grant
+        read.grant, read.granted_at = grant, last_number
         self._move(read, State.GRANTED, grant)
         return self._start_reads()
 
@@ -347,11 +377,6 @@ class Load:
         )
         return [events.Send(read.endpoint, request)]
 
-    def is_digest_overdue(self, read: RankRead, now: float) -> bool:
-        """Whether only prefill's digest is missing, and does not come."""
-        missing = read.state is State.VERIFYING and read.digest is None
-        return missing and read.ask_again_at <= now
-
     def on_digest(self, read: RankRead, reply: messages.DigestReply) -> list[events.Action]:
         """Prefill's digest is here; one that comes twice, or too late, changes nothing."""
         if read.slices is None or read.digest is not None:
@@ -411,16 +436,11 @@ class Load:
 
     def late_failure(self, now: float, timeout_s: float) -> Failure | None:
         """Why its time is over; None while it is not."""
-        if now >= self.deadline and not self.lacks_only_blocks:
-            return Failure(FailureKind.LATE, f"no KV within {timeout_s:g} s")
-        since = [
-            read.unreachable_since
-            for read in self.rank_reads
-            if read.state in POSTED and read.unreachable_since is not None
-        ]
-        if since and now >= min(since) + SILENCE_S:
+        if now < self._late_at:
+            return None
+        if now < self.deadline or self.lacks_only_blocks:
             return Failure(FailureKind.LATE, "prefill fell silent while it was read")
-        return None
+        return Failure(FailureKind.LATE, f"no KV within {timeout_s:g} s")
 
     def on_late(self, failure: Failure, now: float) -> list[events.Action]:
         """Cancel it. A read that then does not end by itself is abandoned, once."""

@@ -32,9 +32,10 @@ class DecodeMachine:
         self.peers = PeerBook(record)
 
     @property
-    def has_timers(self) -> bool:
-        """Whether a `Tick` may do anything."""
-        return bool(len(self.loads)) or self.peers.has_timers
+    def next_due(self) -> float | None:
+        """When a `Tick` will do something, in monotonic seconds; None for never."""
+        due = (self.loads.next_due, self.peers.next_due)
+        return min((when for when in due if when is not None), default=None)
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[events.Action]:
         """All commands, messages and events go through here. `now` is monotonic, in seconds."""
@@ -44,7 +45,7 @@ class DecodeMachine:
             case events.StartLoad():
                 return self._start(event, now)
             case events.CancelLoad():
-                return self._cancel(event)
+                return self._cancel(event, now)
             case events.Answered():
                 return self._on_answer(event.message, event.endpoint, now)
             case events.PeerJoined():
@@ -58,6 +59,10 @@ class DecodeMachine:
                 return self._on_tick(event, now)
             case _:
                 return self._on_read_event(event, now)
+
+    def is_using(self, endpoint: Endpoint) -> bool:
+        """Whether something is held over the link to an endpoint, or asked for and not answered."""
+        return bool(self.loads.at(endpoint)) or self.peers.is_describing(endpoint)
 
     def clear(self) -> None:
         """Forget everything, whatever state it is in."""
@@ -80,7 +85,7 @@ class DecodeMachine:
             return actions + self._open(load, joined, command, now=now)
         if peer.failure is not None:
             load.fail(peer.failure)
-        return actions
+        return actions + self.loads.settle(load, now)
 
     def _start(self, command: events.StartLoad, now: float) -> list[events.Action]:
         """The request has blocks. Its time runs anew from here."""
@@ -89,18 +94,18 @@ class DecodeMachine:
             failure = Failure(FailureKind.INTERNAL, "it was not prepared, or forgotten since")
             return [events.LoadEnded(command.request, command.num_tokens, failure)]
         actions = load.on_blocks(command, now + self.loads.timeout_s)
-        return actions + self.loads.settle(load)
+        return actions + self.loads.settle(load, now)
 
-    def _cancel(self, command: events.CancelLoad) -> list[events.Action]:
+    def _cancel(self, command: events.CancelLoad, now: float) -> list[events.Action]:
         load = self.loads.get(command.request)
-        return [] if load is None else load.on_cancel() + self.loads.settle(load)
+        return [] if load is None else load.on_cancel() + self.loads.settle(load, now)
 
     # --- peers
 
     def _on_joined(self, event: events.PeerJoined, now: float) -> list[events.Action]:
         if not self.peers.is_connecting(event.peer):
             return [events.DropPeer(event.peer)]
-        self.peers.on_joined(event)
+        self.peers.on_joined(event, now)
         loads = self.loads.waiting_for(event.peer)
         return [action for load in loads for action in self._open(load, event, event, now=now)]
 
@@ -118,7 +123,7 @@ class DecodeMachine:
             actions += load.cancel(DROPPED)
         else:
             actions += self.loads.ask_all(load, now)
-        return actions + self.loads.settle(load)
+        return actions + self.loads.settle(load, now)
 
     def _on_unusable(
         self,
@@ -133,7 +138,7 @@ class DecodeMachine:
         actions = self.peers.on_unusable(peer, event, failure, now)
         for load in self.loads.waiting_for(peer):
             load.fail(failure)
-            actions += self.loads.settle(load)
+            actions += self.loads.settle(load, now)
         return actions
 
     def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.Action]:
@@ -143,9 +148,9 @@ class DecodeMachine:
             if read.unreachable_since is None:
                 read.unreachable_since = now
             load.on_refusal(read, event, Failure(FailureKind.UNREACHABLE, detail))
-            actions += self.loads.settle(load)
+            actions += self.loads.settle(load, now)
         failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
-        for peer in self.peers.on_endpoint_lost(event):
+        for peer in self.peers.on_endpoint_lost(event, now):
             actions += self._on_unusable(peer, event, failure, now=now)
         return actions
 
@@ -164,12 +169,15 @@ class DecodeMachine:
                 failure = Failure(FailureKind.UNREACHABLE, message.reason)
                 return self._on_unusable(peer, message, failure, now=now)
             case messages.Renewed():
-                return self._on_renewed(message, endpoint)
+                return self._on_renewed(message, endpoint, now)
             case messages.Grant() | messages.Deny() | messages.DigestReply():
-                return self._on_claim_answer(message, endpoint)
+                return self._on_claim_answer(message, endpoint, now)
 
     def _on_claim_answer(
-        self, message: messages.Grant | messages.Deny | messages.DigestReply, endpoint: Endpoint
+        self,
+        message: messages.Grant | messages.Deny | messages.DigestReply,
+        endpoint: Endpoint,
+        now: float,
     ) -> list[events.Action]:
         """A grant for a claim that this side does not hold is released: nobody waits for us."""
         if message.reader != self._reader:
@@ -183,26 +191,33 @@ class DecodeMachine:
         actions: list[events.Action] = []
         match message:
             case messages.Grant():
-                actions = load.on_grant(read, message)
+                actions = load.on_grant(read, message, self.loads.last_number)
             case messages.DigestReply():
                 actions = load.on_digest(read, message)
             case messages.Deny():
                 detail = f"prefill rank {read.rank} denied"
                 load.on_refusal(read, message, Failure(FailureKind.DENIED, detail))
-        return actions + self.loads.settle(load)
+        return actions + self.loads.settle(load, now)
 
-    def _on_renewed(self, message: messages.Renewed, endpoint: Endpoint) -> list[events.Action]:
-        """An ask on its way is not lost; a read that is under way ends by the slot."""
+    def _on_renewed(
+        self, message: messages.Renewed, endpoint: Endpoint, now: float
+    ) -> list[events.Action]:
+        """A read that is under way ends by the slot.
+
+        An ask on its way is not lost, and a renew may have overtaken it: what prefill did not hold
+        then, it may have granted since.
+        """
         if message.reader != self._reader:
             return []
         actions: list[events.Action] = []
         for load, read in self.loads.at(endpoint):
             if read.incarnation == message.incarnation:
                 read.unreachable_since = None
-            if load.claim in message.lost and read.grant is not None:
+            is_granted = read.grant is not None and read.granted_at < message.number
+            if is_granted and load.claim in message.lost:
                 detail = f"prefill rank {read.rank} let the lease run out"
                 load.on_refusal(read, message, Failure(FailureKind.LEASE_LOST, detail))
-                actions += self.loads.settle(load)
+                actions += self.loads.settle(load, now)
         return actions
 
     # --- reads
@@ -223,7 +238,7 @@ class DecodeMachine:
                 actions = load.on_compared(read, event)
             case events.ReadFailed():
                 actions = load.on_read_failed(read, event)
-        return actions + self.loads.settle(load)
+        return actions + self.loads.settle(load, now)
 
     # --- time
 
@@ -233,11 +248,10 @@ class DecodeMachine:
         return load is not None and load.is_comparing(action)
 
     def _on_tick(self, tick: events.Tick, now: float) -> list[events.Action]:
-        actions: list[events.Action] = []
-        for peer in self.peers.overdue(now):
+        overdue, actions = self.peers.on_tick(tick, self.loads.is_in_use, now)
+        for peer in overdue:
             actions += self._on_unusable(peer, tick, NO_DESCRIPTION, now=now)
-        actions += self.loads.on_tick(now)
-        return actions + self.peers.forget(tick, self.loads.peers_in_use(), now)
+        return actions + self.loads.on_tick(now)
 
 
 def _release_unknown(grant: messages.Grant, endpoint: Endpoint) -> events.Action:

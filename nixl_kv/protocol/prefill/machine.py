@@ -205,7 +205,9 @@ class PrefillMachine:
     def _renewed(
         self, renew: messages.Renew, lost: tuple[Claim, ...], route: bytes
     ) -> events.Reply:
-        answer = messages.Renewed(incarnation=self._incarnation, reader=renew.reader, lost=lost)
+        answer = messages.Renewed(
+            incarnation=self._incarnation, reader=renew.reader, number=renew.number, lost=lost
+        )
         return events.Reply(route, answer)
 
     def _on_release(self, release: messages.Release) -> list[events.Action]:

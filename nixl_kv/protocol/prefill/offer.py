@@ -94,6 +94,11 @@ class Binding:
         self.ended.update(rank for rank, until in self.leases.items() if until <= now)
 
     @property
+    def next_expiry(self) -> float:
+        """When the first lease of a reader that has not ended runs out."""
+        return min(self.leases[rank] for rank in self.reading)
+
+    @property
     def reading(self) -> list[Rank]:
         """The readers that have not ended."""
         return sorted(set(self.leases) - self.ended)

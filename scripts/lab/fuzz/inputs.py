@@ -114,7 +114,7 @@ def answers() -> list[bytes]:
         "reader": OWN_READER,
     }
     deny = messages.Deny(**common)
-    renewed = messages.Renewed(incarnation=RANK_LIFE, reader=OWN_READER, lost=(CLAIM,))
+    renewed = messages.Renewed(incarnation=RANK_LIFE, reader=OWN_READER, number=2, lost=(CLAIM,))
     refusal = sample(messages.Refusal, incarnation=LIFE, engine=PREFILL)
     right, wrong = (
         messages.DigestReply(**common, **_digest_of_zeros()),

@@ -10,6 +10,7 @@ A read that hangs goes on doing so: only the end of its agent ends it. When all 
 waits for anything but messages.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -23,13 +24,14 @@ from lab.sim.vllm import Status
 from lab.sim.world import PREFILL, World
 from nixl_kv.config import Config
 from nixl_kv.protocol.decode.load import DRAIN_S
+from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.transfer.agents import TRY_AGAIN_S
-from nixl_kv.transfer.loop import LINGER_S
+from nixl_kv.transfer.loop import LINGER_S, LINK_KEPT_S
 
 PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0
 ALL_S: Final = 60.0
-IDLE_ROUNDS: Final = 4
+IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
 """The last commands are submitted, carried out, and what they sent is handled; then all wait."""
 ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps")
 
@@ -93,6 +95,7 @@ def _wait_until_over(world: World, invariants: Invariants, *, asleep: str = "") 
     start, since = world.clock.now, dict[str, float]()
     has_readers = any(engine.name != PREFILL for engine in world.alive())
     allowed = Allowed.of(world.environment.config, has_readers=has_readers)
+    _round(world, invariants)  # for what was commanded, and nobody has yet
     while True:
         awake = [engine for engine in world.alive() if engine.name != asleep]
         left = [item for engine in awake for item in _left(engine)]
@@ -125,12 +128,12 @@ def _check_time(engine: Engine, since: dict[str, float], now: float, allowed: Al
 
 
 def _check_idle(world: World, invariants: Invariants) -> None:
-    """Each thread waits for messages, without a time: it uses no CPU."""
+    """Each thread waits for messages, and for the time when it forgets a peer: it uses no CPU."""
     for _ in range(IDLE_ROUNDS):
         _round(world, invariants)
         world.clock.now += LINGER_S
     for rank in world.ranks():
-        if rank.control.wait_s is not None:
+        if rank.control.wait_s is not None and rank.control.wait_s < KEPT_S / 2:
             raise Violation("not idle", f"{rank.seat.name} wakes after {rank.control.wait_s} s")
 
 
@@ -151,8 +154,11 @@ def _left_on(rank: RankLife) -> Iterator[str]:
         yield "a valid slot"
     if parts.prefill.offers.all():
         yield repr(parts.prefill.offers)
-    if parts.decode.has_timers:
-        yield f"{parts.decode.loads!r} {parts.decode.peers!r}"
+    for load in parts.decode.loads.all():
+        yield f"a load that waits for {load.waits_for}"
+    for peer in parts.decode.peers.all():
+        if peer.state is not State.READY:
+            yield f"{peer.key}, {peer.state.name}"
     if len(rank.loop.outstanding):
         yield repr(rank.loop.outstanding)
     if parts.agents.is_busy:

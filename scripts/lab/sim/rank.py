@@ -93,6 +93,7 @@ class RankLife:
         self.faults = Faults()
         self.background = Background()
         self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
+        self.control.clock = environment.clock
         self.control.on_reply = self._on_reply
         seat.slots.start_life(self.faults)
         self.engine = TransferEngine(

@@ -196,7 +196,7 @@ WIRE = [
     ),
     pytest.param(renew(6, CLAIM), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
     pytest.param(renew(6), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
-    pytest.param(renewed(CLAIM), ["Renewed", 4, RANK_LIFE, READER_WIRE, [CLAIM]], id="renewed"),
+    pytest.param(renewed(CLAIM), ["Renewed", 4, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
     pytest.param(release(), ["Release", 4, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
     pytest.param(
         release(complete=False), ["Release", 4, RANK_LIFE, *OFFER_WIRE, False], id="release"

@@ -12,6 +12,7 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol.events import (
     OVER,
+    Action,
     Disconnect,
     DropPeer,
     Failure,
@@ -23,7 +24,16 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
-from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, TRANSITIONS, Peer, PeerBook, State
+from nixl_kv.protocol.peers import (
+    BACKOFF_S,
+    CONNECT_TIMEOUT_S,
+    KEPT_S,
+    LOOK_AGAIN_S,
+    TRANSITIONS,
+    Peer,
+    PeerBook,
+    State,
+)
 from support.records import (
     ELSEWHERE,
     ENGINE_LIFE,
@@ -63,7 +73,7 @@ def connecting() -> PeerBook:
 @pytest.fixture
 def ready(connecting: PeerBook) -> PeerBook:
     """Its peer has two ranks."""
-    connecting.on_joined(joined(2))
+    connecting.on_joined(joined(2), 100.0)
     return connecting
 
 
@@ -76,16 +86,16 @@ def paused(connecting: PeerBook) -> PeerBook:
 
 @pytest.fixture
 def gone(ready: PeerBook) -> PeerBook:
-    ready.on_endpoint_lost(lost(at(0), "first"))
+    ready.on_endpoint_lost(lost(at(0), "first"), 101.0)
     return ready
 
 
 def test_a_peer_that_is_not_known_is_asked_who_it_is_once(unknown: PeerBook) -> None:
     peer, actions = unknown.get_or_connect(PEER, 100.0)
     assert actions == [Send(HOME, describe())]
-    assert peer == Peer(PEER, 100.0 + CONNECT_TIMEOUT_S)
+    assert peer == Peer(PEER, 100.0)
     assert unknown.get_or_connect(PEER, 101.0) == (peer, [])
-    assert peer.until == 100.0 + CONNECT_TIMEOUT_S
+    assert unknown.next_due == 100.0 + CONNECT_TIMEOUT_S
 
 
 def test_a_connection_stays_while_another_life_is_asked_for_there(connecting: PeerBook) -> None:
@@ -114,32 +124,51 @@ def test_a_description_that_was_not_asked_for_is_ignored(
     assert book.on_description(description(incarnation=life), endpoint) == []
 
 
+def test_a_peer_is_joined_once(connecting: PeerBook) -> None:
+    for expected in ([JoinPeer(PEER, description()), Disconnect(HOME)], []):
+        assert connecting.on_description(description(), HOME) == expected
+
+
+def test_a_peer_that_is_given_up_is_not_joined_any_more(connecting: PeerBook) -> None:
+    connecting.on_description(description(), HOME)
+    late = Failure(FailureKind.UNREACHABLE, "late")
+    actions = connecting.on_unusable(PEER, Tick(), late, 105.0)
+    assert actions == [DropPeer(PEER), Disconnect(HOME)]
+
+
 def test_a_peer_that_joined_is_ready(ready: PeerBook) -> None:
     peer, actions = ready.get_or_connect(PEER, 101.0)
     assert (peer.state, actions) == (State.READY, [])
     assert (peer.description, peer.routes) == (description(2), joined(2).routes)
 
 
+def on_tick(book: PeerBook, now: float, *in_use: PeerKey) -> list[Action]:
+    """What a tick does for peers that are not overdue; none is."""
+    overdue, actions = book.on_tick(Tick(), lambda peer: peer in in_use, now)
+    assert overdue == []
+    return actions
+
+
 def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(paused: PeerBook) -> None:
     peer, actions = paused.get_or_connect(PEER, 101.5)
     assert (peer.state, peer.failure, actions) == (State.BACKOFF, NOT_COMPATIBLE, [])
-    assert paused.on_endpoint_lost(lost(HOME)) == []
-    assert paused.forget(Tick(), set(), 101.0 + BACKOFF_S - 0.01) == []
+    assert paused.on_endpoint_lost(lost(HOME), 101.0) == []
+    assert on_tick(paused, 101.0 + BACKOFF_S - 0.01) == []
     assert paused.all() == [peer]
-    assert paused.forget(Tick(), set(), 101.0 + BACKOFF_S) == []
+    assert on_tick(paused, 101.0 + BACKOFF_S) == []
     assert paused.all() == []
 
 
 def test_a_lost_connection_makes_connecting_peers_unreachable(connecting: PeerBook) -> None:
     connecting.get_or_connect(NEXT_LIFE, 100.0)
     connecting.get_or_connect(THIRD, 100.0)
-    assert connecting.on_endpoint_lost(lost(HOME)) == [PEER, NEXT_LIFE]
+    assert connecting.on_endpoint_lost(lost(HOME), 101.0) == [PEER, NEXT_LIFE]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_peer_is_gone_with_the_first_of_its_ranks(ready: PeerBook, rank: int) -> None:
     for endpoint, reason in ((at(rank), "first"), (at(1 - rank), "second")):
-        assert ready.on_endpoint_lost(lost(endpoint, reason)) == []
+        assert ready.on_endpoint_lost(lost(endpoint, reason), 101.0) == []
     peer, actions = ready.get_or_connect(PEER, 101.0)
     assert (peer.state, actions) == (State.GONE, [])
     assert peer.failure == Failure(FailureKind.UNREACHABLE, f"{at(rank)}: first")
@@ -147,36 +176,52 @@ def test_a_peer_is_gone_with_the_first_of_its_ranks(ready: PeerBook, rank: int) 
 
 @pytest.mark.parametrize("endpoint", [HOME, at(2), ELSEWHERE], ids=["home", "no rank", "other"])
 def test_other_losses_do_not_matter_to_a_ready_peer(ready: PeerBook, endpoint: Endpoint) -> None:
-    assert ready.on_endpoint_lost(lost(endpoint)) == []
-    assert ready.forget(Tick(), set(), 1e9) == []
+    assert ready.on_endpoint_lost(lost(endpoint), 101.0) == []
+    assert on_tick(ready, 100.0 + KEPT_S / 2) == []
     assert ready.all()[0].state is State.READY
 
 
 def test_a_gone_peer_is_forgotten_when_nothing_reads_it(gone: PeerBook) -> None:
-    assert gone.forget(Tick(), {PEER}, 1000.0) == []
+    now = 102.0
+    assert on_tick(gone, now, PEER) == []
     assert gone.all()[0].state is State.GONE
+    assert gone.next_due == now + LOOK_AGAIN_S
     closed = [Disconnect(at(rank)) for rank in range(2)]
-    assert gone.forget(Tick(), {NEXT_LIFE}, 1000.0) == [DropPeer(PEER), *closed]
+    assert on_tick(gone, now + LOOK_AGAIN_S, NEXT_LIFE) == [DropPeer(PEER), *closed]
     assert gone.all() == []
+
+
+def test_a_peer_that_nobody_used_for_long_is_forgotten(ready: PeerBook) -> None:
+    ready.get_or_connect(PEER, 200.0)
+    for now, used in ((100.0 + KEPT_S, []), (200.0 + KEPT_S, [PEER])):
+        assert ready.next_due == now
+        assert on_tick(ready, now, *used) == []
+    assert ready.next_due == 200.0 + KEPT_S + LOOK_AGAIN_S
+    closed = [Disconnect(at(rank)) for rank in range(2)]
+    assert on_tick(ready, 201.0 + KEPT_S) == [DropPeer(PEER), *closed]
+    assert (ready.all(), ready.next_due) == ([], None)
 
 
 def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -> None:
     connecting.get_or_connect(NEXT_LIFE, 100.5)
-    assert connecting.overdue(100.0 + CONNECT_TIMEOUT_S - 0.01) == []
-    assert connecting.overdue(100.0 + CONNECT_TIMEOUT_S) == [PEER]
-    assert connecting.overdue(100.5 + CONNECT_TIMEOUT_S) == [PEER, NEXT_LIFE]
+    for now, expected in (
+        (100.0 + CONNECT_TIMEOUT_S - 0.01, []),
+        (100.0 + CONNECT_TIMEOUT_S, [PEER]),
+        (100.5 + CONNECT_TIMEOUT_S, [NEXT_LIFE]),
+    ):
+        assert connecting.on_tick(Tick(), lambda _: False, now) == (expected, [])
 
 
 @pytest.mark.parametrize("state", ["ready", "paused", "gone"])
 def test_only_a_connecting_peer_is_overdue(state: str, request: pytest.FixtureRequest) -> None:
     book: PeerBook = request.getfixturevalue(state)
-    assert book.overdue(1e9) == []
+    on_tick(book, 1e9)
 
 
 STEPS: Final[list[tuple[Callable[[PeerBook], object], dict[PeerKey, State]]]] = [
     (lambda book: book.get_or_connect(PEER, 100.0), {PEER: State.CONNECTING}),
-    (lambda book: book.on_joined(joined()), {PEER: State.READY}),
-    (lambda book: book.on_endpoint_lost(lost(at(0))), {PEER: State.GONE}),
+    (lambda book: book.on_joined(joined(), 100.0), {PEER: State.READY}),
+    (lambda book: book.on_endpoint_lost(lost(at(0)), 101.0), {PEER: State.GONE}),
     (
         lambda book: book.get_or_connect(THIRD, 100.0),
         {PEER: State.GONE, THIRD: State.CONNECTING},
@@ -186,11 +231,11 @@ STEPS: Final[list[tuple[Callable[[PeerBook], object], dict[PeerKey, State]]]] = 
 
 
 def test_the_book_has_its_peers_and_says_whether_time_matters(unknown: PeerBook) -> None:
-    assert (unknown.all(), unknown.has_timers) == ([], False)
+    assert (unknown.all(), unknown.next_due) == ([], None)
     for step, expected in STEPS:
         step(unknown)
         assert {peer.key: peer.state for peer in unknown.all()} == expected
-        assert unknown.has_timers == bool(set(expected.values()) - {State.READY})
+        assert (unknown.next_due is not None) == bool(expected)
 
 
 def test_a_peer_is_shown_by_its_engine_and_endpoint() -> None:
@@ -198,7 +243,7 @@ def test_a_peer_is_shown_by_its_engine_and_endpoint() -> None:
 
 
 def test_a_peer_has_the_endpoints_of_its_ranks_once_they_are_described() -> None:
-    assert Peer(PEER, 0.0).endpoints == []
+    assert Peer(PEER, 0.0).endpoints == [HOME]
     assert Peer(PEER, 0.0, description=description(2)).endpoints == [at(0), at(1)]
 
 
@@ -217,7 +262,6 @@ def test_only_transitions_of_the_table_are_possible(before: State, event: object
     if type(event) in TRANSITIONS[before]:
         book._move(peer, event)
         after = TRANSITIONS[before][type(event)]
-        assert book.all() == ([] if after is None else [peer])
         assert peer.state is (after or before)
         return
     allowed = [kind.__name__ for kind in TRANSITIONS[before]]
@@ -234,11 +278,11 @@ def test_each_transition_of_a_peer_is_recorded_once() -> None:
     book = PeerBook(recorded.append)
     for _ in range(2):
         book.get_or_connect(PEER, 100.0)
-    book.on_joined(joined(3))
+    book.on_joined(joined(3), 100.0)
     for _ in range(2):
-        book.on_endpoint_lost(lost(at(1)))
-    book.forget(Tick(), {PEER}, 101.0)
-    book.forget(Tick(), set(), 102.0)
+        book.on_endpoint_lost(lost(at(1)), 101.0)
+    on_tick(book, 101.0, PEER)
+    on_tick(book, 102.0)
     book.get_or_connect(PEER, 103.0)
     book.on_unusable(PEER, REFUSED, NOT_COMPATIBLE, 103.1)
     steps = [

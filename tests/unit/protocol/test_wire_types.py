@@ -24,7 +24,7 @@ def swapped(ask: messages.Ask, grant: messages.Grant, ticket: Ticket, request: R
     messages.Deny(incarnation=ask.incarnation, nonce=ask.claim, claim=ask.claim, reader=ask.reader)
     messages.Deny(incarnation=ask.incarnation, nonce=ask.nonce, claim=ask.nonce, reader=ask.reader)
     messages.Deny(incarnation=ask.nonce, nonce=ask.nonce, claim=ask.claim, reader=ask.reader)
-    messages.Renewed(incarnation=ask.incarnation, reader=ask.reader, lost=(ask.nonce,))
+    messages.Renewed(incarnation=ask.incarnation, reader=ask.reader, number=1, lost=(ask.nonce,))
     messages.Reader(engine=ask.incarnation, incarnation=ask.incarnation, rank=ask.reader.rank)
     messages.Describe(incarnation=ask.incarnation, engine=ask.incarnation)
     events.WriteSlot(grant.slot, b"sixteen bytes...")

@@ -4,17 +4,19 @@ import logging
 from collections import defaultdict
 
 import pytest
+from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL, wire_tables
 from nixl_kv.errors import LocalProtocolError, TransportError
-from nixl_kv.ids import Rank, RequestId, new_generation
+from nixl_kv.ids import Endpoint, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
     AbandonRead,
     DataEvent,
     DropPeer,
     JoinPeer,
     PeerJoined,
+    PeerKey,
     PeerRefused,
     ReadDone,
     ReadFailed,
@@ -23,9 +25,10 @@ from nixl_kv.protocol.events import (
     StartLoad,
     StartRead,
 )
+from nixl_kv.protocol.messages import Description
 from nixl_kv.transfer.agents import TRY_AGAIN_S, Agents
 from nixl_kv.transfer.remote_peers import RemotePeers
-from nixl_kv.transport.base import Transport
+from nixl_kv.transport.base import PeerName, Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.readable import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
@@ -56,7 +59,18 @@ class Reading:
         )
         self.agents.open()
         self.description = engine_of(*self.prefill)
-        self.joined = self.agents.execute(JoinPeer(PEER, self.description))
+        self.joined = self.join(self.description)
+
+    def join(self, description: Description) -> DataEvent:
+        """What comes of it, after as many turns as it takes."""
+        assert self.agents.execute(JoinPeer(PEER, description)) == []
+        ended: list[DataEvent] = []
+        while not ended:
+            assert self.agents.is_joining
+            ended = self.agents.poll()
+        assert not self.agents.is_joining
+        (event,) = ended
+        return event
 
     def _make(self) -> Transport:
         if self.failures:
@@ -89,7 +103,7 @@ def reading() -> Reading:
 
 
 def test_a_peer_that_fits_is_joined_with_its_routes(reading: Reading) -> None:
-    (joined,) = reading.joined
+    joined = reading.joined
     assert isinstance(joined, PeerJoined)
     assert joined.peer == PEER
     assert {route.remote_rank: route.readers for route in joined.routes} == {0: (0,), 1: (0,)}
@@ -97,9 +111,51 @@ def test_a_peer_that_fits_is_joined_with_its_routes(reading: Reading) -> None:
 
 def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
     other = engine_of(ReadableRank(reading.fabric, Sizes(heads=4)))
-    (refused,) = reading.agents.execute(JoinPeer(PEER, other))
+    refused = reading.join(other)
     assert isinstance(refused, PeerRefused)
     assert "number of KV heads" in refused.reason
+
+
+def test_a_turn_joins_one_rank_of_one_peer(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes up to 140 ms; between two of them leases are renewed."""
+    added: list[bytes] = []
+    transport = reading.agents.current.transport
+    add_peer = transport.add_peer
+
+    def add(agent: bytes) -> PeerName:
+        added.append(agent)
+        return add_peer(agent)
+
+    monkeypatch.setattr(transport, "add_peer", add)
+    peers = [replace(PEER, endpoint=Endpoint(f"tcp://10.0.0.{n}:5600")) for n in range(3)]
+    for peer in peers:
+        reading.agents.execute(JoinPeer(peer, reading.description))
+    joined: list[PeerKey] = []
+    while reading.agents.is_joining:
+        before = len(added)
+        joined += [e.peer for e in reading.agents.poll() if isinstance(e, PeerJoined)]
+        assert len(added) - before <= 1
+    assert joined == peers
+    assert len(added) == 6
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_peer_that_is_dropped_is_not_joined(
+    reading: Reading, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[str] = []
+    transport = reading.agents.current.transport
+    monkeypatch.setattr(transport, "drop_peer", dropped.append)
+    other = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
+    reading.agents.execute(JoinPeer(other, reading.description))
+    for _ in range(steps):
+        assert reading.agents.poll() == []
+    reading.agents.execute(DropPeer(other))
+    assert not reading.agents.is_joining
+    assert len(dropped) == steps, "of each rank that was added"
+    assert reading.poll() == []
 
 
 def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(reading: Reading) -> None:

@@ -30,14 +30,15 @@ from nixl_kv.protocol.messages import (
     decode_to_rank,
     encode,
 )
+from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.transfer.digests import NoDigester
 from nixl_kv.transfer.loop import (
     LINGER_S,
+    LINK_KEPT_S,
     MAX_QUESTIONS,
     READING_PAUSE_S,
     SERVING_PAUSE_S,
     STORIES_PER_S,
-    TICK_S,
 )
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.memory_control import MemoryControl
@@ -450,17 +451,17 @@ def test_a_rank_waits_for_ever_but_where_a_command_is_there(world: World) -> Non
     assert world.decode.turn() is None
 
 
-def test_a_rank_with_a_timer_looks_at_it_now_and_then(world: World) -> None:
+def test_a_rank_with_a_timer_wakes_when_it_is_due(world: World) -> None:
     """Prepared offers have none; those that are out end by themselves."""
     world.prefill.prepare_offer(1, TABLE, 11)
     world.prefill.turn()
     assert world.prefill.turn() is None
     world.prefill.publish_offer(1)
     world.prefill.turn()
-    assert world.prefill.turn() == TICK_S
+    assert world.prefill.turn() == world.config.offer_ttl_s
     world.decode.prepare_load(1, world.prefill.ticket(1, 11))
     world.decode.turn()
-    assert world.decode.turn() == TICK_S
+    assert world.decode.turn() == CONNECT_TIMEOUT_S
 
 
 def test_a_read_is_polled(world: World) -> None:
@@ -470,7 +471,31 @@ def test_a_read_is_polled(world: World) -> None:
     world.run()
     world.clock.now += LINGER_S
     world.run(2)
-    assert world.decode.turn() is None
+    assert world.decode.turn() == LINK_KEPT_S - LINGER_S
+
+
+def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
+    granted(world)
+    world.decode.control.clock = world.clock
+    for _ in range(4):
+        world.clock.now += LINK_KEPT_S / 2
+        world.run(2)
+        assert len(world.decode.control.links()) == 1, "it is renewed"
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.run(2)
+    for _ in range(2):
+        assert len(world.decode.control.links()) == 1
+        world.clock.now += LINK_KEPT_S / 2
+        world.run(2)
+    assert world.decode.control.links() == []
+    assert world.decode.turn() is not None, "its peer is kept for longer"
+    (peer,) = world.decode.parts.decode.peers.all()
+    assert peer.state.name == "READY"
+    world.prefill.offer(2, OTHER_TABLE, 11)
+    world.decode.prepare_load(2, world.prefill.ticket(2, 11))
+    world.decode.turn()
+    (link,) = world.decode.control.links()
+    assert link.endpoint == world.prefill.parts.description.endpoint, "and was not described anew"
 
 
 @pytest.mark.parametrize(

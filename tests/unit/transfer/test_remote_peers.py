@@ -175,6 +175,12 @@ def two_halves(fabric: Fabric) -> tuple[Description, list[ReadableRank]]:
     return engine_of(*ranks), ranks
 
 
+def prepare(prepared: PreparedPeers, description: Description) -> None:
+    """All of its steps."""
+    for _ in prepared.prepare(PEER, description):
+        pass
+
+
 @pytest.mark.parametrize("is_joined", [True, False], ids=["joined", "by another agent"])
 def test_all_ranks_that_are_read_are_prepared(
     fabric: Fabric, cache: Cache, transport: CountingTransport, *, is_joined: bool
@@ -186,7 +192,7 @@ def test_all_ranks_that_are_read_are_prepared(
     prepared = PreparedPeers(transport, peers)
     assert repr(prepared) == "<PreparedPeers: none>"
     if is_joined:
-        prepared.prepare(PEER, described)
+        prepare(prepared, described)
     prepared.get(PEER, Rank(1))
     assert transport.known == [rank.transport.name for rank in ranks]
     assert repr(prepared) == "<PreparedPeers: 2 of prefill>"
@@ -218,7 +224,7 @@ def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
     fabric.lost_peers.add(ranks[1].transport.name)
     prepared = PreparedPeers(transport, peers_of(cache))
     with pytest.raises(PeerLost):
-        prepared.prepare(PEER, described)
+        prepare(prepared, described)
     assert transport.known == []
     assert repr(prepared) == "<PreparedPeers: none>"
 
@@ -235,7 +241,7 @@ def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
     transport.on_prepare = refuse
     prepared = PreparedPeers(transport, peers_of(cache))
     with pytest.raises(TransportError, match="no such memory"):
-        prepared.prepare(PEER, described)
+        prepare(prepared, described)
     assert transport.known == []
 
 
@@ -244,7 +250,7 @@ def test_a_dropped_peer_is_dropped_by_the_transport(
 ) -> None:
     described, _ = two_halves(fabric)
     prepared = PreparedPeers(transport, peers_of(cache))
-    prepared.prepare(PEER, described)
+    prepare(prepared, described)
     prepared.drop(OTHER)
     assert len(transport.known) == 2
     prepared.drop(PEER)
@@ -258,5 +264,5 @@ def test_heads_that_no_rank_has_cannot_be_prepared(
     described = engine_of(ReadableRank(fabric, HALF))
     prepared = PreparedPeers(transport, peers_of(cache))
     with pytest.raises(ValueError, match="KV head 1"):
-        prepared.prepare(PEER, described)
+        prepare(prepared, described)
     assert transport.known == []

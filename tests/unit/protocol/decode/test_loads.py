@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Incarnation, Rank
 from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S, SILENCE_S, State
-from nixl_kv.protocol.decode.loads import LoadBook
+from nixl_kv.protocol.decode.loads import MIN_RENEW_INTERVAL_S, LoadBook
 from nixl_kv.protocol.events import (
     AbandonRead,
     Failure,
@@ -158,7 +158,7 @@ RENEWED = Send(RANK_0, renew(2, CLAIM))
 OTHER_RANK_LIFE = Incarnation(hex32(0xB2))
 RENEWALS: dict[str, Script] = {
     **{
-        f"a load that is {name} is renewed": after(script, (Tick(), RENEWED))
+        f"a load that is {name} is renewed": after(script, (100.0 + RENEW_S, Tick(), RENEWED))
         for name, script in {
             "asking": ASKING,
             "granted": GRANTED,
@@ -172,18 +172,30 @@ RENEWALS: dict[str, Script] = {
     "what was denied is not renewed": after(ASKING, (answered(deny()),), (Tick(),)),
     "they have an interval and share their numbers with asks": after(
         GRANTED,
-        (Tick(), RENEWED),
         (100.0 + RENEW_S - 0.01, Tick()),
+        (100.0 + RENEW_S, Tick(), RENEWED),
         (SECOND, Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=3))),
-        (100.0 + RENEW_S, Tick(), Send(RANK_0, renew(4, CLAIM, RIVAL))),
+        (100.0 + RENEW_S + RENEW_S, Tick(), Send(RANK_0, renew(4, CLAIM, RIVAL))),
     ),
     # Prefill's configuration counts, not ours.
     "the shortest lease sets their interval": after(
         ASKING,
-        (Tick(), RENEWED),
         (answered(grant(lease_s=0.5)),),
         (100.09, Tick()),
-        (100.11, Tick(), Send(RANK_0, renew(3, CLAIM))),
+        (100.11, Tick(), RENEWED),
+        (100.20, Tick()),
+        (100.21, Tick(), Send(RANK_0, renew(3, CLAIM))),
+    ),
+    "a short lease at one rank does not hurry the others": after(
+        TWO_ASKED,
+        (answered(grant(lease_s=0.1), at(1)),),
+        (100.0 + MIN_RENEW_INTERVAL_S, Tick(), Send(at(1), renew(3, CLAIM))),
+        (
+            100.0 + RENEW_S,
+            Tick(),
+            Send(at(1), renew(4, CLAIM)),
+            Send(RANK_0, renew(5, CLAIM)),
+        ),
     ),
     "each rank gets one of its own claims": after(
         TWO_ASKED,
@@ -192,7 +204,12 @@ RENEWALS: dict[str, Script] = {
             SECOND,
             *[Send(at(rank), ask(nonce=NONCE2, claim=RIVAL, number=3 + rank)) for rank in (0, 1)],
         ),
-        (Tick(), Send(RANK_0, renew(5, RIVAL)), Send(at(1), renew(6, RIVAL))),
+        (
+            100.0 + RENEW_S,
+            Tick(),
+            Send(RANK_0, renew(5, RIVAL)),
+            Send(at(1), renew(6, RIVAL)),
+        ),
     ),
     "two lives at one endpoint get one each": after(
         READING,
@@ -207,6 +224,7 @@ RENEWALS: dict[str, Script] = {
             Send(RANK_0, ask(claim=RIVAL, number=2, incarnation=OTHER_RANK_LIFE)),
         ),
         (
+            100.0 + RENEW_S,
             Tick(),
             Send(RANK_0, renew(3, CLAIM)),
             Send(RANK_0, renew(4, RIVAL, incarnation=OTHER_RANK_LIFE)),
@@ -253,17 +271,20 @@ def test_the_book_has_loads_whose_reads_are_in_states() -> None:
 
 def test_a_peer_is_in_use_while_a_read_of_it_may_start_or_go_on() -> None:
     machine = loading(GRANTED)
-    used = [machine.loads.peers_in_use()]
+    used = [machine.loads.is_in_use(PEER)]
     for step in (START, read_done(), cancel_load(), slot_read()):
         machine.handle(step, 101.0)
-        used.append(machine.loads.peers_in_use())
-    assert used == [{PEER}, {PEER}, {PEER}, {PEER}, set()]
+        used.append(machine.loads.is_in_use(PEER))
+    assert used == [True, True, True, True, False]
 
 
 def test_the_book_checks_its_loads() -> None:
     book = LoadBook(READER, no_record, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S)
     load = book.add(prepare_load(), PEER, 100.0)
     load.open(description(), routes(0), joined())
+    with pytest.raises(LocalProtocolError, match="found by endpoint"):
+        book.validate()
+    book.settle(load, 100.0)
     book.validate()
     load.rank_reads[0].state = State.FAILED
     with pytest.raises(LocalProtocolError, match="FAILED without a reason"):

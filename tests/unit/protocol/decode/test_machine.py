@@ -7,6 +7,7 @@ import pytest
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, Rank, RequestId
+from nixl_kv.protocol.decode.load import ASK_AGAIN_S
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.events import (
     OVER,
@@ -25,7 +26,7 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
-from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, TRANSITIONS
+from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, KEPT_S, LOOK_AGAIN_S, TRANSITIONS
 from support.records import (
     CLAIM,
     D1,
@@ -218,6 +219,7 @@ NOT_LOST: dict[str, Any] = {
     "another claim": answered(renewed(RIVAL)),
     "a claim of another rank": answered(renewed(CLAIM), at(1)),
     "another reader's claim": answered(renewed(CLAIM, reader=STRANGER)),
+    "a claim that was granted since": answered(renewed(CLAIM, number=1)),
 }
 OTHER_CLAIM = {"claim": RIVAL, "nonce": NONCE2, "incarnation": OTHER_LIFE}
 AGAIN = (answered(grant(slot=9)),)
@@ -332,6 +334,10 @@ PEERS: dict[str, Script] = {
         f"one that joins {name} is dropped": after(script, (joined(), DropPeer(PEER)))
         for name, script in {"unknown": [], "in its pause": PAUSED, "again": ASKING}.items()
     },
+    "one that nobody used for long is forgotten": after(
+        [*PREPARED, (joined(), ASK), (cancel_load(), Send(RANK_0, release(complete=False)))],
+        (100.0 + KEPT_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+    ),
     # It names a known engine and life, at somebody else's address.
     "a forged ticket does not redirect the true ones": [
         (prepare_load(D2, RIVAL, remote_port=1), Send(FORGED.endpoint, describe())),
@@ -439,22 +445,24 @@ def test_a_request_cannot_be_prepared_twice() -> None:
 
 @each_of(
     {
-        "a load": (PREPARED, True),
-        "a load that was reported": (LOADS["from arrival to report"], False),
-        "a pause": ([*PAUSED, (cancel_load(),)], True),
-        "the end of a pause": ([*PAUSED, (cancel_load(),), (100.0 + BACKOFF_S, Tick())], False),
-        "a lost peer": ([*READING, (lost(),), *READ_WELL[1:]], True),
-        "a lost peer that is dropped": (PEERS[next(n for n in PEERS if "kept until" in n)], False),
+        "a peer that is asked who it is": (PREPARED, 100.0 + CONNECT_TIMEOUT_S),
+        "a rank that is asked": (ASKING, 100.0 + ASK_AGAIN_S),
+        "a load that was reported": (LOADS["from arrival to report"], 100.0 + KEPT_S),
+        "a pause": ([*PAUSED, (cancel_load(),)], 100.0 + BACKOFF_S),
+        "the end of a pause": ([*PAUSED, (cancel_load(),), (100.0 + BACKOFF_S, Tick())], None),
+        "a lost peer": ([*READING, (lost(),)], 110.0),
+        "a lost peer that is still read": ([*READING, (lost(),), (Tick(),)], 110.0 + LOOK_AGAIN_S),
+        "a lost peer that is dropped": (PEERS[next(n for n in PEERS if "kept until" in n)], None),
     },
     "case",
 )
-def test_whether_time_matters(case: tuple[Script, bool]) -> None:
-    script, matters = case
-    assert loading(script).has_timers is matters
+def test_when_time_matters(case: tuple[Script, float | None]) -> None:
+    script, due = case
+    assert loading(script).next_due == due
 
 
 def test_a_cleared_machine_has_no_load_and_no_peer() -> None:
     machine = loading(READING)
     machine.clear()
-    assert not machine.has_timers
+    assert machine.next_due is None
     play(machine, [(read_done(),), *PREPARED])

@@ -322,10 +322,10 @@ TIMES: dict[str, Script] = {
         (
             102.0,
             Tick(),
+            OfferEnded(OFFER_3.nonce, OFFER_3.request, OfferEnd.UNCLAIMED),
             *EXPIRED,
             ClearSlot(2),
             OfferEnded(NONCE2, P2, OfferEnd.EXPIRED),
-            OfferEnded(OFFER_3.nonce, OFFER_3.request, OfferEnd.UNCLAIMED),
         ),
     ),
 }
@@ -433,22 +433,22 @@ RENEWALS: dict[str, Script] = {
     ),
     **{
         f"a claim that one {name} lacks is kept": after(
-            GRANTED, (asked(renew(number)), NOTHING_LOST), READ
+            GRANTED, (asked(renew(number)), replied(renewed(number=number))), READ
         )
         for name, number in (("older than the ask", 0), ("numbered as the ask", 1))
     },
     "a repeated ask outdates those before it": after(
         GRANTED,
         (asked(ask(number=5)), GRANT),
-        (asked(renew(4)), NOTHING_LOST),
+        (asked(renew(4)), replied(renewed(number=4))),
         (asked(ask(number=2)), GRANT),
-        (asked(renew(4)), NOTHING_LOST),
-        (asked(renew(6)), *ABORTED, NOTHING_LOST),
+        (asked(renew(4)), replied(renewed(number=4))),
+        (asked(renew(6)), *ABORTED, replied(renewed(number=6))),
     ),
     # Its ask may be on its way, with a number that prefill does not know.
     "one of a reader that has not asked releases nothing": after(
         SHARED,
-        (asked(renew(9, reader=SECOND)), replied(renewed(reader=SECOND))),
+        (asked(renew(9, reader=SECOND)), replied(renewed(reader=SECOND, number=9))),
         (ASK_SECOND, replied(grant(reader=SECOND))),
     ),
     "one reader gives up and the other reads on": after(
@@ -473,14 +473,14 @@ RENEWALS: dict[str, Script] = {
             (
                 101.0,
                 asked(renew(9, *claims, reader=STRANGER)),
-                replied(renewed(*claims, reader=STRANGER)),
+                replied(renewed(*claims, reader=STRANGER, number=9)),
             ),
             (100.0 + LEASE_S, Tick(), *EXPIRED),
         )
         for claims in ((), (CLAIM,))
     },
     "one does not touch an unclaimed offer": after(
-        OFFERED, (asked(renew(9, CLAIM)), replied(renewed(CLAIM))), (ASK, WRITTEN, GRANT)
+        OFFERED, (asked(renew(9, CLAIM)), replied(renewed(CLAIM, number=9))), (ASK, WRITTEN, GRANT)
     ),
     # A restarted rank may have its port again, while reads of the old one are still stuck.
     **{

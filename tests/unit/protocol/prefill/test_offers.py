@@ -66,7 +66,7 @@ def test_the_book_has_offers_and_says_whether_time_matters(machine: PrefillMachi
         if event is not None:
             machine.handle(event, 100.0)
         states = [offer.state for offer in book.all()]
-        seen.append((states, book.has_timers, book.any_granted))
+        seen.append((states, book.next_due is not None, book.any_granted))
     assert seen == [
         ([], False, False),
         ([State.PREPARED], False, False),

@@ -1,0 +1,57 @@
+"""What is due, against the oracle that looks at everything."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_kv.protocol.deadlines import Deadlines
+
+TIMES = st.none() | st.integers(0, 20).map(float)
+STEPS = st.lists(st.tuples(st.integers(0, 5), TIMES) | st.integers(0, 20).map(float), max_size=60)
+
+
+@given(STEPS)
+def test_the_same_keys_are_due_as_if_all_were_looked_at(
+    steps: list[tuple[int, float | None] | float],
+) -> None:
+    deadlines = Deadlines[int]()
+    oracle: dict[int, float] = {}
+    for step in steps:
+        if isinstance(step, tuple):
+            key, when = step
+            deadlines.set(key, when)
+            oracle.pop(key, None)
+            if when is not None:
+                oracle[key] = when
+        else:
+            due = deadlines.pop_due(step)
+            assert sorted(due) == sorted(key for key in oracle if oracle[key] <= step)
+            assert [oracle[key] for key in due] == sorted(oracle[key] for key in due)
+            oracle = {key: when for key, when in oracle.items() if when > step}
+        assert len(deadlines) == len(oracle)
+        assert deadlines.next == min(oracle.values(), default=None)
+
+
+def test_a_key_is_due_once() -> None:
+    deadlines = Deadlines[str]()
+    for when in (3.0, 1.0, 3.0):  # back and forth: the entries before are of no use any more
+        deadlines.set("key", when)
+    assert deadlines.pop_due(2.0) == []
+    assert deadlines.pop_due(3.0) == ["key"]
+    assert deadlines.pop_due(9.0) == []
+
+
+def test_what_is_set_anew_all_the_time_takes_no_room() -> None:
+    deadlines = Deadlines[int]()
+    for step in range(10_000):
+        deadlines.set(step % 10, step + 100.0)
+    assert len(deadlines._heap) <= 2 * 10 + 16 + 1
+
+
+@pytest.mark.parametrize("when", [None, 5.0])
+def test_clear_forgets_all(when: float | None) -> None:
+    deadlines = Deadlines[int]()
+    deadlines.set(1, when)
+    deadlines.clear()
+    assert deadlines.next is None
+    assert deadlines.pop_due(9.0) == []
