@@ -10,7 +10,7 @@ from typing import Any, Final
 
 BENCHMARKS: Final = (
     *("ttft", "idle", "transfer"),  # engines of vLLM
-    *("load", "link", "digest", "events"),  # NIXL is enough
+    *("load", "link", "digest", "events", "scale"),  # NIXL is enough
     "plan",
 )
 """Modules beside this one, each with `add_options`, and `run`, which gives the exit status."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lab.bench import __main__ as bench
-from lab.bench import events, link, plan
+from lab.bench import events, link, plan, scale
 from lab.local.caches import layout_at
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.protocol.events import Transition
@@ -59,6 +59,17 @@ def test_link_reads_pieces_of_another_process(
 
 
 @pytest.mark.nixl
+def test_scale_shows_what_grows_with_what_is_held(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scale, "MOST_GROWTH", 1000.0)  # a busy machine is no fault
+    figures = figures_of(tmp_path, "scale", "--held", "20", "40", "--endpoints", "200")
+    assert sum("times" in each["figures"] for each in figures) == 8
+    by_unit = {unit: value for each in figures for unit, value in each["figures"].items()}
+    assert 800 <= by_unit["a second"] < scale.MOST_RENEWS
+    assert scale.RENEW_S <= by_unit["s"] < scale.RENEW_S + scale.MOST_GAP_S
+
+
 def test_events_shows_that_an_idle_rank_records_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

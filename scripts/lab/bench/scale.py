@@ -1,0 +1,438 @@
+"""What do messages, time and peers cost a rank that holds much and knows many?
+
+The machines alone, without sockets, hold 100 to 10,000 requests of a tenth as many engines, each
+of eight ranks: the CPU time of a message of each kind, and of a tick when nothing is due. Then, in
+time that is counted and does not pass: 200 engines that are joined at 50 a second, 50 ms each; and
+one lease of 0.1 s beside 800 of 5 s. At last a control plane over ZMQ that meets thousands of
+endpoints, a few at a time: its sockets and open files.
+"""
+
+import argparse
+import gc
+import itertools
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from lab.bench.events import cost
+from lab.results import Figures, Results
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from nixl_kv.geometry.ranks import ParallelShape, Route
+from nixl_kv.ids import (
+    Claim,
+    EngineId,
+    Generation,
+    Incarnation,
+    Nonce,
+    Rank,
+    RequestId,
+    endpoint_at,
+)
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.transfer.agents import Agents
+from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transport.base import PeerName
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from nixl_kv.transport.zmq import ZmqControl
+
+TP: Final = 8
+LEASE_S: Final = 5.0
+RENEW_S: Final = 1.0
+SAMPLES: Final = 200
+MOST_GROWTH: Final = 1.5
+"""Of what a message costs with 10,000 requests held, over 100."""
+
+MOST_GAP_S: Final = 1.0
+MOST_RENEWS: Final = 1000
+AT_A_TIME: Final = 50
+
+CONTEXT: Final = "0" * 32
+READER_LIFE: Final = Incarnation("7" * 32)
+MODEL: Final = ModelShape(32, TP, (256, 256), "bfloat16")
+LAYOUT: Final[CacheLayout] = build_layouts(MODEL, EngineShape(tp=TP, num_blocks=1000))[0]
+SHARES: Final = {region.layer: (0, 1) for group in LAYOUT.groups for region in group.regions}
+
+
+def hex32(number: int) -> str:
+    """A name of 32 digits."""
+    return f"{number:032x}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How much."""
+    parser.add_argument("--held", type=int, nargs="+", default=[100, 1000, 10_000])
+    parser.add_argument("--endpoints", type=int, default=10_000, help="to meet, over ZMQ")
+
+
+def run(options: argparse.Namespace) -> int:
+    """A row for each figure."""
+    results = Results("what grows with a fleet", "figures are as they should be", options.json)
+    rows = [*growth(options.held), *storm(), short_lease(), *endpoints(options.endpoints)]
+    for row in rows:
+        results.add(row)
+    return results.print(len(rows))
+
+
+# --- messages and ticks
+
+
+@dataclass
+class Peer:
+    """A prefill engine of eight ranks, as its description says."""
+
+    number: int
+    description: messages.Description
+    routes: tuple[Route, ...]
+
+    @classmethod
+    def of(cls, number: int, num_read: int = TP) -> "Peer":
+        """`num_read` of its ranks are read."""
+        ranks = tuple(
+            messages.RankDescription(
+                incarnation=Incarnation(hex32(number * 100 + rank)),
+                endpoint=endpoint_at(f"10.{rank}.{number // 250}.{number % 250}", 7000),
+                agent=b"agent",
+                slots=messages.Slots(address=4096, count=64),
+                layout=LAYOUT,
+            )
+            for rank in range(TP)
+        )
+        description = messages.Description(
+            incarnation=Incarnation(hex32(number + 1)),
+            engine=EngineId(f"p{number}"),
+            model={},
+            shape=ParallelShape(TP, 1),
+            ranks=ranks,
+        )
+        routes = tuple(Route(Rank(rank), (Rank(0),), SHARES) for rank in range(num_read))
+        return cls(number, description, routes)
+
+    def ticket(self, request: int) -> Ticket:
+        """Of a prompt that it has."""
+        return Ticket(
+            remote_engine_id=EngineId(self.description.engine),
+            remote_host="10.0.0.1",
+            remote_port=1 + self.number,
+            incarnation=Incarnation(self.description.incarnation),
+            nonce=Nonce(hex32(request)),
+            num_tokens=100,
+            context=CONTEXT,
+        )
+
+
+@dataclass
+class Decode:
+    """A decode rank's machine, and the asks that it has sent."""
+
+    machine: DecodeMachine
+    asks: list[events.Send] = field(default_factory=list)
+
+    @classmethod
+    def holding(cls, num_requests: int, num_peers: int, num_read: int = TP) -> "Decode":
+        """So many requests have been asked for, in second 0."""
+        reader = messages.Reader(engine=EngineId("d"), incarnation=READER_LIFE, rank=Rank(0))
+        one = cls(
+            DecodeMachine(reader, lambda _event: None, timeout_s=30, renew_interval_s=RENEW_S)
+        )
+        peers = [Peer.of(number, num_read) for number in range(num_peers)]
+        for request in range(num_requests):
+            one.prepare(peers[request % num_peers], request)
+        return one
+
+    def prepare(self, peer: Peer, request: int) -> None:
+        """A request comes; its engine describes itself at once if it is new."""
+        ticket = peer.ticket(request)
+        command = events.PrepareLoad(RequestId(f"d{request}"), ticket, Claim(hex32(request)))
+        actions = self.machine.handle(command, 0.0)
+        if any(isinstance(getattr(one, "message", None), messages.Describe) for one in actions):
+            where = endpoint_at(ticket.remote_host, ticket.remote_port)
+            key = events.PeerKey(ticket.remote_engine_id, ticket.incarnation, where)
+            joined = events.PeerJoined(key, peer.description, peer.routes)
+            actions = self.machine.handle(joined, 0.0)
+        self.asks += [a for a in actions if isinstance(a, events.Send)]
+
+    def grants(self, shortest_s: float = LEASE_S) -> Iterator[events.Answered]:
+        """The answers to all asks, in their order; the first lease is the shortest."""
+        for number, sent in enumerate(self.asks):
+            ask = sent.message
+            if isinstance(ask, messages.Ask):
+                grant = messages.Grant(
+                    incarnation=ask.incarnation,
+                    nonce=ask.nonce,
+                    claim=ask.claim,
+                    reader=ask.reader,
+                    lease_s=LEASE_S if number else shortest_s,
+                    tables=(bytes(4 * 7),),
+                    slot=number % 64,
+                    generation=Generation(b"\1" * 16),
+                )
+                yield events.Answered(sent.endpoint, grant)
+
+
+def cpu_us(steps: Sequence[Callable[[], object]]) -> float:
+    """CPU time of a step, in microseconds: the lower quartile of batches of ten.
+
+    Without garbage collections, which are spread over as many steps as there are objects; and not
+    the median, since a core that is shared with another process's thread is half as fast.
+    """
+    times = []
+    gc.collect()
+    gc.disable()
+    for batch in (steps[first : first + 10] for first in range(0, len(steps), 10)):
+        begin = time.thread_time()
+        for step in batch:
+            step()
+        times.append((time.thread_time() - begin) / len(batch))
+    gc.enable()
+    return statistics.quantiles(times, n=4)[0] * 1e6
+
+
+def decode_costs(held: int) -> dict[str, float]:
+    """Of a decode rank that reads `held` requests from a tenth as many engines."""
+    decode = Decode.holding(held, max(1, held // 10))
+    machine, grants = decode.machine, list(decode.grants())
+    for grant in grants[SAMPLES:]:
+        machine.handle(grant, 0.1)
+    costs = {"grant": cpu_us([partial(machine.handle, one, 0.1) for one in grants[:SAMPLES]])}
+    costs["tick, nothing due"] = cpu_us([lambda: machine.handle(events.Tick(), 0.11)] * SAMPLES)
+    renewed = [
+        events.Answered(
+            sent.endpoint,
+            messages.Renewed(
+                incarnation=sent.message.incarnation,
+                reader=messages.Reader(engine=EngineId("d"), incarnation=READER_LIFE, rank=Rank(0)),
+                number=1 << 40,
+                lost=(),
+            ),
+        )
+        for sent in decode.asks[:SAMPLES]
+    ]
+    costs["renewed"] = cpu_us([partial(machine.handle, each, 0.2) for each in renewed])
+    cancels = [events.CancelLoad(RequestId(f"d{n}")) for n in range(min(held, SAMPLES))]
+    costs["cancel"] = cpu_us([partial(machine.handle, cancel, 0.3) for cancel in cancels])
+    return costs
+
+
+def prefill_costs(held: int) -> dict[str, float]:
+    """Of a prefill rank with as many grants, each to another reader."""
+    machine = PrefillMachine(
+        Incarnation(hex32(9)),
+        lambda _event: None,
+        num_slots=held + SAMPLES,
+        offer_ttl_s=60,
+        lease_s=LEASE_S,
+    )
+
+    def offer(number: int) -> None:
+        nonce, request = Nonce(hex32(number)), RequestId(f"p{number}")
+        tables = (bytes(4 * 7),)
+        machine.handle(events.PrepareOffer(nonce, request, CONTEXT, 100, tables), 0.0)
+        machine.handle(events.PublishOffer(nonce, request), 0.0)
+
+    def names(number: int) -> dict[str, object]:
+        reader = messages.Reader(
+            engine=EngineId(f"d{number}"), incarnation=READER_LIFE, rank=Rank(0)
+        )
+        return {"incarnation": hex32(9), "reader": reader}
+
+    def asked(number: int, message: messages.ToRank) -> Callable[[], object]:
+        event = events.Asked(b"%d" % number, message)
+        return lambda: machine.handle(event, 0.1)
+
+    def ask(number: int) -> Callable[[], object]:
+        claim, nonce = Claim(hex32(number)), Nonce(hex32(number))
+        of = {"nonce": nonce, "claim": claim, "context": CONTEXT, "number": 1, "readers": (0,)}
+        return asked(number, messages.Ask(**names(number), **of))  # type: ignore[arg-type]
+
+    for number in range(held + SAMPLES):
+        offer(number)
+    for number in range(held):
+        ask(number)()
+    numbers = range(held, held + SAMPLES)
+    costs = {"ask": cpu_us([ask(number) for number in numbers])}
+    costs["renew"] = cpu_us(
+        [
+            asked(
+                n,
+                messages.Renew(**names(n), number=2, claims=(Claim(hex32(n)),)),  # type: ignore[arg-type]
+            )
+            for n in numbers
+        ]
+    )
+    costs["tick, nothing due "] = cpu_us([lambda: machine.handle(events.Tick(), 0.2)] * SAMPLES)
+    releases = [
+        messages.Release(**names(n), nonce=hex32(n), claim=hex32(n), complete=True)  # type: ignore[arg-type]
+        for n in numbers
+    ]
+    costs["release"] = cpu_us([asked(0, each) for each in releases])
+    return costs
+
+
+def growth(held: Sequence[int]) -> list[Figures]:
+    """What each costs, by how many requests are held; and the last over the first."""
+    rows: list[Figures] = []
+    for side, measure in (("decode", decode_costs), ("prefill", prefill_costs)):
+        measured = [measure(count) for count in held]
+        for name in measured[0]:
+            costs = [each[name] for each in measured]
+            what = f"{side}: {name.strip()}, us, with {', '.join(f'{n:,}' for n in held)} held: "
+            what += ", ".join(f"{one:.1f}" for one in costs)
+            rows.append(cost(what, costs[-1] / costs[0], "times", MOST_GROWTH))
+    return rows
+
+
+# --- peers that come, and leases that are short
+
+
+class SlowTransport(MemoryTransport):
+    """Whose clock goes on by what it takes NIXL to add a peer."""
+
+    def __init__(self, fabric: Fabric, clock: "CountedTime") -> None:
+        super().__init__(fabric)
+        self._clock = clock
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        """50 ms."""
+        self._clock.now += 0.05
+        return PeerName(metadata.decode())
+
+    def prepare(self, *_arguments: object) -> object:  # type: ignore[override]
+        """Nothing."""
+        return None
+
+
+@dataclass
+class CountedTime:
+    """A clock that goes when it is told to."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def storm(num_peers: int = 200, rate: float = 50.0) -> list[Figures]:
+    """Engines of one rank that come 50 a second: the longest turn, and time between renewals."""
+    clock, fabric, turns, renewed_at = CountedTime(), Fabric(), [0.0], [0.0]
+    decode = Decode.holding(1, 1, num_read=1)
+    decode.machine.handle(next(decode.grants()), 0.0)
+    peers = RemotePeers(LAYOUT, Rank(0), {})
+    agents = Agents(
+        lambda: SlowTransport(fabric, clock),
+        peers,
+        defaultdict(float),
+        clock=clock,
+        background=ThreadPoolExecutor(1),
+    )
+    agents.open()
+    joins = deque(
+        (number / rate, events.JoinPeer(key_of(peer), one_rank(peer)))
+        for number, peer in enumerate(map(Peer.of, range(1, num_peers + 1)))
+    )
+    while joins or agents.is_joining:
+        begin = clock.now
+        while joins and joins[0][0] <= clock.now:
+            agents.execute(joins.popleft()[1])
+        agents.poll()
+        sent = decode.machine.handle(events.Tick(), clock.now)
+        if any(isinstance(getattr(a, "message", None), messages.Renew) for a in sent):
+            renewed_at.append(clock.now)
+        turns.append(clock.now - begin)
+        clock.now += 0.001
+    gap = max(after - before for before, after in itertools.pairwise(renewed_at))
+    words = f"{num_peers} engines joined at {rate:g} a second, 50 ms each: longest"
+    return [
+        cost(f"{words} turn", max(turns), "s"),
+        cost(f"{words} time between renewals", gap, "s", RENEW_S + MOST_GAP_S / 5),
+    ]
+
+
+def key_of(peer: Peer) -> events.PeerKey:
+    """How decode names it."""
+    ticket = peer.ticket(0)
+    where = endpoint_at(ticket.remote_host, ticket.remote_port)
+    return events.PeerKey(ticket.remote_engine_id, ticket.incarnation, where)
+
+
+def one_rank(peer: Peer) -> messages.Description:
+    """The same engine with one rank."""
+    return messages.Description(
+        incarnation=peer.description.incarnation,
+        engine=peer.description.engine,
+        model={},
+        shape=ParallelShape(1, 1),
+        ranks=peer.description.ranks[:1],
+    )
+
+
+def short_lease() -> Figures:
+    """Renews of a second, where one of 800 leases is of 0.1 s."""
+    decode = Decode.holding(100, 100)
+    for grant in decode.grants(shortest_s=0.1):
+        decode.machine.handle(grant, 0.1)
+    sent, begin = 0, 2.0
+    decode.machine.handle(events.Tick(), begin)
+    while (due := decode.machine.next_due) is not None and due <= begin + 1:
+        actions = decode.machine.handle(events.Tick(), due)
+        sent += sum(isinstance(action, events.Send) for action in actions)
+    return cost(f"{len(decode.asks)} leases, one of 0.1 s: renews", sent, "a second", MOST_RENEWS)
+
+
+# --- endpoints over ZMQ
+
+SERVERS: Final = """
+import sys
+from nixl_kv.transport.zmq import ZmqControl
+servers = []
+for _ in range(int(sys.argv[1])):
+    servers.append(ZmqControl())
+    print(servers[-1].listen("127.0.0.1", 0), flush=True)
+sys.stdin.readline()
+"""
+
+
+def endpoints(count: int) -> list[Figures]:
+    """A control that talks to so many endpoints in its life, fifty at a time."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVERS, str(AT_A_TIME)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        ports = [int(line) for line in itertools.islice(child.stdout or (), AT_A_TIME)]
+        control = ZmqControl()
+        files_before, begin, most = open_files(), time.thread_time(), 0
+        for turn in range(count // AT_A_TIME):
+            # Each address of this net is this machine: as many endpoints as are wanted.
+            host = f"127.{turn // 60000}.{turn // 250 % 250}.{turn % 250 + 1}"
+            for port in ports:
+                control.send(endpoint_at("127.0.0.1" if turn == 0 else host, port), b"hello")
+            most = max(most, open_files())
+            for link in control.links():
+                control.disconnect(link.endpoint)
+        cpu = (time.thread_time() - begin) / count * 1e6
+        control.close()
+        child.kill()
+    what = f"{count:,} endpoints met, {AT_A_TIME} at a time:"
+    return [
+        cost(f"{what} open files at most", most - files_before, "files", max(count / 4, 500)),
+        cost(f"{what} CPU", cpu, "us each"),
+    ]
+
+
+def open_files() -> int:
+    """Of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
