@@ -313,9 +313,19 @@ class ZmqControl:
         if timeout_s is not None and timeout_s < 0.001:  # noqa: PLR2004 - a millisecond
             time.sleep(timeout_s)
             timeout_s = 0
-        ready = dict(self._poller.poll(None if timeout_s is None else round(timeout_s * 1000)))
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
+        left_s, until = timeout_s, time.monotonic() + (timeout_s or 0)
+        while True:
+            ready = dict(self._poller.poll(None if left_s is None else round(left_s * 1000)))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            received = self._receive()
+            left_s = None if timeout_s is None else max(0, until - time.monotonic())
+            # A connection that comes about is no reason to end the wait.
+            if received or not ready or self._wake_fd in ready or left_s == 0:
+                return received
+
+    def _receive(self) -> list[Received]:
+        """What is there, without a wait."""
         if self._admission is not None:
             self._admission.attend(self._gatekeeper)
         requests = () if self._router is None else _waiting(self._router)

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -416,6 +417,16 @@ def test_a_poll_waits_as_long_as_it_is_asked_to(
     began = time.monotonic()
     assert server.poll(timeout_s) == []
     assert shortest_s <= time.monotonic() - began < PATIENCE_S
+
+
+def test_a_wait_is_not_ended_by_a_connection(
+    reader: ZmqControl, server: ZmqControl, endpoint: Endpoint
+) -> None:
+    answer = threading.Timer(0.3, lambda: server.reply(asked(server).route, b"here"))
+    reader.send(endpoint, b"hello")
+    answer.start()
+    assert reader.poll(PATIENCE_S) == [FromEndpoint(endpoint, b"here")]
+    answer.join()
 
 
 def open_files() -> set[str]:
