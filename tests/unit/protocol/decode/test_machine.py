@@ -466,3 +466,12 @@ def test_a_cleared_machine_has_no_load_and_no_peer() -> None:
     machine.clear()
     assert machine.next_due is None
     play(machine, [(read_done(),), *PREPARED])
+
+
+def test_a_link_is_used_while_something_is_asked_for_or_held_over_it() -> None:
+    machine = loading(PREPARED)
+    used = [(machine.is_using(HOME), machine.is_using(RANK_0))]
+    for step in (joined(), cancel_load()):
+        machine.handle(step, 100.0)
+        used.append((machine.is_using(HOME), machine.is_using(RANK_0)))
+    assert used == [(True, False), (False, True), (False, False)]
