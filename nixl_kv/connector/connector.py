@@ -103,9 +103,9 @@ class _WorkerHooks:
         """Once after the cache is allocated; again after a wake-up."""
         self._worker.register(kv_caches)
 
-    def restore_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def restore_kv_caches(self) -> None:
         """After a wake-up (vLLM 0.33): a new life, whose old tickets are void."""
-        self._worker.register(kv_caches)
+        self._worker.restore()
 
     def unregister_kv_caches(self) -> None:
         """Before the engine sleeps (vLLM 0.33): nothing of the cache is read or written after."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -84,6 +85,10 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     ),
     "KV scales measured at run time (calculate_kv_scales): they are not transferred": (
         lambda vllm, _: getattr(vllm.cache_config, "calculate_kv_scales", False)
+    ),
+    "sleep mode (--enable-sleep-mode): this vLLM does not tell connectors of it": lambda vllm, _: (
+        getattr(vllm.model_config, "enable_sleep_mode", False)
+        and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")
     ),
     "recurrent state beside KV (Mamba and its kin)": lambda _, kv: kv.has_mamba_layers,
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),

@@ -18,6 +18,7 @@ from nixl_kv.connector.vllm_config import (
     parse_config,
     worker_rank,
 )
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
@@ -38,6 +39,7 @@ class Worker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._engine: TransferEngine | None = None
+        self._kv_caches: Mapping[str, torch.Tensor] | None = None
         self.handshake: HandshakeMetadata | None = None
         """What the scheduler publishes of this rank, once it is registered."""
         self.stats = Stats()
@@ -49,6 +51,7 @@ class Worker:
             NixlKVError: if the cache cannot be served, or NIXL or a socket fails.
         """
         self.stop()
+        self._kv_caches = kv_caches
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
         self.handshake = HandshakeMetadata(encode(self._engine.start()))
@@ -60,6 +63,16 @@ class Worker:
             layout.groups[0].block_size,
             layout.element,
         )
+
+    def restore(self) -> None:
+        """Register the same cache, at the same addresses, as a new life.
+
+        Raises:
+            LocalProtocolError: if none was registered before.
+        """
+        if self._kv_caches is None:
+            raise LocalProtocolError("a cache is to be restored that was never registered")
+        self.register(self._kv_caches)
 
     def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""

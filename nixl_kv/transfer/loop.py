@@ -108,8 +108,12 @@ class Loop:
         self.parts.control.wake()
 
     def close(self) -> None:
-        """Release everything, whatever fails of it. Only when the thread has ended."""
+        """Release everything, whatever fails of it. Only when the thread has ended.
+
+        First of all no grant is valid any more: whoever still reads here has to find that out.
+        """
         parts = self.parts
+        parts.slots.clear_all()
         with contextlib.ExitStack() as stack:
             if parts.serving is not None:
                 stack.callback(parts.serving.close)

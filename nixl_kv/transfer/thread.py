@@ -55,7 +55,10 @@ class TransferThread:
         self._is_stopping = True
         loop.wake()
         self._thread.join(timeout=STOP_TIMEOUT_S)
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            logger.error("the transfer thread hangs, and is left; no grant is valid any more")
+            loop.parts.slots.clear_all()
+        else:
             loop.close()
 
     def _main(self) -> None:

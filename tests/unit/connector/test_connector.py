@@ -134,11 +134,16 @@ def test_a_worker_lives_from_its_registration_to_its_end(make: Make, fabric: Fab
     first = worker.get_handshake_metadata()
     worker.unregister_kv_caches()
     assert fabric.transports == {}
-    worker.restore_kv_caches(caches)
+    worker.restore_kv_caches()
     assert worker.get_handshake_metadata() != first
     assert fabric.transports
     worker.shutdown()
     assert fabric.transports == {}
+
+
+def test_only_a_cache_that_was_registered_can_be_restored(make: Make) -> None:
+    with pytest.raises(LocalProtocolError, match="never registered"):
+        make(KVConnectorRole.WORKER).restore_kv_caches()
 
 
 def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:

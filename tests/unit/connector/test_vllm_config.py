@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -112,6 +113,15 @@ REFUSED = [
         cache_of(FULL),
         "KV scales measured at run time",
         id="scales",
+    ),
+    pytest.param(
+        changing("model_config.enable_sleep_mode", True),  # noqa: FBT003 - a value
+        cache_of(FULL),
+        "sleep mode",
+        id="sleep mode",
+        marks=pytest.mark.skipif(
+            hasattr(KVConnectorBase_V1, "unregister_kv_caches"), reason="this vLLM tells of it"
+        ),
     ),
     pytest.param(unchanged, cache_of(FULL, mamba()), "recurrent state beside KV", id="Mamba"),
     pytest.param(unchanged, cache_of(STATES), "several tokens in one stored state", id="states"),

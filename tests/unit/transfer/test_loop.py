@@ -474,6 +474,23 @@ def test_a_read_is_polled(world: World) -> None:
     assert world.decode.turn() == LINK_KEPT_S - LINGER_S
 
 
+def test_a_rank_that_closes_makes_its_grants_void_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted(world)
+    parts = world.prefill.parts
+    (offer,) = parts.prefill.offers.all()
+    assert offer.binding is not None
+    slot = offer.binding.slot
+    assert parts.slots.read(slot) == offer.binding.generation
+    left: list[bytes] = []
+    close = parts.control.close
+    monkeypatch.setattr(parts.control, "close", lambda: left.append(parts.slots.read(slot)))
+    world.prefill.loop.close()
+    assert left == [bytes(16)]
+    monkeypatch.setattr(parts.control, "close", close)
+
+
 def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
     granted(world)
     world.decode.control.clock = world.clock

@@ -4,13 +4,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nixl_kv.errors import TransportError
+from nixl_kv.ids import new_generation
 from nixl_kv.transfer import thread as thread_module
 from nixl_kv.transfer.thread import TransferThread
+from nixl_kv.transport.slots import SlotPage
 
 TIMEOUT_S = 30.0
 
@@ -19,6 +22,7 @@ class FakeLoop:
     """Waits in each turn until it is woken; `steps` has all that was done."""
 
     def __init__(self) -> None:
+        self.parts = SimpleNamespace(slots=SlotPage(4))
         self.steps: list[str] = []
         self.errors: list[BaseException] = []
         self.threads: set[threading.Thread] = set()
@@ -115,16 +119,22 @@ def test_an_error_in_a_restart_leads_to_another_restart() -> None:
     thread.stop()
 
 
-def test_a_thread_that_does_not_end_keeps_what_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it runs, nobody else may close it."""
+def test_a_thread_that_does_not_end_keeps_what_it_owns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it runs, nobody else may close it. But no reader may take its blocks for held."""
     monkeypatch.setattr(thread_module, "STOP_TIMEOUT_S", 0.01)
     loop = FakeLoop()
+    slots = loop.parts.slots
+    slots.write(2, new_generation())
     monkeypatch.setattr(loop, "wake", lambda: None)
     thread = thread_of(loop)
     thread.start()
     loop.wait_for(["turn"])
     thread.stop()
     assert "close" not in loop.steps
+    assert slots.read(2) == bytes(16)
+    assert "the transfer thread hangs" in caplog.text
     loop.woken.set()
     (worker,) = loop.threads
     worker.join(TIMEOUT_S)
