@@ -12,6 +12,7 @@ from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.transport.base import ControlPlane, FromEndpoint, FromPeer, Lost, Received
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.transport.zmq import ZmqControl
+from support.polling import hear_of_loss
 
 HOST = "127.0.0.1"
 PATIENCE_S = 10.0  # of a test before it fails; none waits so long when all is well
@@ -75,15 +76,6 @@ class World:
         """What is held until it is delivered."""
         while self.network.packets:
             self.network.deliver(self.network.packets[0])
-
-
-def hear_of_loss(control: ZmqControl, endpoint: Endpoint) -> None:
-    """Wait until the loss of a link is known, but not reported yet."""
-    assert control._caller is not None
-    deadline = time.monotonic() + PATIENCE_S
-    while not control._caller.links[endpoint].failure:
-        assert time.monotonic() < deadline
-        control._caller.attend()
 
 
 @pytest.fixture(params=["zmq", "memory", "held"])

@@ -17,6 +17,7 @@ from nixl_kv.transport import zmq as module
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
 from nixl_kv.transport.connection_limit import is_local
 from nixl_kv.transport.zmq import ZmqControl
+from support.polling import hear_of_loss
 
 HOST = "127.0.0.1"
 RawSockets: TypeAlias = "Callable[[int], zmq.Socket[bytes]]"
@@ -91,15 +92,6 @@ def asked(server: ZmqControl) -> FromPeer:
     (item,) = receive(server)
     assert isinstance(item, FromPeer)
     return item
-
-
-def hear_of_loss(control: ZmqControl, endpoint: Endpoint) -> None:
-    """Wait until the loss of a link is known, but not reported yet."""
-    assert control._caller is not None
-    deadline = time.monotonic() + PATIENCE_S
-    while not control._caller.links[endpoint].failure:
-        assert time.monotonic() < deadline
-        control._caller.attend()
 
 
 def open_sockets(control: ZmqControl) -> list[zmq.Socket[bytes]]:
