@@ -65,6 +65,23 @@ class PrefillScheduler:
         context = prompt.context(nonce)
         self._offers[prompt.request] = _Offer(prompt.request, prompt.num_tokens, nonce, context)
 
+    def has_room(self, request: RequestId) -> bool:
+        """Whether a request may begin, as far as offers may hold blocks; if it is none, it may."""
+        offer = self._offers.get(request)
+        return offer is None or self._quota.has_room(self._blocks.count(offer.num_tokens))
+
+    def on_allocation(self, request: RequestId) -> None:
+        """The request begins."""
+        offer = self._offers.get(request)
+        if offer is not None:
+            self._quota.expect(request, self._blocks.count(offer.num_tokens))
+
+    def reclaim(self, num_blocks: int) -> None:
+        """A request has waited for so many blocks: offers that nobody reads give theirs back."""
+        if not self._quota.is_empty:
+            logger.info("a request waits for %d blocks: offers are taken back", num_blocks)
+            self._commands.append(events.ReclaimBlocks(num_blocks))
+
     def on_step(
         self, preempted: Iterable[RequestId], scheduled: Iterable[tuple[RequestId, range]]
     ) -> None:

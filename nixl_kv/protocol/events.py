@@ -120,9 +120,18 @@ class WithdrawOffer(msgspec.Struct, frozen=True):
 
 
 class RevokeOffer(msgspec.Struct, frozen=True):
-    """Blocks are scarce: end the offer, unless it is claimed by now."""
+    """Nobody is to claim the offer any more: end it, unless it is claimed by now."""
 
     nonce: Nonce
+
+
+class ReclaimBlocks(msgspec.Struct, frozen=True):
+    """A request of the caller's own lacks so many blocks, and nothing moves.
+
+    Unclaimed offers end. If that is not enough, granted ones that nobody reads yet are recalled.
+    """
+
+    num_blocks: int
 
 
 # --- events of the sockets
@@ -350,6 +359,7 @@ class FailureKind(enum.Enum):
 
     DENIED = "denied"
     LEASE_LOST = "lease_lost"
+    RECALLED = "recalled"
     UNREACHABLE = "unreachable"
     INCOMPATIBLE = "incompatible"
     LATE = "late"
@@ -413,7 +423,9 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
-PrefillCommand: TypeAlias = PrepareOffer | PublishOffer | WithdrawOffer | RevokeOffer
+PrefillCommand: TypeAlias = (
+    PrepareOffer | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
+)
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
 ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
 DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadEvent

@@ -166,7 +166,12 @@ def build_parts(spec: RankSpec) -> Parts:
     digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
     peers = RemotePeers(layout, spec.rank, spec.model, config.allowed_hosts)
     agents = Agents(
-        spec.make_transport, peers, counts, clock=spec.clock, background=spec.make_background()
+        spec.make_transport,
+        peers,
+        counts,
+        clock=spec.clock,
+        opening=spec.make_background(),
+        closing=spec.make_background(),
     )
     if spec.is_decode:
         agents.open()
@@ -185,12 +190,14 @@ def build_parts(spec: RankSpec) -> Parts:
             num_slots=spec.num_slots,
             offer_ttl_s=config.offer_ttl_s,
             lease_s=config.lease_s,
+            hold_s=config.hold_s,
         ),
         decode=DecodeMachine(
             messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
             event_log.record,
             timeout_s=config.request_timeout_s,
             renew_interval_s=config.renew_interval_s,
+            bytes_per_token=layout.bytes_per_token,
         ),
         agents=agents,
         digests=DigestQueue(layout, digester, counts, spec.clock),

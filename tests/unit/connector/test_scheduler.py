@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nixl_kv.connector.block_shortage import PATIENCE_S, BlockShortage
 from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import TransportError
@@ -14,6 +15,7 @@ from nixl_kv.ids import RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
+    ReclaimBlocks,
     SetEngineLayouts,
 )
 from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
@@ -23,7 +25,8 @@ from nixl_kv.transport.zmq import ZmqControl
 from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
 from support.recorded_vllm import Record, new_request
-from support.records import rank_description
+from support.records import NONCE, rank_description
+from support.stepped import Clock
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
@@ -209,6 +212,60 @@ def test_a_ticket_of_another_users_prompt_is_refused(make: Make) -> None:
     request.cache_salt = "a user's"
     scheduler.on_arrival(request)
     assert counted(scheduler) == {"tickets_refused": 1}
+
+
+# --- two engines that prefill for each other
+
+
+TO_OFFER = {"do_remote_decode": True}
+
+
+def begin(scheduler: Scheduler, request: Any) -> None:
+    """It gets blocks, whether it loads or computes."""
+    num_tokens, _ = scheduler.count_matched(request, 0)
+    assert num_tokens is not None
+    scheduler.on_allocation(request, [TABLE], num_tokens)
+
+
+def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_decoded(
+    make: Make,
+) -> None:
+    scheduler = make({"port": 0, "offer_share": 0.5})  # of 16 blocks of 32 tokens
+    first, second = new_request(TO_OFFER), new_request(TO_OFFER)
+    for request in (first, second):
+        scheduler.on_arrival(request)
+    begin(scheduler, first)
+    begin(scheduler, second)  # so far, nothing was decoded here
+    decoded = with_ticket()
+    scheduler.on_arrival(decoded)
+    third = new_request(TO_OFFER)
+    scheduler.on_arrival(third)
+    assert scheduler.count_matched(third, 0) == (None, False)
+    assert scheduler.count_matched(decoded, 0) == (NUM_TOKENS - 1, True)
+    for request in (first, second):
+        scheduler.on_finish(request, [TABLE])
+    scheduler.on_offers_ended({first.request_id, second.request_id})
+    assert scheduler.count_matched(third, 0) == (0, False)
+
+
+def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    scheduler = make()
+    monkeypatch.setattr(scheduler, "_shortage", BlockShortage(clock))
+    waiting = new_request()
+
+    def wait() -> list[Any]:
+        clock.now += PATIENCE_S
+        scheduler.count_matched(waiting, 0)
+        return commands(scheduler)
+
+    assert wait() + wait() == []  # there is no offer
+    scheduler._prefill._quota.add(RequestId("offered"), NONCE, TABLE)
+    assert wait() == [ReclaimBlocks(4)]
+    scheduler.on_offers_ended(["offered"])
+    assert wait() + wait() == []
 
 
 # --- the engine's description

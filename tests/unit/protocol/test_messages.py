@@ -51,6 +51,7 @@ from support.records import (
     hex32,
     rank_description,
     reader,
+    recall,
     refusal,
     release,
     renew,
@@ -194,8 +195,13 @@ WIRE = [
         ["DigestReply", 4, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
         id="digest reply",
     ),
-    pytest.param(renew(6, CLAIM), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, [CLAIM]], id="renew"),
-    pytest.param(renew(6), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, []], id="renew nothing"),
+    pytest.param(
+        renew(6, CLAIM, reading=1),
+        ["Renew", 4, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
+        id="renew",
+    ),
+    pytest.param(renew(6), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
+    pytest.param(recall(), ["Recall", 4, RANK_LIFE, *OFFER_WIRE], id="recall"),
     pytest.param(renewed(CLAIM), ["Renewed", 4, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
     pytest.param(release(), ["Release", 4, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
     pytest.param(
@@ -239,7 +245,9 @@ def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_engine: {"Describe"},
     messages.decode_to_rank: {"Ask", "DigestRequest", "Renew", "Release", "StatusRequest"},
-    messages.decode_answer: {"Description", "Refusal", "Grant", "Deny", "DigestReply", "Renewed"},
+    messages.decode_answer: {
+        *["Description", "Refusal", "Grant", "Deny", "DigestReply", "Renewed", "Recall"],
+    },
     messages.decode_status: {"Status"},
 }
 
