@@ -38,7 +38,12 @@ class PrefillScheduler:
     """Makes offers, from the blocks of vLLM's cache manager."""
 
     def __init__(
-        self, blocks: PinnedBlocks, quota: OfferQuota, seal: Callable[[Ticket], Ticket]
+        self,
+        blocks: PinnedBlocks,
+        quota: OfferQuota,
+        seal: Callable[[Ticket], Ticket],
+        *,
+        writes_late: bool = False,
     ) -> None:
         """Start with nothing on offer; `address` is set before any request.
 
@@ -46,10 +51,12 @@ class PrefillScheduler:
             blocks: of the cache.
             quota: of the blocks that offers may hold.
             seal: adds a ticket's MAC.
+            writes_late: whether a step's output may leave before all its KV is written.
         """
         self._blocks = blocks
         self._quota = quota
         self._seal = seal
+        self._writes_late = writes_late
         self._offers: dict[RequestId, _Offer] = {}
         self._commands: list[events.Command] = []
         self.address: Address | None = None
@@ -101,7 +108,12 @@ class PrefillScheduler:
                 offer.tables = self._blocks.tables(request, offer.num_tokens)
                 self._commands.append(
                     events.PrepareOffer(
-                        offer.nonce, request, offer.context, offer.num_tokens, offer.tables
+                        offer.nonce,
+                        request,
+                        offer.context,
+                        offer.num_tokens,
+                        offer.tables,
+                        is_written=not self._writes_late,
                     )
                 )
 

@@ -29,6 +29,7 @@ from nixl_kv.connector.vllm_config import (
     prompt_of,
     request_ids,
     why_not_offered,
+    writes_late,
 )
 from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId
@@ -52,7 +53,9 @@ class Scheduler:
         groups = pagings(kv_cache_config)
         self._blocks = PinnedBlocks(groups)
         quota = OfferQuota(kv_cache_config.num_blocks, self._config.offer_share)
-        self._prefill = PrefillScheduler(self._blocks, quota, self._trust.seal)
+        self._prefill = PrefillScheduler(
+            self._blocks, quota, self._trust.seal, writes_late=writes_late(vllm_config)
+        )
         sizes = [paging.block_size for paging in groups]
         self._decode = DecodeScheduler(sizes, self._trust.check, verify=self._config.verify)
         self._shortage = BlockShortage()

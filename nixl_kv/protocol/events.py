@@ -96,7 +96,8 @@ class PrepareOffer(msgspec.Struct, frozen=True):
 
     Sent before the ticket exists: whoever asks with this nonce has the ticket, and the ticket left
     only after that step was complete and the blocks were pinned. `tables` has one block table for
-    each cache group (little-endian int32, ABSENT where there is no block).
+    each cache group (little-endian int32, ABSENT where there is no block). Not `is_written`: the
+    ticket may leave before all layers' KV is written; it is granted after `MarkWritten`.
     """
 
     nonce: Nonce
@@ -104,6 +105,13 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     context: str
     num_tokens: int
     tables: tuple[bytes, ...]
+    is_written: bool = True
+
+
+class MarkWritten(msgspec.Struct, frozen=True):
+    """All KV of this offer's blocks is in memory."""
+
+    nonce: Nonce
 
 
 class PublishOffer(msgspec.Struct, frozen=True):
@@ -424,7 +432,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 PrefillCommand: TypeAlias = (
-    PrepareOffer | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
+    PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
 ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared

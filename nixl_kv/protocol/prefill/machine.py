@@ -30,6 +30,8 @@ class PrefillMachine:
         match event:
             case events.PrepareOffer():
                 self.offers.prepare(event)
+            case events.MarkWritten():
+                return self._on_written(event, now)
             case events.PublishOffer():
                 self.offers.publish(event, now)
             case events.WithdrawOffer():
@@ -152,6 +154,9 @@ class PrefillMachine:
         binding.leases[rank] = now + self.offers.lease_s
         binding.lives[rank] = ask.reader.incarnation
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
+        if not offer.is_written:
+            offer.early[rank] = ask, route
+            return []
         grant = messages.Grant(
             incarnation=self._incarnation,
             nonce=ask.nonce,
@@ -163,6 +168,19 @@ class PrefillMachine:
             generation=binding.generation,
         )
         return [events.Reply(route, grant)]
+
+    def _on_written(self, command: events.MarkWritten, now: float) -> list[events.Action]:
+        """Who asked before is answered now."""
+        offer = self.offers.get(command.nonce)
+        if offer is None:
+            return []
+        offer.is_written = True
+        early, offer.early = offer.early, {}
+        actions: list[events.Action] = []
+        for ask, route in early.values():
+            if offer.binding is not None:
+                actions += self._grant(offer, offer.binding, ask, route=route, now=now)
+        return actions
 
     def _deny(
         self, message: messages.Ask | messages.DigestRequest, route: bytes, reason: str

@@ -137,8 +137,12 @@ class Offer:
     state: State = State.PREPARED
     ends_at: float | None = None  # while OFFERED
     binding: Binding | None = None  # from GRANTED on
+    is_written: bool = field(init=False)
+    early: dict[Rank, tuple[messages.Ask, bytes]] = field(default_factory=dict)
+    """Asks, each with its route, that are answered once it is written."""
 
     def __post_init__(self) -> None:
+        self.is_written = self.prepared.is_written
         cause = f"PrepareOffer: offer {short(self.nonce)}"
         self.record(events.Transition(self.request, "", "", self.state.name, cause))
 
@@ -186,6 +190,7 @@ class Offer:
         """It is prepared anew: after a preemption it has other blocks."""
         self.move(State.PREPARED, command)
         self.prepared = command
+        self.is_written = command.is_written
 
     def note(self, peer: str, cause: str) -> None:
         """Record what changed nothing, but tells why somebody got nothing."""

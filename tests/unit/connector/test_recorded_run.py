@@ -26,7 +26,7 @@ from support.stepped import Clock
 
 def said(command: Command) -> Record:
     """What of a command is the same in each run."""
-    left_out = ("nonce", "claim", "context")
+    left_out = ("nonce", "claim", "context", "is_written")
     kept = {
         name: value
         for name, value in msgspec.structs.asdict(command).items()

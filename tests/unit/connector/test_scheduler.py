@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,6 +267,14 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
     assert wait() == [ReclaimBlocks(4)]
     scheduler.on_offers_ended(["offered"])
     assert wait() + wait() == []
+
+
+def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(make: Make) -> None:
+    assert not make()._prefill._writes_late
+    config = recorded.vllm_config()
+    config.speculative_config = SimpleNamespace()
+    scheduler = Scheduler(config, recorded.kv_cache_config())
+    assert scheduler._prefill._writes_late
 
 
 # --- the engine's description

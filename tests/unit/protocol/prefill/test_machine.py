@@ -13,6 +13,7 @@ from nixl_kv.protocol.events import (
     ClearSlot,
     DigestMade,
     MakeDigest,
+    MarkWritten,
     OfferEnd,
     OfferEnded,
     PrefillCommand,
@@ -189,6 +190,41 @@ GRANTS: dict[str, Script] = {
             replied(grant(nonce=NONCE2, generation=generation(2))),
         ),
     ),
+}
+UNWRITTEN: Script = [(99.0, prepare_offer(is_written=False)), (99.5, publish_offer())]
+"""Its ticket left before its last KV was written."""
+MARK = MarkWritten(NONCE)
+WRITES: dict[str, Script] = {
+    "what is not written yet is granted when it is": after(
+        UNWRITTEN, (ASK, WRITTEN), (MARK, GRANT), READ
+    ),
+    "what is written is granted at once": after(UNWRITTEN, (MARK,), (ASK, WRITTEN, GRANT), READ),
+    "who asks several times gets one grant, by the latest route": after(
+        UNWRITTEN,
+        (asked(ask(), b"first"), WRITTEN),
+        (asked(ask(number=2), b"second"),),
+        (MARK, replied(grant(), b"second")),
+        (MARK,),
+    ),
+    "each reader that has asked gets its grant": after(
+        UNWRITTEN,
+        (asked(ask(readers=BOTH)), WRITTEN),
+        (ASK_SECOND,),
+        (MARK, GRANT, replied(grant(reader=SECOND))),
+    ),
+    "it may be given up before": after(
+        UNWRITTEN, (ASK, WRITTEN), (RELEASE_INCOMPLETE, *ABORTED), (MARK,)
+    ),
+    "who has given it up is told so": after(
+        UNWRITTEN,
+        (asked(ask(readers=BOTH)), WRITTEN),
+        (RELEASE,),
+        (MARK, *denied(NOT_THIS_READER)),
+    ),
+    "after a preemption it is to be written again": after(
+        PREPARED, (prepare_offer(is_written=False),), (ASK, WRITTEN), (MARK, GRANT)
+    ),
+    "what nobody knows is not marked": [(MARK,)],
 }
 LIFE_IN_SHORT = "meant for incarnation abcdef01"
 DENIALS: dict[str, Script] = {
@@ -594,6 +630,7 @@ ALL: dict[str, Script] = {
     f"{subject}: {name}": script
     for subject, scripts in {
         "grants": GRANTS,
+        "writes": WRITES,
         "denials": DENIALS,
         "releases": RELEASES,
         "time": TIMES,
