@@ -130,6 +130,7 @@ class PeerBook:
         if not self.is_connecting(key) or self._peers[key].is_joining:
             return []
         self._peers[key].is_joining = True
+        self._due.set(key, None)  # from here on it waits for this side, which others may keep busy
         return [events.JoinPeer(key, message), *self._disconnect(key)]
 
     def on_joined(self, event: events.PeerJoined, now: float) -> None:

@@ -109,8 +109,8 @@ def test_a_config_does_not_change() -> None:
 
 
 def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
-    assert Config(lease_s=5.0).renew_interval_s == 1.0
-    assert Config(lease_s=60.0).renew_interval_s == 1.0
+    assert Config(lease_s=5.0).renew_interval_s == 0.8
+    assert Config(lease_s=60.0).renew_interval_s == 0.8
     assert Config(lease_s=0.5).renew_interval_s == pytest.approx(0.1)
 
 

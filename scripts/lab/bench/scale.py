@@ -4,7 +4,8 @@ The machines alone, without sockets, hold 100 to 10,000 requests of a tenth as m
 of eight ranks: the CPU time of a message of each kind, and of a tick when nothing is due. Then, in
 time that is counted and does not pass: 200 engines that are joined at 50 a second, 50 ms each; and
 one lease of 0.1 s beside 800 of 5 s. At last a control plane over ZMQ that meets thousands of
-endpoints, five hundred at a time, and hears from each: its open files.
+endpoints, five hundred at a time, and hears from each: its open files. And a whole rank with its
+thread and its sockets that meets fleets of engines (`lab.bench.fleet`).
 """
 
 import argparse
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Final
 
 from lab.bench.events import cost
-from lab.results import Figures, Results
+from lab.bench.fleet import Cost, measure
+from lab.results import Figures, Results, say_on_stderr, verdict_of
+from nixl_kv.config import Config
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.ranks import ParallelShape, Route
@@ -44,20 +47,21 @@ from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.agents import Agents
 from nixl_kv.transfer.remote_peers import RemotePeers
-from nixl_kv.transport.base import FromEndpoint, PeerName
+from nixl_kv.transport.base import FromEndpoint, Lost, PeerName
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.zmq import ZmqControl
 
 TP: Final = 8
 LEASE_S: Final = 5.0
-RENEW_S: Final = 1.0
+RENEW_S: Final = Config(lease_s=LEASE_S).renew_interval_s
 SAMPLES: Final = 200
 ROUNDS: Final = 5
 MOST_GROWTH: Final = 1.5
 """Of what a message costs with 10,000 requests held, over 100."""
 
-MOST_GAP_S: Final = 1.2
-"""Between two renewals that are due each second."""
+MOST_GAP_S: Final = 1.0
+"""Between two renewals that are due each 0.8 s."""
+MOST_IDLE_PERCENT: Final = 0.1
 MOST_RENEWS: Final = 1000
 AT_A_TIME: Final = 500
 """Endpoints that are talked to at the same time."""
@@ -81,15 +85,69 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """How much."""
     parser.add_argument("--held", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--endpoints", type=int, default=10_000, help="to meet, over ZMQ")
+    parser.add_argument(
+        "--engines", type=int, nargs="*", default=[10, 100, 1000], help="of a fleet"
+    )
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, TP], help="ranks of each engine")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw costs against numbers")
 
 
 def run(options: argparse.Namespace) -> int:
     """A row for each figure."""
     results = Results("what grows with a fleet", "figures are as they should be", options.json)
-    rows = [*growth(options.held), *storm(), short_lease(), *endpoints(options.endpoints)]
+    costs = growth(options.held)
+    rows = [*map(growth_row, costs), *storm(), short_lease(), *endpoints(options.endpoints)]
     for row in rows:
         results.add(row)
-    return results.print(len(rows))
+    fleets = []
+    for tp, engines in itertools.product(options.tp, options.engines):
+        fleets.append(measure(engines, tp))
+        say_on_stderr(f"  {fleets[-1]}")
+        results.all.append(fleet_row(fleets[-1]))
+    if options.plot is not None:
+        draw(costs, fleets, options.plot)
+    return results.print(len(rows) + len(fleets))
+
+
+def fleet_row(fleet: Cost) -> Figures:
+    """What a fleet may cost, whatever its size."""
+    too_much = [
+        f"{value:g} {what}, allowed: {most:g}"
+        for what, value, most in (
+            ("% of a core when idle", fleet.idle_percent, MOST_IDLE_PERCENT),
+            ("s between renewals", fleet.longest_gap_s, MOST_GAP_S),
+            ("links when idle", fleet.links_idle, 0),
+        )
+        if value > most
+    ]
+    return Figures(fleet.figures(), verdict_of(*too_much))
+
+
+def draw(costs: Sequence["Growth"], fleets: Sequence[Cost], path: Path) -> None:
+    """Cost against number, both logarithmic: what does not grow is level."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only who wants a plot needs it
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    machines, sockets = figure.subplots(1, 2)
+    for each in costs:
+        style = "-" if each.what.startswith("decode") else "--"
+        machines.plot(each.held, each.us, style, marker="o", label=each.what)
+    machines.set(xlabel="requests held", ylabel="us CPU", title="a message, a tick")
+    for tp in dict.fromkeys(fleet.tp for fleet in fleets):
+        of_tp = [fleet for fleet in fleets if fleet.tp == tp]
+        numbers = [fleet.engines * tp for fleet in of_tp]
+        for what, values in (
+            ("meet", [fleet.meet_ms * 1e3 for fleet in of_tp]),
+            ("held, a second", [fleet.held_us for fleet in of_tp]),
+        ):
+            label = f"{what}, {tp} ranks an engine"
+            sockets.plot(numbers, values, marker="o", label=label)
+    sockets.set(xlabel="endpoints", ylabel="us CPU for each", title="over ZMQ, with all threads")
+    for axes in (machines, sockets):
+        axes.set(xscale="log", yscale="log")
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="x-small")
+    figure.savefig(path)
 
 
 # --- messages and ticks
@@ -298,19 +356,34 @@ def prefill_costs(held: int) -> dict[str, float]:
     return costs
 
 
-def growth(held: Sequence[int]) -> list[Figures]:
-    """What each costs, by how many requests are held; and the last over the first.
+@dataclass(frozen=True)
+class Growth:
+    """CPU of one kind of step, by how many requests are held."""
+
+    what: str
+    held: Sequence[int]
+    us: Sequence[float]
+
+
+def growth_row(growth: Growth) -> Figures:
+    """The last over the first."""
+    numbers = ", ".join(f"{number:,}" for number in growth.held)
+    costs = ", ".join(f"{us:.1f}" for us in growth.us)
+    what = f"{growth.what}, us, with {numbers} held: {costs}"
+    return cost(what, growth.us[-1] / growth.us[0], "times", MOST_GROWTH)
+
+
+def growth(held: Sequence[int]) -> list[Growth]:
+    """What each costs, by how many requests are held.
 
     Of rounds in turn the lowest: what else the machine does comes and goes in seconds.
     """
-    rows: list[Figures] = []
-    for side, measure in (("decode", decode_costs), ("prefill", prefill_costs)):
-        rounds = [[measure(count) for count in held] for _ in range(ROUNDS)]
+    rows: list[Growth] = []
+    for side, measured in (("decode", decode_costs), ("prefill", prefill_costs)):
+        rounds = [[measured(count) for count in held] for _ in range(ROUNDS)]
         for name in rounds[0][0]:
             costs = [min(each[number][name] for each in rounds) for number in range(len(held))]
-            what = f"{side}: {name}, us, with {', '.join(f'{n:,}' for n in held)} held: "
-            what += ", ".join(f"{one:.1f}" for one in costs)
-            rows.append(cost(what, costs[-1] / costs[0], "times", MOST_GROWTH))
+            rows.append(Growth(f"{side}: {name}", held, costs))
     return rows
 
 
@@ -464,6 +537,8 @@ def talk(control: ZmqControl, group: Sequence[Endpoint]) -> None:
         for item in control.poll(1.0):
             if isinstance(item, FromEndpoint) and item.payload == item.endpoint.encode():
                 silent.discard(item.endpoint)
+            elif isinstance(item, Lost) and item.endpoint in silent:  # too slow: a busy machine
+                control.send(item.endpoint, item.endpoint.encode())
 
 
 def open_files() -> int:

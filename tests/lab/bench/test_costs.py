@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lab.bench import __main__ as bench
-from lab.bench import events, link, plan, scale
+from lab.bench import events, fleet, link, plan, scale
 from lab.local.caches import layout_at
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.protocol.events import Transition
@@ -63,11 +63,17 @@ def test_scale_shows_what_grows_with_what_is_held(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(scale, "MOST_GROWTH", 1000.0)  # a busy machine is no fault
-    figures = figures_of(tmp_path, "scale", "--held", "20", "40", "--endpoints", "200")
+    monkeypatch.setattr(scale, "MOST_IDLE_PERCENT", 100.0)
+    monkeypatch.setattr(fleet, "HELD_S", 0.1)
+    monkeypatch.setattr(fleet, "IDLE_S", 0.1)
+    figures = figures_of(
+        tmp_path, "scale", "--held", "20", "40", "--endpoints", "200", "--engines", "3", "--tp", "2"
+    )
     assert sum("times" in each for each in figures) == 8
     by_unit = {unit: value for each in figures for unit, value in each.items()}
     assert 800 <= by_unit["a second"] < scale.MOST_RENEWS
     assert scale.RENEW_S <= by_unit["s"] < scale.MOST_GAP_S
+    assert (figures[-1]["engines"], figures[-1]["tp"], figures[-1]["links\nidle"]) == (3, 2, 0)
 
 
 def test_events_shows_that_an_idle_rank_records_nothing(

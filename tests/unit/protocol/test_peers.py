@@ -212,6 +212,17 @@ def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -
         assert connecting.on_tick(Tick(), lambda _: False, now) == (expected, [])
 
 
+def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: PeerBook) -> None:
+    """Joining those before it may take long."""
+    assert connecting.on_description(description(), HOME) == [
+        JoinPeer(PEER, description()),
+        Disconnect(HOME),
+    ]
+    assert connecting.next_due is None
+    connecting.on_joined(joined(), 100.0 + 10 * CONNECT_TIMEOUT_S)
+    assert [peer.state for peer in connecting.all()] == [State.READY]
+
+
 @pytest.mark.parametrize("state", ["ready", "paused", "gone"])
 def test_only_a_connecting_peer_is_overdue(state: str, request: pytest.FixtureRequest) -> None:
     book: PeerBook = request.getfixturevalue(state)

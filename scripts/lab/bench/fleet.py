@@ -1,0 +1,400 @@
+"""A decode rank and a fleet of prefill engines, over ZMQ: what do those that it meets cost?
+
+The fleet is one process that says what prefill engines say, and has no memory: each engine, and
+each of its ranks, has an address of its own in 127.0.0.0/8. The rank is a whole transfer engine
+with its thread and sockets, whose data plane does nothing. It meets so many engines, holds a
+request of each for some seconds, gives all back, and is idle.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from nixl_kv.config import Config
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.ids import (
+    Claim,
+    EngineId,
+    Generation,
+    Incarnation,
+    Nonce,
+    Rank,
+    RequestId,
+    endpoint_at,
+    engine_incarnation,
+)
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transport import connection_limit
+from nixl_kv.transport.base import FromPeer, PeerName, Received
+from nixl_kv.transport.zmq import ZmqControl
+
+MODEL: Final = ModelShape(32, 8, (256, 256), "bfloat16")
+FACTS: Final = {"model": "of the bench"}
+CONTEXT: Final = "0" * 32
+TABLES: Final = (bytes(4 * 7),)
+LEASE_S: Final = 5.0
+HELD_S: Final = 5.0
+IDLE_S: Final = 5.0
+WAIT_S: Final = 120.0
+POLL_S: Final = 0.02
+OWN_FILES: Final = 4
+"""Of a rank that has a link for the first time: sockets that stay."""
+
+
+def hex32(number: int) -> str:
+    """A name of 32 digits."""
+    return f"{number:032x}"
+
+
+def address(number: int, part: int) -> str:
+    """Of an engine's directory (part 1), or of its rank (part 10 + rank)."""
+    return f"127.{part}.{number // 250}.{number % 250 + 1}"
+
+
+@dataclass(frozen=True)
+class FleetEngine:
+    """One prefill engine of the fleet; all of them listen on one port."""
+
+    number: int
+    tp: int
+    port: int
+
+    def description(self) -> messages.Description:
+        """Whatever it is asked for."""
+        layouts = build_layouts(MODEL, EngineShape(tp=self.tp, num_blocks=1000))
+        ranks = tuple(
+            messages.RankDescription(
+                incarnation=Incarnation(hex32(self.number * 100 + rank + 1)),
+                endpoint=endpoint_at(address(self.number, 10 + rank), self.port),
+                agent=b"agent",
+                slots=messages.Slots(address=4096, count=64),
+                layout=layout,
+            )
+            for rank, layout in enumerate(layouts)
+        )
+        return messages.Description(
+            incarnation=engine_incarnation(rank.incarnation for rank in ranks),
+            engine=EngineId(str(self.number)),
+            model=FACTS,
+            shape=ParallelShape(self.tp, 1),
+            ranks=ranks,
+        )
+
+    def prepare_load(self) -> events.PrepareLoad:
+        """Of the one prompt that it has."""
+        ticket = Ticket(
+            remote_engine_id=EngineId(str(self.number)),
+            remote_host=address(self.number, 1),
+            remote_port=self.port,
+            incarnation=self.description().incarnation,
+            nonce=Nonce(hex32(self.number)),
+            num_tokens=100,
+            context=CONTEXT,
+        )
+        request, claim = RequestId(str(self.number)), Claim(hex32(self.number))
+        return events.PrepareLoad(request, ticket, claim)
+
+
+# --- the fleet's process
+
+
+class Fleet:
+    """Answers for all engines; counts grants, and how long each reader's rank was not renewed."""
+
+    def __init__(self, tp: int) -> None:
+        """Listen, with room for all connections that the process may have."""
+        connection_limit.MAX_CONNECTIONS = 1 << 20  # type: ignore[misc]
+        connection_limit.SHARE_OF_DESCRIPTORS = 1  # type: ignore[misc]
+        self._control = ZmqControl()
+        self.port = self._control.listen("0.0.0.0", 0)  # noqa: S104 - 127.0.0.0/8 is all loopback
+        self._tp = tp
+        self._renewed_at: dict[Incarnation, float] = {}
+        self._grants = 0
+        self._longest_s = 0.0
+
+    def turn(self) -> None:
+        """Wait for messages, and answer them."""
+        for item in self._control.poll(None):
+            if isinstance(item, FromPeer):
+                for answer in self._answers(item.payload):
+                    self._control.reply(item.route, messages.encode(answer))
+
+    def report(self) -> str:
+        """What was counted since the last time."""
+        counted = {"grants": self._grants, "longest_s": self._longest_s}
+        self._longest_s = 0.0
+        return json.dumps(counted)
+
+    def _answers(self, payload: bytes) -> Iterable[messages.Answer]:
+        try:
+            message = messages.decode_to_rank(payload)
+        except RemoteProtocolError:
+            describe = messages.decode_to_engine(payload)
+            yield FleetEngine(int(describe.engine), self._tp, self.port).description()
+            return
+        match message:
+            case messages.Ask():
+                self._grants += 1
+                yield messages.Grant(
+                    incarnation=message.incarnation,
+                    nonce=message.nonce,
+                    claim=message.claim,
+                    reader=message.reader,
+                    lease_s=LEASE_S,
+                    tables=TABLES,
+                    slot=0,
+                    generation=Generation(b"\1" * 16),
+                )
+            case messages.Renew():
+                now = time.monotonic()
+                before = self._renewed_at.get(message.incarnation, now)
+                self._longest_s = max(self._longest_s, now - before)
+                self._renewed_at[message.incarnation] = now
+                yield messages.Renewed(
+                    incarnation=message.incarnation,
+                    reader=message.reader,
+                    number=message.number,
+                    lost=(),
+                )
+            case messages.Release():
+                self._renewed_at.pop(message.incarnation, None)
+
+
+def main() -> None:
+    """The fleet's process: prints its port, and a report for each line that it reads."""
+    fleet = Fleet(int(sys.argv[1]))
+    print(fleet.port, flush=True)
+
+    def report() -> None:
+        for _ in sys.stdin:
+            print(fleet.report(), flush=True)
+
+    threading.Thread(target=report, daemon=True).start()
+    while True:
+        fleet.turn()
+
+
+# --- the rank's process
+
+
+class NoTransport:
+    """A data plane that takes everything and moves nothing; it is never asked to read."""
+
+    def register(self, *_: object) -> None:
+        """Nothing."""
+
+    def metadata(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        """Nothing."""
+        return PeerName(metadata.decode())
+
+    def drop_peer(self, peer: PeerName) -> None:
+        """Nothing."""
+
+    def prepare(self, *_: object) -> object:
+        """Nothing."""
+        return None
+
+    def read(self, *_: object) -> object:
+        """Not to be called."""
+        raise NotImplementedError
+
+    def poll(self, _: object) -> bool:
+        """Not to be called."""
+        raise NotImplementedError
+
+    def progress(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class TimedControl(ZmqControl):
+    """Notes how long a turn takes, between two polls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest_s = 0.0
+        self._polled_at = float("inf")
+
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        """As any."""
+        self.longest_s = max(self.longest_s, time.monotonic() - self._polled_at)
+        received = super().poll(timeout_s)
+        self._polled_at = time.monotonic()
+        return received
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a fleet cost a rank. CPU is of all threads of its process."""
+
+    engines: int
+    tp: int
+    meet_ms: float
+    """CPU for each endpoint: ask who it is (once an engine), plan, ask, be granted."""
+    held_us: float
+    """CPU a second for each endpoint that is held: to renew, and the answer."""
+    idle_percent: float
+    """Of a core, when all was given back and all links are closed."""
+    longest_turn_s: float
+    """Of the transfer thread, between two waits."""
+    longest_gap_s: float
+    """Between two renewals of one endpoint, while others are met and after."""
+    files_held: int
+    files_idle: int
+    links_idle: int
+    kib: float
+    """Memory for each endpoint that was met, when idle."""
+
+    def figures(self) -> dict[str, str | int | float]:
+        """The row of a table."""
+        return {
+            "engines": self.engines,
+            "tp": self.tp,
+            "meet,\nms CPU an endpoint": self.meet_ms,
+            "held,\nus CPU an endpoint\nand second": self.held_us,
+            "idle,\n% of a core": self.idle_percent,
+            "longest\nturn, s": self.longest_turn_s,
+            "longest\nbetween renewals, s": self.longest_gap_s,
+            "files\nheld": self.files_held,
+            "files\nidle": self.files_idle,
+            "links\nidle": self.links_idle,
+            "KiB an\nendpoint": self.kib,
+        }
+
+
+def measure(num_engines: int, tp: int) -> Cost:
+    """Meet them, hold, give back, be idle.
+
+    Raises:
+        TimeoutError: if something of it does not come about.
+    """
+    fleet = subprocess.Popen(
+        [sys.executable, "-m", "lab.bench.fleet", str(tp)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    control = TimedControl()
+    engine = TransferEngine(
+        RankSpec(
+            engine=EngineId("decode"),
+            rank=Rank(0),
+            layout=build_layouts(MODEL, EngineShape(num_blocks=1000))[0],
+            model=FACTS,
+            config=Config(request_timeout_s=WAIT_S, peer_timeout_s=60.0),
+            host="127.0.0.1",
+            is_prefill=False,
+            is_decode=True,
+            make_transport=NoTransport,
+            make_control=lambda: control,
+        )
+    )
+    try:
+        return _measure(fleet, control, engine, num_engines=num_engines, tp=tp)
+    finally:
+        engine.stop()
+        fleet.kill()
+        fleet.communicate()
+
+
+def _measure(
+    fleet: "subprocess.Popen[str]",
+    control: TimedControl,
+    engine: TransferEngine,
+    *,
+    num_engines: int,
+    tp: int,
+) -> Cost:
+    if fleet.stdout is None or fleet.stdin is None:
+        raise RuntimeError("the fleet has no pipes")
+    stdin, stdout = fleet.stdin, fleet.stdout
+
+    def report() -> dict[str, Any]:
+        stdin.write("\n")
+        counted: dict[str, Any] = json.loads(stdout.readline())
+        return counted
+
+    port = int(stdout.readline())
+    fleet_engines = [FleetEngine(number, tp, port) for number in range(num_engines)]
+    num_endpoints = num_engines * tp
+    engine.start()
+    files, memory = open_files(), resident()
+    begin = time.process_time()
+    engine.submit([each.prepare_load() for each in fleet_engines])
+    wait(lambda: report_grants(report) >= num_endpoints, "not all have granted")
+    meet = time.process_time() - begin
+    begin, at = time.process_time(), time.monotonic()
+    time.sleep(HELD_S)
+    held = (time.process_time() - begin) / (time.monotonic() - at)
+    files_held, gap = open_files() - files, report()["longest_s"]
+    engine.submit([events.CancelLoad(RequestId(str(number))) for number in range(num_engines)])
+    wait(lambda: open_files() - files <= OWN_FILES, "links stay open")
+    begin, at = time.process_time(), time.monotonic()
+    time.sleep(IDLE_S)
+    idle = (time.process_time() - begin) / (time.monotonic() - at)
+    return Cost(
+        engines=num_engines,
+        tp=tp,
+        meet_ms=meet / num_endpoints * 1e3,
+        held_us=held / num_endpoints * 1e6,
+        idle_percent=100 * idle,
+        longest_turn_s=control.longest_s,
+        longest_gap_s=gap,
+        files_held=files_held,
+        files_idle=open_files() - files,
+        links_idle=len(control.links()),
+        kib=(resident() - memory) / 1024 / num_endpoints,
+    )
+
+
+def report_grants(report: Callable[[], dict[str, Any]]) -> int:
+    """How many the fleet has sent by now."""
+    return int(report()["grants"])
+
+
+def wait(condition: Callable[[], bool], why_not: str) -> None:
+    """For a condition, for as long as a busy machine may take.
+
+    Raises:
+        TimeoutError: says what did not come about.
+    """
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(why_not)
+        time.sleep(POLL_S)
+
+
+def open_files() -> int:
+    """Of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    main()
