@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     for tp, engines in itertools.product(options.tp, options.engines):
         fleets.append(measure(engines, tp))
         say_on_stderr(f"  {fleets[-1]}")
-        results.all.append(fleet_row(fleets[-1]))
+        results.add(fleet_row(fleets[-1]))
     if options.plot is not None:
         draw(costs, fleets, options.plot)
     return results.print(len(rows) + len(fleets))
