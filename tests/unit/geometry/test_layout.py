@@ -1,5 +1,6 @@
 """The records of a layout: they check their own numbers, because they also come from peers."""
 
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ REGION = Region(
 )
 GROUP = Group(block_size=16, num_blocks=10, blocks_per_entry=1, regions=(REGION,))
 EXTENT = 9 * 50_000 + 7 * 6144 + 15 * 384 + 384
-LAYOUT = CacheLayout((GROUP,), "bfloat16", "DRAM", 0, (Span(4096, EXTENT),))
+LAYOUT = CacheLayout((GROUP,), "DRAM", 0, (Span(4096, EXTENT),))
 RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1), "cache": LAYOUT}
 
 
@@ -80,6 +81,20 @@ def test_the_length_of_each_tuple_has_bounds(
     for count in {max(0, low - 1), high + 1} - {low}:
         with pytest.raises(ValueError, match=f"^{name} is {count}; allowed: {low} to {high}$"):
             replace(valid, **{field: (item,) * count})
+
+
+@pytest.mark.parametrize(
+    ("scales", "error"),
+    [
+        (("",), ""),
+        (("x" * 256,) * 8, ""),
+        (("x",) * 2, "number of scales is 2; allowed: 0, 1 or 8"),
+        (("x" * 257,), "length of element or scales is 257; allowed: 0 to 256"),
+    ],
+)
+def test_texts_have_bounds(scales: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{error}$") if error else nullcontext():
+        assert replace(REGION, scales=scales).scales == scales
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
