@@ -112,7 +112,7 @@ def test_content_counts_all_pieces_of_all_parts() -> None:
 
 def test_the_bytes_of_a_token_are_those_of_all_layers_and_heads() -> None:
     group = replace(GROUP, regions=(REGION, REGION))
-    layout = CacheLayout((group, GROUP), "bfloat16", "DRAM", 0, LAYOUT.spans)
+    layout = CacheLayout((group, GROUP), "DRAM", 0, LAYOUT.spans)
     assert layout.bytes_per_token == 3 * 8 * 384
 
 
