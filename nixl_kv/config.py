@@ -24,6 +24,8 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 LAYOUTS: Final = ("auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
 
+POLICIES: Final = ("recompute", "fail")
+
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 MAX_PORT_DIGITS: Final = 5
@@ -105,6 +107,12 @@ def _seconds(name: str, value: object) -> float:
 def _layout(name: str, value: object) -> str:
     if value not in LAYOUTS:
         raise _refuse(name, value, ", ".join(LAYOUTS))
+    return str(value)
+
+
+def _policy(name: str, value: object) -> str:
+    if value not in POLICIES:
+        raise _refuse(name, value, " or ".join(map(repr, POLICIES)))
     return str(value)
 
 
@@ -205,6 +213,9 @@ class Config:
 
     offer_share: Annotated[float, _share] = 0.5
     """Share of the cache's blocks that offers which nobody has claimed may hold."""
+
+    on_load_failure: Annotated[str, _policy] = "recompute"
+    """What becomes of a request whose KV cannot be read: decode computes it, or it 'fail's."""
 
     verify: Annotated[float, _verify] = 0.0
     """Share of the loads whose bytes are compared with prefill's by a digest, on decode: 'off' (0),

@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
-from nixl_kv.connector.vllm_config import required_layout
+from nixl_kv.connector.vllm_config import is_told_of_sleep, required_layout
 from nixl_kv.connector.worker import Worker
 from nixl_kv.errors import LocalProtocolError
 
@@ -170,6 +170,11 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
     def shutdown(self) -> None:
         """At the end of the process, if vLLM gets to it."""
         (self._scheduler_role or self._worker).stop()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
+        """Whether this engine may sleep and wake up (vLLM 0.33)."""
+        return is_told_of_sleep()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingWindowMLASpec
 
 from nixl_kv.connector.vllm_config import (
@@ -46,6 +47,14 @@ WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 TRANSPOSED_K: Final = frozenset(("vec", "vec16"))
 """Of CPU_ATTN's instruction sets those that keep a head's block as K [D, N], then V [N, D]."""
+
+_E4M3: Final = ("float8_e4m3fn", "float8_e4m3fnuz")
+FP8: Final = {
+    "fp8": _E4M3,
+    "fp8_e4m3": _E4M3,
+    "fp8_e5m2": ("float8_e5m2", "float8_e5m2fnuz"),
+}
+"""The types behind vLLM's names for them, and those of platforms whose FP8 has no negative zero."""
 
 HEAD_COUNT: Final = re.compile(r"(key_value|kv)_heads$|^n_head_kv$|^num_attention_groups$")
 """Names under which models' configurations say how many KV heads some or all layers have."""
@@ -87,7 +96,6 @@ def cache_layout(
             _group(spec, layers, backends, num_entries=kv_cache_config.num_blocks)
             for spec, layers in groups
         ),
-        element=", ".join(sorted(set(_elements(groups, backends)))),
         memory=memory,
         device=first.device.index or 0,
         spans=_spans(tensors),
@@ -95,7 +103,7 @@ def cache_layout(
 
 
 class _Backends:
-    """What the layers' attention backends keep in their views."""
+    """What the layers and their attention backends keep in their views."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """To be made in a worker only."""
@@ -119,6 +127,29 @@ class _Backends:
         shards = self.shards.number(layer, spec)
         return f"in {kind} blocks of {spec.block_size} tokens and {shards} shards"
 
+    def element(self, layer: str, spec: Any) -> str:
+        """The stored type, such as 'bfloat16' or 'float8_e4m3fn', and what kind of block has it."""
+        name = getattr(self._module(layer), "kv_cache_dtype", None)
+        if not spec.kv_quant_mode:
+            name = dtype_name(spec.dtype)
+        elif name is None:
+            name = f"{dtype_name(spec.dtype)} {spec.kv_quant_mode.name}"
+        elif name in FP8:
+            name = FP8[name][current_platform.is_fp8_fnuz()]
+        return " ".join(filter(None, (name, self.opaque_kind(layer, spec))))
+
+    def scales(self, layer: str, spec: Any) -> tuple[str, ...]:
+        """What K and V are divided by before they are quantised: for all heads, or for each.
+
+        They are final when the cache is registered, since vLLM has loaded the weights before.
+        """
+        module = self._module(layer)
+        found = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
+        scales = [scale.flatten().tolist() for scale in found if scale is not None]
+        if not spec.kv_quant_mode or len(scales) < len(found):
+            return ()
+        return tuple(f"k {key:.9g}, v {value:.9g}" for key, value in zip(*scales, strict=True))
+
     def _isa(self, spec: Any) -> str:
         """Which code path CPU_ATTN takes, by which it lays out its blocks."""
         try:
@@ -130,9 +161,11 @@ class _Backends:
         dtype = self.vllm_config.model_config.dtype
         return str(_get_attn_isa(dtype, spec.block_size, spec.head_size))
 
+    def _module(self, layer: str) -> Any:
+        return self.vllm_config.compilation_config.static_forward_context.get(layer)
+
     def _backend(self, layer: str) -> str:
-        module = self.vllm_config.compilation_config.static_forward_context.get(layer)
-        backend = getattr(module, "attn_backend", None)
+        backend = getattr(self._module(layer), "attn_backend", None)
         return str(backend.get_name()) if backend is not None else "an unknown backend"
 
 
@@ -161,11 +194,21 @@ def _region(layer: str, tensor: torch.Tensor, spec: Any, *, backends: _Backends)
             f"the KV cache of layer {layer!r} has the shape {tuple(tensor.shape)}; "
             "allowed: [blocks, heads, tokens, content]"
         )
+    region = _bytes_of(layer, tensor, spec, backends)
+    return replace(
+        region,
+        opaque=bool(backends.opaque_kind(layer, spec)),
+        element=backends.element(layer, spec),
+        scales=backends.scales(layer, spec),
+    )
+
+
+def _bytes_of(layer: str, tensor: torch.Tensor, spec: Any, backends: _Backends) -> Region:
+    """Where they are, whatever they mean."""
     first_head = backends.shards.first_head(layer, spec, num_heads=tensor.shape[1])
     if not backends.is_transposed(layer, spec):
         content = _content(spec, tensor.shape[3] * tensor.element_size())
-        region = region_from_tensor(layer, tensor, AXES, first_head=first_head, content=content)
-        return replace(region, opaque=bool(backends.opaque_kind(layer, spec)))
+        return region_from_tensor(layer, tensor, AXES, first_head=first_head, content=content)
     blocks, heads, tokens, _ = tensor.shape
     key, value = tensor.view(blocks, heads, 2, -1).unbind(2)
     key, value = key.view(blocks, heads, -1, tokens), value.view(blocks, heads, tokens, -1)
@@ -180,16 +223,6 @@ def _content(spec: Any, content: int) -> tuple[int, ...]:
     size = spec.dtype.itemsize
     key, value = spec.head_size * size, (spec.head_size_v or 0) * size
     return (key, value) if value and key + value == content else (content,)
-
-
-def _elements(groups: Groups, backends: _Backends) -> Iterator[str]:
-    """The stored types of all layers, such as 'bfloat16' or 'uint8 FP8_PER_TENSOR'."""
-    for group_spec, layers in groups:
-        for layer in layers:
-            spec = layer_spec(group_spec, layer)
-            quantised = spec.kv_quant_mode.name if spec.kv_quant_mode else ""
-            words = (dtype_name(spec.dtype), quantised, backends.opaque_kind(layer, spec))
-            yield " ".join(filter(None, words))
 
 
 def _spans(tensors: list[torch.Tensor]) -> tuple[Span, ...]:

@@ -6,7 +6,7 @@ beyond `on_arrival`.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +21,7 @@ from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_config import (
+    choose_load_failure_policy,
     model_facts,
     pagings,
     parallel_shape,
@@ -39,6 +40,8 @@ from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transfer.trust import Trust
 
 logger = logging.getLogger(__name__)
+
+OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
 class Scheduler:
@@ -64,12 +67,9 @@ class Scheduler:
         self.stats = Stats()
         transfer = vllm_config.kv_transfer_config
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
-        if self._is_decode and transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kv_load_failure_policy is %r: a request whose KV cannot be read fails with "
-                "HTTP 500; with 'recompute' it is computed here instead",
-                transfer.kv_load_failure_policy,
-            )
+        policy = choose_load_failure_policy(vllm_config)
+        if self._is_decode:
+            logger.info("a request whose KV cannot be read %s (on_load_failure)", OUTCOMES[policy])
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Keep the cache manager: offers are made from its block tables."""

@@ -54,6 +54,15 @@ _FACTS: Final = (
     "head_dim",
 )
 
+LONG_TEMPERATURE: Final = 32768
+"""Above this --max-model-len vLLM scales the queries of Llama 4 by their position."""
+
+MAX_FACT: Final = 1000
+"""Characters of a fact; of a longer one a digest is compared."""
+
+SLEEP_HOOKS: Final = ("unregister_kv_caches", "restore_kv_caches")
+"""By which vLLM tells a connector that the memory behind the cache goes, and is back."""
+
 SUPPORTED_SPECS: Final = frozenset(
     (
         "FullAttentionSpec",
@@ -87,9 +96,11 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
         lambda vllm, _: getattr(vllm.cache_config, "calculate_kv_scales", False)
     ),
     "sleep mode (--enable-sleep-mode): this vLLM does not tell connectors of it": lambda vllm, _: (
-        getattr(vllm.model_config, "enable_sleep_mode", False)
-        and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+        getattr(vllm.model_config, "enable_sleep_mode", False) and not is_told_of_sleep()
     ),
+    "images, audio and video that are not told apart by their content, as with "
+    "--mm-processor-cache-gb 0 and without prefix caching: turn one of these on, or all media off "
+    "(--language-model-only)": lambda vllm, _: counts_media(vllm),
     "recurrent state beside KV (Mamba and its kin)": lambda _, kv: kv.has_mamba_layers,
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
     f"other caches than of {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
@@ -120,6 +131,37 @@ def parse_config(vllm_config: VllmConfig) -> Config:
     return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
 
 
+def is_told_of_sleep() -> bool:
+    """Whether this version of vLLM has the hooks that sleep mode needs."""
+    return all(hasattr(KVConnectorBase_V1, hook) for hook in SLEEP_HOOKS)
+
+
+def counts_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM numbers a request's images and so on, and does not hash them.
+
+    It hashes only for the sake of its caches. A number is unlike that of another engine, or by
+    coincidence like that of another image.
+    """
+    model = vllm_config.model_config
+    media = getattr(model, "multimodal_config", None)
+    return bool(
+        media is not None
+        and media.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+        and model.supports_multimodal_inputs
+    )
+
+
+def choose_load_failure_policy(vllm_config: VllmConfig) -> str:
+    """Set what vLLM does with a request whose KV cannot be read; the answer is the policy.
+
+    vLLM's scheduler looks at its own `kv_load_failure_policy` after it has made the connector.
+    """
+    policy = parse_config(vllm_config).on_load_failure
+    vllm_config.kv_transfer_config.kv_load_failure_policy = policy
+    return policy
+
+
 def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     """What two engines must agree on to mean the same by the same bytes, in words.
 
@@ -127,17 +169,77 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     to both engines anyway. A digest of the rest of the model's configuration catches the others.
     """
     model = vllm_config.model_config
-    text = model.hf_text_config
     names = model.served_model_name
-    values = text.to_dict()  # a configuration whose layers differ raises for some attributes
+    values = model.hf_text_config.to_dict()  # as attributes, some raise where layers differ
     facts = {name: str(values[name]) for name in _FACTS if name in values}
     facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
+    facts["architecture"] = model.architecture
     facts["dtype"] = dtype_name(model.dtype)
     facts["paced_reads"] = str(parse_config(vllm_config).paced_reads)
-    rest = {key: value for key, value in values.items() if key not in _VOLATILE}
-    canonical = json.dumps(rest, sort_keys=True, default=str).encode()
-    facts["config digest"] = hashlib.blake2b(canonical, digest_size=8).hexdigest()
-    return facts
+    facts["config digest"] = _digest([values, model.hf_config.to_dict()])
+    facts |= _length_facts(model.max_model_len, values)
+    if getattr(model, "multimodal_config", None) is not None:
+        facts |= _media_facts(model.multimodal_config)
+    facts |= _draft_facts(vllm_config.speculative_config)
+    return {
+        name: text if len(text) <= MAX_FACT else f"digest {_digest(text)}"
+        for name, text in facts.items()
+    }
+
+
+def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, str]:
+    """Where vLLM computes all positions in another way if --max-model-len is above a number."""
+    edges = {
+        inner.get(
+            "original_max_position_embeddings", values.get("original_max_position_embeddings")
+        )
+        for inner in _inner(values)
+        if inner.get("rope_type", inner.get("type")) == "longrope"
+    }
+    if str(values.get("model_type")).startswith("llama4"):
+        edges.add(LONG_TEMPERATURE)
+    return {f"max_model_len above {edge}": str(max_model_len > edge) for edge in edges if edge}
+
+
+def _media_facts(media: Any) -> dict[str, str]:
+    """What an engine makes of images, audio and video. On which device, does not matter."""
+    options = {k: v for k, v in (media.mm_processor_kwargs or {}).items() if k != "device"}
+    rate = media.video_pruning_rate
+    return {
+        "mm_processor_kwargs": json.dumps(options, sort_keys=True, default=str),
+        "media_io_kwargs": json.dumps(media.media_io_kwargs, sort_keys=True, default=str),
+        "video_pruning": f"{media.video_pruning_method} {rate}" if rate else "none",
+    }
+
+
+def _draft_facts(speculative: Any) -> dict[str, str]:
+    """Of a draft model that has layers in the cache: Gemma 4's reads the target's."""
+    if speculative is None or speculative.use_gemma4_mtp() or not speculative.uses_draft_kv_cache():
+        return {}
+    config = speculative.draft_model_config.hf_config.to_dict()
+    # vLLM raises it to the target's --max-model-len; it only bounds the positions.
+    config.pop("max_position_embeddings", None)
+    return {"speculative method": speculative.method, "draft config digest": _digest(config)}
+
+
+def _inner(value: object) -> Iterator[Mapping[str, Any]]:
+    """A mapping, and all mappings in it."""
+    if isinstance(value, Mapping):
+        yield value
+        for each in value.values():
+            yield from _inner(each)
+
+
+def _digest(value: object) -> str:
+    """Of a configuration without what does not matter, such as its folder, at any depth."""
+    canonical = json.dumps(_essence(value), sort_keys=True, default=str).encode()
+    return hashlib.blake2b(canonical, digest_size=8).hexdigest()
+
+
+def _essence(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(k): _essence(each) for k, each in value.items() if k not in _VOLATILE}
+    return [_essence(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def required_layout(vllm_config: VllmConfig) -> str | None:

@@ -44,6 +44,7 @@ class Worker:
         self._unwritten = UnwrittenOffers()
         self.handshake: HandshakeMetadata | None = None
         """What the scheduler publishes of this rank, once it is registered."""
+        self._left: list[events.Result] = []  # of the former life
         self.stats = Stats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -63,7 +64,7 @@ class Worker:
             sum(len(group.regions) for group in layout.groups),
             layout.groups[0].num_blocks,
             layout.groups[0].block_size,
-            layout.element,
+            ", ".join(sorted({r.element for group in layout.groups for r in group.regions})),
         )
 
     def restore(self) -> None:
@@ -85,17 +86,19 @@ class Worker:
 
     def pop_results(self) -> KVConnectorTransferResults:
         """What has ended since the last step; called when all of a step is enqueued on the GPU."""
+        results, self._left = self._left, []
         if self._engine is not None:
             self._unwritten.on_step_enqueued()
             self._engine.submit(self._unwritten.pop_written())
-        results = [] if self._engine is None else self._engine.pop_results()
+            results += self._engine.pop_results()
         self.stats.count_results(results)
         return transfer_results(results)
 
     def stop(self) -> None:
-        """End the transfer engine."""
+        """End the transfer engine; what it owed to vLLM is reported with the next step."""
         if self._engine is not None:
             self._engine.stop()
+            self._left += self._engine.pop_results()
             self._engine = None
 
 

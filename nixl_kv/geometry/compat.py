@@ -6,9 +6,9 @@ pipeline parallel sizes, block sizes, physical orders, the grouping of layers.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 from nixl_kv.geometry.blocks import num_token_segments
 from nixl_kv.geometry.layout import WINDOW_EDGE, CacheLayout, Group, Region
@@ -58,7 +58,7 @@ def layout_mismatches(
         remote: the layouts of all ranks of the other engine.
     """
     mine, theirs = _layers(local), _layers(remote)
-    mismatches = _compare("KV cache dtype", _elements(local), _elements(remote))
+    mismatches: list[Mismatch] = []
     unmatched = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
     if any(unmatched):
         mismatches.append(Mismatch("layer that one side lacks", *map(_shorten, unmatched)))
@@ -82,24 +82,46 @@ class _Kind:
     window: int
 
 
+_Segment: TypeAlias = tuple[int, int, str]
+"""A half-open range of heads, and what is said of all of them."""
+
+
 @dataclass
 class _Layer:
     """A layer in one engine, from all of its ranks."""
 
-    kinds: set[_Kind]
-    heads: tuple[Heads, ...]
+    kinds: set[_Kind] = field(default_factory=set)
+    elements: set[str] = field(default_factory=set)
+    held: set[_Segment] = field(default_factory=set)
+    scales: set[_Segment] = field(default_factory=set)
 
     def add(self, region: Region, group: Group) -> None:
         """Add what another rank has of the layer."""
         lengths = tuple(part.content for part in region.parts)
         self.kinds.add(_Kind(lengths, group.block_size, group.entry_size, group.window))
-        merged: list[Heads] = []
-        for first, last in sorted({*self.heads, region.heads}):
-            if merged and first <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-            else:
-                merged.append((first, last))
-        self.heads = tuple(merged)
+        self.elements.add(region.element)
+        first, last = region.heads
+        self.held.add((first, last, ""))
+        if len(region.scales) <= 1:
+            self.scales.add((first, last, "".join(region.scales)))
+        else:
+            self.scales.update((n, n + 1, text) for n, text in enumerate(region.scales, first))
+
+    @property
+    def heads(self) -> tuple[Heads, ...]:
+        """The heads that the engine has, as few ranges."""
+        return tuple((first, last) for first, last, _ in _merge(self.held))
+
+
+def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
+    """The same, in as few segments as possible: however ranks divide or copy the heads."""
+    merged: list[_Segment] = []
+    for first, last, text in sorted(segments):
+        if merged and first <= merged[-1][1] and text == merged[-1][2]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]), text)
+        else:
+            merged.append((first, last, text))
+    return merged
 
 
 def _layers(layouts: Sequence[CacheLayout]) -> dict[str, _Layer]:
@@ -107,16 +129,32 @@ def _layers(layouts: Sequence[CacheLayout]) -> dict[str, _Layer]:
     for layout in layouts:
         for group in layout.groups:
             for region in group.regions:
-                layers.setdefault(region.layer, _Layer(set(), ())).add(region, group)
+                layers.setdefault(region.layer, _Layer()).add(region, group)
     return layers
 
 
 def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
     pairs = list(itertools.product(mine.kinds, theirs.kinds))
+    elements = [", ".join(sorted(side.elements)) for side in (mine, theirs)]
     lengths = [_compare("bytes per head", here.lengths, there.lengths) for here, there in pairs]
     heads = _compare("number of KV heads", _count_heads(mine.heads), _count_heads(theirs.heads))
     blocks = [_block_mismatches(here, there) for here, there in pairs]
-    return list(itertools.chain(*lengths, heads, *blocks))
+    scales = [] if heads else _scale_mismatches(mine.scales, theirs.scales)
+    return list(
+        itertools.chain(_compare("KV cache dtype", *elements), *lengths, heads, scales, *blocks)
+    )
+
+
+def _scale_mismatches(mine: Iterable[_Segment], theirs: Iterable[_Segment]) -> list[Mismatch]:
+    """What is said of the heads whose scales differ; both sides have the same heads."""
+    here, there = set(_merge(mine)), set(_merge(theirs))
+    return _compare("KV scales", _words(here - there), _words(there - here))
+
+
+def _words(segments: Iterable[_Segment]) -> str:
+    return "; ".join(
+        f"{text or 'none'} (heads {first} to {last - 1})" for first, last, text in sorted(segments)
+    )
 
 
 def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
@@ -136,10 +174,6 @@ def _block_mismatches(mine: _Kind, theirs: _Kind) -> list[Mismatch]:
         field = f"block size (for a sliding window it must divide {WINDOW_EDGE} or prefill's)"
         mismatches.append(Mismatch(field, mine.entry_size, theirs.entry_size))
     return mismatches
-
-
-def _elements(layouts: Sequence[CacheLayout]) -> str:
-    return ", ".join(sorted({name for layout in layouts for name in layout.element.split(", ")}))
 
 
 def _count_heads(heads: tuple[Heads, ...]) -> object:

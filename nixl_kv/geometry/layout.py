@@ -26,6 +26,7 @@ from typing import Literal
 
 MAX_ADDRESS = 2**63
 MAX_COUNT = 2**31
+MAX_TEXT = 256
 
 WINDOW_EDGE = 256
 """Prefill keeps what a sliding window needs, from a multiple of this many tokens on."""
@@ -73,6 +74,9 @@ class Region:
     In an `opaque` region, only the layer's own kernel knows which bytes of a head's block belong to
     which token. Its strides and parts say only which bytes a block has. Such a block is read, and
     compared, as a whole.
+
+    What the bytes mean: `element` names the stored type. `scales` say what values were divided by
+    before they were stored: one text for all heads, or one for each; none where nothing was.
     """
 
     layer: str
@@ -84,6 +88,8 @@ class Region:
     num_heads: int
     parts: tuple[Part, ...]
     opaque: bool = False
+    element: str = "uint8"
+    scales: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_range("base", self.base, high=MAX_ADDRESS)
@@ -92,6 +98,12 @@ class Region:
         check_range("first_head", self.first_head, low=0, high=1 << 16)
         check_range("num_heads", self.num_heads, high=1 << 16)
         check_range("number of parts", len(self.parts), high=9)
+        for text in (self.element, *self.scales):
+            check_range("length of element or scales", len(text), low=0, high=MAX_TEXT + 1)
+        if len(self.scales) not in (0, 1, self.num_heads):
+            raise ValueError(
+                f"number of scales is {len(self.scales)}; allowed: 0, 1 or {self.num_heads}"
+            )
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -161,12 +173,10 @@ class Span:
 class CacheLayout:
     """The whole KV cache of one rank.
 
-    `device` is the ordinal of the device that has the memory, 0 for DRAM; `element` names the
-    stored type.
+    `device` is the ordinal of the device that has the memory, 0 for DRAM.
     """
 
     groups: tuple[Group, ...]
-    element: str
     memory: Memory
     device: int
     spans: tuple[Span, ...]

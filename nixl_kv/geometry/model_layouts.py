@@ -181,7 +181,7 @@ class _RankArray:
         engine = self.engine
         sizes = engine.block_size, engine.num_blocks, engine.blocks_per_entry
         groups = tuple(Group(*sizes, self.regions(held), window) for held, window in self.groups)
-        return CacheLayout(groups, self.model.element, engine.memory, 0, self.spans())
+        return CacheLayout(groups, engine.memory, 0, self.spans())
 
     @property
     def groups(self) -> list[tuple[tuple[int, ...], int]]:
@@ -229,6 +229,7 @@ class _RankArray:
                 first_head=self.shard[0],
                 num_heads=self.shard[1] - self.shard[0],
                 parts=parts,
+                element=self.model.element,
             )
             for place, layer in enumerate(layers)
         )

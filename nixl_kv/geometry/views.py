@@ -45,6 +45,7 @@ def region_from_tensor(
     *,
     first_head: int = 0,
     content: Sequence[int] | None = None,
+    element: str = "uint8",
 ) -> Region:
     """Describe one layer's cache on one rank.
 
@@ -54,6 +55,7 @@ def region_from_tensor(
         axes: one letter per axis of the tensor, as above.
         first_head: the number of the tensor's first head among the model's KV heads.
         content: where V follows K along C, the bytes of each; by default one piece.
+        element: the name of the stored type.
 
     Raises:
         ValueError: if the axes or the content do not fit the tensor.
@@ -77,6 +79,7 @@ def region_from_tensor(
         first_head=first_head,
         num_heads=shape.get("H", 1),
         parts=parts + _shifted(parts, strides["2"]) if "2" in shape else parts,
+        element=element,
     )
 
 

@@ -148,8 +148,9 @@ class Agents:
         """Destroy all agents, whatever they read."""
         self._open_on.shutdown(wait=False)
         self._close_on.shutdown(wait=False)
-        for agent in self.polled:
-            agent.transport.close()
+        while self.polled:
+            self.polled[-1].transport.close()
+            self.polled.pop()
 
     @property
     def current(self) -> ReadAgent:

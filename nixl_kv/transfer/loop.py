@@ -43,6 +43,8 @@ its lease ran out, and renews are sent each second at least."""
 LINK_KEPT_S: Final = 5.0
 """How long a link stays over which nothing is held: to open it again costs a round trip or two."""
 
+STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
+
 STORY_LINES: Final = 9
 """Of a failed load, below the line that says so."""
 STORIES_PER_S: Final = 20
@@ -110,7 +112,8 @@ class Loop:
     def close(self) -> None:
         """Release everything, whatever fails of it. Only when the thread has ended.
 
-        First of all no grant is valid any more: whoever still reads here has to find that out.
+        First of all no grant is valid any more: whoever still reads here has to find that out. Last
+        of all, what is owed is reported: the caller may go on, as after a sleep.
         """
         parts = self.parts
         parts.slots.clear_all()
@@ -120,6 +123,13 @@ class Loop:
             stack.callback(parts.agents.close)
             stack.callback(parts.digests.close)
             stack.callback(parts.control.close)
+        while self._commands:
+            _, report = self.outstanding.admit(self._commands.popleft())
+            if report is not None:
+                self._results.append(report)
+        self._results.extend(self.outstanding.lose_machines())
+        for load in self.outstanding.drained(parts.agents.is_read, STOPPED):
+            self._report(load)
 
     def turn(self) -> None:
         """Wait for something, then handle all that came."""

@@ -92,10 +92,12 @@ class Outstanding:
                 offer.end = events.OfferEnd.LOST
         return ended
 
-    def drained(self, is_read: Callable[[RequestId], bool]) -> list[events.LoadEnded]:
+    def drained(
+        self, is_read: Callable[[RequestId], bool], why: events.Failure = _THREAD_DIED
+    ) -> list[events.LoadEnded]:
         """The reports of orphans whose blocks no read can write into any more."""
         return [
-            events.LoadEnded(request, self._loads[request], _THREAD_DIED)
+            events.LoadEnded(request, self._loads[request], why)
             for request in self.orphans
             if not is_read(request)
         ]

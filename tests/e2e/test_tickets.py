@@ -18,7 +18,7 @@ from lab.cluster.prompts import random_prompt
 from lab.cluster.waiting import wait_until
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.ticket import context_hash
-from support.engines import EVENT_S, started
+from support.engines import EVENT_S, PATIENT, Accounts, started
 
 pytestmark = pytest.mark.e2e
 
@@ -173,6 +173,35 @@ def test_a_peer_of_another_model_is_refused_in_words(pair: Pair, stranger: Engin
         assert client.complete(prompt).tokens == expected
     assert (changed[FAILURES], changed[LOADS]) == (asked, 0)
     assert "num_key_value_heads is '2' here and '4' there" in log.text()
+
+
+@pytest.mark.slow
+def test_kv_of_eight_bits_is_read_by_its_like_alone(cluster: Cluster) -> None:
+    """What `fp8` stands for is compared, and not only that it has eight bits."""
+    model = ensure_tiny_model()
+    specs = [
+        EngineSpec(
+            f"eight-bits-{dtype}",
+            model,
+            "both",
+            "nixl-kv",
+            kv_cache_bytes=64 << 20,
+            connector_config=PATIENT,
+            extra_args=("--kv-cache-dtype", dtype),
+        )
+        for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")
+    ]
+    prompt = random_prompt(200, seed=206)
+    with started(cluster, *specs) as (prefill, same, other):
+        with Pair(prefill, same) as pair:
+            accounts = Accounts(pair)
+            answer = pair.decode_with(pair.to_prefill.ticket(prompt), prompt)
+            accounts.expect_loaded(199)
+            assert answer.tokens == pair.to_prefill.complete(prompt).tokens
+        with Pair(prefill, other) as pair:
+            pair.decode_with(pair.to_prefill.ticket(prompt), prompt)
+        refusal = "is 'float8_e5m2 in CPU_ATTN", "' here and 'float8_e4m3fn in CPU_ATTN"
+        assert all(words in other.log_text() for words in refusal)
 
 
 def with_context(spoilt: Ticket, ticket: Ticket, prompt: str) -> Ticket:

@@ -57,7 +57,7 @@ def layout_of(base: int, sizes: Sizes, order: str, *, gpu: bool) -> CacheLayout:
     )
     group = Group(sizes.tokens, sizes.blocks, 1, regions)
     spans = (Span(base, int(np.prod(shape))),)
-    return CacheLayout((group,), "uint8", "VRAM" if gpu else "DRAM", 0, spans)
+    return CacheLayout((group,), "VRAM" if gpu else "DRAM", 0, spans)
 
 
 def run(steps: Any) -> Digest:

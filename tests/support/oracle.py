@@ -188,7 +188,6 @@ def layout(stores: Sequence[Store], base: int, *, device: int = 0) -> CacheLayou
     spans = {Span(base + store.start, store.end - store.start) for store in stores if store.parts}
     return CacheLayout(
         tuple(_group(store, base) for store in stores),
-        "uint8",
         "DRAM",
         device,
         tuple(sorted(spans, key=lambda span: span.address)),

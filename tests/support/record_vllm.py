@@ -54,7 +54,6 @@ def run(model: str) -> None:
             "kv_connector_module_path": "support.recording_connector",
             "kv_role": "kv_both",
             "engine_id": "recorded",
-            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"port": 0, "offer_ttl_s": 2.0},
         },
     )

@@ -54,11 +54,16 @@ def vllm_config(extra: Record | None = None, **transfer: Any) -> VllmConfig:
     config.cache_config.block_size = engine["block_size"]
     model = engine["model"]
     text_config = model["hf_text_config"]
+    hf_config = SimpleNamespace(to_dict=lambda: dict(text_config))
     config.model_config = SimpleNamespace(
+        architecture=model["architecture"],
+        max_model_len=model["max_model_len"],
+        multimodal_config=None,
         served_model_name=model["served_model_name"],
         dtype=getattr(torch, model["dtype"]),
         use_mla=model["use_mla"],
-        hf_text_config=SimpleNamespace(to_dict=lambda: dict(text_config)),
+        hf_config=hf_config,
+        hf_text_config=hf_config,
         model_arch_config=SimpleNamespace(
             total_num_kv_heads=model["total_num_kv_heads"], per_layer_overrides=None
         ),

@@ -116,7 +116,9 @@ def engine_of(config: VllmConfig) -> Record:
         "transfer": fields_of(config.kv_transfer_config),
         "model": {
             "served_model_name": plain(model.served_model_name),
+            "architecture": model.architecture,
             "dtype": plain(model.dtype),
+            "max_model_len": model.max_model_len,
             "use_mla": model.use_mla,
             "hf_text_config": plain(model.hf_text_config.to_dict()) | {"_name_or_path": "tiny"},
             "total_num_kv_heads": model.model_arch_config.total_num_kv_heads,

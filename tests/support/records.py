@@ -128,7 +128,7 @@ def release(*, complete: bool = True, **changed: Any) -> messages.Release:
 
 def layout() -> CacheLayout:
     region = Region("layer.0", 4096, 64, 32, 8, 0, 2, (Part(0, 4), Part(4, 4)))
-    return CacheLayout((Group(4, 10, 1, (region,)),), "uint8", "DRAM", 0, (Span(4096, 1024),))
+    return CacheLayout((Group(4, 10, 1, (region,)),), "DRAM", 0, (Span(4096, 1024),))
 
 
 def rank_description(rank: int = 0, incarnation: Incarnation = RANK_LIFE) -> RankDescription:

@@ -62,6 +62,7 @@ def test_these_are_the_defaults() -> None:
         peer_timeout_s=2.0,
         paced_reads=False,
         offer_share=0.5,
+        on_load_failure="recompute",
         verify=0.0,
     )
 
@@ -81,6 +82,7 @@ def test_every_key_can_be_given() -> None:
             "peers": ["10.0.0.0/8", "fd00::/8"],
             "peer_timeout_s": 1,
             "offer_share": 1,
+            "on_load_failure": "fail",
             "verify": "sample:0.25",
         },
         {},
@@ -98,6 +100,7 @@ def test_every_key_can_be_given() -> None:
         peers=(ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")),
         peer_timeout_s=1.0,
         offer_share=1.0,
+        on_load_failure="fail",
         verify=0.25,
     )
     assert isinstance(config.offer_ttl_s, float)
@@ -204,6 +207,10 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
             for value in ("", "lbhnc", "NHD", None, 5, ["auto"])
         ],
         *[
+            pytest.param("on_load_failure", value, "'recompute' or 'fail'", id=f"policy {value!r}")
+            for value in ("", "Fail", True, None, ["fail"])
+        ],
+        *[
             pytest.param("key_file", value, NO_KEY_FILE, id=f"key_file {value!r}")
             for value in ("", 5, True, ["key"], b"key", "a\0b")
         ],
@@ -254,9 +261,9 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
     with pytest.raises(ConfigError) as refusal:
         Config.parse(extra, {})
     keys = (
-        "host, port, backends, offer_ttl_s, lease_s, hold_s, "
-        "request_timeout_s, layout, "
-        "key_file, insecure, peers, peer_timeout_s, paced_reads, offer_share, verify"
+        "host, port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, layout, "
+        "key_file, insecure, peers, peer_timeout_s, paced_reads, offer_share, "
+        "on_load_failure, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"

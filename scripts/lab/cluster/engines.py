@@ -269,15 +269,13 @@ class Engine(ManagedProcess):
         spec = self.spec
         if spec.connector == "none":
             return None
-        config: dict[str, object] = {
-            "kv_role": KV_ROLES[spec.role],
-            "kv_load_failure_policy": "recompute",
-        }
+        config: dict[str, object] = {"kv_role": KV_ROLES[spec.role]}
         if spec.engine_id is not None:
             config["engine_id"] = spec.engine_id
         extra = dict(spec.connector_config)
         if spec.connector == "in-tree":
             config["kv_connector"] = "NixlConnector"
+            config["kv_load_failure_policy"] = "recompute"
         else:
             config["kv_connector"] = "NixlKVConnector"
             if not spec.by_name:

@@ -122,4 +122,4 @@ class CacheMemory:
             Group(self.tokens, self.blocks, 1, regions[:-1]),
             Group(self.tokens, self.blocks, 1, regions[-1:], WINDOW),
         )
-        return CacheLayout(groups, "uint8", "DRAM", 0, (self.span,))
+        return CacheLayout(groups, "DRAM", 0, (self.span,))

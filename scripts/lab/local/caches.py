@@ -66,7 +66,7 @@ class Cache:
         )
         group = Group(sizes.tokens, sizes.blocks, blocks_per_entry, regions)
         span = Span(address, self.memory.nbytes)
-        return CacheLayout((group,), "uint8", "DRAM", 0, (span,))
+        return CacheLayout((group,), "DRAM", 0, (span,))
 
     def fill(self, seed: int) -> "Cache":
         """Fill it with noise that has no zeros; returns itself."""

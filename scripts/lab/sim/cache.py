@@ -69,7 +69,7 @@ class RankCache:
             parts=(Part(0, half), Part(half, half)),
         )
         group = Group(BLOCK_TOKENS, self.num_blocks, 1, (region,), window)
-        return CacheLayout((group,), "uint8", "DRAM", 0, (Span(self.begin, view.nbytes),))
+        return CacheLayout((group,), "DRAM", 0, (Span(self.begin, view.nbytes),))
 
     def block_at(self, address: int) -> int | None:
         """The block that an address lies in, if it is in this cache."""

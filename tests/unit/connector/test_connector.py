@@ -48,7 +48,7 @@ HOOKS = sorted(
     for name, value in vars(owner).items()
     if not name.startswith("_") and callable(getattr(owner, name)) and value is not None
 )
-LATER = {"restore_kv_caches", "unregister_kv_caches"}
+LATER = {"restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"}
 """Hooks of vLLM 0.33."""
 
 

@@ -2,13 +2,15 @@
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
@@ -52,13 +54,12 @@ def test_what_only_a_kernel_knows_is_digested_in_whole_blocks() -> None:
     cache = torch.zeros(1, HEADS, tokens, 2 * size)
     backends: Any = SimpleNamespace(
         is_transposed=lambda *_: False,
-        opaque_kind=lambda *_: "in CPU_ATTN vec blocks",
         shards=SimpleNamespace(first_head=lambda *_, **__: 0),
     )
-    region = kv_layout._region("layers.0", cache, spec, backends=backends)
+    region = replace(kv_layout._bytes_of("layers.0", cache, spec, backends), opaque=True)
     span = Span(cache.data_ptr(), cache.nbytes)
     group = Group(tokens, 1, 1, (region,))
-    layout = CacheLayout((group,), "float32", "DRAM", 0, (span,))
+    layout = CacheLayout((group,), "DRAM", 0, (span,))
     table = BlockTable(np.zeros(1, np.int32), group)
     slices = find_slices(layout, [KVSlice("layers.0", 0, HEADS, 0)], [table], end=end)
     content = cache.view(-1).view(torch.uint8).numpy()
@@ -111,10 +112,9 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
     cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(BLOCKS * tokens), isa)
     backends: Any = SimpleNamespace(
         is_transposed=lambda *_: True,
-        opaque_kind=lambda *_: "",
         shards=SimpleNamespace(first_head=lambda *_, **__: 0),
     )
-    region = kv_layout._region("layers.0", cache, spec, backends=backends)
+    region = kv_layout._bytes_of("layers.0", cache, spec, backends)
     whole = torch.cat([key, value], dim=2).view(torch.uint8).numpy()
     rng = np.random.default_rng(0)
     for token, head in rng.integers((0, 0), (BLOCKS * tokens, HEADS), (100, 2)).tolist():
@@ -137,7 +137,8 @@ def test_the_layout_of_a_recorded_cache() -> None:
     assert [region.layer for region in group.regions] == list(caches)
     assert [region.base for region in group.regions] == [first.data_ptr(), second.data_ptr()]
     assert {(region.first_head, region.num_heads) for region in group.regions} == {(0, 2)}
-    assert layout.element.startswith("float32")
+    assert all(region.element.startswith("float32") for region in group.regions)
+    assert all(region.scales == () for region in group.regions)
 
 
 def test_layers_are_those_of_the_groups() -> None:
@@ -183,8 +184,88 @@ def test_a_backend_that_is_not_known_is_exchanged_in_whole_blocks() -> None:
     for layer in config.compilation_config.static_forward_context.values():
         layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
     layout = kv_layout.cache_layout(config, recorded.kv_cache_config(), recorded.kv_caches())
-    assert layout.element == "float32 in NEW_ATTN blocks of 32 tokens and 1 shards"
-    assert all(region.opaque for region in layout.groups[0].regions)
+    regions = layout.groups[0].regions
+    assert {region.element for region in regions} == {
+        "float32 in NEW_ATTN blocks of 32 tokens and 1 shards"
+    }
+    assert all(region.opaque for region in regions)
+
+
+# --- what the bytes mean
+
+
+def described(
+    cache_dtype: str, key: list[float] | None = None, value: list[float] | None = None
+) -> Region:
+    """The first layer of the recorded cache, had it been quantised, with these scales."""
+    config, cache, caches = recorded.vllm_config(), recorded.kv_cache_config(), recorded.kv_caches()
+    quantised = {"dtype": torch.uint8, "kv_quant_mode": get_kv_quant_mode(cache_dtype)}
+    (group,) = cache.transfer_groups
+    object.__setattr__(group, "kv_cache_spec", replace(group.kv_cache_spec, **quantised))
+    for name, layer in config.compilation_config.static_forward_context.items():
+        module = torch.nn.Module()
+        set_default_quant_scales(module, register_buffer=True)
+        module.attn_backend, module.kv_cache_dtype = layer.attn_backend, cache_dtype
+        for scale, numbers in (("_k_scale", key), ("_v_scale", value)):
+            if numbers is not None:
+                module.register_buffer(scale, torch.tensor(numbers))
+        config.compilation_config.static_forward_context[name] = module
+    return kv_layout.cache_layout(config, cache, caches).groups[0].regions[0]
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "is_fnuz", "element"),
+    [
+        ("fp8", False, "float8_e4m3fn"),
+        ("fp8_e4m3", False, "float8_e4m3fn"),
+        ("fp8_e5m2", False, "float8_e5m2"),
+        ("fp8", True, "float8_e4m3fnuz"),
+        ("fp8_e5m2", True, "float8_e5m2fnuz"),
+        ("fp8_ds_mla", False, "fp8_ds_mla"),
+        ("int8_per_token_head", False, "int8_per_token_head"),
+        ("nvfp4_4over6", False, "nvfp4_4over6"),
+    ],
+)
+def test_the_stored_type_is_the_one_that_vllms_name_stands_for(
+    monkeypatch: pytest.MonkeyPatch, cache_dtype: str, element: str, *, is_fnuz: bool
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: is_fnuz))
+    assert described(cache_dtype).element.split(" in ")[0] == element
+
+
+def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
+    config = recorded.vllm_config()
+    backends = kv_layout._Backends(config)
+    spec = FullAttentionSpec(
+        block_size=32,
+        num_kv_heads=2,
+        head_size=64,
+        dtype=torch.uint8,
+        kv_quant_mode=get_kv_quant_mode("fp8"),
+    )
+    assert backends.element("indexer", spec).startswith("uint8 FP8_PER_TENSOR in an unknown")
+    assert backends.scales("indexer", spec) == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "scales"),
+    [
+        pytest.param(None, None, ("k 1, v 1",), id="none in the checkpoint"),
+        pytest.param(0.5, 0.1, ("k 0.5, v 0.100000001",), id="one for all heads"),
+        pytest.param([0.5], [2.0], ("k 0.5, v 2",), id="one, with an axis"),
+        pytest.param([0.5, 0.25], [2.0, 3.0], ("k 0.5, v 2", "k 0.25, v 3"), id="one for each"),
+    ],
+)
+def test_scales_are_told_as_they_are(key: Any, value: Any, scales: tuple[str, ...]) -> None:
+    assert described("fp8", key, value).scales == scales
+
+
+def test_scales_of_other_than_each_head_stop_the_start() -> None:
+    with pytest.raises(ValueError, match="number of scales is 3; allowed: 0, 1 or 2"):
+        described("fp8", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+
+
+# --- heads
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched import scheduler as vllm_scheduler
 
 from nixl_kv.connector.block_shortage import PATIENCE_S, BlockShortage
 from nixl_kv.connector.metadata import HandshakeMetadata
@@ -350,17 +351,51 @@ def test_data_parallel_engines_have_a_port_each(make: Make) -> None:
 # --- configuration
 
 
-@pytest.mark.parametrize(
-    ("policy", "role", "is_warned"),
-    [
-        ("fail", "kv_consumer", True),
-        ("fail", "kv_both", True),
-        ("fail", "kv_producer", False),
-        ("recompute", "kv_consumer", False),
-    ],
-)
-def test_decode_warns_of_a_policy_by_which_requests_fail(
-    make: Make, policy: str, role: str, caplog: pytest.LogCaptureFixture, *, is_warned: bool
+OUTCOMES = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+@pytest.mark.parametrize("vllms", ["fail", "recompute"])
+@pytest.mark.parametrize("ours", [None, "recompute", "fail"])
+def test_what_becomes_of_failed_loads_is_set_where_vllm_looks(
+    make: Make, ours: str | None, vllms: str, role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(is_described=False, kv_load_failure_policy=policy, kv_role=role)
-    assert ("kv_load_failure_policy is 'fail'" in caplog.text) is is_warned
+    """Whatever stands there: a `fail` that was written cannot be told from vLLM's default."""
+    extra = {"port": 0} | ({} if ours is None else {"on_load_failure": ours})
+    with caplog.at_level(logging.INFO):
+        scheduler = make(extra, is_described=False, kv_load_failure_policy=vllms, kv_role=role)
+    transfer, expected = scheduler._vllm_config.kv_transfer_config, ours or "recompute"
+    assert transfer is not None
+    assert transfer.kv_load_failure_policy == expected
+    said = [line for line in caplog.messages if "on_load_failure" in line]
+    line = f"a request whose KV cannot be read {OUTCOMES[expected]} (on_load_failure)"
+    assert said == ([] if role == "kv_producer" else [line])
+
+
+class _Made(Exception):  # noqa: N818 - no error
+    """Ends vLLM's constructor after what is looked at here."""
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_vllms_scheduler_looks_after_it_has_made_the_connector(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Its own scheduler, with its own configuration, up to the line after the policy's."""
+    config = recorded.vllm_config(
+        {"port": 0, "on_load_failure": policy},
+        kv_connector="NixlKVConnector",
+        kv_connector_module_path="nixl_kv.connector",
+        kv_load_failure_policy="fail" if policy == "recompute" else "recompute",
+    )
+    for name in ("uses_mrope", "is_encoder_decoder", "is_diffusion"):
+        setattr(config.model_config, name, False)
+    config.model_config.runner_type = "generate"
+
+    def end(*_: object, **__: object) -> None:
+        raise _Made
+
+    monkeypatch.setattr(vllm_scheduler.EventPublisherFactory, "create", end)
+    scheduler = vllm_scheduler.Scheduler.__new__(vllm_scheduler.Scheduler)
+    with pytest.raises(_Made):
+        scheduler.__init__(config, recorded.kv_cache_config(), None, 32)  # type: ignore[misc, arg-type]
+    assert scheduler.recompute_kv_load_failures is (policy == "recompute")

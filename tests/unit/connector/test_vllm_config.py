@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -24,6 +25,7 @@ from nixl_kv.connector.block_pinning import Paging
 from nixl_kv.connector.vllm_config import (
     REFUSALS,
     check_supported,
+    counts_media,
     model_facts,
     pagings,
     parallel_shape,
@@ -85,6 +87,21 @@ def unchanged(config: VllmConfig) -> None:
     del config
 
 
+def media(
+    *, gb: float = 0, is_prefix_cached: bool = False, is_supported: bool = True, **options: Any
+) -> Callable[[VllmConfig], None]:
+    """Makes the model one that takes images."""
+
+    def change(config: Any) -> None:
+        config.model_config.multimodal_config = MultiModalConfig(
+            mm_processor_cache_gb=gb, **options
+        )
+        config.model_config.supports_multimodal_inputs = is_supported
+        config.cache_config.enable_prefix_caching = is_prefix_cached
+
+    return change
+
+
 FULL = FullAttentionSpec(**ATTENTION)
 STATES = FullAttentionSpec(**ATTENTION)
 object.__setattr__(STATES, "tokens_per_state", 4)
@@ -123,6 +140,9 @@ REFUSED = [
             hasattr(KVConnectorBase_V1, "unregister_kv_caches"), reason="this vLLM tells of it"
         ),
     ),
+    pytest.param(
+        media(), cache_of(FULL), "images, audio and video that are not told apart", id="media"
+    ),
     pytest.param(unchanged, cache_of(FULL, mamba()), "recurrent state beside KV", id="Mamba"),
     pytest.param(unchanged, cache_of(STATES), "several tokens in one stored state", id="states"),
 ]
@@ -137,6 +157,35 @@ def test_an_engine_that_cannot_be_served_is_refused_in_words(
     change(config)
     with pytest.raises(ConfigError, match=f"^NixlKVConnector does not support .*{words}"):
         check_supported(config, cache)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(media(gb=4), id="the processor's cache"),
+        pytest.param(media(is_prefix_cached=True), id="prefix caching"),
+        pytest.param(media(is_supported=False), id="text alone"),
+    ],
+)
+def test_media_that_are_told_apart_are_served(change: Callable[[VllmConfig], None]) -> None:
+    config = recorded.vllm_config()
+    change(config)
+    check_supported(config, cache_of(FULL))
+
+
+@pytest.mark.parametrize("gb", [0, 4])
+@pytest.mark.parametrize("is_prefix_cached", [False, True])
+def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached: bool) -> None:
+    """Its own renderer: what it gives to an image that comes without a name."""
+    config: Any = recorded.vllm_config()
+    media(gb=gb, is_prefix_cached=is_prefix_cached)(config)
+    renderer: Any = SimpleNamespace(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
+    )
+    items: Any = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    names = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-7")
+    assert bool(names) is counts_media(config)
+    assert names in ({}, {"image": ["renderer0-mm-7-image-0"]})
 
 
 def test_each_refusal_has_a_test() -> None:
@@ -192,6 +241,7 @@ def test_the_models_facts_are_those_of_its_configuration() -> None:
         "num_key_value_heads": "2",
         "head_dim": "64",
         "served_model_name": "tiny",
+        "architecture": "Qwen3ForCausalLM",
         "dtype": "float32",
         "paced_reads": "False",
     }
@@ -213,6 +263,134 @@ def test_the_rest_of_the_configuration_is_compared_by_a_digest(
     values = other.model_config.hf_text_config.to_dict() | {name: value}
     other.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
     assert (model_facts(config) == model_facts(other)) is is_same
+
+
+@pytest.mark.parametrize(
+    ("outer", "is_same"),
+    [
+        pytest.param({"vision_config": {"depth": 4}}, False, id="another encoder"),
+        pytest.param({"vision_config": {"dtype": "float16"}}, True, id="the encoder's dtype"),
+        pytest.param({"text_config": {"_name_or_path": "/copy"}}, True, id="another folder"),
+    ],
+)
+def test_so_is_what_is_around_the_text_model(outer: Record, *, is_same: bool) -> None:
+    config, other = recorded.vllm_config(), recorded.vllm_config()
+    for each, values in (config, {"vision_config": {}, "text_config": {}}), (other, outer):
+        whole: Record = {"vision_config": {}, "text_config": {}} | values
+        each.model_config.hf_config = SimpleNamespace(to_dict=lambda whole=whole: whole)
+    assert (model_facts(config) == model_facts(other)) is is_same
+
+
+def new_facts(change: Callable[[Any], None]) -> dict[str, str]:
+    """Those that a change of the configuration adds."""
+    config = recorded.vllm_config()
+    before = model_facts(config)
+    change(config)
+    return {name: text for name, text in model_facts(config).items() if name not in before}
+
+
+def with_text(**values: Any) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        changed = config.model_config.hf_text_config.to_dict() | values
+        config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: changed)
+
+    return change
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("text", "max_model_len", "expected"),
+    [
+        pytest.param({}, 10**6, {}, id="plain"),
+        pytest.param({"rope_parameters": LONGROPE}, 4096, {"4096": "False"}, id="longrope, short"),
+        pytest.param({"rope_parameters": LONGROPE}, 4097, {"4096": "True"}, id="longrope, long"),
+        pytest.param(
+            {"rope_parameters": {"full_attention": LONGROPE}},
+            5000,
+            {"4096": "True"},
+            id="of a type",
+        ),
+        pytest.param(
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 8192},
+            5000,
+            {"8192": "False"},
+            id="as older configurations write it",
+        ),
+        pytest.param({"model_type": "llama4_text"}, 32769, {"32768": "True"}, id="Llama 4"),
+    ],
+)
+def test_a_length_counts_where_vllm_computes_in_another_way_beyond_it(
+    text: Record, max_model_len: int, expected: dict[str, str]
+) -> None:
+    def change(config: Any) -> None:
+        with_text(**text)(config)
+        config.model_config.max_model_len = max_model_len
+
+    assert new_facts(change) == {f"max_model_len above {n}": is_so for n, is_so in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        pytest.param({}, {}, id="none"),
+        pytest.param(
+            {"mm_processor_kwargs": {"max_pixels": 9, "device": "cuda"}},
+            {"mm_processor_kwargs": '{"max_pixels": 9}'},
+            id="the processor's, but for its device",
+        ),
+        pytest.param(
+            {"media_io_kwargs": {"video": {"num_frames": 40}}},
+            {"media_io_kwargs": '{"video": {"num_frames": 40}}'},
+            id="the reader's",
+        ),
+        pytest.param({"video_pruning_rate": 0.5}, {"video_pruning": "evs 0.5"}, id="pruning"),
+        pytest.param({"limit_per_prompt": {"image": 2}}, {}, id="a limit"),
+    ],
+)
+def test_what_an_engine_makes_of_media_is_a_fact(options: Record, changed: dict[str, str]) -> None:
+    assert (
+        new_facts(media(gb=4, **options))
+        == {
+            "mm_processor_kwargs": "{}",
+            "media_io_kwargs": "{}",
+            "video_pruning": "none",
+        }
+        | changed
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "facts"),
+    [
+        ("ngram", set()),
+        ("eagle3", {"speculative method", "draft config digest"}),
+        ("mtp", {"speculative method", "draft config digest"}),
+        ("draft_model", {"speculative method", "draft config digest"}),
+        ("gemma4_mtp", set()),
+    ],
+)
+def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, facts: set[str]) -> None:
+    def change(config: Any, layers: int = 1, positions: int = 10) -> None:
+        speculative: Any = SpeculativeConfig.__new__(SpeculativeConfig)
+        speculative.method = "mtp" if method == "gemma4_mtp" else method
+        values = {"num_hidden_layers": layers, "max_position_embeddings": positions}
+        hf_config = SimpleNamespace(to_dict=lambda: dict(values), model_type=method)
+        speculative.draft_model_config = SimpleNamespace(hf_config=hf_config)
+        config.speculative_config = speculative
+
+    found = new_facts(change)
+    assert set(found) == facts
+    assert new_facts(lambda config: change(config, positions=20)) == found
+    assert (new_facts(lambda config: change(config, layers=2)) != found) is bool(facts)
+
+
+def test_a_fact_that_is_long_is_compared_by_a_digest() -> None:
+    """A description has bounds."""
+    (text,) = {new_facts(media(gb=4, mm_processor_kwargs={"a": "b" * 5000}))["mm_processor_kwargs"]}
+    assert text.startswith("digest ")
+    assert len(text) < 30
 
 
 def test_of_several_served_names_the_first_one_counts() -> None:

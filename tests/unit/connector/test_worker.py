@@ -23,7 +23,7 @@ from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support import recorded_vllm as recorded
 from support.polling import wait_until
-from support.records import D1, D2, NONCE, P1, layout, prepare_offer, start_load
+from support.records import D1, D2, NONCE, P1, layout, prepare_load, prepare_offer, start_load
 
 pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
 
@@ -96,6 +96,22 @@ def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> Non
     results = worker.pop_results()
     assert (results.finished_recving, results.finished_sending) == (set(), set())
     assert worker.stats.pop() is None
+
+
+def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
+    """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
+    worker.register(recorded.kv_caches())
+    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (b"\1\0\0\0",))
+    load = prepare_load(remote_host="127.0.0.1", remote_port=1)  # where nobody listens
+    worker.on_step(StepMetadata([prepare, PublishOffer(NONCE, P1), load, start_load(load.request)]))
+    worker.stop()
+    worker.restore()
+    results = worker.pop_results()
+    assert results.finished_sending == {P1}
+    assert results.finished_recving == results.failed_recving == {load.request}
+    assert worker.stats.pop().data["load_failures_dropped"] == 1  # type: ignore[union-attr]
+    again = worker.pop_results()
+    assert again.finished_sending == again.finished_recving == set()
 
 
 def test_an_engine_that_cannot_be_served_does_not_start() -> None:

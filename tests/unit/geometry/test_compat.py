@@ -20,7 +20,7 @@ def group(*regions: Region, **changes: Any) -> Group:
 
 
 def cache(*groups: Group, **changes: Any) -> CacheLayout:
-    return replace(CacheLayout(groups or (group(),), "bfloat16", "DRAM", 0, (SPAN,)), **changes)
+    return replace(CacheLayout(groups or (group(),), "DRAM", 0, (SPAN,)), **changes)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,27 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
     ("remote", "expected"),
     [
         pytest.param(
-            ranks(cache(element="uint8")),
-            [Mismatch("KV cache dtype", "bfloat16", "uint8")],
+            ranks(cache(group(*(region(n, element="int8") for n in "ab")))),
+            [Mismatch("KV cache dtype of a and 1 more", "uint8", "int8")],
             id="dtype",
         ),
         pytest.param(
-            ranks(cache(element="bfloat16, uint8"), cache()),
-            [Mismatch("KV cache dtype", "bfloat16", "bfloat16, uint8")],
+            ranks(cache(group(region("a"), region("b", element="int8")))),
+            [Mismatch("KV cache dtype of b", "uint8", "int8")],
+            id="dtype of one layer",
+        ),
+        pytest.param(
+            [*tp(2)[:1], cache(group(*(region(n, element="int8", first_head=2) for n in "ab")))],
+            [
+                Mismatch("KV cache dtype of a and 1 more", "uint8", "int8, uint8"),
+                Mismatch("number of KV heads of a and 1 more", 4, 6),
+            ],
             id="dtypes of several ranks",
+        ),
+        pytest.param(
+            ranks(cache(group(region("a"), region("b", scales=("k 1, v 1",))))),
+            [Mismatch("KV scales of b", "none (heads 0 to 3)", "k 1, v 1 (heads 0 to 3)")],
+            id="scales on one side",
         ),
         pytest.param(
             pp("a"), [Mismatch("layer that one side lacks", "b", "nothing")], id="fewer layers"
@@ -178,6 +191,71 @@ def test_every_other_difference_is_a_mismatch(
     remote: list[CacheLayout], expected: list[Mismatch]
 ) -> None:
     assert layout_mismatches(ranks(cache()), remote) == expected
+
+
+def scaled(*scales: tuple[str, ...]) -> list[CacheLayout]:
+    """Four heads of a layer, divided evenly among ranks with these scales."""
+    held = 4 // len(scales)
+    return [
+        cache(group(region(first_head=rank * held, num_heads=held, scales=texts)))
+        for rank, texts in enumerate(scales)
+    ]
+
+
+ONE, OTHER, EACH = ("1",), ("2",), ("1", "2", "3", "4")
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        pytest.param(scaled(ONE), scaled(ONE, ONE), id="one for all heads"),
+        pytest.param(scaled(EACH), scaled(EACH[:2], EACH[2:]), id="one for each head"),
+        pytest.param(scaled(EACH), scaled(*((text,) for text in EACH)), id="a rank for each head"),
+        pytest.param(scaled(("1",) * 4), scaled(ONE), id="the same for each head"),
+        pytest.param(scaled(EACH), scaled(EACH) * 2, id="copies"),
+    ],
+)
+def test_scales_are_compared_head_by_head(
+    local: list[CacheLayout], remote: list[CacheLayout]
+) -> None:
+    """However the ranks divide the heads."""
+    assert layout_mismatches(local, remote) == layout_mismatches(remote, local) == []
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "here", "there"),
+    [
+        pytest.param(
+            scaled(ONE), scaled(OTHER), "1 (heads 0 to 3)", "2 (heads 0 to 3)", id="all heads"
+        ),
+        pytest.param(
+            scaled(ONE),
+            scaled(ONE, OTHER),
+            "1 (heads 0 to 3)",
+            "1 (heads 0 to 1); 2 (heads 2 to 3)",
+            id="of one rank",
+        ),
+        pytest.param(
+            scaled(EACH),
+            scaled(("1", "2", "9", "4")),
+            "3 (heads 2 to 2)",
+            "9 (heads 2 to 2)",
+            id="of one head",
+        ),
+        pytest.param(
+            scaled(ONE),
+            [*scaled(ONE), *scaled(OTHER)],
+            "",
+            "2 (heads 0 to 3)",
+            id="ranks that contradict each other",
+        ),
+    ],
+)
+def test_scales_that_differ_are_a_mismatch(
+    local: list[CacheLayout], remote: list[CacheLayout], here: str, there: str
+) -> None:
+    assert layout_mismatches(local, remote) == [Mismatch("KV scales of a", here, there)]
+    assert layout_mismatches(remote, local) == [Mismatch("KV scales of a", there, here)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The records of a layout: they check their own numbers, because they also come from peers."""
 
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ REGION = Region(
 )
 GROUP = Group(block_size=16, num_blocks=10, blocks_per_entry=1, regions=(REGION,))
 EXTENT = 9 * 50_000 + 7 * 6144 + 15 * 384 + 384
-LAYOUT = CacheLayout((GROUP,), "bfloat16", "DRAM", 0, (Span(4096, EXTENT),))
+LAYOUT = CacheLayout((GROUP,), "DRAM", 0, (Span(4096, EXTENT),))
 RECORDS = {"part": PARTS[1], "region": REGION, "group": GROUP, "span": Span(1, 1), "cache": LAYOUT}
 
 
@@ -82,6 +83,20 @@ def test_the_length_of_each_tuple_has_bounds(
             replace(valid, **{field: (item,) * count})
 
 
+@pytest.mark.parametrize(
+    ("scales", "error"),
+    [
+        (("",), ""),
+        (("x" * 256,) * 8, ""),
+        (("x",) * 2, "number of scales is 2; allowed: 0, 1 or 8"),
+        (("x" * 257,), "length of element or scales is 257; allowed: 0 to 256"),
+    ],
+)
+def test_texts_have_bounds(scales: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{error}$") if error else nullcontext():
+        assert replace(REGION, scales=scales).scales == scales
+
+
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
 def test_records_are_frozen(record: Any) -> None:
     field = next(iter(record.__dataclass_fields__))
@@ -97,7 +112,7 @@ def test_content_counts_all_pieces_of_all_parts() -> None:
 
 def test_the_bytes_of_a_token_are_those_of_all_layers_and_heads() -> None:
     group = replace(GROUP, regions=(REGION, REGION))
-    layout = CacheLayout((group, GROUP), "bfloat16", "DRAM", 0, LAYOUT.spans)
+    layout = CacheLayout((group, GROUP), "DRAM", 0, LAYOUT.spans)
     assert layout.bytes_per_token == 3 * 8 * 384
 
 

@@ -363,7 +363,6 @@ def rank(groups: list[tuple[int, list[tuple[Region, Span]]]], device: int = 0) -
     """Groups of so many blocks of one token."""
     return CacheLayout(
         tuple(Group(1, count, 1, tuple(region for region, _ in pairs)) for count, pairs in groups),
-        "uint8",
         "DRAM",
         device,
         tuple(span for _, pairs in groups for _, span in pairs),
@@ -481,7 +480,7 @@ def test_the_columns_of_rows_have_names() -> None:
 
 def test_a_latent_cache_has_one_piece_per_block() -> None:
     region = Region("a", 64, 576 * 4, 576 * 4, 576, 0, 1, (Part(0, 576),))
-    side = CacheLayout((Group(4, 3, 1, (region,)),), "bf16", "VRAM", 0, (Span(64, 576 * 12),))
+    side = CacheLayout((Group(4, 3, 1, (region,)),), "VRAM", 0, (Span(64, 576 * 12),))
     assert plan(side, side).local.tolist() == [[64, 2304, 0, 2304, 3]]
 
 
@@ -505,7 +504,6 @@ def test_rows_are_those_of_the_share(
     sides = [
         CacheLayout(
             (Group(1, 4, 1, (Region("a", 1, 64, 8, 8, first, count, (Part(0, 8),)),)),),
-            "uint8",
             "DRAM",
             0,
             (Span(1, 256),),
@@ -613,7 +611,7 @@ def plan_of_rows(heads: int, num_blocks: int) -> Plan:
     """One row per head; no two heads are in one run."""
     region = Region("a", 1, 64, 32, 8, 0, heads, (Part(0, 8),))
     group = Group(1, num_blocks, 1, (region,))
-    side = CacheLayout((group,), "uint8", "DRAM", 0, (Span(1, 64 * num_blocks),))
+    side = CacheLayout((group,), "DRAM", 0, (Span(1, 64 * num_blocks),))
     return plan(side, side)
 
 
@@ -671,6 +669,6 @@ def test_too_many_rows_are_refused() -> None:
         head = 2 * size  # no two tokens' bytes are neighbours
         region = Region("a", 1, 64 * head, head, 2, 0, 64, (Part(0, 1),))
         group = Group(size, 2, 1, (region,))
-        sides.append(CacheLayout((group,), "uint8", "DRAM", 0, (Span(1, 2 * 64 * head),)))
+        sides.append(CacheLayout((group,), "DRAM", 0, (Span(1, 2 * 64 * head),)))
     with pytest.raises(IncompatiblePeer, match=r"^a block has \d+ runs or more; allowed: 1048576$"):
         plan(sides[0], sides[1])

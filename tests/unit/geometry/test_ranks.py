@@ -43,7 +43,7 @@ def test_a_shape_is_frozen() -> None:
 def test_a_layout_holds_the_heads_of_all_its_groups() -> None:
     regions = [Region(name, 1, 64, 8, 8, 2, 3, (Part(0, 8),)) for name in "abc"]
     groups = (Group(1, 1, 1, tuple(regions[:2])), Group(1, 1, 1, ()), Group(1, 1, 1, (regions[2],)))
-    layout = CacheLayout(groups, "uint8", "DRAM", 0, (Span(1, 64),))
+    layout = CacheLayout(groups, "DRAM", 0, (Span(1, 64),))
     assert held_heads(layout) == {"a": (2, 5), "b": (2, 5), "c": (2, 5)}
 
 

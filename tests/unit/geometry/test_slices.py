@@ -27,7 +27,7 @@ def layout(*, windowed: bool = False) -> CacheLayout:
         Group(BLOCK, BLOCKS, PER_ENTRY, (region("a"), region("b", 1))),
         Group(BLOCK, BLOCKS, 1, (region("c", 2, parts=1),), window=8 if windowed else 0),
     )
-    return CacheLayout(groups, "uint8", "DRAM", 0, (Span(BASE, SIZE),))
+    return CacheLayout(groups, "DRAM", 0, (Span(BASE, SIZE),))
 
 
 FULL, WINDOWED = layout(windowed=True).groups

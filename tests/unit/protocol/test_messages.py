@@ -83,12 +83,13 @@ LAYOUT_WIRE = {
                     "num_heads": 2,
                     "parts": [part(0), part(4)],
                     "opaque": False,
+                    "element": "uint8",
+                    "scales": [],
                 }
             ],
             "window": 0,
         }
     ],
-    "element": "uint8",
     "memory": "DRAM",
     "device": 0,
     "spans": [{"address": 4096, "length": 1024}],

@@ -66,7 +66,7 @@ class Cache:
             Group(TOKENS, BLOCKS, 1, (Region(name, base, block, head, token, 0, HEADS, parts),))
             for name, base in (("layer.0", address), ("layer.1", address + layer))
         )
-        return CacheLayout(groups, "uint8", "DRAM", 0, (Span(address, self.bytes.nbytes),))
+        return CacheLayout(groups, "DRAM", 0, (Span(address, self.bytes.nbytes),))
 
     def copy_to(self, other: "Cache", tables: Sequence[tuple[int, ...]]) -> None:
         """What a read does, into these blocks of the other's."""

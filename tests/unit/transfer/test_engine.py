@@ -137,7 +137,7 @@ def test_there_are_as_many_slots_as_offers_can_be(num_blocks: int, expected: int
     """Each has at least one entry of a block table for itself."""
     group = Group(block_size=16, num_blocks=num_blocks, blocks_per_entry=1, regions=())
     larger = replace(group, blocks_per_entry=2) if num_blocks > 1 else group
-    assert slots_for(CacheLayout((larger,), "bfloat16", "DRAM", 0, ())) == expected
+    assert slots_for(CacheLayout((larger,), "DRAM", 0, ())) == expected
 
 
 def test_each_life_has_another_incarnation(step: Step) -> None:

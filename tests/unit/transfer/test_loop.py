@@ -12,6 +12,7 @@ from nixl_kv.protocol.events import (
     Counts,
     DecodeEvent,
     FailureKind,
+    LoadEnded,
     OfferEnd,
     OfferEnded,
     ReadFailed,
@@ -493,6 +494,34 @@ def test_a_rank_that_closes_makes_its_grants_void_first(
     world.prefill.loop.close()
     assert left == [bytes(16)]
     monkeypatch.setattr(parts.control, "close", close)
+
+
+def test_a_rank_that_closes_reports_what_it_owes(world: World) -> None:
+    """Commands that it has not looked at are owed as well."""
+    reading(world)
+    world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
+    world.decode.loop.close()
+    ends = world.decode.ends()
+    assert {end.request for end in ends} == {"d1", "d2"}
+    failures = {str(end.failure) for end in ends if isinstance(end, LoadEnded)}
+    assert failures == {"this rank has stopped (dropped)"}
+    world.prefill.prepare_offer(3, TABLE, 11)
+    world.prefill.publish_offer(3)
+    world.prefill.loop.close()
+    assert sorted(end.request for end in world.prefill.ends()) == ["p1", "p2", "p3"]
+
+
+def test_what_may_still_be_written_is_not_reported_by_a_rank_that_closes(world: World) -> None:
+    reading(world)
+    world.fabric.closes_fail = True
+    for _ in range(2):  # the read is late, and is abandoned
+        world.clock.now += world.config.request_timeout_s
+        world.run()
+    assert "1 closing" in repr(world.decode.parts.agents)
+    world.fabric.closes_fail = False  # but nobody has tried again
+    world.decode.loop.close()
+    assert world.decode.ends() == []
 
 
 def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
