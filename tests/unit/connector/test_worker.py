@@ -82,7 +82,7 @@ def test_an_offer_with_draft_layers_is_marked_as_written_after_its_step(worker: 
     engine = worker._engine
     assert engine is not None
     submitted: list[Command] = []
-    engine.submit = submitted.extend  # type: ignore[method-assign]
+    engine.submit = submitted.extend  # type: ignore[method-assign, assignment]
     late = prepare_offer(is_written=False)
     worker.on_step(StepMetadata([late]))
     assert submitted == [late]
