@@ -18,6 +18,7 @@ class OfferQuota:
         """Allow offers this share of a cache of `num_blocks` blocks."""
         self._allowed = int(num_blocks * share)
         self._offers: OrderedDict[RequestId, tuple[Nonce, Collection[int]]] = OrderedDict()
+        self._requests: dict[Nonce, RequestId] = {}
         self._blocks: Counter[int] = Counter()  # block id to number of offers: prefixes are shared
 
     def __repr__(self) -> str:
@@ -26,12 +27,16 @@ class OfferQuota:
     def add(self, request: RequestId, nonce: Nonce, blocks: Collection[int]) -> None:
         """A ticket went out for these blocks."""
         self._offers[request] = (nonce, blocks)
+        self._requests[nonce] = request
         self._blocks.update(blocks)
 
     def remove(self, requests: Iterable[RequestId]) -> None:
         """These offers hold nothing any more."""
         for request in requests:
-            _, blocks = self._offers.pop(request, (None, ()))
+            if request not in self._offers:
+                continue
+            nonce, blocks = self._offers.pop(request)
+            del self._requests[nonce]
             for block in blocks:
                 self._blocks[block] -= 1
                 if not self._blocks[block]:
@@ -49,3 +54,16 @@ class OfferQuota:
             nonces.append(self._offers[oldest][0])
             self.remove([oldest])
         return nonces
+
+    def pop_offers(self, nonces: Iterable[Nonce]) -> list[Nonce]:
+        """Those of these nonces that are of offers here, each once. They are no longer counted.
+
+        An offer that was popped before is none of them: it has been revoked, or is claimed.
+        """
+        known: list[Nonce] = []
+        for nonce in nonces:
+            request = self._requests.get(nonce)
+            if request is not None:
+                known.append(nonce)
+                self.remove([request])
+        return known

@@ -94,6 +94,8 @@ class Scheduler:
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """The commands of this step: layouts, then those of prefill, then those of decode."""
         preempted = request_ids(output.preempted_req_ids)
+        if self._directory is not None:
+            self._prefill.on_declined(self._directory.pop_declined())
         self._prefill.on_step(preempted, progress(output, self._prefill.requests))
         commands, self._next_step = self._next_step, []
         return StepMetadata(

@@ -82,6 +82,13 @@ class CancelLoad(msgspec.Struct, frozen=True):
     request: RequestId
 
 
+class DeclineOffer(msgspec.Struct, frozen=True):
+    """A ticket cannot be used here, since it is of another version: tell its engine's directory."""
+
+    endpoint: Endpoint
+    nonce: Nonce
+
+
 class SetEngineLayouts(msgspec.Struct, frozen=True):
     """The caches of all ranks of this engine, in rank order; comes before any request."""
 
@@ -120,7 +127,7 @@ class WithdrawOffer(msgspec.Struct, frozen=True):
 
 
 class RevokeOffer(msgspec.Struct, frozen=True):
-    """Blocks are scarce: end the offer, unless it is claimed by now."""
+    """Blocks are scarce, or nobody will ask: end the offer, unless it is claimed by now."""
 
     nonce: Nonce
 
@@ -412,7 +419,7 @@ class Counts(msgspec.Struct, frozen=True):
     counts: Mapping[str, float]
 
 
-DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
+DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad | DeclineOffer
 PrefillCommand: TypeAlias = PrepareOffer | PublishOffer | WithdrawOffer | RevokeOffer
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
 ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared

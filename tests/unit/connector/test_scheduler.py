@@ -82,15 +82,15 @@ def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
     """A ticket that is valid for a request."""
     nonce = f"{number:032x}"
     values = {
-        "remote_engine_id": "prefill",
-        "remote_host": HOST,
-        "remote_port": 5600,
+        "engine": "prefill",
+        "host": HOST,
+        "port": 5600,
         "incarnation": "ab" * 16,
         "nonce": nonce,
         "num_tokens": request.num_prompt_tokens,
         "context": context_hash(nonce, request.prompt_token_ids, []),  # type: ignore[arg-type]
     }
-    return Ticket(**values | changed).params()
+    return Ticket(**values | changed).params(None)
 
 
 def with_ticket(**changed: Any) -> Any:
@@ -110,16 +110,16 @@ def counted(scheduler: Scheduler) -> Record:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        pytest.param({}, "lacks the field 'wire_version'", id="empty"),
+        pytest.param({}, "lacks the field 'nixl_kv_ticket'", id="empty"),
         pytest.param([1], "is of type list", id="a list"),
         pytest.param("ticket", "is of type str", id="text"),
-        pytest.param({"do_remote_decode": 1}, "lacks the field", id="1 is not true"),
         pytest.param(
-            {"do_remote_prefill": True, "remote_engine_id": "x"}, "wire_version", id="vLLM's own"
+            {"do_remote_decode": 1}, "do_remote_decode is of type int", id="1 is not true"
         ),
         pytest.param(
-            {"wire_version": 1, "do_remote_prefill": True}, "this engine speaks", id="version"
+            {"do_remote_prefill": True, "remote_engine_id": "x"}, "lacks the field", id="vLLM's own"
         ),
+        pytest.param({"nixl_kv_ticket": "5..AA"}, "nixl_kv_ticket: ", id="no array"),
     ],
 )
 def test_a_ticket_that_is_not_valid_is_counted_and_logged(
