@@ -51,7 +51,7 @@ MAX_LENGTH: Final = 4096
 
 SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0-9_-]+)", re.ASCII)
 FLAGS: Final[Mapping[str, bool]] = {"do_remote_prefill": True, "do_remote_decode": False}
-"""What the request asks for, beside its ticket. Routers may leave it out."""
+"""What the request asks for, beside its ticket. Routers may leave it out, or say null."""
 
 HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
 NAME: Final = Meta(min_length=1, max_length=256)
@@ -138,7 +138,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
                 f"kv_transfer_params is of type {type(params).__name__}; allowed: an object"
             )
         for name, allowed in FLAGS.items():
-            if params.get(name, allowed) is not allowed:
+            if params.get(name) is not None and params[name] is not allowed:
                 raise RemoteProtocolError(
                     f"kv_transfer_params: {name} is {_words(params[name])}; "
                     f"allowed: {_words(allowed)}"

@@ -26,6 +26,7 @@ from nixl_kv.protocol.messages import (
     Ask,
     Deny,
     Grant,
+    Status,
     StatusRequest,
     VersionRefusal,
     decode_answer,
@@ -378,6 +379,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
 
 def test_an_offer_that_cannot_be_used_is_declined_at_its_directory(world: World) -> None:
     """And what is sent for it keeps no link open."""
+    world.decode.control.clock = world.clock
     ticket = world.prefill.offer(1, TABLE, 12)
     world.decode.submit(DeclineOffer(ticket.endpoint, ticket.nonce))
     world.run(2)
@@ -416,7 +418,9 @@ def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
     tool = Stranger(world, world.prefill)
     assert tool.send(QUESTION) is None
     assert world.prefill.turn() is None  # it does not wait for the tool to read
-    assert decode_status(tool.answer()).engine == "prefill"
+    status = decode_status(tool.answer())
+    assert isinstance(status, Status)
+    assert status.engine == "prefill"
     assert not world.prefill.results
 
 
