@@ -43,7 +43,7 @@ COUNTERS: Final = {
         "Offers that were not read: decode had all of it, or reads another rank's copy, per rank."
     ),
     "offers_aborted": "Offers whose reader gave up, per rank.",
-    "offers_revoked": "Offers taken back unclaimed: blocks were scarce, or decode declined, per rank.",
+    "offers_revoked": "Offers taken back unclaimed: blocks were scarce, or declined, per rank.",
     "offers_expired": "Offers whose last lease ran out, per rank.",
     "offers_lost": "Offers that ended with a death of the transfer thread, per rank.",
     "asks_denied": "Asks that were denied, per rank.",

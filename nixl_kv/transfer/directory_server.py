@@ -136,7 +136,9 @@ class DirectoryServer:
             self._log.warning("request for a description refused: %s", error)
             return messages.VersionRefusal()
         if isinstance(message, messages.Decline):
-            self._log.warning("offer %s is declined: another version", short(message.nonce))
+            self._log.warning(
+                "offer %s is declined: decode speaks another wire version", short(message.nonce)
+            )
             self._declined.append(message.nonce)
             return None
         return self._describe(message)

@@ -75,7 +75,7 @@ def test_what_a_router_does_beside_the_ticket_does_not_matter(
 ) -> None:
     prompt = random_prompt(140, seed=next(ROUTED))
     ticket = pair.to_prefill.ticket(prompt)
-    assert set(ticket) == {*PARAMETERS, FIELD}
+    assert set(ticket) >= {*PARAMETERS, FIELD}
     since = CountersSince(pair.to_decode)
     answer = pair.decode_with(change(ticket), prompt)
     assert answer.tokens == single.complete(prompt).tokens

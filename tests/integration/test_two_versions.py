@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import pytest
 
 from nixl_kv.cli import running
@@ -111,6 +112,17 @@ def test_an_engine_that_was_upgraded_since_its_ticket_says_so_at_once(
     failure = ours.failure("d4")
     assert failure is not None
     assert f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}" in failure
+
+
+def test_a_tool_says_that_a_rank_is_of_another_version(
+    ours: ScheduledEngine, theirs: EngineProcess, key_file: str
+) -> None:
+    """It listens where one did that was described."""
+    described = ours.local.description
+    rank = msgspec.structs.replace(described.ranks[0], endpoint=theirs.about()["rank"])
+    described = msgspec.structs.replace(described, ranks=(rank,))
+    ((_, status),) = running.rank_statuses(described, read_key_file(key_file))
+    assert str(status) == f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
 
 
 def test_a_tool_says_that_an_engine_is_of_another_version(

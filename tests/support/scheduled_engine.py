@@ -60,9 +60,13 @@ class ScheduledEngine:
         self._decode = DecodeScheduler([sizes.tokens], trust.check)
 
     def about(self) -> dict[str, Any]:
-        """Its wire version, where its code is, and its directory's port."""
-        port = self.local.directory.port
-        return {"version": WIRE_VERSION, "file": nixl_kv.__file__, "port": port}
+        """Its wire version, where its code is, and where it listens."""
+        return {
+            "version": WIRE_VERSION,
+            "file": nixl_kv.__file__,
+            "port": self.local.directory.port,
+            "rank": self.local.description.ranks[0].endpoint,
+        }
 
     def offer(self, request: str) -> dict[str, Any]:
         """Compute a prompt, and give its ticket out."""

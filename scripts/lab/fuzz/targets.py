@@ -91,7 +91,7 @@ def targets() -> list[Target]:
             for name, run in decoders.items()
         ),
         Target("ticket", _ticket, inputs.tickets(), "json"),
-        Target("ticket's payload", _payload, inputs.ticket_payloads()),
+        Target("ticket payload", _payload, inputs.ticket_payloads()),
         Target("Config.parse", _config, inputs.configs(), "json", (ConfigError,)),
         Target("directory", _directory, every),
         Target("prefill rank", _ask_rank, inputs.questions()),

@@ -287,11 +287,13 @@ def test_an_error_that_recurs_leaves_the_processor_alone(
     monkeypatch.setattr("nixl_kv.transfer.directory_server.time.sleep", pause)
     server = DirectoryServer(Broken(network), HOST, 0)
     server.start()
-    for _ in range(3):
-        assert pauses.get(timeout=TIMEOUT_S) == PAUSE_S
-        go_on.release()
-    go_on.release(10)
-    server.stop()
+    try:
+        for _ in range(3):
+            assert pauses.get(timeout=TIMEOUT_S) == PAUSE_S
+            go_on.release()
+    finally:
+        go_on.release(10)
+        server.stop()
     assert not server._thread.is_alive()
 
 

@@ -92,6 +92,12 @@ def test_the_mac_is_checked_before_the_host(key_file: str) -> None:
         who.check(who.seal(at_host("8.8.8.8")))
 
 
+def test_the_mac_is_checked_before_the_payload_is_parsed(key_file: str) -> None:
+    """A stranger's bytes reach no decoder."""
+    with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+        trust({"key_file": key_file}).check({FIELD: f"5.{'0' * 32}.AA"})
+
+
 def test_a_ticket_of_another_version_is_checked_as_ours_is(key_file: str) -> None:
     """Nobody is told anything about a ticket that a stranger has made, or that leads astray."""
     who = trust({"key_file": key_file, "peers": ["10.0.0.0/8"]})
