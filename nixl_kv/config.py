@@ -179,8 +179,11 @@ class Config:
     lease_s: Annotated[float, _seconds] = 5.0
     """How long blocks stay pinned after the last sign of life of the reader that claimed them."""
 
+    hold_s: Annotated[float, _seconds] = 60.0
+    """How long blocks stay pinned for a reader that has claimed them and does not begin to read."""
+
     request_timeout_s: Annotated[float, _seconds] = 30.0
-    """How long a request on decode waits for its blocks before it counts as failed."""
+    """How long a load on decode may stand still before it counts as failed."""
 
     layout: Annotated[str, _layout] = "auto"
     """Physical order of the KV cache to ask vLLM for; 'auto' picks the best that is known good."""

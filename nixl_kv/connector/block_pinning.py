@@ -59,6 +59,10 @@ class PinnedBlocks:
         count = sum(map(len, self._pinned.values()))
         return f"<PinnedBlocks: {count} for {len(self._pinned)} requests>"
 
+    def count(self, num_tokens: int) -> int:
+        """How many blocks so many tokens take, in all groups; a window may make do with fewer."""
+        return sum(-(-num_tokens // paging.block_size) for paging in self._pagings)
+
     def pin(self, request: RequestId, num_tokens: int) -> None:
         """Pin what the table has by now of the windows' blocks; to be called with each step."""
         windowed = [paging for paging in self._pagings if paging.window]

@@ -15,6 +15,9 @@ from nixl_kv.ids import Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
+IN_USE_S: Final = 60.0
+"""How long after its last ticket an engine still counts as one that decodes."""
+
 REMEMBER_S: Final = 600.0
 """How long a used nonce is remembered here. Later than that prefill denies it anyway."""
 
@@ -58,6 +61,12 @@ class DecodeScheduler:
         self._loads: dict[RequestId, _Load] = {}
         self._used: OrderedDict[Nonce, float] = OrderedDict()
         self._commands: list[events.Command] = []
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a request with a ticket came lately."""
+        last = next(reversed(self._used.values()), None)
+        return last is not None and self._clock() < last + IN_USE_S
 
     def on_arrival(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
         """A request brings a ticket: ask for its blocks at once, so that they wait for it.

@@ -1,8 +1,10 @@
-"""How many blocks the offers that nobody has claimed may hold, and which end when it is too many.
+"""How many blocks offers may hold, and which of them end when it is too many.
 
 An offer that nobody has claimed may be revoked at any time: nobody can be reading it. So a router
 that loses tickets, decode engines that died, or a client that asks for prefills alone cannot fill
-the cache. What is claimed is not revoked; it slows prefill down until it has been read.
+the cache. What is claimed is not revoked; it slows prefill down until it has been read. On an
+engine that also decodes it must not fill the cache either: what the engine decodes needs blocks,
+and whoever decodes what it offers may wait for it in turn.
 """
 
 from collections import Counter, OrderedDict
@@ -11,59 +13,98 @@ from collections.abc import Collection, Iterable
 from nixl_kv.ids import Nonce, RequestId
 
 
+class _DistinctBlocks:
+    """Block ids, each of which may belong to several offers: prefixes are shared."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(self, blocks: Iterable[int]) -> None:
+        self._counts.update(blocks)
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._counts[block] -= 1
+            if not self._counts[block]:
+                del self._counts[block]
+
+
 class OfferQuota:
     """Offers by age. The scheduler does not know which are claimed: each worker decides."""
 
     def __init__(self, num_blocks: int, share: float) -> None:
         """Allow offers this share of a cache of `num_blocks` blocks."""
         self._allowed = int(num_blocks * share)
-        self._offers: OrderedDict[RequestId, tuple[Nonce, Collection[int]]] = OrderedDict()
-        self._requests: dict[Nonce, RequestId] = {}
-        self._blocks: Counter[int] = Counter()  # block id to number of offers: prefixes are shared
+        self._offers: dict[RequestId, Collection[int]] = {}
+        self._held = _DistinctBlocks()
+        self._expected: dict[RequestId, int] = {}  # of prefills that will be offered
+        self._num_expected = 0
+        self._revocable: OrderedDict[RequestId, Nonce] = OrderedDict()
+        self._requests: dict[Nonce, RequestId] = {}  # of those that are revocable
+        self._unclaimed = _DistinctBlocks()  # as far as is known
 
     def __repr__(self) -> str:
-        return f"<OfferQuota: {len(self._blocks)} of {self._allowed} blocks>"
+        return f"<OfferQuota: {len(self._held)} of {self._allowed} blocks>"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no offer holds anything."""
+        return not self._offers
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether a prefill of so many blocks may begin; one that is alone always may."""
+        held = len(self._held) + self._num_expected
+        return not held or held + num_blocks <= self._allowed
+
+    def expect(self, request: RequestId, num_blocks: int) -> None:
+        """A prefill begins that will be offered."""
+        self._num_expected += num_blocks - self._expected.get(request, 0)
+        self._expected[request] = num_blocks
 
     def add(self, request: RequestId, nonce: Nonce, blocks: Collection[int]) -> None:
         """A ticket went out for these blocks."""
-        self._offers[request] = (nonce, blocks)
+        self._num_expected -= self._expected.pop(request, 0)
+        self._offers[request] = blocks
+        self._held.add(blocks)
+        self._revocable[request] = nonce
         self._requests[nonce] = request
-        self._blocks.update(blocks)
+        self._unclaimed.add(blocks)
 
     def remove(self, requests: Iterable[RequestId]) -> None:
-        """These offers hold nothing any more."""
+        """These prefills and offers hold nothing any more."""
         for request in requests:
-            if request not in self._offers:
-                continue
-            nonce, blocks = self._offers.pop(request)
-            del self._requests[nonce]
-            for block in blocks:
-                self._blocks[block] -= 1
-                if not self._blocks[block]:
-                    del self._blocks[block]
+            self._num_expected -= self._expected.pop(request, 0)
+            if request in self._revocable:
+                self._pop_revocable(request)
+            self._held.remove(self._offers.pop(request, ()))
 
     def pop_excess(self) -> list[Nonce]:
         """The oldest offers that have to be revoked, each once.
 
-        One that is claimed stays, and is not counted any longer. The latest one is never revoked: a
-        prompt may be longer than all that is allowed.
+        One that is claimed stays, and does not count as unclaimed any longer. The latest one is
+        never revoked: a prompt may be longer than all that is allowed.
         """
         nonces: list[Nonce] = []
-        while len(self._blocks) > self._allowed and len(self._offers) > 1:
-            oldest = next(iter(self._offers))
-            nonces.append(self._offers[oldest][0])
-            self.remove([oldest])
+        while len(self._unclaimed) > self._allowed and len(self._revocable) > 1:
+            nonces.append(self._pop_revocable(next(iter(self._revocable))))
         return nonces
 
     def pop_offers(self, nonces: Iterable[Nonce]) -> list[Nonce]:
-        """Those of these nonces that are of offers here, each once. They are no longer counted.
+        """Those of these nonces that are of offers here, each once, to be revoked.
 
         An offer that was popped before is none of them: it has been revoked, or is claimed.
         """
-        known: list[Nonce] = []
-        for nonce in nonces:
-            request = self._requests.get(nonce)
-            if request is not None:
-                known.append(nonce)
-                self.remove([request])
-        return known
+        requests = [
+            self._requests[nonce] for nonce in dict.fromkeys(nonces) if nonce in self._requests
+        ]
+        return [self._pop_revocable(request) for request in requests]
+
+    def _pop_revocable(self, request: RequestId) -> Nonce:
+        """It counts as unclaimed no longer; its blocks are held until it has ended."""
+        nonce = self._revocable.pop(request)
+        del self._requests[nonce]
+        self._unclaimed.remove(self._offers[request])
+        return nonce

@@ -38,7 +38,12 @@ class PrefillScheduler:
     """Makes offers, from the blocks of vLLM's cache manager."""
 
     def __init__(
-        self, blocks: PinnedBlocks, quota: OfferQuota, seal: Callable[[Ticket], dict[str, Any]]
+        self,
+        blocks: PinnedBlocks,
+        quota: OfferQuota,
+        seal: Callable[[Ticket], dict[str, Any]],
+        *,
+        writes_late: bool = False,
     ) -> None:
         """Start with nothing on offer; `address` is set before any request.
 
@@ -46,10 +51,12 @@ class PrefillScheduler:
             blocks: of the cache.
             quota: of the blocks that offers may hold.
             seal: makes the `kv_transfer_params` of a ticket, with its MAC.
+            writes_late: whether a step's output may leave before all its KV is written.
         """
         self._blocks = blocks
         self._quota = quota
         self._seal = seal
+        self._writes_late = writes_late
         self._offers: dict[RequestId, _Offer] = {}
         self._commands: list[events.Command] = []
         self.address: Address | None = None
@@ -64,6 +71,23 @@ class PrefillScheduler:
         nonce = new_nonce()
         context = prompt.context(nonce)
         self._offers[prompt.request] = _Offer(prompt.request, prompt.num_tokens, nonce, context)
+
+    def has_room(self, request: RequestId) -> bool:
+        """Whether a request may begin, as far as offers may hold blocks; if it is none, it may."""
+        offer = self._offers.get(request)
+        return offer is None or self._quota.has_room(self._blocks.count(offer.num_tokens))
+
+    def on_allocation(self, request: RequestId) -> None:
+        """The request begins."""
+        offer = self._offers.get(request)
+        if offer is not None:
+            self._quota.expect(request, self._blocks.count(offer.num_tokens))
+
+    def reclaim(self, num_blocks: int) -> None:
+        """A request has waited for so many blocks: offers that nobody reads give theirs back."""
+        if not self._quota.is_empty:
+            logger.info("a request waits for %d blocks: offers are taken back", num_blocks)
+            self._commands.append(events.ReclaimBlocks(num_blocks))
 
     def on_step(
         self, preempted: Iterable[RequestId], scheduled: Iterable[tuple[RequestId, range]]
@@ -84,7 +108,12 @@ class PrefillScheduler:
                 offer.tables = self._blocks.tables(request, offer.num_tokens)
                 self._commands.append(
                     events.PrepareOffer(
-                        offer.nonce, request, offer.context, offer.num_tokens, offer.tables
+                        offer.nonce,
+                        request,
+                        offer.context,
+                        offer.num_tokens,
+                        offer.tables,
+                        is_written=not self._writes_late,
                     )
                 )
 

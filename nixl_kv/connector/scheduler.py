@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from nixl_kv.connector.block_pinning import PinnedBlocks
+from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.offer_quota import OfferQuota
@@ -28,6 +29,7 @@ from nixl_kv.connector.vllm_config import (
     prompt_of,
     request_ids,
     why_not_offered,
+    writes_late,
 )
 from nixl_kv.errors import RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId
@@ -51,9 +53,12 @@ class Scheduler:
         groups = pagings(kv_cache_config)
         self._blocks = PinnedBlocks(groups)
         quota = OfferQuota(kv_cache_config.num_blocks, self._config.offer_share)
-        self._prefill = PrefillScheduler(self._blocks, quota, self._trust.seal)
+        self._prefill = PrefillScheduler(
+            self._blocks, quota, self._trust.seal, writes_late=writes_late(vllm_config)
+        )
         sizes = [paging.block_size for paging in groups]
         self._decode = DecodeScheduler(sizes, self._trust.check, verify=self._config.verify)
+        self._shortage = BlockShortage()
         self._directory: DirectoryServer | None = None
         self._next_step: list[events.Command] = []
         self.stats = Stats()
@@ -72,7 +77,10 @@ class Scheduler:
 
     def on_offers_ended(self, requests: Iterable[str] | None) -> None:
         """All workers have reported these offers as ended."""
-        self._prefill.on_end(request_ids(requests))
+        ended = request_ids(requests)
+        self._prefill.on_end(ended)
+        if ended:
+            self._shortage.on_progress()
 
     def on_arrival(self, request: Request) -> None:
         """A request is new. A ticket that is not valid costs a log line and a counter."""
@@ -82,13 +90,22 @@ class Scheduler:
             self.stats.count("tickets_refused")
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
-    def count_matched(self, request: Request, local: int) -> tuple[int, bool]:
-        """See `DecodeScheduler.count_matched`."""
-        return self._decode.count_matched(RequestId(request.request_id), local)
+    def count_matched(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """See `DecodeScheduler.count_matched`. None: the request has to wait, others need not.
+
+        So waits what would be offered, on an engine that also decodes, while offers hold enough.
+        """
+        request_id = RequestId(request.request_id)
+        if self._decode.is_in_use and not self._prefill.has_room(request_id):
+            return None, False
+        self._shortage.on_question(self._blocks.count(request.num_tokens))
+        return self._decode.count_matched(request_id, local)
 
     def on_allocation(self, request: Request, tables: Sequence[list[int]], num_tokens: int) -> None:
         """See `DecodeScheduler.on_allocation`; `tables` are those of all groups."""
         request_id = RequestId(request.request_id)
+        self._shortage.on_progress()
+        self._prefill.on_allocation(request_id)
         self._decode.on_allocation(request_id, self._select(tables), num_tokens)
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
@@ -97,6 +114,9 @@ class Scheduler:
         if self._directory is not None:
             self._prefill.on_declined(self._directory.pop_declined())
         self._prefill.on_step(preempted, progress(output, self._prefill.requests))
+        needed = self._shortage.pop_needed()
+        if needed:
+            self._prefill.reclaim(needed)
         commands, self._next_step = self._next_step, []
         return StepMetadata(
             [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()]

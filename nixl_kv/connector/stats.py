@@ -22,6 +22,7 @@ COUNTERS: Final = {
     "load_failures": "Requests whose KV could not be read; recomputed or failed by policy.",
     "load_failures_denied": "Of these: prefill had no such offer (used, expired, revoked).",
     "load_failures_lease_lost": "Of these: the lease ran out before decode had blocks.",
+    "load_failures_recalled": "Of these: prefill wanted its blocks back before decode had blocks.",
     "load_failures_unreachable": "Of these: prefill could not be reached, or was lost.",
     "load_failures_incompatible": "Of these: prefill's model or cache does not fit.",
     "load_failures_late": "Of these: not read in time.",
@@ -43,7 +44,9 @@ COUNTERS: Final = {
         "Offers that were not read: decode had all of it, or reads another rank's copy, per rank."
     ),
     "offers_aborted": "Offers whose reader gave up, per rank.",
-    "offers_revoked": "Offers taken back unclaimed: blocks were scarce, or declined, per rank.",
+    "offers_revoked": (
+        "Offers taken back unread: blocks were scarce, or they were held for long, or declined."
+    ),
     "offers_expired": "Offers whose last lease ran out, per rank.",
     "offers_lost": "Offers that ended with a death of the transfer thread, per rank.",
     "asks_denied": "Asks that were denied, per rank.",

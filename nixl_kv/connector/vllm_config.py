@@ -202,6 +202,14 @@ def parallel_shape(vllm_config: VllmConfig) -> ParallelShape:
     return ParallelShape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
 
+def writes_late(vllm_config: VllmConfig) -> bool:
+    """Whether a step's output may leave before its last KV is written: that of draft layers.
+
+    The model runner copies the output to the host before it lets the draft model propose.
+    """
+    return vllm_config.speculative_config is not None
+
+
 def worker_rank(vllm_config: VllmConfig) -> Rank:
     """Which rank this worker is, pipeline stage major; to be called in a worker only."""
     stage, place = get_pp_group().rank_in_group, get_tp_group().rank_in_group

@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from nixl_kv.connector.kv_layout import cache_layout
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.unwritten import UnwrittenOffers
 from nixl_kv.connector.vllm_config import (
     check_supported,
     model_facts,
@@ -40,6 +41,7 @@ class Worker:
         self._kv_cache_config = kv_cache_config
         self._engine: TransferEngine | None = None
         self._kv_caches: Mapping[str, torch.Tensor] | None = None
+        self._unwritten = UnwrittenOffers()
         self.handshake: HandshakeMetadata | None = None
         """What the scheduler publishes of this rank, once it is registered."""
         self.stats = Stats()
@@ -77,11 +79,15 @@ class Worker:
     def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""
         if self._engine is not None:
-            self._engine.submit(step.commands)
+            self._engine.submit([*self._unwritten.pop_written(), *step.commands])
+            self._unwritten.add(step.commands)
             self.stats.count_commands(step.commands)
 
     def pop_results(self) -> KVConnectorTransferResults:
-        """What has ended since the last step."""
+        """What has ended since the last step; called when all of a step is enqueued on the GPU."""
+        if self._engine is not None:
+            self._unwritten.on_step_enqueued()
+            self._engine.submit(self._unwritten.pop_written())
         results = [] if self._engine is None else self._engine.pop_results()
         self.stats.count_results(results)
         return transfer_results(results)

@@ -45,6 +45,11 @@ def block_ids(table: Sequence[int] | bytes) -> BlockIds:
     return np.asarray(table, dtype=np.int32)
 
 
+def count_present(table: Sequence[int] | bytes) -> int:
+    """How many entries of a block table are not ABSENT."""
+    return int(np.count_nonzero(block_ids(table) != ABSENT))
+
+
 def to_bytes(ids: BlockIds) -> bytes:
     """The wire form of block ids: little-endian int32."""
     return ids.astype("<i4", copy=False).tobytes()

@@ -171,6 +171,12 @@ class CacheLayout:
     device: int
     spans: tuple[Span, ...]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers and heads of this rank."""
+        regions = (region for group in self.groups for region in group.regions)
+        return sum(region.num_heads * region.content for region in regions)
+
     def __post_init__(self) -> None:
         """Check the numbers, and that every block of every region is inside one span."""
         check_range("number of groups", len(self.groups), high=65)

@@ -103,7 +103,8 @@ class PrepareOffer(msgspec.Struct, frozen=True):
 
     Sent before the ticket exists: whoever asks with this nonce has the ticket, and the ticket left
     only after that step was complete and the blocks were pinned. `tables` has one block table for
-    each cache group (little-endian int32, ABSENT where there is no block).
+    each cache group (little-endian int32, ABSENT where there is no block). Not `is_written`: the
+    ticket may leave before all layers' KV is written; it is granted after `MarkWritten`.
     """
 
     nonce: Nonce
@@ -111,6 +112,13 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     context: str
     num_tokens: int
     tables: tuple[bytes, ...]
+    is_written: bool = True
+
+
+class MarkWritten(msgspec.Struct, frozen=True):
+    """All KV of this offer's blocks is in memory."""
+
+    nonce: Nonce
 
 
 class PublishOffer(msgspec.Struct, frozen=True):
@@ -127,9 +135,18 @@ class WithdrawOffer(msgspec.Struct, frozen=True):
 
 
 class RevokeOffer(msgspec.Struct, frozen=True):
-    """Blocks are scarce, or nobody will ask: end the offer, unless it is claimed by now."""
+    """Nobody is to claim the offer any more: end it, unless it is claimed by now."""
 
     nonce: Nonce
+
+
+class ReclaimBlocks(msgspec.Struct, frozen=True):
+    """A request of the caller's own lacks so many blocks, and nothing moves.
+
+    Unclaimed offers end. If that is not enough, granted ones that nobody reads yet are recalled.
+    """
+
+    num_blocks: int
 
 
 # --- events of the sockets
@@ -357,6 +374,7 @@ class FailureKind(enum.Enum):
 
     DENIED = "denied"
     LEASE_LOST = "lease_lost"
+    RECALLED = "recalled"
     UNREACHABLE = "unreachable"
     INCOMPATIBLE = "incompatible"
     LATE = "late"
@@ -420,7 +438,9 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad | DeclineOffer
-PrefillCommand: TypeAlias = PrepareOffer | PublishOffer | WithdrawOffer | RevokeOffer
+PrefillCommand: TypeAlias = (
+    PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
+)
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
 ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
 DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadEvent

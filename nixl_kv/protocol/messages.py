@@ -6,6 +6,7 @@ To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
                                        Renew          -> Renewed
                                        Release        (a hint; a lost one costs a lease)
+From a rank, unasked, to its reader:   Recall         -> Release | Renew
 To a rank of any engine, from a tool:  StatusRequest  -> Status
 
 What is of another version than this side's is answered with VersionRefusal, wherever it came. That
@@ -198,12 +199,20 @@ class DigestReply(_OfClaim, frozen=True, kw_only=True):
     columns: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_COLUMNS)]
 
 
+class Recall(_OfClaim, frozen=True, kw_only=True):
+    """The blocks are wanted back: the reader releases them, or renews since it reads them."""
+
+
 class Renew(_Message, frozen=True, kw_only=True):
-    """All claims that the reader holds at this rank. One that is missing is released."""
+    """All claims that the reader holds at this rank. One that is missing is released.
+
+    The first `num_reading` of them are being read, or wait for nothing but their turn.
+    """
 
     reader: Reader
     number: _Count
     claims: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]
+    num_reading: _Count
 
 
 class Renewed(_Message, frozen=True, kw_only=True):
@@ -308,7 +317,9 @@ class Status(_Message, frozen=True, kw_only=True):
 
 ToEngine: TypeAlias = Describe | Decline
 ToRank: TypeAlias = Ask | DigestRequest | Renew | Release
-Answer: TypeAlias = Description | Refusal | Grant | Deny | DigestReply | Renewed | VersionRefusal
+Answer: TypeAlias = (
+    Description | Refusal | Grant | Deny | DigestReply | Renewed | Recall | VersionRefusal
+)
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | Status
 
 

@@ -24,7 +24,7 @@ WIRE_VERSION history (of tickets and messages alike)
 4  one release message in place of two; block tables mark absent blocks; tickets name this version;
    fields that nobody used are gone; status; the answer to a renew has its number
 5  a ticket is one string; what another version sends is refused in a form that all versions read;
-   an offer can be declined
+   an offer can be declined, and what was granted recalled; a renew says which claims are being read
 """
 
 import base64

@@ -6,7 +6,8 @@ on it but abandoned reads it is destroyed, and only on the proof that it is gone
 have failed: their blocks may be used again. Reads from other peers go on all the while.
 
 All agents but the first are made, and all are destroyed, in the background, since either may take
-a second. All else runs on the transfer thread alone.
+a second; each on a thread of its own, so that one that cannot be destroyed keeps none from being
+made. All else runs on the transfer thread alone.
 """
 
 import logging
@@ -56,7 +57,8 @@ class Agents:
         counts: defaultdict[str, float],
         *,
         clock: Callable[[], float],
-        background: Executor,
+        opening: Executor,
+        closing: Executor,
     ) -> None:
         """Start without an agent: an engine that only prefills never needs one.
 
@@ -65,7 +67,8 @@ class Agents:
             peers: that this rank may read, and its own cache.
             counts: agents that were destroyed to stop a read are added to them.
             clock: monotonic seconds.
-            background: where agents are made and destroyed.
+            opening: where agents are made.
+            closing: where they are destroyed.
         """
         self.peers = peers
         self.polled: list[ReadAgent] = []
@@ -73,7 +76,8 @@ class Agents:
         self._counts = counts
         self._make_transport = make_transport
         self._clock = clock
-        self._background = background
+        self._open_on = opening
+        self._close_on = closing
         self._joins: deque[_Join] = deque()
         self._closing: list[_Closing] = []
         self._opening: Future[tuple[Transport, SlotPage]] | None = None
@@ -142,7 +146,8 @@ class Agents:
 
     def close(self) -> None:
         """Destroy all agents, whatever they read."""
-        self._background.shutdown(wait=False)
+        self._open_on.shutdown(wait=False)
+        self._close_on.shutdown(wait=False)
         for agent in self.polled:
             agent.transport.close()
 
@@ -193,7 +198,7 @@ class Agents:
             abandoned = self.polled and any(read.is_abandoned for read in self.current.reads)
             if abandoned and self._clock() >= self._open_again_at:
                 logger.warning("a read does not end: making another NIXL agent")
-                self._opening = self._background.submit(
+                self._opening = self._open_on.submit(
                     open_transport, self._make_transport, self.peers.layout
                 )
         elif self._opening.done():
@@ -215,7 +220,7 @@ class Agents:
 
     def _close(self, agent: ReadAgent) -> None:
         """Destroy an agent; nothing else uses it any more."""
-        closed = self._background.submit(agent.transport.close)
+        closed = self._close_on.submit(agent.transport.close)
         self._closing.append(_Closing(agent, closed, self._clock()))
 
     def _poll_closing(self) -> list[events.DataEvent]:

@@ -35,8 +35,8 @@ from nixl_kv.transport.slots import SlotPage
 
 logger = logging.getLogger(__name__)
 
-NUM_SLOTS: Final = 16384
-"""Offers that may be granted at the same time: 256 KiB of memory."""
+MIN_SLOTS: Final = 1024
+MAX_SLOTS: Final = 1 << 20
 
 
 def _background_thread() -> Executor:
@@ -67,7 +67,7 @@ class RankSpec:
     make_control: Callable[[], ControlPlane]
 
     # What simulations replace:
-    num_slots: int = NUM_SLOTS
+    num_slots: int | None = None
     make_slots: Callable[[int], SlotPage] = SlotPage
     make_background: Callable[[], Executor] = _background_thread
     clock: Callable[[], float] = time.monotonic
@@ -166,11 +166,17 @@ def build_parts(spec: RankSpec) -> Parts:
     digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
     peers = RemotePeers(layout, spec.rank, spec.model, config.allowed_hosts)
     agents = Agents(
-        spec.make_transport, peers, counts, clock=spec.clock, background=spec.make_background()
+        spec.make_transport,
+        peers,
+        counts,
+        clock=spec.clock,
+        opening=spec.make_background(),
+        closing=spec.make_background(),
     )
     if spec.is_decode:
         agents.open()
-    slots = spec.make_slots(spec.num_slots)
+    num_slots = spec.num_slots or slots_for(layout)
+    slots = spec.make_slots(num_slots)
     serving = None
     if spec.is_prefill:
         serving = spec.make_transport()
@@ -182,15 +188,17 @@ def build_parts(spec: RankSpec) -> Parts:
         prefill=PrefillMachine(
             incarnation,
             event_log.record,
-            num_slots=spec.num_slots,
+            num_slots=num_slots,
             offer_ttl_s=config.offer_ttl_s,
             lease_s=config.lease_s,
+            hold_s=config.hold_s,
         ),
         decode=DecodeMachine(
             messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
             event_log.record,
             timeout_s=config.request_timeout_s,
             renew_interval_s=config.renew_interval_s,
+            bytes_per_token=layout.bytes_per_token,
         ),
         agents=agents,
         digests=DigestQueue(layout, digester, counts, spec.clock),
@@ -206,6 +214,12 @@ def build_parts(spec: RankSpec) -> Parts:
             layout=layout,
         ),
     )
+
+
+def slots_for(layout: CacheLayout) -> int:
+    """How many offers may be granted at the same time: each has a block of its own at least."""
+    num_blocks = max(group.num_entries for group in layout.groups)
+    return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
 
 
 def _make_digester(layout: CacheLayout, *, is_needed: bool) -> Digester:

@@ -58,7 +58,7 @@ CLAIM = Claim(hex32(0xC1))
 RIVAL = Claim(hex32(0xC2))
 CONTEXT = hex32(0xE)
 TABLES = (b"\7\0\0\0\3\0\0\0",)
-LEASE_S, TIMEOUT_S, RENEW_S = 2.0, 30.0, 0.4
+LEASE_S, HOLD_S, TIMEOUT_S, RENEW_S = 2.0, 60.0, 30.0, 0.4
 GENERATION = Generation(b"\1" * 16)
 SLICES = (KVSlice("layer.0", 0, 2, 0),)
 SUMS = b"\5" * 8
@@ -109,8 +109,13 @@ def digest_reply(**changed: Any) -> messages.DigestReply:
     return messages.DigestReply(**{**OF_CLAIM, "rows": SUMS * 4, "columns": SUMS, **changed})
 
 
-def renew(number: int, *claims: Claim, **changed: Any) -> messages.Renew:
-    return messages.Renew(**{**OF_RANK, "number": number, "claims": claims, **changed})
+def renew(number: int, *claims: Claim, reading: int = 0, **changed: Any) -> messages.Renew:
+    values = {"number": number, "claims": claims, "num_reading": reading}
+    return messages.Renew(**{**OF_RANK, **values, **changed})
+
+
+def recall(**changed: Any) -> messages.Recall:
+    return messages.Recall(**{**OF_CLAIM, **changed})
 
 
 def renewed(*lost: Claim, **changed: Any) -> messages.Renewed:

@@ -67,9 +67,18 @@ GRANT = grant(lease_s=3600.0)
 
 
 def decode_machine(
-    record: Record = no_record, timeout_s: float = TIMEOUT_S, renew_interval_s: float = 1e9
+    record: Record = no_record,
+    timeout_s: float = TIMEOUT_S,
+    renew_interval_s: float = 1e9,
+    bytes_per_token: int = 1,
 ) -> DecodeMachine:
-    return DecodeMachine(READER, record, timeout_s=timeout_s, renew_interval_s=renew_interval_s)
+    return DecodeMachine(
+        READER,
+        record,
+        timeout_s=timeout_s,
+        renew_interval_s=renew_interval_s,
+        bytes_per_token=bytes_per_token,
+    )
 
 
 def loading(script: Script) -> DecodeMachine:

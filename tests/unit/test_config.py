@@ -254,7 +254,8 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
     with pytest.raises(ConfigError) as refusal:
         Config.parse(extra, {})
     keys = (
-        "host, port, backends, offer_ttl_s, lease_s, request_timeout_s, layout, "
+        "host, port, backends, offer_ttl_s, lease_s, hold_s, "
+        "request_timeout_s, layout, "
         "key_file, insecure, peers, peer_timeout_s, paced_reads, offer_share, verify"
     )
     assert str(refusal.value) == (

@@ -5,7 +5,7 @@ prefill's answer is there when the blocks are. For each prefill rank that it rea
 `RankRead`:
 
     ASKING     the rank was asked
-    GRANTED    it holds the blocks; there are no local blocks yet
+    GRANTED    it holds the blocks; there are no local blocks yet, or other reads come first
     READING    data is landing in the local blocks
     CHECKING   all data has landed; the generation slot is being read
     VERIFYING  the slot was still valid after the last byte; the bytes are being compared with
@@ -32,6 +32,7 @@ from nixl_kv.geometry.ranks import Route
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.decode.read_queue import ReadQueue
 from nixl_kv.protocol.events import Failure, FailureKind
 from nixl_kv.protocol.ticket import Ticket
 
@@ -42,6 +43,9 @@ SILENCE_S: Final = 2.0
 
 DRAIN_S: Final = 1.0
 """How long a read may take to end by itself after its time, before its agent is given up for it."""
+
+MOST_TIMEOUTS: Final = 4
+"""How many timeouts a read may be under way while others from the same rank end."""
 
 DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
 
@@ -74,12 +78,14 @@ TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State, ...]]]] = {
     State.ASKING: {
         messages.Grant: (State.GRANTED,),
         messages.Deny: _FAILED,
+        messages.Recall: _FAILED,
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
     },
     State.GRANTED: {
         events.StartLoad: (State.READING,),
         messages.Deny: _FAILED,
+        messages.Recall: _FAILED,
         messages.Renewed: _FAILED,
         events.EndpointLost: _FAILED,
         Cancelled: _FAILED,
@@ -133,6 +139,7 @@ class RankRead:
     ask_again_at: float = -math.inf
     unreachable_since: float | None = None  # its connection broke, and it has said nothing since
     abandoned: bool = False
+    started_at: float = math.inf  # when it was posted
     grant: messages.Grant | None = None
     granted_at: int = 0  # the number of the latest ask or renew then
     done: events.ReadDone | None = None  # what was read, once all data has landed
@@ -174,11 +181,14 @@ class Load:
     ticket: Ticket
     claim: Claim
     peer: events.PeerKey
-    deadline: float
+    timeout_s: float
+    deadline: float  # unless something moves before; see `late_at`
     record: events.Record = field(repr=False)
+    queue: ReadQueue = field(repr=False)
     reads: dict[Rank, RankRead] | None = None
     start: events.StartLoad | None = None  # once there are blocks
     is_cancelled: bool = False
+    has_progressed: bool = False  # since `deadline` was set
     failure: Failure | None = None  # the first one; the others follow from it
     overdue_since: float | None = None
 
@@ -205,8 +215,13 @@ class Load:
             return "its caller, to start or to cancel it"
         if self.reads is None:
             return f"the description of {self.peer}"
-        waits = [_WAITS_FOR[read.state] for read in self.rank_reads if not read.has_ended]
+        waits = [self._read_waits_for(read) for read in self.rank_reads if not read.has_ended]
         return ", ".join(dict.fromkeys(waits))
+
+    def _read_waits_for(self, read: RankRead) -> str:
+        if read.state is State.GRANTED and self.start is None:
+            return "blocks of its own"
+        return _WAITS_FOR[read.state]
 
     @property
     def lacks_only_blocks(self) -> bool:
@@ -228,13 +243,36 @@ class Load:
 
     @property
     def _late_at(self) -> float:
-        """At its deadline, or when a rank that is read has been silent for too long."""
+        """When nothing has moved for too long, or a rank that is read has been silent for it."""
         silent = [
             read.unreachable_since + SILENCE_S
             for read in self.rank_reads
             if read.state in POSTED and read.unreachable_since is not None
         ]
-        return min([math.inf if self.lacks_only_blocks else self.deadline, *silent])
+        if self.start is None or not self.reads:
+            return min([math.inf if self.lacks_only_blocks else self.deadline, *silent])
+        still = [self._read_late_at(read) for read in self.rank_reads if not read.has_ended]
+        return min([*still, *silent], default=math.inf)
+
+    def _read_late_at(self, read: RankRead) -> float:
+        """What is queued, or on a link with others, is not late as long as those advance."""
+        key = (self.claim, read.rank)
+        if key not in self.queue:
+            return self.deadline
+        advancing = self.queue.progressed_at(key) + self.timeout_s
+        longest = read.started_at + MOST_TIMEOUTS * self.timeout_s
+        return max(self.deadline, min(advancing, longest))
+
+    def move_deadline(self, now: float) -> None:
+        """Once it was started, its time runs from what moved last."""
+        if self.has_progressed and self.start is not None:
+            self.deadline = now + self.timeout_s
+        self.has_progressed = False
+
+    def is_reading(self, read: RankRead) -> bool:
+        """Whether it is being read, or will be without any other step of the caller's."""
+        is_queued = read.state is State.GRANTED and self.start is not None
+        return is_queued or read.state in POSTED or read.state is State.VERIFYING
 
     def fail(self, failure: Failure) -> None:
         """Keep the first failure."""
@@ -292,22 +330,29 @@ class Load:
             return []
         read.grant, read.granted_at = grant, last_number
         self._move(read, State.GRANTED, grant)
-        return self._start_reads()
+        return []
 
-    def on_blocks(self, start: events.StartLoad, deadline: float) -> list[events.Action]:
-        """There are blocks: read whatever is granted."""
+    def on_blocks(self, start: events.StartLoad, deadline: float) -> None:
+        """There are blocks: what is granted can be read, in its turn."""
         self.start, self.deadline = start, deadline
         cause = f"StartLoad: tokens {start.begin} to {start.end - 1}"
         self.record(events.Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
-        return self._start_reads()
 
-    def _start_reads(self) -> list[events.Action]:
-        actions: list[events.Action] = []
-        for read in self.rank_reads:
-            if self.start and read.grant and read.state is State.GRANTED:
-                self._move(read, State.READING, self.start)
-                actions.append(events.StartRead(self.peer, read.rank, read.grant, self.start))
-        return actions
+    def start_read(self, read: RankRead, now: float) -> list[events.Action]:
+        """It is its turn."""
+        if self.start is None or read.grant is None:
+            return []
+        read.started_at = now
+        self._move(read, State.READING, self.start)
+        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+
+    def on_recall(self, read: RankRead, recall: messages.Recall) -> list[events.Action]:
+        """Prefill wants its blocks back, and nobody reads them: release them."""
+        if read.state in (State.ASKING, State.GRANTED):
+            detail = f"prefill rank {read.rank} wanted its blocks back before there were any here"
+            self.fail(Failure(FailureKind.RECALLED, detail))
+            self._move(read, State.FAILED, recall)
+        return [self._release(read, complete=False)]
 
     def on_refusal(
         self,
@@ -434,13 +479,13 @@ class Load:
         self.is_cancelled = True
         return [] if self.reads is None else self.cancel(DROPPED)
 
-    def late_failure(self, now: float, timeout_s: float) -> Failure | None:
+    def late_failure(self, now: float) -> Failure | None:
         """Why its time is over; None while it is not."""
         if now < self._late_at:
             return None
         if now < self.deadline or self.lacks_only_blocks:
             return Failure(FailureKind.LATE, "prefill fell silent while it was read")
-        return Failure(FailureKind.LATE, f"no KV within {timeout_s:g} s")
+        return Failure(FailureKind.LATE, f"nothing of it has moved for {self.timeout_s:g} s")
 
     def on_late(self, failure: Failure, now: float) -> list[events.Action]:
         """Cancel it. A read that then does not end by itself is abandoned, once."""
@@ -501,6 +546,8 @@ class Load:
             )
         )
         read.state = after
+        if after not in (State.DRAINING, State.FAILED):
+            self.has_progressed = True
 
     def _release(self, read: RankRead, *, complete: bool) -> events.Send:
         """Tell prefill that this reader has ended. A lost message costs prefill a lease."""
@@ -524,7 +571,7 @@ def _cause(event: object) -> str:
 
 _WAITS_FOR: Final[Mapping[State, str]] = {
     State.ASKING: "a grant",
-    State.GRANTED: "blocks of its own",
+    State.GRANTED: "its turn to be read",
     State.READING: "data",
     State.CHECKING: "the generation slot",
     State.VERIFYING: "a digest",

@@ -13,15 +13,23 @@ from nixl_kv.ids import Claim, Endpoint, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.decode.load import Load, RankRead, State
+from nixl_kv.protocol.decode.read_queue import ReadQueue
+from nixl_kv.protocol.events import Failure, FailureKind
 
 MIN_RENEW_INTERVAL_S: Final = 0.025
 """However short a lease its owner grants."""
 
-_Reads: TypeAlias = dict[RequestId, tuple[Load, RankRead]]
+_SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request came with the same id")
+
+_Reads: TypeAlias = dict[Claim, tuple[Load, RankRead]]
 
 
 class LoadBook:
-    """Loads by request. `now` is monotonic; it and the two intervals are in seconds."""
+    """Loads by claim, and those that the caller knows by request.
+
+    `now` is monotonic; it and the two intervals are in seconds. `bytes_per_token` are those of all
+    layers on this rank.
+    """
 
     def __init__(
         self,
@@ -30,18 +38,21 @@ class LoadBook:
         *,
         timeout_s: float,
         renew_interval_s: float,
+        bytes_per_token: int,
     ) -> None:
         self.timeout_s = timeout_s
+        self._bytes_per_token = bytes_per_token
+        self._queue = ReadQueue()
         self._reader = reader
         self._record = record
         self._renew_interval_s = renew_interval_s
         self.last_number = 0  # of asks and renews alike
-        self._loads: dict[RequestId, Load] = {}
-        self._by_claim: dict[Claim, Load] = {}
-        self._waiting: dict[events.PeerKey, dict[RequestId, Load]] = {}
+        self._loads: dict[Claim, Load] = {}
+        self._by_request: dict[RequestId, Load] = {}
+        self._waiting: dict[events.PeerKey, dict[Claim, Load]] = {}
         self._reads: dict[Endpoint, _Reads] = {}  # those that have not ended
         self._uses: Counter[events.PeerKey] = Counter()  # as many as these
-        self._due = Deadlines[RequestId]()
+        self._due = Deadlines[Claim]()
         self._renewals = Deadlines[Endpoint]()
 
     def __len__(self) -> int:
@@ -50,32 +61,40 @@ class LoadBook:
     @property
     def next_due(self) -> float | None:
         """When time changes something by itself; None for never."""
-        return min(
-            (due for due in (self._due.next, self._renewals.next) if due is not None),
-            default=None,
-        )
+        due = (self._due.next, self._renewals.next, self._queue.next_due)
+        return min((when for when in due if when is not None), default=None)
 
     def add(self, command: events.PrepareLoad, peer: events.PeerKey, now: float) -> Load:
-        """Add a load."""
-        if command.request in self._loads:
-            raise LocalProtocolError(f"request {command.request!r} has a load already")
+        """Add a load; the request must not have one, unless nobody knows that one any more."""
         load = Load(
             reader=self._reader,
             request=command.request,
             ticket=command.ticket,
             claim=command.claim,
             peer=peer,
+            timeout_s=self.timeout_s,
             deadline=now + self.timeout_s,
             record=self._record,
+            queue=self._queue,
         )
-        self._loads[command.request] = self._by_claim[command.claim] = load
-        self._waiting.setdefault(peer, {})[command.request] = load
-        self._due.set(command.request, load.next_due)
+        self._loads[command.claim] = self._by_request[command.request] = load
+        self._waiting.setdefault(peer, {})[command.claim] = load
+        self._due.set(command.claim, load.next_due)
         return load
+
+    def refuse_second(self, request: RequestId, now: float) -> list[events.Action] | None:
+        """If a request has a load that its caller may still want: that one fails, too.
+
+        Which of the two is meant cannot be told by what comes next. None: it has no such load.
+        """
+        load = self._by_request.get(request)
+        if load is None or (load.is_cancelled and load.start is None):
+            return None
+        return load.cancel(_SAME_ID) + self.settle(load, now)
 
     def get(self, request: RequestId) -> Load | None:
         """The load of a request, until it is forgotten."""
-        return self._loads.get(request)
+        return self._by_request.get(request)
 
     def all(self) -> list[Load]:
         """Every load that is not forgotten."""
@@ -89,9 +108,13 @@ class LoadBook:
         """Everything that is read from the rank at one endpoint, and has not ended."""
         return list(self._reads.get(endpoint, {}).values())
 
+    def has_room(self, endpoint: Endpoint) -> bool:
+        """Whether a renew to the rank at this endpoint can name one more claim."""
+        return len(self._reads.get(endpoint, {})) < messages.MAX_CLAIMS
+
     def claimed(self, claim: Claim, endpoint: Endpoint) -> tuple[Load, RankRead] | None:
         """What is read under this claim from the rank at one endpoint, also if it has ended."""
-        load = self._by_claim.get(claim)
+        load = self._loads.get(claim)
         if load is None:
             return None
         return next(((load, read) for read in load.rank_reads if read.endpoint == endpoint), None)
@@ -99,7 +122,8 @@ class LoadBook:
     def clear(self) -> None:
         """Forget all loads."""
         self._loads.clear()
-        self._by_claim.clear()
+        self._by_request.clear()
+        self._queue.clear()
         self._waiting.clear()
         self._reads.clear()
         self._uses.clear()
@@ -121,13 +145,15 @@ class LoadBook:
     def settle(self, load: Load, now: float) -> list[events.Action]:
         """After any change: one failure cancels the rest, and what is over is reported once."""
         actions: list[events.Action] = []
-        if self._loads.get(load.request) is not load:
+        if load.claim not in self._loads:
             return actions
         if load.failure is not None and not load.is_over:
             actions += load.cancel(load.failure)
+        load.move_deadline(now)
         self._index(load, now)
+        actions += self._start_reads(now)
         if not load.is_over or (load.start is None and not load.is_cancelled):
-            self._due.set(load.request, load.next_due)
+            self._due.set(load.claim, load.next_due)
             return actions
         report = load.end()
         self._forget(load)
@@ -136,9 +162,9 @@ class LoadBook:
     def on_tick(self, now: float) -> list[events.Action]:
         """Give up what is out of time, ask again where no answer came, renew what is held."""
         actions: list[events.Action] = []
-        for request in self._due.pop_due(now):
-            load = self._loads[request]
-            late = load.late_failure(now, self.timeout_s)
+        for claim in self._due.pop_due(now):
+            load = self._loads[claim]
+            late = load.late_failure(now)
             if late is not None:
                 actions += load.on_late(late, now)
             actions += self.ask_all(load, now)
@@ -146,8 +172,9 @@ class LoadBook:
                 if read.state is State.VERIFYING and read.lacks_answer and read.ask_again_at <= now:
                     actions += load.ask_digest(read, now)
             actions += self.settle(load, now)
+        actions += self._start_reads(now)
         for endpoint in self._renewals.pop_due(now):
-            actions += self._renew(endpoint, now)
+            actions += self.renew(endpoint, now)
         return actions
 
     def validate(self) -> None:
@@ -155,12 +182,13 @@ class LoadBook:
         for load in self.all():
             load.validate()
         reads = [
-            (read.endpoint, load.request)
+            (read.endpoint, load.claim)
             for load in self.all()
             for read in load.rank_reads
             if not read.has_ended
         ]
-        found = [(endpoint, request) for endpoint, at in self._reads.items() for request in at]
+        found = [(endpoint, claim) for endpoint, at in self._reads.items() for claim in at]
+        self._queue.validate()
         if sorted(reads) != sorted(found) or len(reads) != self._uses.total():
             raise LocalProtocolError(f"reads {sorted(reads)}, found by endpoint {sorted(found)}")
 
@@ -171,13 +199,34 @@ class LoadBook:
         for read in load.rank_reads:
             if not read.has_ended:
                 self._keep(load, read, now)
-            elif load.request in self._reads.get(read.endpoint, {}):
+            elif load.claim in self._reads.get(read.endpoint, {}):
                 self._drop(load, read)
+            self._enqueue(load, read, now)
+
+    def _enqueue(self, load: Load, read: RankRead, now: float) -> None:
+        """Note whether it waits for its turn, or has had it."""
+        key = (load.claim, read.rank)
+        if read.state is State.GRANTED and load.start is not None:
+            if key not in self._queue:
+                share = load.start.num_tokens * self._bytes_per_token // len(load.rank_reads)
+                self._queue.add(key, read.endpoint, share, now)
+        elif read.state not in (State.READING, State.DRAINING):
+            self._queue.remove(key, now, has_progressed=read.state is not State.FAILED)
+
+    def _start_reads(self, now: float) -> list[events.Action]:
+        """Of whichever load: one that ends lets another begin."""
+        actions: list[events.Action] = []
+        for claim, rank in self._queue.pop_startable(now):
+            load = self._loads[claim]
+            if load.reads is not None:
+                actions += load.start_read(load.reads[rank], now)
+                load.move_deadline(now)
+        return actions
 
     def _keep(self, load: Load, read: RankRead, now: float) -> None:
         reads = self._reads.setdefault(read.endpoint, {})
-        if load.request not in reads:
-            reads[load.request] = (load, read)
+        if load.claim not in reads:
+            reads[load.claim] = (load, read)
             self._uses[load.peer] += 1
         due = self._renewals.get(read.endpoint)
         soon = now + self._interval_s(read)
@@ -186,7 +235,7 @@ class LoadBook:
 
     def _drop(self, load: Load, read: RankRead) -> None:
         reads = self._reads[read.endpoint]
-        del reads[load.request]
+        del reads[load.claim]
         if not reads:
             del self._reads[read.endpoint]
             self._renewals.set(read.endpoint, None)
@@ -200,25 +249,29 @@ class LoadBook:
 
     def _wait_no_longer(self, load: Load) -> None:
         waiting = self._waiting.get(load.peer, {})
-        if waiting.pop(load.request, None) is not None and not waiting:
+        if waiting.pop(load.claim, None) is not None and not waiting:
             del self._waiting[load.peer]
 
     def _forget(self, load: Load) -> None:
         self._wait_no_longer(load)
-        self._due.set(load.request, None)
-        del self._loads[load.request], self._by_claim[load.claim]
+        self._due.set(load.claim, None)
+        del self._loads[load.claim]
+        if self._by_request.get(load.request) is load:
+            del self._by_request[load.request]
 
     def _interval_s(self, read: RankRead) -> float:
         """Between renews: five in a lease, whose length its owner's configuration decides."""
         lease_s = read.grant.lease_s if read.grant is not None else math.inf
         return max(MIN_RENEW_INTERVAL_S, min(self._renew_interval_s, lease_s / 5))
 
-    def _renew(self, endpoint: Endpoint, now: float) -> list[events.Action]:
+    def renew(self, endpoint: Endpoint, now: float) -> list[events.Action]:
         """Tell the rank at an endpoint all that it may hold for this side."""
         reads = self._reads[endpoint].values()
         self._renewals.set(endpoint, now + min(self._interval_s(read) for _, read in reads))
-        claims: dict[Incarnation, list[Claim]] = {}
+        reading: dict[Incarnation, list[Claim]] = {}
+        others: dict[Incarnation, list[Claim]] = {}
         for load, read in reads:
+            claims = reading if load.is_reading(read) else others
             claims.setdefault(read.incarnation, []).append(load.claim)
         return [
             events.Send(
@@ -227,8 +280,9 @@ class LoadBook:
                     incarnation=incarnation,
                     reader=self._reader,
                     number=self._next_number(),
-                    claims=tuple(held),
+                    claims=(*reading.get(incarnation, ()), *others.get(incarnation, ())),
+                    num_reading=len(reading.get(incarnation, ())),
                 ),
             )
-            for incarnation, held in claims.items()
+            for incarnation in {**reading, **others}
         ]

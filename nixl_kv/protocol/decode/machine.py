@@ -12,6 +12,10 @@ from nixl_kv.protocol.peers import State as PeerState
 
 NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
 
+TOO_MANY: Final = Failure(
+    FailureKind.INTERNAL, f"{messages.MAX_CLAIMS} loads from one prefill rank; allowed: no more"
+)
+
 
 class DecodeMachine:
     """One decode rank. `handle` alone changes its state; nothing here waits."""
@@ -23,11 +27,16 @@ class DecodeMachine:
         *,
         timeout_s: float,
         renew_interval_s: float,
+        bytes_per_token: int,
     ) -> None:
         """Start with no load and no peer. `record` keeps each transition."""
         self._reader = reader
         self.loads = LoadBook(
-            reader, record, timeout_s=timeout_s, renew_interval_s=renew_interval_s
+            reader,
+            record,
+            timeout_s=timeout_s,
+            renew_interval_s=renew_interval_s,
+            bytes_per_token=bytes_per_token,
         )
         self.peers = PeerBook(record)
 
@@ -76,6 +85,9 @@ class DecodeMachine:
     def _prepare(self, command: events.PrepareLoad, now: float) -> list[events.Action]:
         ticket = command.ticket
         key = events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
+        refused = self.loads.refuse_second(command.request, now)
+        if refused is not None:
+            return refused
         load = self.loads.add(command, key, now)
         peer, actions = self.peers.get_or_connect(key, now)
         if peer.state is PeerState.READY and peer.description is not None:
@@ -91,8 +103,10 @@ class DecodeMachine:
         if load is None:
             failure = Failure(FailureKind.INTERNAL, "it was not prepared, or forgotten since")
             return [events.LoadEnded(command.request, command.num_tokens, failure)]
-        actions = load.on_blocks(command, now + self.loads.timeout_s)
-        return actions + self.loads.settle(load, now)
+        if load.start is not None:  # a second request with its id: see `refuse_second`
+            return []
+        load.on_blocks(command, now + self.loads.timeout_s)
+        return self.loads.settle(load, now)
 
     def _cancel(self, command: events.CancelLoad, now: float) -> list[events.Action]:
         load = self.loads.get(command.request)
@@ -125,6 +139,8 @@ class DecodeMachine:
         actions = load.open(joined.description, joined.routes, event)
         if load.is_cancelled or load.failure is not None:
             actions += load.cancel(DROPPED)
+        elif not all(self.loads.has_room(read.endpoint) for read in load.rank_reads):
+            actions += load.cancel(TOO_MANY)
         else:
             actions += self.loads.ask_all(load, now)
         return actions + self.loads.settle(load, now)
@@ -176,12 +192,12 @@ class DecodeMachine:
                 return self._on_endpoint_lost(events.EndpointLost(endpoint, str(message)), now)
             case messages.Renewed():
                 return self._on_renewed(message, endpoint, now)
-            case messages.Grant() | messages.Deny() | messages.DigestReply():
+            case messages.Grant() | messages.Deny() | messages.DigestReply() | messages.Recall():
                 return self._on_claim_answer(message, endpoint, now)
 
     def _on_claim_answer(
         self,
-        message: messages.Grant | messages.Deny | messages.DigestReply,
+        message: messages.Grant | messages.Deny | messages.DigestReply | messages.Recall,
         endpoint: Endpoint,
         now: float,
     ) -> list[events.Action]:
@@ -190,9 +206,8 @@ class DecodeMachine:
             return []
         claimed = self.loads.claimed(message.claim, endpoint)
         if claimed is None:
-            return (
-                [_release_unknown(message, endpoint)] if isinstance(message, messages.Grant) else []
-            )
+            holds = isinstance(message, messages.Grant | messages.Recall)
+            return [_release_unknown(message, endpoint)] if holds else []
         load, read = claimed
         actions: list[events.Action] = []
         match message:
@@ -200,6 +215,10 @@ class DecodeMachine:
                 actions = load.on_grant(read, message, self.loads.last_number)
             case messages.DigestReply():
                 actions = load.on_digest(read, message)
+            case messages.Recall() if load.is_reading(read):
+                actions = self.loads.renew(endpoint, now)
+            case messages.Recall():
+                actions = load.on_recall(read, message)
             case messages.Deny():
                 detail = f"prefill rank {read.rank} denied"
                 load.on_refusal(read, message, Failure(FailureKind.DENIED, detail))
@@ -260,14 +279,17 @@ class DecodeMachine:
         return actions + self.loads.on_tick(now)
 
 
-def _release_unknown(grant: messages.Grant, endpoint: Endpoint) -> events.Action:
+def _release_unknown(
+    message: messages.Grant | messages.Deny | messages.DigestReply | messages.Recall,
+    endpoint: Endpoint,
+) -> events.Action:
     return events.Send(
         endpoint,
         messages.Release(
-            incarnation=grant.incarnation,
-            nonce=grant.nonce,
-            claim=grant.claim,
-            reader=grant.reader,
+            incarnation=message.incarnation,
+            nonce=message.nonce,
+            claim=message.claim,
+            reader=message.reader,
             complete=False,
         ),
     )

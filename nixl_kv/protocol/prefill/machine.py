@@ -17,11 +17,12 @@ class PrefillMachine:
         num_slots: int,
         offer_ttl_s: float,
         lease_s: float,
+        hold_s: float,
     ) -> None:
         """Start the life that `incarnation` names, with no offer. `record` keeps transitions."""
         self._incarnation = incarnation
         self.offers = OfferBook(
-            record, num_slots=num_slots, offer_ttl_s=offer_ttl_s, lease_s=lease_s
+            record, num_slots=num_slots, offer_ttl_s=offer_ttl_s, lease_s=lease_s, hold_s=hold_s
         )
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
@@ -29,14 +30,18 @@ class PrefillMachine:
         match event:
             case events.PrepareOffer():
                 self.offers.prepare(event)
+            case events.MarkWritten():
+                return self._on_written(event, now)
             case events.PublishOffer():
                 self.offers.publish(event, now)
             case events.WithdrawOffer():
                 self.offers.withdraw(event)
             case events.RevokeOffer():
                 return self._revoke(event)
+            case events.ReclaimBlocks():
+                return self._reclaim(event, now)
             case events.Tick():
-                return self.offers.on_tick(event, now)
+                return self._on_tick(event, now)
             case events.DigestMade():
                 return self._on_digest_made(event)
             case events.Asked():
@@ -52,14 +57,52 @@ class PrefillMachine:
         return self._granted_to(request) is not None
 
     def _revoke(self, command: events.RevokeOffer) -> list[events.Action]:
-        """Its blocks are wanted back; it may have ended, or be granted, by now."""
+        """It may have ended, or be granted, by now."""
         offer = self.offers.get(command.nonce)
-        if offer is None:
-            return []
-        if offer.state is State.GRANTED:
-            offer.move(State.GRANTED, command)
+        if offer is None or offer.state is not State.OFFERED:
             return []
         return self.offers.end_unclaimed(offer, command, events.OfferEnd.REVOKED)
+
+    # --- blocks that are wanted back
+
+    def _reclaim(self, command: events.ReclaimBlocks, now: float) -> list[events.Action]:
+        actions: list[events.Action] = []
+        for offer in self.offers.to_reclaim(command.num_blocks):
+            if offer.state is State.OFFERED:
+                actions += self.offers.end_unclaimed(offer, command, events.OfferEnd.REVOKED)
+            else:
+                actions += self._recall(offer, command, now)
+        return actions
+
+    def _on_tick(self, tick: events.Tick, now: float) -> list[events.Action]:
+        actions: list[events.Action] = []
+        for offer in self.offers.pop_due(now):
+            actions += self.offers.on_time(offer, tick, now)
+            binding = offer.binding
+            if offer.state is State.GRANTED and binding is not None and binding.held_until <= now:
+                actions += self._recall(offer, tick, now)
+        return actions
+
+    def _recall(
+        self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float
+    ) -> list[events.Action]:
+        binding = offer.binding
+        if binding is None:
+            return []
+        return [
+            events.Reply(
+                route,
+                messages.Recall(
+                    incarnation=self._incarnation,
+                    nonce=offer.nonce,
+                    claim=binding.claim,
+                    reader=messages.Reader(
+                        engine=binding.engine, incarnation=binding.lives[rank], rank=rank
+                    ),
+                ),
+            )
+            for rank, route in self.offers.recall(offer, event, now)
+        ]
 
     def _on_message(self, event: events.Asked, now: float) -> list[events.Action]:
         match event.message:
@@ -104,10 +147,16 @@ class PrefillMachine:
         """Also for an ask that comes again: the grant may have been lost."""
         if not binding.expects(ask.claim, ask.reader):
             return self._deny(ask, route, "claimed by another, or ended for this reader")
+        if offer.state is State.RECALLED:
+            return self._deny(ask, route, "its blocks are wanted back")
         rank = ask.reader.rank
+        binding.routes[rank] = route
         binding.leases[rank] = now + self.offers.lease_s
         binding.lives[rank] = ask.reader.incarnation
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
+        if not offer.is_written:
+            offer.early[rank] = ask, route
+            return []
         grant = messages.Grant(
             incarnation=self._incarnation,
             nonce=ask.nonce,
@@ -119,6 +168,19 @@ class PrefillMachine:
             generation=binding.generation,
         )
         return [events.Reply(route, grant)]
+
+    def _on_written(self, command: events.MarkWritten, now: float) -> list[events.Action]:
+        """Who asked before is answered now."""
+        offer = self.offers.get(command.nonce)
+        if offer is None:
+            return []
+        offer.is_written = True
+        early, offer.early = offer.early, {}
+        actions: list[events.Action] = []
+        for ask, route in early.values():
+            if offer.binding is not None:
+                actions += self._grant(offer, offer.binding, ask, route=route, now=now)
+        return actions
 
     def _deny(
         self, message: messages.Ask | messages.DigestRequest, route: bytes, reason: str
@@ -188,7 +250,7 @@ class PrefillMachine:
         """
         if renew.incarnation != self._incarnation:
             return [self._renewed(renew, renew.claims, route)]
-        named = set(renew.claims)
+        named, reading = set(renew.claims), set(renew.claims[: renew.num_reading])
         rank = renew.reader.rank
         held: set[Claim] = set()
         actions: list[events.Action] = []
@@ -196,6 +258,10 @@ class PrefillMachine:
             held.add(binding.claim)
             if binding.claim in named:
                 binding.leases[rank] = now + self.offers.lease_s
+                if rank in binding.lives:
+                    binding.routes[rank] = route
+                if binding.claim in reading and offer.state is not State.READING:
+                    offer.move(State.READING, renew, peer=reader_name(renew.reader))
             elif binding.numbers.get(rank, renew.number) < renew.number:
                 binding.ended.add(rank)
                 actions += self.offers.settle(offer, renew, events.OfferEnd.ABORTED)
@@ -222,5 +288,7 @@ class PrefillMachine:
             return self.offers.end_unclaimed(offer, release, events.OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
             offer.binding.ended.add(release.reader.rank)
-        end = events.OfferEnd.READ if release.complete else events.OfferEnd.ABORTED
+        is_recalled = offer.state is State.RECALLED
+        given_up = events.OfferEnd.REVOKED if is_recalled else events.OfferEnd.ABORTED
+        end = events.OfferEnd.READ if release.complete else given_up
         return self.offers.settle(offer, release, end)

@@ -2,11 +2,13 @@
 
     PREPARED  the step that completes the prompt is under way; no ticket is out as far as we know
     OFFERED   the ticket is out, nobody has asked; ends by itself after the offer's time
-    GRANTED   bound to one claim; each expected reader has a lease
+    GRANTED   bound to one claim; each expected reader has a lease, and none has begun to read
+    RECALLED  its blocks are wanted back: the readers are asked to release it, unless they read it
+    READING   a reader has begun
 
 An offer that has ended is forgotten: when every reader has ended (released, or its lease ran out),
-when nobody asked in time or before its blocks were wanted back, when nobody needs this rank, or
-when no ticket went out.
+when nobody asked in time or before its blocks were wanted back, when nobody answered its recall,
+when nobody needs this rank, or when no ticket went out.
 
 A slot is cleared before its offer is reported, and the caller uses blocks again only after the
 report. That order is the whole fence: who finds the generation in the slot after its last read
@@ -16,11 +18,13 @@ Readers that ended are a set of ranks, never a count: a message that comes twice
 """
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry import blocks
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 
@@ -31,47 +35,67 @@ class State(enum.Enum):
     PREPARED = enum.auto()
     OFFERED = enum.auto()
     GRANTED = enum.auto()
+    RECALLED = enum.auto()
+    READING = enum.auto()
 
     __hash__ = object.__hash__  # Enum's own is Python code, and states are looked up all the time
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
+TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State | None, ...]]]] = {
     State.PREPARED: {
-        events.PrepareOffer: State.PREPARED,
-        events.PublishOffer: State.OFFERED,
-        messages.Ask: State.GRANTED,
-        messages.Release: None,
-        events.WithdrawOffer: None,
+        events.PrepareOffer: (State.PREPARED,),
+        events.PublishOffer: (State.OFFERED,),
+        messages.Ask: (State.GRANTED,),
+        messages.Release: (None,),
+        events.WithdrawOffer: (None,),
     },
     State.OFFERED: {
-        messages.Ask: State.GRANTED,
-        messages.Release: None,
-        events.Tick: None,
-        events.RevokeOffer: None,
+        messages.Ask: (State.GRANTED,),
+        messages.Release: (None,),
+        events.Tick: (None,),
+        events.RevokeOffer: (None,),
+        events.ReclaimBlocks: (None,),
     },
     State.GRANTED: {
-        events.PublishOffer: State.GRANTED,
-        events.RevokeOffer: State.GRANTED,
-        messages.Release: None,
-        messages.Renew: None,
-        events.Tick: None,
+        events.PublishOffer: (State.GRANTED,),
+        events.ReclaimBlocks: (State.RECALLED,),
+        messages.Release: (None,),
+        messages.Renew: (State.READING, None),
+        events.Tick: (State.RECALLED, None),
+    },
+    State.RECALLED: {
+        events.PublishOffer: (State.RECALLED,),
+        messages.Release: (None,),
+        messages.Renew: (State.READING, None),
+        events.Tick: (None,),
+    },
+    State.READING: {
+        events.PublishOffer: (State.READING,),
+        messages.Release: (None,),
+        messages.Renew: (None,),
+        events.Tick: (None,),
     },
 }
 """For each state, which event leads to which; None: the offer ends.
 
-From GRANTED these events end the offer only when they end its last reader.
+Once it is granted, a Release, a Renew or a lease that runs out ends it only with its last reader.
 """
+
+BOUND: Final = frozenset({State.GRANTED, State.RECALLED, State.READING})
+"""States in which a slot has the offer's generation."""
 
 
 @dataclass
 class Binding:
-    """Whom an offer is granted to, and until when. Leases end in monotonic seconds."""
+    """Whom an offer is granted to, and until when. Leases and holds end in monotonic seconds."""
 
     claim: Claim
     engine: EngineId  # the readers'
     slot: int
     generation: Generation
     leases: dict[Rank, float]  # of every expected reader, also of one that has not asked yet
+    held_until: float  # if nobody reads: until it is recalled; once it is: until it is taken back
+    routes: dict[Rank, bytes] = field(default_factory=dict)  # to each that asked
     lives: dict[Rank, Incarnation] = field(default_factory=dict)  # of each that asked
     numbers: dict[Rank, int] = field(default_factory=dict)  # of each reader's latest ask
     ended: set[Rank] = field(default_factory=set)
@@ -96,11 +120,11 @@ class Binding:
     @property
     def next_expiry(self) -> float:
         """When the first lease of a reader that has not ended runs out."""
-        return min(self.leases[rank] for rank in self.reading)
+        return min(self.leases[rank] for rank in self.readers)
 
     @property
-    def reading(self) -> list[Rank]:
-        """The readers that have not ended."""
+    def readers(self) -> list[Rank]:
+        """Those that have not ended."""
         return sorted(set(self.leases) - self.ended)
 
 
@@ -112,9 +136,13 @@ class Offer:
     record: events.Record = field(repr=False)
     state: State = State.PREPARED
     ends_at: float | None = None  # while OFFERED
-    binding: Binding | None = None  # while GRANTED
+    binding: Binding | None = None  # from GRANTED on
+    is_written: bool = field(init=False)
+    early: dict[Rank, tuple[messages.Ask, bytes]] = field(default_factory=dict)
+    """Asks, each with its route, that are answered once it is written."""
 
     def __post_init__(self) -> None:
+        self.is_written = self.prepared.is_written
         cause = f"PrepareOffer: offer {short(self.nonce)}"
         self.record(events.Transition(self.request, "", "", self.state.name, cause))
 
@@ -132,21 +160,37 @@ class Offer:
     def waits_for(self) -> str:
         """What happens next, in words."""
         if self.binding is not None:
-            readers = ", ".join(map(str, self.binding.reading))
+            readers = ", ".join(map(str, self.binding.readers))
             return f"engine {self.binding.engine!r}, ranks {readers}"
         return "its ticket" if self.state is State.PREPARED else "somebody to ask"
 
     @property
+    def num_blocks(self) -> int:
+        """How many blocks it holds here; those that it shares with other offers count."""
+        return sum(map(blocks.count_present, self.prepared.tables))
+
+    @property
     def expires_at(self) -> float | None:
-        """When it ends by itself, in monotonic seconds; None for not at all."""
-        if self.binding is not None:
-            return max(self.binding.leases[rank] for rank in self.binding.reading)
-        return self.ends_at
+        """When it ends by itself if nobody says more, in monotonic seconds; None: not at all."""
+        if self.binding is None:
+            return self.ends_at
+        leases_end = max(self.binding.leases[rank] for rank in self.binding.readers)
+        is_read = self.state is State.READING
+        return leases_end if is_read else min(leases_end, self.binding.held_until)
+
+    @property
+    def next_due(self) -> float | None:
+        """When time changes something, in monotonic seconds; None for never."""
+        if self.binding is None:
+            return self.ends_at
+        is_read = self.state is State.READING
+        return min(self.binding.next_expiry, math.inf if is_read else self.binding.held_until)
 
     def prepare(self, command: events.PrepareOffer) -> None:
         """It is prepared anew: after a preemption it has other blocks."""
         self.move(State.PREPARED, command)
         self.prepared = command
+        self.is_written = command.is_written
 
     def note(self, peer: str, cause: str) -> None:
         """Record what changed nothing, but tells why somebody got nothing."""
@@ -156,9 +200,11 @@ class Offer:
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
         """The one place where the state changes. None: it ends."""
         moves = TRANSITIONS[self.state]
-        if type(event) not in moves or moves[type(event)] is not after:
+        if after not in moves.get(type(event), ()):
             allowed = [
-                f"{kind.__name__} to {s.name if s else events.OVER}" for kind, s in moves.items()
+                f"{kind.__name__} to {state.name if state else events.OVER}"
+                for kind in moves
+                for state in moves[kind]
             ]
             raise LocalProtocolError(
                 f"offer of request {self.request!r}: {type(event).__name__} leads from "
@@ -172,11 +218,11 @@ class Offer:
 
     def validate(self) -> None:
         """Check what must hold between any two events."""
-        if (self.state is State.GRANTED) != (self.binding is not None):
+        if (self.state in BOUND) != (self.binding is not None):
             raise LocalProtocolError(f"{self.state.name} with binding {self.binding}")
         if (self.state is State.OFFERED) != (self.ends_at is not None):
             raise LocalProtocolError(f"{self.state.name} with an end at {self.ends_at}")
-        if self.binding is not None and not self.binding.reading:
+        if self.binding is not None and not self.binding.readers:
             raise LocalProtocolError(f"{self.state.name}, but all readers have ended")
 
 

@@ -3,26 +3,39 @@
 Whatever a message names is found by key, and time costs what is due, however many offers there are.
 """
 
+from collections import Counter
+from typing import Final
+
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import EngineId, Nonce, Rank, new_generation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
 
+RECALL_S: Final = 1.0
+"""How long a reader may take to answer a recall; then the blocks are taken back without a word."""
+
 
 class OfferBook:
     """Offers and generation slots. Methods that end something return what must be done, in order.
 
-    `lease_s` and `offer_ttl_s` are seconds; `now` is monotonic, in seconds.
+    All times are in seconds; `now` is monotonic.
     """
 
     def __init__(
-        self, record: events.Record, *, num_slots: int, offer_ttl_s: float, lease_s: float
+        self,
+        record: events.Record,
+        *,
+        num_slots: int,
+        offer_ttl_s: float,
+        lease_s: float,
+        hold_s: float,
     ) -> None:
         """Start with nothing on offer."""
         self.lease_s = lease_s
         self._record = record
         self._offer_ttl_s = offer_ttl_s
+        self._hold_s = hold_s
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots))
         self._offers: dict[Nonce, Offer] = {}
@@ -65,9 +78,9 @@ class OfferBook:
         offer = self._offers.get(command.nonce)
         if offer is None:
             return
-        granted = offer.state is State.GRANTED
-        offer.move(State.GRANTED if granted else State.OFFERED, command)
-        if not granted:
+        is_granted = offer.binding is not None
+        offer.move(offer.state if is_granted else State.OFFERED, command)
+        if not is_granted:
             offer.ends_at = now + self._offer_ttl_s
             self._due.set(offer.nonce, offer.ends_at)
 
@@ -95,6 +108,7 @@ class OfferBook:
             self._free_slots.pop(),
             new_generation(),
             dict.fromkeys(ask.readers, now + self.lease_s),
+            held_until=now + self._hold_s,
         )
         offer.ends_at = None
         for rank in ask.readers:
@@ -102,8 +116,8 @@ class OfferBook:
                 offer,
                 offer.binding,
             )
-        self._due.set(offer.nonce, now + self.lease_s)
         offer.move(State.GRANTED, ask, peer=reader_name(ask.reader))
+        self._due.set(offer.nonce, offer.next_due)
         return events.WriteSlot(offer.binding.slot, offer.binding.generation)
 
     def settle(
@@ -114,7 +128,7 @@ class OfferBook:
     ) -> list[events.Action]:
         """End the offer if all its readers have ended: first the slot, then the blocks."""
         binding = offer.binding
-        if binding is None or binding.reading:
+        if binding is None or binding.readers:
             return []
         peer = f"engine {binding.engine!r}"
         offer.move(None, event, peer=peer, detail=end.value)
@@ -134,7 +148,7 @@ class OfferBook:
     def end_unclaimed(
         self,
         offer: Offer,
-        event: messages.Release | events.Tick | events.RevokeOffer,
+        event: messages.Release | events.Tick | events.RevokeOffer | events.ReclaimBlocks,
         end: events.OfferEnd,
     ) -> list[events.Action]:
         """End an offer that nobody was granted: nobody can be reading it."""
@@ -142,21 +156,69 @@ class OfferBook:
         self._remove(offer)
         return [events.OfferEnded(offer.nonce, offer.request, end)]
 
-    def on_tick(self, tick: events.Tick, now: float) -> list[events.Action]:
-        """End what has run out of time.
+    def recall(
+        self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float
+    ) -> list[tuple[Rank, bytes]]:
+        """Ask for its blocks back. Returns the readers to tell, each with the route to it.
 
-        A lease that was renewed is looked at when it would have run out, and then anew.
+        Those who have not asked yet will be denied.
         """
-        actions: list[events.Action] = []
-        for nonce in self._due.pop_due(now):
-            offer = self._offers[nonce]
+        binding = offer.binding
+        if binding is None or offer.state is not State.GRANTED:
+            return []
+        offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
+        binding.held_until = now + RECALL_S
+        self._due.set(offer.nonce, offer.next_due)
+        return [(rank, binding.routes[rank]) for rank in binding.readers if rank in binding.routes]
+
+    def to_reclaim(self, num_blocks: int) -> list[Offer]:
+        """Which offers to end or recall, so that so many blocks come free: as few as possible.
+
+        First those that nobody has claimed, then those that nobody reads yet, of the engine that
+        holds most; the oldest first.
+        """
+        unclaimed = [offer for offer in self.all() if offer.state is State.OFFERED]
+        granted: dict[EngineId, list[Offer]] = {}
+        held: Counter[EngineId] = Counter()
+        for offer in self.all():
             if offer.binding is None:
-                actions += self.end_unclaimed(offer, tick, events.OfferEnd.UNCLAIMED)
                 continue
-            offer.binding.expire(now)
-            actions += self.settle(offer, tick, events.OfferEnd.EXPIRED)
-            if offer.binding is not None:
-                self._due.set(nonce, offer.binding.next_expiry)
+            held[offer.binding.engine] += offer.num_blocks
+            if offer.state is State.GRANTED:
+                granted.setdefault(offer.binding.engine, []).append(offer)
+            elif offer.state is State.RECALLED:
+                num_blocks -= offer.num_blocks
+        chosen: list[Offer] = []
+        while num_blocks > 0 and (unclaimed or granted):
+            if unclaimed:
+                offer = unclaimed.pop(0)
+            else:
+                engine = max(granted, key=lambda each: held[each])
+                offer = granted[engine].pop(0)
+                held[engine] -= offer.num_blocks
+                if not granted[engine]:
+                    del granted[engine]
+            chosen.append(offer)
+            num_blocks -= offer.num_blocks
+        return chosen
+
+    def pop_due(self, now: float) -> list[Offer]:
+        """The offers for which time changes something, or did before they were renewed."""
+        return [self._offers[nonce] for nonce in self._due.pop_due(now)]
+
+    def on_time(self, offer: Offer, tick: events.Tick, now: float) -> list[events.Action]:
+        """End it if it is out of time; or look at it again when it may be."""
+        binding = offer.binding
+        if binding is None:
+            return self.end_unclaimed(offer, tick, events.OfferEnd.UNCLAIMED)
+        binding.expire(now)
+        end = events.OfferEnd.EXPIRED
+        if offer.state is State.RECALLED and binding.readers and binding.held_until <= now:
+            binding.ended.update(binding.leases)
+            end = events.OfferEnd.REVOKED
+        actions = self.settle(offer, tick, end)
+        if offer.binding is not None:
+            self._due.set(offer.nonce, offer.next_due)
         return actions
 
     def validate(self) -> None:

@@ -156,7 +156,13 @@ class Decode:
     def holding(cls, num_requests: int, num_peers: int, num_read: int = TP) -> "Decode":
         """So many requests have been asked for, in second 0."""
         one = cls(
-            DecodeMachine(READER, lambda _event: None, timeout_s=30, renew_interval_s=RENEW_S)
+            DecodeMachine(
+                READER,
+                lambda _event: None,
+                timeout_s=30,
+                renew_interval_s=RENEW_S,
+                bytes_per_token=1,
+            )
         )
         peers = [Peer.of(number, num_read) for number in range(num_peers)]
         for request in range(num_requests):
@@ -244,6 +250,7 @@ def prefill_costs(held: int) -> dict[str, float]:
         num_slots=held + SAMPLES,
         offer_ttl_s=60,
         lease_s=LEASE_S,
+        hold_s=60,
     )
 
     def offer(number: int) -> None:
@@ -277,7 +284,7 @@ def prefill_costs(held: int) -> dict[str, float]:
         [
             asked(
                 n,
-                messages.Renew(**names(n), number=2, claims=(Claim(hex32(n)),)),  # type: ignore[arg-type]
+                messages.Renew(**names(n), number=2, claims=(Claim(hex32(n)),), num_reading=0),  # type: ignore[arg-type]
             )
             for n in numbers
         ]
@@ -349,7 +356,8 @@ def storm(num_peers: int = 200, rate: float = 50.0) -> list[Figures]:
         peers,
         defaultdict(float),
         clock=clock,
-        background=ThreadPoolExecutor(1),
+        opening=ThreadPoolExecutor(1),
+        closing=ThreadPoolExecutor(1),
     )
     agents.open()
     joins = deque(

@@ -92,7 +92,9 @@ def questions() -> list[bytes]:
         messages.DigestRequest(**common, end=end, slices=slices)
         for end, slices in ((TOKENS, SLICES), (TOKENS + 1, SLICES[1:]))
     ]
-    renew = messages.Renew(incarnation=OWN_LIFE, reader=OTHER_READER, number=2, claims=(CLAIM,))
+    renew = messages.Renew(
+        incarnation=OWN_LIFE, reader=OTHER_READER, number=2, claims=(CLAIM,), num_reading=1
+    )
     complete, incomplete = (
         messages.Release(**common, complete=complete) for complete in (True, False)
     )

@@ -52,6 +52,34 @@ def test_a_prompt_longer_than_the_share_is_offered_all_the_same() -> None:
     assert quota.pop_excess() == ["nonce0"]
 
 
+def test_a_prefill_may_begin_while_offers_leave_room_or_hold_nothing() -> None:
+    quota = OfferQuota(10, 0.5)
+    assert quota.has_room(9)
+    quota.expect(RequestId("p0"), 3)
+    assert (quota.has_room(2), quota.has_room(3)) == (True, False)
+    add(quota, 0, {1, 2})  # it holds less than was expected
+    assert (quota.has_room(3), quota.has_room(4)) == (True, False)
+    quota.expect(RequestId("p1"), 3)
+    quota.expect(RequestId("p1"), 3)  # again, after a preemption
+    assert not quota.has_room(1)
+    quota.remove([RequestId("p1")])
+    assert quota.has_room(3)
+
+
+def test_what_was_revoked_holds_its_blocks_until_it_has_ended() -> None:
+    """It may be claimed."""
+    quota = OfferQuota(10, 0.5)
+    add(quota, 0, {1, 2, 3, 4})
+    add(quota, 1, {5, 6, 7, 8})
+    assert quota.pop_excess() == ["nonce0"]
+    assert not quota.has_room(1)
+    quota.remove([RequestId("p0")])
+    assert quota.has_room(1)
+    assert not quota.is_empty
+    quota.remove([RequestId("p1")])
+    assert quota.is_empty
+
+
 steps = st.lists(
     st.one_of(
         st.sets(st.integers(1, 30), min_size=1, max_size=12),  # an offer of these blocks

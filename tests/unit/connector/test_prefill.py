@@ -84,6 +84,14 @@ def side() -> Side:
 # --- an offer
 
 
+def test_what_a_draft_model_writes_may_come_later(side: Side) -> None:
+    side.arrive()
+    assert side.compute().is_written
+    side.scheduler._writes_late = True
+    side.arrive(P2)
+    assert not side.compute(P2).is_written
+
+
 def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) -> None:
     side.arrive()
     assert side.step((P1, range(8))) == []

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from nixl_kv.connector import worker
+from nixl_kv.connector import decode, worker
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.protocol.events import Command
 from support import recorded_vllm as recorded
@@ -26,7 +26,7 @@ from support.stepped import Clock
 
 def said(command: Command) -> Record:
     """What of a command is the same in each run."""
-    left_out = ("nonce", "claim", "context")
+    left_out = ("nonce", "claim", "context", "is_written")
     kept = {
         name: value
         for name, value in msgspec.structs.asdict(command).items()
@@ -151,6 +151,8 @@ class Engine:
 @pytest.fixture
 def engine(fabric: object, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     del fabric, one_rank
+    # The engine that was recorded prefilled for itself, and held none of it back.
+    monkeypatch.setattr(decode, "IN_USE_S", 0.0)
     clock, spec = Clock(), worker.rank_spec
     monkeypatch.setattr(worker, "rank_spec", lambda *of: replace(spec(*of), clock=clock))
     engine = Engine(clock)

@@ -3,10 +3,12 @@
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nixl_kv.connector.block_shortage import PATIENCE_S, BlockShortage
 from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
@@ -15,6 +17,7 @@ from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
+    ReclaimBlocks,
     RevokeOffer,
     SetEngineLayouts,
 )
@@ -26,7 +29,8 @@ from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
 from support.polling import wait_until
 from support.recorded_vllm import Record, new_request
-from support.records import opened, rank_description
+from support.records import NONCE, opened, rank_description
+from support.stepped import Clock
 
 HOST = "127.0.0.1"
 NUM_TOKENS = 100
@@ -239,6 +243,68 @@ def test_an_offer_that_was_declined_is_revoked_in_the_next_step(make: Make) -> N
     wait_until(is_revoked)
     assert revoked == [RevokeOffer(ticket.nonce)]
     decode.close()
+
+
+# --- two engines that prefill for each other
+
+
+TO_OFFER = {"do_remote_decode": True}
+
+
+def begin(scheduler: Scheduler, request: Any) -> None:
+    """It gets blocks, whether it loads or computes."""
+    num_tokens, _ = scheduler.count_matched(request, 0)
+    assert num_tokens is not None
+    scheduler.on_allocation(request, [TABLE], num_tokens)
+
+
+def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_decoded(
+    make: Make,
+) -> None:
+    scheduler = make({"port": 0, "offer_share": 0.5})  # of 16 blocks of 32 tokens
+    first, second = new_request(TO_OFFER), new_request(TO_OFFER)
+    for request in (first, second):
+        scheduler.on_arrival(request)
+    begin(scheduler, first)
+    begin(scheduler, second)  # so far, nothing was decoded here
+    decoded = with_ticket()
+    scheduler.on_arrival(decoded)
+    third = new_request(TO_OFFER)
+    scheduler.on_arrival(third)
+    assert scheduler.count_matched(third, 0) == (None, False)
+    assert scheduler.count_matched(decoded, 0) == (NUM_TOKENS - 1, True)
+    for request in (first, second):
+        scheduler.on_finish(request, [TABLE])
+    scheduler.on_offers_ended({first.request_id, second.request_id})
+    assert scheduler.count_matched(third, 0) == (0, False)
+
+
+def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    scheduler = make()
+    monkeypatch.setattr(scheduler, "_shortage", BlockShortage(clock))
+    waiting = new_request()
+
+    def wait() -> list[Any]:
+        clock.now += PATIENCE_S
+        scheduler.count_matched(waiting, 0)
+        return commands(scheduler)
+
+    assert wait() + wait() == []  # there is no offer
+    scheduler._prefill._quota.add(RequestId("offered"), NONCE, TABLE)
+    assert wait() == [ReclaimBlocks(4)]
+    scheduler.on_offers_ended(["offered"])
+    assert wait() + wait() == []
+
+
+def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(make: Make) -> None:
+    assert not make()._prefill._writes_late
+    config = recorded.vllm_config()
+    config.speculative_config = SimpleNamespace()
+    scheduler = Scheduler(config, recorded.kv_cache_config())
+    assert scheduler._prefill._writes_late
 
 
 # --- the engine's description

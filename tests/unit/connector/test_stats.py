@@ -24,6 +24,7 @@ NAMES = [
     "load_failures",
     "load_failures_denied",
     "load_failures_lease_lost",
+    "load_failures_recalled",
     "load_failures_unreachable",
     "load_failures_incompatible",
     "load_failures_late",

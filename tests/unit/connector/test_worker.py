@@ -8,10 +8,12 @@ from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.worker import Worker, rank_spec, transfer_results
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.protocol.events import (
+    Command,
     Counts,
     Failure,
     FailureKind,
     LoadEnded,
+    MarkWritten,
     OfferEnd,
     OfferEnded,
     PrepareOffer,
@@ -21,7 +23,7 @@ from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support import recorded_vllm as recorded
 from support.polling import wait_until
-from support.records import D1, D2, NONCE, P1, layout, start_load
+from support.records import D1, D2, NONCE, P1, layout, prepare_offer, start_load
 
 pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
 
@@ -72,6 +74,20 @@ def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric)
     worker.stop()
     worker.stop()
     assert fabric.transports == {}
+
+
+def test_an_offer_with_draft_layers_is_marked_as_written_after_its_step(worker: Worker) -> None:
+    """What of it is granted before that may be what the draft model has not written yet."""
+    worker.register(recorded.kv_caches())
+    engine = worker._engine
+    assert engine is not None
+    submitted: list[Command] = []
+    engine.submit = submitted.extend  # type: ignore[assignment,method-assign]
+    late = prepare_offer(is_written=False)
+    worker.on_step(StepMetadata([late]))
+    assert submitted == [late]
+    worker.pop_results()
+    assert submitted == [late, MarkWritten(late.nonce)]
 
 
 def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> None:

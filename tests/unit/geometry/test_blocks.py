@@ -12,6 +12,7 @@ from nixl_kv.geometry.blocks import (
     ABSENT,
     BlockTable,
     block_ids,
+    count_present,
     entries,
     num_token_segments,
     to_bytes,
@@ -49,6 +50,11 @@ def test_block_ids_of_lists_and_bytes(table: list[int] | bytes, expected: list[i
     assert ids.tolist() == expected
     assert ids.dtype == np.int32
     assert ids.ndim == 1
+
+
+def test_what_is_absent_does_not_count() -> None:
+    assert count_present([3, ABSENT, 0, ABSENT]) == 2
+    assert count_present(to_bytes(block_ids([ABSENT, 7]))) == 1
 
 
 def test_bytes_that_end_within_an_id_are_refused() -> None:

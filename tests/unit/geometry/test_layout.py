@@ -95,6 +95,12 @@ def test_content_counts_all_pieces_of_all_parts() -> None:
     assert replace(REGION, parts=(Part(0, 2, count=64, stride=32), Part(9, 128))).content == 256
 
 
+def test_the_bytes_of_a_token_are_those_of_all_layers_and_heads() -> None:
+    group = replace(GROUP, regions=(REGION, REGION))
+    layout = CacheLayout((group, GROUP), "bfloat16", "DRAM", 0, LAYOUT.spans)
+    assert layout.bytes_per_token == 3 * 8 * 384
+
+
 def test_heads_are_a_half_open_range() -> None:
     assert REGION.heads == (2, 10)
     assert [REGION.head_offset(head) for head in (2, 5)] == [0, 3 * 6144]

@@ -55,7 +55,8 @@ class Reading:
             RemotePeers(self.cache.layout(), R0, MODEL),
             self.counts,
             clock=self.clock,
-            background=self.background,
+            opening=self.background,
+            closing=self.background,
         )
         self.agents.open()
         self.description = engine_of(*self.prefill)
@@ -196,7 +197,8 @@ def test_a_rank_without_an_agent_reads_nothing() -> None:
         RemotePeers(cache.layout(), R0, MODEL),
         defaultdict(float),
         clock=clock,
-        background=Background(),
+        opening=Background(),
+        closing=Background(),
     )
     assert agents.poll() == []
     assert not agents.is_busy

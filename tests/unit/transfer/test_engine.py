@@ -12,11 +12,11 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, MODEL
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
-from nixl_kv.geometry.layout import Memory
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
 from nixl_kv.transfer.digests import HostDigester, NoDigester
-from nixl_kv.transfer.engine import NUM_SLOTS, RankSpec, TransferEngine
+from nixl_kv.transfer.engine import MAX_SLOTS, MIN_SLOTS, RankSpec, TransferEngine, slots_for
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
@@ -123,9 +123,21 @@ def test_a_rank_describes_itself(planes: Planes, step: Step, *, is_prefill: bool
     assert described.endpoint == endpoint
     assert described.endpoint.startswith(endpoint_at(HOST, 1)[:-1])
     assert described.layout == CACHE.layout()
-    assert (described.slots.address, described.slots.count) == (parts.slots.address, NUM_SLOTS)
+    assert (described.slots.address, described.slots.count) == (parts.slots.address, MIN_SLOTS)
     assert described.agent == (parts.serving.metadata() if parts.serving is not None else b"")
     assert described.incarnation == parts.decode._reader.incarnation
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "expected"),
+    [(1, MIN_SLOTS), (4 * MIN_SLOTS, 2 * MIN_SLOTS), (4 * MAX_SLOTS, MAX_SLOTS)],
+    ids=["few blocks", "two in an entry", "more than can be described"],
+)
+def test_there_are_as_many_slots_as_offers_can_be(num_blocks: int, expected: int) -> None:
+    """Each has at least one entry of a block table for itself."""
+    group = Group(block_size=16, num_blocks=num_blocks, blocks_per_entry=1, regions=())
+    larger = replace(group, blocks_per_entry=2) if num_blocks > 1 else group
+    assert slots_for(CacheLayout((larger,), "bfloat16", "DRAM", 0, ())) == expected
 
 
 def test_each_life_has_another_incarnation(step: Step) -> None:

@@ -17,6 +17,7 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
     ReadFailed,
+    ReclaimBlocks,
     RevokeOffer,
     SetEngineLayouts,
     StartLoad,
@@ -35,6 +36,7 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
+from nixl_kv.protocol.prefill.offers import RECALL_S
 from nixl_kv.transfer.digests import NoDigester
 from nixl_kv.transfer.loop import (
     LINGER_S,
@@ -185,7 +187,9 @@ def test_a_read_that_hangs_is_reported_only_when_its_agent_is_gone(world: World)
     world.fabric.closes_fail = False
     world.clock.now += 1.0
     world.run()
-    assert world.decode.failed_load().detail == f"no KV within {world.config.request_timeout_s:g} s"
+    assert world.decode.failed_load().detail == (
+        f"nothing of it has moved for {world.config.request_timeout_s:g} s"
+    )
     assert world.prefill.ended_offer()[0] == "p1"
     world.fabric.reads_hang = False
     before = world.decode.cache.view.copy()
@@ -716,3 +720,59 @@ def test_after_a_restart_loads_go_on(world: World) -> None:
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
     assert world.decode.ended_load().failure is None
+
+
+# --- blocks that are wanted back
+
+
+def pass_time(world: World, seconds: float) -> None:
+    """Both transfer threads go on meanwhile."""
+    end = world.clock.now + seconds
+    while world.clock.now < end:
+        world.clock.now = min(end, world.clock.now + 0.5)
+        world.run(3)
+
+
+def test_a_paused_decode_does_not_hold_blocks_for_ever(world: World) -> None:
+    """Its transfer thread renews, but nobody gives it blocks to read into."""
+    granted(world)
+    pass_time(world, world.config.hold_s - 1.0)
+    assert world.prefill.ends() == []
+    pass_time(world, 1.0)
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.failed_load().kind is FailureKind.RECALLED
+
+
+def test_what_is_read_is_held_as_long_as_it_is_read(world: World) -> None:
+    reading(world)
+    world.run()
+    world.prefill.submit(ReclaimBlocks(3))
+    pass_time(world, RECALL_S)
+    assert world.prefill.ends() == []
+    world.fabric.reads_hang = False
+    world.run()
+    assert world.decode.ended_load().failure is None
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
+
+
+def test_blocks_that_are_wanted_are_given_back_at_once(world: World) -> None:
+    granted(world)
+    world.prefill.submit(ReclaimBlocks(1))
+    world.run()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+
+
+def test_a_reader_that_does_not_answer_a_recall_is_fenced_off(world: World) -> None:
+    """Its process is stopped; what it reads later is not accepted."""
+    reading(world)
+    world.prefill.submit(ReclaimBlocks(1))
+    world.prefill.turn()
+    world.prefill.turn()
+    world.clock.now += RECALL_S
+    world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+    world.fabric.reads_hang = False
+    world.run()
+    assert world.decode.failed_load().kind is FailureKind.FENCED

@@ -18,6 +18,7 @@ from nixl_kv.protocol.decode.load import (
     RankRead,
     State,
 )
+from nixl_kv.protocol.decode.read_queue import ReadQueue
 from nixl_kv.protocol.events import (
     Failure,
     FailureKind,
@@ -59,7 +60,9 @@ from support.records import (
     read_done,
     read_failed,
     read_started,
+    recall,
     release,
+    renew,
     renewed,
     routes,
     slot_read,
@@ -107,8 +110,11 @@ DROPPED = failed(FailureKind.DROPPED, "dropped")
 DENIED = failed(FailureKind.DENIED, "prefill rank 0 denied")
 DENIED_1 = failed(FailureKind.DENIED, "prefill rank 1 denied")
 LOST_LEASE = failed(FailureKind.LEASE_LOST, "prefill rank 0 let the lease run out")
+RECALLED = failed(
+    FailureKind.RECALLED, "prefill rank 0 wanted its blocks back before there were any here"
+)
 UNREACHABLE = failed(FailureKind.UNREACHABLE, "prefill rank 0 is unreachable: closed")
-LATE = failed(FailureKind.LATE, "no KV within 30 s")
+LATE = failed(FailureKind.LATE, "nothing of it has moved for 30 s")
 DIFFERS = "what was read from prefill rank 0 is not what it has: K of head 0"
 CORRUPT = failed(FailureKind.CORRUPT, DIFFERS)
 NO_MEMORY = "what was read from prefill rank 0 cannot be verified: no memory"
@@ -156,6 +162,23 @@ READS: dict[str, Script] = {
     "cancelled with a grant": after(GRANTED, (cancel_load(), GIVEN_UP)),
     "an ask is denied": after(ASKING, (START,), (answered(deny()), DENIED)),
     "a grant is taken back": after(GRANTED, (answered(deny()),), (START, DENIED)),
+    "a grant is recalled": after(
+        GRANTED, (answered(recall()), GIVEN_UP), (START, RECALLED), (answered(recall()), GIVEN_UP)
+    ),
+    "a recall overtakes its grant": after(
+        ASKING, (answered(recall()), GIVEN_UP), (START, RECALLED), (answered(GRANT), GIVEN_UP)
+    ),
+    **{
+        f"what is {name} is not given back": after(
+            script, (answered(recall()), Send(RANK_0, renew(number, CLAIM, reading=1)))
+        )
+        for name, script, number in (
+            ("read", READING, 2),
+            ("checked", CHECKING, 2),
+            ("verified", VERIFYING, 2),
+            ("drained", DRAINING, 2),
+        )
+    },
     "a claim is lost": after(GRANTED, (answered(renewed(CLAIM)),), (START, LOST_LEASE)),
     "a rank is lost before it grants": after(ASKING, (START,), (lost(), UNREACHABLE)),
     "a rank is lost before it is read": after(GRANTED, (lost(),), (START, UNREACHABLE)),
@@ -417,7 +440,7 @@ def test_the_end_of_a_read_that_was_never_started_is_our_own_mistake() -> None:
         machine.handle(read_done(), 100.1)
     assert str(raised.value) == (
         "load 'd1', prefill rank 0: ReadDone leads from GRANTED to CHECKING; allowed: "
-        "['StartLoad to READING', 'Deny to FAILED', 'Renewed to FAILED', "
+        "['StartLoad to READING', 'Deny to FAILED', 'Recall to FAILED', 'Renewed to FAILED', "
         "'EndpointLost to FAILED', 'Cancelled to FAILED']"
     )
     play(machine, READING[-1:])
@@ -448,7 +471,18 @@ def new_load(*states: State, **changed: Any) -> Load:
         Rank(rank): RankRead(Rank(rank), RANK_LIFE, at(rank), (), state)
         for rank, state in enumerate(states)
     }
-    load = Load(READER, D1, ticket(), CLAIM, PEER, deadline=0.0, record=no_record, reads=reads)
+    load = Load(
+        reader=READER,
+        request=D1,
+        ticket=ticket(),
+        claim=CLAIM,
+        peer=PEER,
+        timeout_s=TIMEOUT_S,
+        deadline=0.0,
+        record=no_record,
+        queue=ReadQueue(),
+        reads=reads,
+    )
     for name, value in changed.items():
         setattr(load, name, value)
     return load
@@ -459,7 +493,7 @@ def new_load(*states: State, **changed: Any) -> Load:
     "event",
     [
         *[grant(), deny(), renewed(), lost(), start_load(), read_started(), read_done()],
-        *[read_failed(), slot_read(), digest_reply(), digest_compared()],
+        *[read_failed(), slot_read(), digest_reply(), digest_compared(), recall()],
         Cancelled(Failure(FailureKind.DROPPED, "dropped")),
     ],
     ids=lambda event: type(event).__name__,

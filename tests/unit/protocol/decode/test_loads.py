@@ -6,9 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Incarnation, Rank
-from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S, SILENCE_S, State
+from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
+from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S, MOST_TIMEOUTS, SILENCE_S, State
 from nixl_kv.protocol.decode.loads import MIN_RENEW_INTERVAL_S, LoadBook
+from nixl_kv.protocol.decode.read_queue import MAX_BYTES
 from nixl_kv.protocol.events import (
     AbandonRead,
     Failure,
@@ -17,6 +18,7 @@ from nixl_kv.protocol.events import (
     PeerJoined,
     PeerKey,
     Send,
+    StartRead,
     Tick,
 )
 from support.records import (
@@ -48,6 +50,7 @@ from support.records import (
     prepare_load,
     read_done,
     read_failed,
+    recall,
     release,
     renew,
     renewed,
@@ -75,7 +78,7 @@ from support.scripts import (
 )
 
 GIVEN_UP = Send(RANK_0, release(complete=False))
-LATE = LoadEnded(D1, 7, Failure(FailureKind.LATE, "no KV within 30 s"), PEER)
+LATE = LoadEnded(D1, 7, Failure(FailureKind.LATE, "nothing of it has moved for 30 s"), PEER)
 SILENT = replace(LATE, failure=Failure(FailureKind.LATE, "prefill fell silent while it was read"))
 ABANDON = AbandonRead(D1, Rank(0))
 ASK_AGAIN = Send(RANK_0, ask(number=2))
@@ -112,7 +115,15 @@ TIMES: dict[str, Script] = {
         (100.0 + TIMEOUT_S, Tick(), GIVEN_UP, Send(at(1), release(complete=False))),
     ),
     "the time starts again with the blocks": after(
-        READING, (END - 0.01, Tick()), LANDED, (END, Tick()), (slot_read(), GIVEN_UP, LATE)
+        READING, (END - 0.01, Tick()), (END, Tick()), (read_done(), GIVEN_UP, LATE)
+    ),
+    "and again with what comes of it": after(
+        READING,
+        (END - 1, *LANDED),
+        (END, Tick()),
+        (END - 1 + TIMEOUT_S - 0.01, Tick()),
+        (END - 1 + TIMEOUT_S, Tick()),
+        (slot_read(), GIVEN_UP, LATE),
     ),
     "a late read that does not end by itself is abandoned once": after(
         READING,
@@ -154,14 +165,19 @@ TIMES: dict[str, Script] = {
         VERIFYING, (answered(digest_reply()), COMPARE), (110.1, SILENCE), (IS_SILENT, Tick())
     ),
 }
+LOADED = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
+READING_FAILED = "reading prefill rank 0 failed: reset"
 RENEWED = Send(RANK_0, renew(2, CLAIM))
+RENEWED_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
 OTHER_RANK_LIFE = Incarnation(hex32(0xB2))
 RENEWALS: dict[str, Script] = {
     **{
         f"a load that is {name} is renewed": after(script, (100.0 + RENEW_S, Tick(), RENEWED))
+        for name, script in {"asking": ASKING, "granted": GRANTED}.items()
+    },
+    **{
+        f"that a load is {name} is said": after(script, (100.0 + RENEW_S, Tick(), RENEWED_READING))
         for name, script in {
-            "asking": ASKING,
-            "granted": GRANTED,
             "reading": READING,
             "checking": after(READING, LANDED),
             "verifying": VERIFYING,
@@ -226,7 +242,7 @@ RENEWALS: dict[str, Script] = {
         (
             100.0 + RENEW_S,
             Tick(),
-            Send(RANK_0, renew(3, CLAIM)),
+            Send(RANK_0, renew(3, CLAIM, reading=1)),
             Send(RANK_0, renew(4, RIVAL, incarnation=OTHER_RANK_LIFE)),
         ),
     ),
@@ -244,9 +260,78 @@ def test_renewals(script: Script) -> None:
 
 
 def test_a_peer_that_connects_does_not_extend_the_time_of_a_load() -> None:
-    late = replace(LATE, failure=Failure(FailureKind.LATE, "no KV within 0.5 s"))
+    late = replace(LATE, failure=Failure(FailureKind.LATE, "nothing of it has moved for 0.5 s"))
     steps: Script = [(100.25, START), (100.7, Tick()), (100.75, Tick(), late), (100.8, joined())]
     play(decode_machine(timeout_s=0.5), [*PREPARED, *steps])
+
+
+# Turns
+
+LARGE = MAX_BYTES // 7
+"""Bytes per token with which one load is all that may be under way."""
+START_2 = start_load(D2)
+READ_2 = StartRead(PEER, Rank(0), grant(claim=RIVAL, nonce=NONCE2, lease_s=3600.0), START_2)
+ASK_2 = Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL, number=2))
+GIVEN_UP_2 = Send(RANK_0, release(complete=False, nonce=NONCE2, claim=RIVAL))
+LATE_2 = replace(LATE, request=D2)
+QUEUED: Script = after(READING, (SECOND, ASK_2), (answered(READ_2.grant),), (111.0, START_2))
+"""The second load waits until the first has been read."""
+TURNS: dict[str, Script] = {
+    "the next begins when one has landed": after(QUEUED, (*LANDED, READ_2)),
+    "or has failed": after(
+        QUEUED,
+        (
+            read_failed("reset"),
+            GIVEN_UP,
+            READ_2,
+            replace(LATE, failure=Failure(FailureKind.BROKEN, READING_FAILED)),
+        ),
+    ),
+    "what waits for its turn is not late while others land": after(
+        QUEUED,
+        (END - 1, *LANDED, READ_2),
+        (END + 1, slot_read(), Send(RANK_0, release()), LOADED),
+        (END - 1 + TIMEOUT_S - 0.01, Tick()),
+        (END - 1 + TIMEOUT_S, Tick()),
+    ),
+    "what waits is cancelled, not abandoned, with what is stuck before it": after(
+        QUEUED,
+        (END, Tick()),
+        (111.0 + TIMEOUT_S, Tick(), GIVEN_UP_2, LATE_2, ABANDON),
+    ),
+    "what waits is given back for the asking, but for one that has blocks": after(
+        QUEUED, (answered(recall()), Send(RANK_0, renew(3, CLAIM, RIVAL, reading=2)))
+    ),
+    "cancelled, it is released at once": after(
+        QUEUED,
+        (
+            cancel_load(D2),
+            GIVEN_UP_2,
+            replace(LATE_2, failure=Failure(FailureKind.DROPPED, "dropped")),
+        ),
+    ),
+}
+
+
+@each_of(TURNS)
+def test_turns(script: Script) -> None:
+    machine = decode_machine(bytes_per_token=LARGE)
+    play(machine, script)
+    machine.loads.validate()
+
+
+def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
+    machine = loading(READING)
+    now, number = 110.0, 2
+    while machine.loads.all()[0].failure is None:
+        now, number = now + TIMEOUT_S / 2, number + 1
+        claim, request = Claim(hex32(number)), RequestId(f"other {number}")
+        machine.handle(prepare_load(request, claim), now)
+        machine.handle(answered(grant(claim=claim, lease_s=3600.0)), now)
+        machine.handle(start_load(request), now)
+        machine.handle(read_done(request=request), now)
+        machine.handle(Tick(), now)
+    assert now == 110.0 + MOST_TIMEOUTS * TIMEOUT_S
 
 
 # What the book says of itself
@@ -279,7 +364,9 @@ def test_a_peer_is_in_use_while_a_read_of_it_may_start_or_go_on() -> None:
 
 
 def test_the_book_checks_its_loads() -> None:
-    book = LoadBook(READER, no_record, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S)
+    book = LoadBook(
+        READER, no_record, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S, bytes_per_token=1
+    )
     load = book.add(prepare_load(), PEER, 100.0)
     load.open(description(), routes(0), joined())
     with pytest.raises(LocalProtocolError, match="found by endpoint"):

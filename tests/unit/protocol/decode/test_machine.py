@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Endpoint, Rank, RequestId
+from nixl_kv.protocol import messages
 from nixl_kv.protocol.decode.load import ASK_AGAIN_S
-from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.decode.machine import TOO_MANY, DecodeMachine
 from nixl_kv.protocol.events import (
     OVER,
     DeclineOffer,
@@ -58,6 +58,7 @@ from support.records import (
     rank_description,
     read_done,
     reader,
+    recall,
     refusal,
     release,
     renewed,
@@ -439,7 +440,9 @@ def test_the_report_has_what_each_read_was_measured_to_be() -> None:
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     second = reader(1)
-    machine = DecodeMachine(second, no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9)
+    machine = DecodeMachine(
+        second, no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9, bytes_per_token=1
+    )
     event = PeerJoined(PEER, description(2), routes(1, readers=[1]))
     play(machine, [*PREPARED, (event, Send(at(1), ask(reader=second, readers=(1,))))])
 
@@ -453,19 +456,68 @@ def test_a_rank_of_another_version_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 5])
 def test_one_rank_declines_for_its_engine(rank: int) -> None:
-    machine = DecodeMachine(reader(rank), no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9)
+    machine = DecodeMachine(
+        reader(rank), no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9, bytes_per_token=1
+    )
     actions = [Send(HOME, Decline(nonce=NONCE))] if rank == 0 else []
     play(machine, [(DeclineOffer(HOME, NONCE), *actions)])
     assert machine.next_due is None
     assert not machine.is_using(HOME)
 
 
-def test_a_request_cannot_be_prepared_twice() -> None:
-    """The reads of its first load would be forgotten."""
-    machine = loading(PREPARED)
-    with pytest.raises(LocalProtocolError, match="request 'd1' has a load already"):
-        machine.handle(prepare_load(port=1), 100.1)
-    play(machine, ASKING[1:])
+ANOTHER = prepare_load(claim=RIVAL, nonce=NONCE2)
+SAME_ID = Failure(FailureKind.INTERNAL, "another request came with the same id")
+
+
+@each_of(
+    {
+        "one whose load still waits": (
+            [*GRANTED, (ANOTHER, Send(RANK_0, release(complete=False)))],
+            (START, LoadEnded(D1, 7, SAME_ID, PEER)),
+        ),
+        "one whose load is read": (
+            [*READING, (ANOTHER,), (START,)],
+            (read_done(), Send(RANK_0, release(complete=False)), LoadEnded(D1, 7, SAME_ID, PEER)),
+        ),
+    },
+    "case",
+)
+def test_a_second_request_with_an_id_costs_both_their_loads(
+    case: tuple[Script, tuple[Any, ...]],
+) -> None:
+    """Which of them is meant from then on cannot be told; each is reported once."""
+    before, end = case
+    machine = loading(before)
+    machine.loads.validate()
+    play(machine, [end])
+    assert len(machine.loads) == 0
+
+
+def test_an_id_may_come_again_when_its_load_is_cancelled() -> None:
+    """A client that tries again, while the peer is still asked who it is."""
+    machine = loading([*PREPARED, (cancel_load(),), (ANOTHER,)])
+    actions = machine.handle(joined(), 100.1)
+    assert actions == [
+        Send(RANK_0, release(complete=False)),
+        Send(RANK_0, ask(claim=RIVAL, nonce=NONCE2)),
+    ]
+    machine.loads.validate()
+    again = machine.loads.get(D1)
+    assert again is not None
+    assert again.claim == RIVAL
+
+
+def test_a_recall_of_an_unknown_claim_is_answered_by_a_release() -> None:
+    play(decode_machine(), [(answered(recall()), Send(RANK_0, release(complete=False)))])
+
+
+def test_too_many_loads_from_one_rank_fail_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_CLAIMS", 1)
+    machine = loading(ASKING)
+    machine.handle(prepare_load(D2, RIVAL, nonce=NONCE2), 100.1)
+    (end,) = machine.handle(start_load(D2), 100.2)
+    assert isinstance(end, LoadEnded)
+    assert end.failure == TOO_MANY
 
 
 @each_of(

@@ -7,7 +7,14 @@ import pytest
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Generation, Rank
-from nixl_kv.protocol.events import OVER, RevokeOffer, Tick, Transition, WithdrawOffer
+from nixl_kv.protocol.events import (
+    OVER,
+    ReclaimBlocks,
+    RevokeOffer,
+    Tick,
+    Transition,
+    WithdrawOffer,
+)
 from nixl_kv.protocol.messages import Reader
 from nixl_kv.protocol.prefill.offer import TRANSITIONS, Binding, Offer, State, reader_name
 from support.records import (
@@ -31,7 +38,7 @@ from support.records import (
 
 EVENTS = [
     *[prepare_offer(), publish_offer(), WithdrawOffer(NONCE), RevokeOffer(NONCE)],
-    *[ask(), release(), renew(1), Tick()],
+    *[ask(), release(), renew(1), Tick(), ReclaimBlocks(1)],
 ]
 
 
@@ -51,6 +58,7 @@ def new_binding(*ranks: int, ended: set[int] | None = None) -> Binding:
         slot=0,
         generation=Generation(bytes(16)),
         leases=leases,
+        held_until=20.0,
         ended=set(map(Rank, ended or ())),
     )
 
@@ -65,8 +73,7 @@ def test_only_transitions_of_the_table_are_possible(state: State, event: object)
     offer = new_offer(recorded.append, state=state)
     recorded.clear()
     name = type(event).__name__
-    allowed = {after for kind, after in TRANSITIONS[state].items() if kind is type(event)}
-    for after in {*State, None} - allowed:
+    for after in {*State, None}.difference(TRANSITIONS[state].get(type(event), ())):
         to = after.name if after else OVER
         words = f"^offer of request 'p1': {name} leads from {state.name} to {to}; allowed: "
         with pytest.raises(LocalProtocolError, match=words):
@@ -129,7 +136,7 @@ def test_readers_end_when_their_lease_runs_out() -> None:
     seen = []
     for now in (9.9, 10.0, 10.9, 11.0):
         binding.expire(now)
-        seen.append(binding.reading)
+        seen.append(binding.readers)
     assert seen == [[0, 1], [1], [1], []]
 
 

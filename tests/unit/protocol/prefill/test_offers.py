@@ -14,6 +14,7 @@ from nixl_kv.protocol.prefill.offers import OfferBook
 from support.records import (
     CLAIM,
     DECODE,
+    HOLD_S,
     LEASE_S,
     NONCE,
     NONCE2,
@@ -45,7 +46,7 @@ def recorded() -> list[Transition]:
 @pytest.fixture
 def machine(recorded: list[Transition]) -> Iterator[PrefillMachine]:
     machine = PrefillMachine(
-        RANK_LIFE, recorded.append, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S
+        RANK_LIFE, recorded.append, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S
     )
     yield machine
     machine.offers.validate()
@@ -121,7 +122,7 @@ def test_settling_an_unclaimed_offer_does_nothing(machine: PrefillMachine, book:
 
 
 def test_the_book_checks_its_offers() -> None:
-    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S)
+    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S)
     book.prepare(prepare_offer())
     offer = book.get(NONCE)
     assert offer is not None
@@ -143,7 +144,7 @@ def test_the_book_checks_its_offers() -> None:
 def test_the_book_checks_that_each_slot_is_granted_once_or_free(
     free: list[int], bound: list[int]
 ) -> None:
-    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S)
+    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S)
     for number, slot in enumerate(bound):
         nonce = Nonce(hex32(number))
         book.prepare(prepare_offer(nonce=nonce))
@@ -151,7 +152,7 @@ def test_the_book_checks_that_each_slot_is_granted_once_or_free(
         assert offer is not None
         offer.state = State.GRANTED
         leases = {Rank(0): 1.0}
-        offer.binding = Binding(CLAIM, DECODE, slot, Generation(bytes(16)), leases)
+        offer.binding = Binding(CLAIM, DECODE, slot, Generation(bytes(16)), leases, held_until=9.0)
     book._free_slots = free
     with pytest.raises(LocalProtocolError) as raised:
         book.validate()

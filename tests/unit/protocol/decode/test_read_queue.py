@@ -1,0 +1,171 @@
+"""Which reads may be under way: the bounds, the turns, and the lanes that stand still."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_kv.ids import Claim, Endpoint, Rank
+from nixl_kv.protocol.decode import read_queue
+from nixl_kv.protocol.decode.read_queue import MAX_BYTES, STALL_S, Key, ReadQueue
+from support.records import at, hex32
+
+HALF = MAX_BYTES // 2
+
+
+def key(number: int) -> Key:
+    return Claim(hex32(number)), Rank(0)
+
+
+def queue_of(*reads: tuple[int, Endpoint, int]) -> ReadQueue:
+    """Of (number, endpoint, bytes), added in second 0."""
+    queue = ReadQueue()
+    for number, endpoint, num_bytes in reads:
+        queue.add(key(number), endpoint, num_bytes, 0.0)
+    return queue
+
+
+def started(queue: ReadQueue, now: float = 0.0) -> list[int]:
+    queue_numbers = [int(claim, 16) for claim, _ in queue.pop_startable(now)]
+    queue.validate()
+    return queue_numbers
+
+
+def test_as_many_begin_as_fit_and_the_next_when_one_has_ended() -> None:
+    queue = queue_of(*[(number, at(0), HALF) for number in range(5)])
+    assert started(queue) == [0, 1]
+    assert started(queue) == []
+    queue.remove(key(1), 1.0, has_progressed=True)
+    assert started(queue, 1.0) == [2]
+
+
+def test_a_read_longer_than_all_that_is_allowed_goes_alone() -> None:
+    queue = queue_of((0, at(0), 10), (1, at(0), 2 * MAX_BYTES), (2, at(1), 10))
+    assert started(queue) == [0, 2]
+    for number in (0, 2):
+        queue.remove(key(number), 1.0, has_progressed=True)
+    assert started(queue) == [1]
+
+
+def test_ranks_take_turns() -> None:
+    queue = queue_of(*[(number, at(number // 3), HALF) for number in range(6)])
+    assert started(queue) == [0, 3]
+    queue.remove(key(0), 1.0, has_progressed=True)
+    queue.remove(key(3), 1.0, has_progressed=True)
+    assert started(queue, 1.0) == [1, 4]
+
+
+def test_a_rank_that_hangs_holds_up_nobody_else_for_long() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(1), MAX_BYTES))
+    assert started(queue) == [0]
+    assert queue.next_due == STALL_S
+    assert started(queue, STALL_S) == [2]
+    queue.remove(key(2), 3.0, has_progressed=True)
+    assert started(queue, 3.0) == []  # of the rank that hangs, nothing more is begun
+    assert queue.next_due is None or queue.next_due > 3.0
+
+
+def test_a_rank_that_goes_on_counts_again() -> None:
+    queue = queue_of((0, at(0), HALF), (1, at(0), HALF), (2, at(1), HALF), (3, at(1), HALF))
+    assert started(queue) == [0, 2]
+    queue.add(key(4), at(2), HALF, 0.0)
+    assert started(queue, STALL_S) == [1, 4] or started(queue, STALL_S) == []
+    queue.remove(key(0), STALL_S, has_progressed=True)
+    queue.validate()
+
+
+def test_a_read_that_waits_costs_nothing_to_remove() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(0), 1))
+    assert started(queue) == [0]
+    queue.remove(key(1), 1.0, has_progressed=False)
+    queue.remove(key(1), 1.0, has_progressed=False)
+    queue.remove(key(0), 1.0, has_progressed=False)
+    assert started(queue, 1.0) == [2]
+    assert key(1) not in queue
+
+
+def test_what_waits_advances_with_what_is_before_it() -> None:
+    queue = queue_of((0, at(0), HALF), (1, at(0), HALF), (2, at(0), HALF), (3, at(1), HALF))
+    assert started(queue) == [0, 3]
+    assert queue.progressed_at(key(2)) == 0.0
+    queue.remove(key(3), 5.0, has_progressed=True)
+    assert queue.progressed_at(key(2)) == 0.0  # another rank's end says nothing of this one
+    queue.remove(key(0), 7.0, has_progressed=True)
+    started(queue, 7.0)
+    assert {queue.progressed_at(key(number)) for number in (1, 2)} == {7.0}
+
+
+def test_what_waits_for_others_alone_advances_with_them() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES), (1, at(1), MAX_BYTES), (2, at(2), MAX_BYTES))
+    assert started(queue) == [0]
+    queue.remove(key(0), 5.0, has_progressed=True)
+    assert started(queue, 5.0) == [1]
+    assert queue.progressed_at(key(2)) == 5.0
+
+
+def test_however_short_they_are_only_so_many_are_under_way() -> None:
+    queue = queue_of(*[(number, at(0), 0) for number in range(read_queue.MAX_READS + 3)])
+    assert len(started(queue)) == read_queue.MAX_READS
+    queue.remove(key(0), 1.0, has_progressed=True)
+    assert started(queue, 1.0) == [read_queue.MAX_READS]
+
+
+def test_an_empty_queue_is_as_new() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1))
+    started(queue)
+    queue.clear()
+    queue.validate()
+    queue.add(key(1), at(0), MAX_BYTES, 9.0)
+    assert started(queue, 9.0) == [1]
+
+
+READS = st.tuples(st.integers(0, 3), st.integers(0, MAX_BYTES + 1))
+STEPS = st.lists(
+    READS | st.tuples(st.just("end"), st.integers(0, 40), st.booleans()) | st.floats(0, 3),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[object]) -> None:
+    """Against a plain account of what is under way."""
+    queue, now = ReadQueue(), 0.0
+    known: dict[Key, tuple[Endpoint, int]] = {}
+    under_way: dict[Key, float] = {}
+    order: dict[Endpoint, list[Key]] = {}
+    progressed: dict[Endpoint, float] = {}
+    for number, step in enumerate(steps):
+        match step:
+            case float():
+                now += step
+            case ("end", int(which), bool(good)) if known:
+                ended = list(known)[which % len(known)]
+                endpoint, _ = known.pop(ended)
+                queue.remove(ended, now, has_progressed=good)
+                if ended in under_way:
+                    del under_way[ended]
+                    if good:
+                        progressed[endpoint] = now
+                else:
+                    order[endpoint].remove(ended)
+            case (int(rank), int(num_bytes)):
+                known[key(number)] = at(rank), num_bytes
+                order.setdefault(at(rank), []).append(key(number))
+                queue.add(key(number), at(rank), num_bytes, now)
+        for begun in queue.pop_startable(now):
+            endpoint, _ = known[begun]
+            assert order[endpoint].pop(0) == begun, "out of turn"
+            if all(known[other][0] != endpoint for other in under_way):
+                progressed[endpoint] = now
+            under_way[begun] = now
+        queue.validate()
+        in_lanes: Counter[Endpoint] = Counter()
+        num_reads: Counter[Endpoint] = Counter()
+        for other in under_way:
+            in_lanes[known[other][0]] += known[other][1]
+            num_reads[known[other][0]] += 1
+        moving = [lane for lane in in_lanes if now < progressed[lane] + STALL_S]
+        assert all(in_lanes[lane] <= MAX_BYTES or num_reads[lane] == 1 for lane in in_lanes)
+        moved = sum(in_lanes[lane] for lane in moving)
+        assert moved <= MAX_BYTES or sum(num_reads[lane] for lane in moving) == 1
+        assert under_way or not known, "something waits though nothing is under way"
