@@ -27,6 +27,10 @@ class RemoteProtocolError(NixlKVError):
     """A peer or a client sent something that the protocol does not allow."""
 
 
+class ForeignVersion(RemoteProtocolError):  # noqa: N818 - a state of the world, not a failure
+    """A peer or a ticket is of another wire version. Names both versions."""
+
+
 class TransportError(NixlKVError):
     """The data plane or the control plane failed."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from nixl_kv.errors import ConfigError, NixlKVError, TransportError
+from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
 from nixl_kv.keys import Keys, read_key_file
 from nixl_kv.protocol import messages
@@ -87,6 +87,8 @@ def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Descripti
     if isinstance(payload, TransportError):
         raise payload
     message = messages.decode_answer(payload)
+    if isinstance(message, messages.VersionRefusal):
+        raise ForeignVersion(str(message))
     if isinstance(message, messages.Refusal):
         raise TransportError(f"refused: {message.reason}")
     if not isinstance(message, messages.Description):
@@ -118,9 +120,10 @@ def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:
     if isinstance(answer, TransportError):
         return answer
     try:
-        return messages.decode_status(answer)
+        status = messages.decode_status(answer)
     except NixlKVError as error:
         return error
+    return ForeignVersion(str(status)) if isinstance(status, messages.VersionRefusal) else status
 
 
 def _exchange(

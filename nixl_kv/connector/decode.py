@@ -9,11 +9,11 @@ from typing import Final
 
 from nixl_kv.connector.block_pinning import table_bytes
 from nixl_kv.connector.prompt import Prompt
-from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry import blocks
 from nixl_kv.ids import Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
 IN_USE_S: Final = 60.0
 """How long after its last ticket an engine still counts as one that decodes."""
@@ -37,7 +37,7 @@ class DecodeScheduler:
     def __init__(
         self,
         entry_sizes: Sequence[int],
-        check: Callable[[Ticket], None],
+        check: Callable[[object], SealedTicket],
         *,
         verify: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -47,7 +47,8 @@ class DecodeScheduler:
 
         Args:
             entry_sizes: see above.
-            check: raises RemoteProtocolError for a ticket that is not to be trusted.
+            check: finds the ticket in `kv_transfer_params`, of any version; it raises
+                RemoteProtocolError for one that is not to be trusted.
             verify: the share of loads that are verified.
             clock: monotonic seconds.
             draw: a random number from 0 to 1 (excluded), for that share.
@@ -79,8 +80,12 @@ class DecodeScheduler:
         Raises:
             RemoteProtocolError: if the ticket is not valid; the request is computed here.
         """
-        ticket = Ticket.parse(params)
-        self._check_trust(ticket)  # before anything is connected to where it leads
+        sealed = self._check_trust(params)  # before anything is connected to where it leads
+        try:
+            ticket = sealed.open()
+        except ForeignVersion:
+            self._decline(sealed)
+            raise
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
         if is_rejected:
             self._commands += [prepare, events.CancelLoad(prompt.request)]
@@ -142,6 +147,14 @@ class DecodeScheduler:
         """The commands for the next step."""
         commands, self._commands = self._commands, []
         return commands
+
+    def _decline(self, sealed: SealedTicket) -> None:
+        """Nobody here can ask for what another version offers: its blocks need not wait."""
+        head = sealed.head()
+        self._forget_used()
+        if head.nonce not in self._used:
+            self._used[head.nonce] = self._clock()
+            self._commands.append(events.DeclineOffer(head.endpoint, head.nonce))
 
     def _release(self, request: RequestId) -> None:
         """To cancel what was loaded and reported long ago does nothing."""

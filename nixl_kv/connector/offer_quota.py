@@ -43,6 +43,7 @@ class OfferQuota:
         self._expected: dict[RequestId, int] = {}  # of prefills that will be offered
         self._num_expected = 0
         self._revocable: OrderedDict[RequestId, Nonce] = OrderedDict()
+        self._requests: dict[Nonce, RequestId] = {}  # of those that are revocable
         self._unclaimed = _DistinctBlocks()  # as far as is known
 
     def __repr__(self) -> str:
@@ -69,16 +70,16 @@ class OfferQuota:
         self._offers[request] = blocks
         self._held.add(blocks)
         self._revocable[request] = nonce
+        self._requests[nonce] = request
         self._unclaimed.add(blocks)
 
     def remove(self, requests: Iterable[RequestId]) -> None:
         """These prefills and offers hold nothing any more."""
         for request in requests:
             self._num_expected -= self._expected.pop(request, 0)
-            blocks = self._offers.pop(request, ())
-            self._held.remove(blocks)
-            if self._revocable.pop(request, None) is not None:
-                self._unclaimed.remove(blocks)
+            if request in self._revocable:
+                self._pop_revocable(request)
+            self._held.remove(self._offers.pop(request, ()))
 
     def pop_excess(self) -> list[Nonce]:
         """The oldest offers that have to be revoked, each once.
@@ -88,7 +89,22 @@ class OfferQuota:
         """
         nonces: list[Nonce] = []
         while len(self._unclaimed) > self._allowed and len(self._revocable) > 1:
-            request, nonce = self._revocable.popitem(last=False)
-            self._unclaimed.remove(self._offers[request])
-            nonces.append(nonce)
+            nonces.append(self._pop_revocable(next(iter(self._revocable))))
         return nonces
+
+    def pop_offers(self, nonces: Iterable[Nonce]) -> list[Nonce]:
+        """Those of these nonces that are of offers here, each once, to be revoked.
+
+        An offer that was popped before is none of them: it has been revoked, or is claimed.
+        """
+        requests = [
+            self._requests[nonce] for nonce in dict.fromkeys(nonces) if nonce in self._requests
+        ]
+        return [self._pop_revocable(request) for request in requests]
+
+    def _pop_revocable(self, request: RequestId) -> Nonce:
+        """It counts as unclaimed no longer; its blocks are held until it has ended."""
+        nonce = self._revocable.pop(request)
+        del self._requests[nonce]
+        self._unclaimed.remove(self._offers[request])
+        return nonce

@@ -41,7 +41,7 @@ class PrefillScheduler:
         self,
         blocks: PinnedBlocks,
         quota: OfferQuota,
-        seal: Callable[[Ticket], Ticket],
+        seal: Callable[[Ticket], dict[str, Any]],
         *,
         writes_late: bool = False,
     ) -> None:
@@ -50,7 +50,7 @@ class PrefillScheduler:
         Args:
             blocks: of the cache.
             quota: of the blocks that offers may hold.
-            seal: adds a ticket's MAC.
+            seal: makes the `kv_transfer_params` of a ticket, with its MAC.
             writes_late: whether a step's output may leave before all its KV is written.
         """
         self._blocks = blocks
@@ -139,15 +139,22 @@ class PrefillScheduler:
         self._commands.append(events.PublishOffer(offer.nonce, request))
         self._enforce_quota(offer, tables)
         ticket = Ticket(
-            remote_engine_id=self.address.engine,
-            remote_host=self.address.host,
-            remote_port=self.address.port,
+            engine=self.address.engine,
+            host=self.address.host,
+            port=self.address.port,
             incarnation=self.address.incarnation,
             nonce=offer.nonce,
             num_tokens=offer.num_tokens,
             context=offer.context,
         )
-        return True, self._seal(ticket).params()
+        return True, self._seal(ticket)
+
+    def on_declined(self, nonces: Iterable[Nonce]) -> None:
+        """Decode engines have said that they will not ask: offers that nobody claimed end.
+
+        Anybody may say any nonce. Those of no offer cost a look.
+        """
+        self._commands += map(events.RevokeOffer, self._quota.pop_offers(nonces))
 
     def on_end(self, requests: Iterable[RequestId]) -> None:
         """Offers have ended, or their blocks were taken away: nothing is held for them."""
@@ -164,7 +171,7 @@ class PrefillScheduler:
         """Another offer holds blocks: older ones may have to end."""
         held = {block for table in tables for block in table} - {NULL_BLOCK}
         self._quota.add(offer.request, offer.nonce, held)
-        self._commands += [events.RevokeOffer(nonce) for nonce in self._quota.pop_excess()]
+        self._commands += map(events.RevokeOffer, self._quota.pop_excess())
 
     def _reason(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
         """Why a request whose KV is complete cannot be offered; empty if it can."""

@@ -111,6 +111,8 @@ class Scheduler:
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """The commands of this step: layouts, then those of prefill, then those of decode."""
         preempted = request_ids(output.preempted_req_ids)
+        if self._directory is not None:
+            self._prefill.on_declined(self._directory.pop_declined())
         self._prefill.on_step(preempted, progress(output, self._prefill.requests))
         needed = self._shortage.pop_needed()
         if needed:

@@ -45,7 +45,7 @@ COUNTERS: Final = {
     ),
     "offers_aborted": "Offers whose reader gave up, per rank.",
     "offers_revoked": (
-        "Offers that were taken back unread: blocks were scarce, or they were held for too long."
+        "Offers taken back unread: blocks were scarce, or they were held for long, or declined."
     ),
     "offers_expired": "Offers whose last lease ran out, per rank.",
     "offers_lost": "Offers that ended with a death of the transfer thread, per rank.",

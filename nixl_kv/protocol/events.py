@@ -82,6 +82,13 @@ class CancelLoad(msgspec.Struct, frozen=True):
     request: RequestId
 
 
+class DeclineOffer(msgspec.Struct, frozen=True):
+    """A ticket cannot be used here, since it is of another version: tell its engine's directory."""
+
+    endpoint: Endpoint
+    nonce: Nonce
+
+
 class SetEngineLayouts(msgspec.Struct, frozen=True):
     """The caches of all ranks of this engine, in rank order; comes before any request."""
 
@@ -430,7 +437,7 @@ class Counts(msgspec.Struct, frozen=True):
     counts: Mapping[str, float]
 
 
-DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
+DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad | DeclineOffer
 PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )

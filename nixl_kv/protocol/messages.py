@@ -1,12 +1,17 @@
 """The wire between decode and prefill: tagged msgpack arrays, version first.
 
 To the scheduler of an engine:         Describe       -> Description | Refusal
+                                       Decline
 To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
                                        Renew          -> Renewed
                                        Release        (a hint; a lost one costs a lease)
 From a rank, unasked, to its reader:   Recall         -> Release | Renew
 To a rank of any engine, from a tool:  StatusRequest  -> Status
+
+What is of another version than this side's is answered with VersionRefusal, wherever it came. That
+message and Decline have the version 0 and stay as they are in every version, so that all of them
+can read these two. More fields may come behind theirs; they are left out, as in all messages.
 
 Every length is bounded, but for the texts of a `Status`, which only tools read. ZMQ's routing ids
 mean nothing: a message itself names the incarnation it is meant for, the offer, the claim and the
@@ -19,7 +24,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry.digest import MAX_COLUMNS
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import ParallelShape
@@ -59,6 +64,33 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=T
 
     version: _Version = WIRE_VERSION
     incarnation: _Incarnation
+
+
+class _Versionless(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """What is the same in every version, for ever."""
+
+    version: Annotated[int, Meta(ge=0, le=0)] = 0
+
+
+class Decline(_Versionless, frozen=True, kw_only=True):
+    """Nobody comes for this offer, since its ticket is of a version that its reader lacks.
+
+    Whoever knows the nonce has the ticket. ["Decline", 0, nonce]
+    """
+
+    nonce: _Nonce
+
+
+class VersionRefusal(_Versionless, frozen=True, kw_only=True):
+    """What came is of another version than is spoken here, and was not read.
+
+    ["VersionRefusal", 0, speaks]
+    """
+
+    speaks: Annotated[int, Meta(ge=1, le=999_999_999)] = WIRE_VERSION
+
+    def __str__(self) -> str:
+        return f"it speaks wire version {self.speaks}; this side speaks {WIRE_VERSION}"
 
 
 class Reader(_Record, frozen=True, kw_only=True):
@@ -283,9 +315,11 @@ class Status(_Message, frozen=True, kw_only=True):
     story: Annotated[tuple[EventRecord, ...], _LISTED]
 
 
-ToEngine: TypeAlias = Describe
+ToEngine: TypeAlias = Describe | Decline
 ToRank: TypeAlias = Ask | DigestRequest | Renew | Release
-Answer: TypeAlias = Description | Refusal | Grant | Deny | DigestReply | Renewed | Recall
+Answer: TypeAlias = (
+    Description | Refusal | Grant | Deny | DigestReply | Renewed | Recall | VersionRefusal
+)
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | Status
 
 
@@ -313,8 +347,8 @@ def decode_rank(payload: bytes) -> RankDescription:
 def _decoder(kinds: Any) -> Callable[[bytes], Any]:
     """A function that parses and checks a message of these kinds.
 
-    It raises RemoteProtocolError, which names the first field that is wrong, or the foreign
-    version.
+    It raises RemoteProtocolError, which names the first field that is wrong, or ForeignVersion,
+    which names both versions.
     """
     decoder = msgspec.msgpack.Decoder(kinds)
 
@@ -322,7 +356,7 @@ def _decoder(kinds: Any) -> Callable[[bytes], Any]:
         try:
             return decoder.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise RemoteProtocolError(_explain(payload, error)) from error
+            raise _explained(payload, error) from error
 
     return decode
 
@@ -334,18 +368,18 @@ decode_to_rank: Callable[[bytes], ToRank | StatusRequest] = _decoder(ToRank | St
 """Of a message that came to a rank."""
 decode_answer: Callable[[bytes], Answer] = _decoder(Answer)
 """Of what an engine or a rank of it answers."""
-decode_status: Callable[[bytes], Status] = _decoder(Status)
+decode_status: Callable[[bytes], Status | VersionRefusal] = _decoder(Status | VersionRefusal)
 """Of what a rank answers to a tool."""
 
 
-def _explain(payload: bytes, error: Exception) -> str:
-    """A foreign version explains everything else, so it is said first."""
+def _explained(payload: bytes, error: Exception) -> RemoteProtocolError:
+    """A foreign version explains everything else, so it is said first. That of no version is 0."""
     try:
         version = _head_decoder.decode(payload).version
     except msgspec.ValidationError:
-        return str(error)
+        return RemoteProtocolError(str(error))
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return f"not msgpack: {len(payload)} bytes"
-    if version != WIRE_VERSION:
-        return f"wire version {version}; this side speaks {WIRE_VERSION}"
-    return str(error)
+        return RemoteProtocolError(f"not msgpack: {len(payload)} bytes")
+    if version in (0, WIRE_VERSION):
+        return RemoteProtocolError(str(error))
+    return ForeignVersion(f"wire version {version}; this side speaks {WIRE_VERSION}")

@@ -4,29 +4,54 @@ It is in the request body as `kv_transfer_params`, so it comes back from a clien
 names no block and no address; it says whom to ask, for which offer, and what the KV depends on.
 Where engines share a key, a MAC over all of it proves that one of them made it.
 
+All of it is in one string, in a field of our own. Beside it are fields that routers know: some look
+at them, and some overwrite them, so they are written and never read.
+
+    nixl_kv_ticket = "5.0f5c...e2.l6kxMC4w..."
+                      |    |         |
+             wire version  |         array in msgpack and base64url (no padding):
+                           |         [host, port, nonce, and what this version has behind them]
+                           MAC: 32 hexadecimal digits, or nothing where there is no key
+
+What stays as it is in every version: the name of the field, these three pieces and the bound of
+their length, what the MAC covers and how, and the first three entries of the array. So any version
+can check a ticket of any other one, and can tell the engine that made it that nobody comes.
+
 WIRE_VERSION history (of tickets and messages alike)
 1  first
 2  groups have a window, and may have no layers on a rank; ranks need not pair one to one; a MAC
 3  digests
 4  one release message in place of two; block tables mark absent blocks; tickets name this version;
    fields that nobody used are gone; status; the answer to a renew has its number
+5  a ticket is one string; what another version sends is refused in a form that all versions read;
+   an offer can be declined, and what was granted recalled; a renew says which claims are being read
 """
 
+import base64
 import hashlib
 import hmac
 import ipaddress
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 4
+WIRE_VERSION: Final = 5
 MAC_BYTES: Final = 16
+
+FIELD: Final = "nixl_kv_ticket"
+MAX_LENGTH: Final = 4096
+"""Of the string, in characters."""
+
+SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0-9_-]+)", re.ASCII)
+FLAGS: Final[Mapping[str, bool]] = {"do_remote_prefill": True, "do_remote_decode": False}
+"""What the request asks for, beside its ticket. Routers may leave it out, or say null."""
 
 HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
 NAME: Final = Meta(min_length=1, max_length=256)
@@ -34,41 +59,76 @@ NAME: Final = Meta(min_length=1, max_length=256)
 Context = Annotated[str, HEX32]
 """A hash of everything that the KV of a prompt depends on, see `context_hash`."""
 
+_decoder = msgspec.msgpack.Decoder(list)
+_Head = TypeVar("_Head", bound="TicketHead")
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished prefill on offer, as JSON types only.
 
-    Unknown fields are ignored: routers and vLLM's frontend add their own.
-    """
+class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ticket of any version says: who has made it, and for which offer."""
 
-    do_remote_prefill: Literal[True] = True
-    do_remote_decode: Literal[False] = False
-    remote_engine_id: Annotated[EngineId, NAME]
-    remote_host: Annotated[str, Meta(min_length=2, max_length=64)]
-    remote_port: Annotated[int, Meta(ge=1, le=65535)]
-    wire_version: Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)] = WIRE_VERSION
-    incarnation: Annotated[Incarnation, HEX32]
+    host: Annotated[str, Meta(min_length=2, max_length=64)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
     nonce: Annotated[Nonce, HEX32]
-    num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    context: Context
-    mac: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no address: nothing that a client sends is ever resolved.
 
         A scope (`fe80::1%eth0`) may hold any text, so it is refused as well.
         """
-        if "%" in self.remote_host:
-            raise ValueError(f"remote_host is {self.remote_host!r}; allowed: an IP address")
-        ipaddress.ip_address(self.remote_host)
-        if not self.remote_engine_id.isprintable():
-            raise ValueError("remote_engine_id has characters that cannot be printed")
+        if "%" in self.host:
+            raise ValueError(f"host is {self.host!r}; allowed: an IP address")
+        ipaddress.ip_address(self.host)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Of the directory of the engine that has made the ticket."""
+        return endpoint_at(self.host, self.port)
+
+
+class Ticket(TicketHead, frozen=True, kw_only=True):
+    """One finished prefill on offer."""
+
+    engine: Annotated[EngineId, NAME]
+    incarnation: Annotated[Incarnation, HEX32]
+    num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    context: Context
+
+    def __post_init__(self) -> None:
+        """Refuse what is no address, and no life of an engine."""
+        super().__post_init__()
+        if not self.engine.isprintable():
+            raise ValueError("engine has characters that cannot be printed")
         if self.incarnation == ANY_INCARNATION:
             raise ValueError("incarnation is all zeros; no engine's is")
 
+    def params(self, key: bytes | None) -> dict[str, Any]:
+        """The `kv_transfer_params` of prefill's answer, as JSON types; with a key there is a MAC.
+
+        All but the last are for routers, see the module's head.
+        """
+        values = [getattr(self, name) for name in self.__struct_fields__]
+        packed = base64.urlsafe_b64encode(msgspec.msgpack.encode(values))
+        payload = packed.decode("ascii").rstrip("=")
+        mac = "" if key is None else _mac(WIRE_VERSION, payload, key)
+        return {
+            **FLAGS,
+            "remote_engine_id": self.engine,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            FIELD: f"{WIRE_VERSION}.{mac}.{payload}",
+        }
+
+
+class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket as it has come. Nothing of its payload is looked at before its MAC is checked."""
+
+    version: int
+    mac: str
+    payload: str
+
     @classmethod
-    def parse(cls, params: object) -> "Ticket":
-        """Validate what a client sent.
+    def parse(cls, params: object) -> "SealedTicket":
+        """Find the ticket in what a client sent.
 
         Raises:
             RemoteProtocolError: names the field, and what is allowed.
@@ -77,23 +137,24 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             raise RemoteProtocolError(
                 f"kv_transfer_params is of type {type(params).__name__}; allowed: an object"
             )
-        for name in ("wire_version", "do_remote_prefill"):
-            if name not in params:
-                raise RemoteProtocolError(f"kv_transfer_params lacks the field {name!r}")
-        version = params["wire_version"]
-        if isinstance(version, int) and version != WIRE_VERSION and abs(version) < 1 << 31:
-            raise RemoteProtocolError(
-                f"kv_transfer_params: wire_version is {version!r}; "
-                f"this engine speaks {WIRE_VERSION}"
-            )
-        try:
-            return msgspec.convert(params, cls, strict=True)
-        except (msgspec.ValidationError, ValueError) as error:
-            raise RemoteProtocolError(f"kv_transfer_params: {error}") from error
-
-    def seal(self, key: bytes) -> "Ticket":
-        """The same ticket with its MAC."""
-        return msgspec.structs.replace(self, mac=self._mac(key))
+        for name, allowed in FLAGS.items():
+            if params.get(name) is not None and params[name] is not allowed:
+                raise RemoteProtocolError(
+                    f"kv_transfer_params: {name} is {_words(params[name])}; "
+                    f"allowed: {_words(allowed)}"
+                )
+        if FIELD not in params:
+            raise RemoteProtocolError(f"kv_transfer_params lacks the field {FIELD!r}")
+        text = params[FIELD]
+        if not isinstance(text, str):
+            raise _refused(f"is {_words(text)}; allowed: text")
+        if len(text) > MAX_LENGTH:
+            raise _refused(f"has {len(text)} characters; allowed: {MAX_LENGTH}")
+        match = SEALED.fullmatch(text)
+        if match is None:
+            raise _refused("is no ticket; allowed: VERSION.MAC.PAYLOAD, as prefill has written it")
+        version, mac, payload = match.groups()
+        return cls(version=int(version), mac=mac, payload=payload)
 
     def check_mac(self, key: bytes | None) -> None:
         """Check the MAC; without a key there must be none.
@@ -105,22 +166,63 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             reason = "was made by an engine with a key; this one has no key_file"
         elif key is not None and not self.mac:
             reason = "is missing: made by an engine without a key; this one has a key_file"
-        elif key is not None and not hmac.compare_digest(self.mac, self._mac(key)):
+        elif key is not None and not hmac.compare_digest(
+            self.mac, _mac(self.version, self.payload, key)
+        ):
             reason = "is wrong: the ticket was changed, or made with another key"
         else:
             return
-        raise RemoteProtocolError(f"kv_transfer_params: mac {reason}")
+        raise _refused(f"mac {reason}")
 
-    def _mac(self, key: bytes) -> str:
-        """Over every other field, whichever there are, so that none is ever left out."""
-        values = [getattr(self, name) for name in self.__struct_fields__ if name != "mac"]
-        message = msgspec.msgpack.encode(values)
-        return hashlib.blake2b(message, digest_size=MAC_BYTES, key=key).hexdigest()
+    def head(self) -> TicketHead:
+        """What tickets of all versions say.
 
-    def params(self) -> dict[str, Any]:
-        """The `kv_transfer_params` of prefill's answer."""
-        params: dict[str, Any] = msgspec.to_builtins(self)
-        return params
+        Raises:
+            RemoteProtocolError: names the field, and what is allowed.
+        """
+        return self._convert(TicketHead)
+
+    def open(self) -> Ticket:
+        """All of it.
+
+        Raises:
+            ForeignVersion: if it is of another version, whatever else it says; names both.
+            RemoteProtocolError: names the field, and what is allowed.
+        """
+        if self.version != WIRE_VERSION:
+            raise ForeignVersion(
+                f"kv_transfer_params: {FIELD} is of wire version {self.version}; "
+                f"this engine speaks {WIRE_VERSION}"
+            )
+        return self._convert(Ticket)
+
+    def _convert(self, kind: type[_Head]) -> _Head:
+        """By position; what a newer version has behind the fields of this kind is left out."""
+        try:
+            packed = base64.b64decode(
+                self.payload + "=" * (-len(self.payload) % 4), altchars=b"-_", validate=True
+            )
+            values = dict(zip(kind.__struct_fields__, _decoder.decode(packed), strict=False))
+            return msgspec.convert(values, kind, strict=True)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise _refused(str(error), sep=": ") from error
+
+
+def _mac(version: int, payload: str, key: bytes) -> str:
+    """Over the characters of the version and of the payload, as they travel. The same for ever."""
+    message = f"{version}.{payload}".encode("ascii")
+    return hashlib.blake2b(message, digest_size=MAC_BYTES, key=key).hexdigest()
+
+
+def _refused(words: str, sep: str = " ") -> RemoteProtocolError:
+    return RemoteProtocolError(f"kv_transfer_params: {FIELD}{sep}{words}")
+
+
+def _words(value: object) -> str:
+    """A value as JSON says it; its type, where a client chooses how long it is."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:

@@ -1,17 +1,21 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
-It sleeps until somebody asks. The description is replaced whole after a wake-up.
+It sleeps until somebody asks. The description is replaced whole after a wake-up. Decode engines
+also say here which offers they decline; the scheduler pops these with its next step.
+
+No error ends the thread: an engine whose directory is silent can never be met again.
 """
 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from nixl_kv.errors import RemoteProtocolError, TransportError
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.geometry.ranks import ParallelShape
-from nixl_kv.ids import ANY_INCARNATION, EngineId, engine_incarnation, short
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Nonce, engine_incarnation, short
 from nixl_kv.log_limit import LimitedLog
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
@@ -19,6 +23,10 @@ from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
+PAUSE_S: Final = 0.1
+"""Between an error that nobody expected and the next turn."""
+MAX_DECLINED: Final = 4096
+"""Nonces that wait for the scheduler's next step; of more, the latest."""
 
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
 """A question is short, and who asks takes the answer, which is long, before asking again."""
@@ -58,6 +66,8 @@ class DirectoryServer:
         self.host = host
         self.port = control.listen(host, port, BOUNDS)
         self._description: messages.Description | None = None
+        self._waiting: deque[FromPeer] = deque()
+        self._declined: deque[Nonce] = deque(maxlen=MAX_DECLINED)
         self._is_stopping = False
         self._is_closed = False
         self._log = LimitedLog(logger, time.monotonic)
@@ -71,6 +81,13 @@ class DirectoryServer:
         """What to answer from now on."""
         self._description = description
 
+    def pop_declined(self) -> list[Nonce]:
+        """The offers that were declined since the last call, as strangers may name them.
+
+        For the scheduler's thread.
+        """
+        return [self._declined.popleft() for _ in range(len(self._declined))]
+
     def stop(self) -> None:
         """End the thread and close the socket. May be called again."""
         self._is_stopping = True
@@ -83,27 +100,57 @@ class DirectoryServer:
 
     def turn(self, timeout_s: float | None) -> None:
         """Wait for questions, and answer them. Whatever a stranger sends raises nothing."""
-        for item in self._control.poll(timeout_s):
-            if not isinstance(item, FromPeer):
-                continue
-            try:
-                answer = self._answer(messages.decode_to_engine(item.payload))
-                self._control.reply(item.route, messages.encode(answer))
-            except (RemoteProtocolError, TransportError) as error:
-                self._log.warning("request for a description dropped: %s", error)
+        if not self._waiting:
+            received = self._control.poll(timeout_s)
+            self._waiting.extend(item for item in received if isinstance(item, FromPeer))
+        while self._waiting:
+            self._serve(self._waiting.popleft())
 
     def _main(self) -> None:
+        """The thread's top."""
         while not self._is_stopping:
-            self.turn(None)
+            self._survive_turn()
 
-    def _answer(self, message: messages.Describe) -> messages.Description | messages.Refusal:
+    def _survive_turn(self) -> None:
+        """An error that reaches this is a bug of ours, and costs one question."""
+        try:
+            self.turn(None)
+        except Exception:
+            logger.critical("the directory failed at a question; it goes on", exc_info=True)
+            time.sleep(PAUSE_S)
+
+    def _serve(self, item: FromPeer) -> None:
+        try:
+            answer = self._answer(item.payload)
+            if answer is not None:
+                self._control.reply(item.route, messages.encode(answer))
+        except (RemoteProtocolError, TransportError) as error:
+            self._log.warning("request for a description dropped: %s", error)
+
+    def _answer(
+        self, payload: bytes
+    ) -> messages.Description | messages.Refusal | messages.VersionRefusal | None:
+        try:
+            message = messages.decode_to_engine(payload)
+        except ForeignVersion as error:
+            self._log.warning("request for a description refused: %s", error)
+            return messages.VersionRefusal()
+        if isinstance(message, messages.Decline):
+            self._log.warning(
+                "offer %s is declined: decode speaks another wire version", short(message.nonce)
+            )
+            self._declined.append(message.nonce)
+            return None
+        return self._describe(message)
+
+    def _describe(self, message: messages.Describe) -> messages.Description | messages.Refusal:
         description = self._description
         if description is None:
             reason = "this engine is still starting"
         elif message.incarnation == ANY_INCARNATION:
             return description
         elif message.engine != description.engine:
-            reason = f"remote_engine_id is {message.engine!r}, but here is {description.engine!r}"
+            reason = f"engine is {message.engine!r}, but here is {description.engine!r}"
         elif message.incarnation != description.incarnation:
             reason = (
                 f"incarnation is {short(message.incarnation)}, but {description.engine!r} "

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.errors import RemoteProtocolError, TransportError
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId, short
 from nixl_kv.log_limit import LimitedLog, printable
 from nixl_kv.protocol import events, messages
@@ -254,7 +254,11 @@ class Loop:
             self._log.warning("control message dropped: %s", error)
 
     def _on_request(self, item: FromPeer) -> None:
-        message = messages.decode_to_rank(item.payload)
+        try:
+            message = messages.decode_to_rank(item.payload)
+        except ForeignVersion:
+            self.parts.control.reply(item.route, messages.encode(messages.VersionRefusal()))
+            raise
         if isinstance(message, messages.StatusRequest):
             if len(self._questions) == MAX_QUESTIONS:
                 self._log.warning("a status question is dropped: %d are waiting", MAX_QUESTIONS)

@@ -1,11 +1,12 @@
 """Whom this engine trusts: those who hold its key, on hosts that it may talk to."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.keys import Keys, read_key_file
-from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.transport.zmq import ZmqControl
 
 
@@ -31,23 +32,31 @@ class Trust:
         key = "no key" if self.keys is None else f"the key {self.keys.fingerprint}"
         return f"{key}; its peers are {self.allowed}"
 
-    def seal(self, ticket: Ticket) -> Ticket:
-        """The ticket as those who trust this engine accept it."""
-        return ticket if self.keys is None else ticket.seal(self.keys.tickets)
+    def seal(self, ticket: Ticket) -> dict[str, Any]:
+        """The `kv_transfer_params` by which those who trust this engine accept its ticket."""
+        return ticket.params(self._ticket_key)
 
-    def check(self, ticket: Ticket) -> None:
-        """Whether an engine with the same key made it, and where it leads; nothing is connected.
+    def check(self, params: object) -> SealedTicket:
+        """The ticket in `kv_transfer_params`, of any version; nothing is connected.
+
+        An engine with the same key has made it, and it leads to a host that is allowed.
 
         Raises:
             RemoteProtocolError: names the field, and what is allowed.
         """
-        ticket.check_mac(None if self.keys is None else self.keys.tickets)
-        if not self.allowed.allows(ticket.remote_host):
+        ticket = SealedTicket.parse(params)
+        ticket.check_mac(self._ticket_key)
+        host = ticket.head().host
+        if not self.allowed.allows(host):
             raise RemoteProtocolError(
-                f"kv_transfer_params: remote_host is {ticket.remote_host!r}; "
-                f"allowed by 'peers': {self.allowed}"
+                f"kv_transfer_params: {FIELD}: host is {host!r}; allowed by 'peers': {self.allowed}"
             )
+        return ticket
 
     def control(self) -> ZmqControl:
         """Sockets that know the key."""
         return ZmqControl(self.keys, allowed=self.allowed, peer_timeout_s=self.peer_timeout_s)
+
+    @property
+    def _ticket_key(self) -> bytes | None:
+        return None if self.keys is None else self.keys.tickets

@@ -1,6 +1,7 @@
 """Real engines that share a key: requests go as always, and what a client changed leads nowhere."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,19 @@ from nixl_kv.cli.running import describe
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.protocol.ticket import FIELD
 from support.engines import EVENT_S, PATIENT, Accounts, connect, started
 
 pytest.importorskip("vllm", reason="needs vLLM: scripts/install")
 
+from lab.cluster.client import Ticket
 from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import HOST, Engine
 from lab.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
+from lab.cluster.tickets import changed
 
 pytestmark = pytest.mark.e2e
 
@@ -50,32 +54,46 @@ def keyed(keyed_engines: list[Engine]) -> Iterator[Pair]:
         yield pair
 
 
+NO_MAC = "0" * 32
+
+
+def mac_of(ticket: Ticket) -> str:
+    mac: str = ticket[FIELD].split(".")[1]
+    return mac
+
+
+def with_mac(mac: str) -> Callable[[Ticket], Ticket]:
+    return lambda ticket: ticket | {FIELD: ticket[FIELD].replace(mac_of(ticket), mac)}
+
+
 def test_engines_with_one_key_exchange_kv(keyed: Pair) -> None:
     prompt, accounts = random_prompt(300, seed=900), Accounts(keyed)
     ticket = keyed.to_prefill.ticket(prompt)
-    assert ticket["mac"]
+    assert mac_of(ticket) not in ("", NO_MAC)
     answer = keyed.decode_with(ticket, prompt)
     accounts.expect_loaded(299)
     assert answer.tokens == keyed.to_prefill.complete(prompt).tokens
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "change",
     [
-        pytest.param({"remote_port": 1}, id="another port"),
-        pytest.param({"mac": ""}, id="no mac"),
-        pytest.param({"mac": "0" * 32}, id="a wrong mac"),
-        pytest.param({"num_tokens": 100}, id="fewer tokens"),
+        pytest.param(partial(changed, port=1), id="another port"),
+        pytest.param(with_mac(""), id="no mac"),
+        pytest.param(with_mac(NO_MAC), id="a wrong mac"),
+        pytest.param(partial(changed, num_tokens=100), id="fewer tokens"),
     ],
 )
-def test_a_changed_ticket_is_computed_locally(keyed: Pair, changes: dict[str, object]) -> None:
+def test_a_changed_ticket_is_computed_locally(
+    keyed: Pair, change: Callable[[Ticket], Ticket]
+) -> None:
     prompt = random_prompt(150, seed=901)
     ticket, since = keyed.to_prefill.ticket(prompt), CountersSince(keyed.to_decode)
-    answer = keyed.decode_with({**ticket, **changes}, prompt)
-    changed = since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)
-    assert (changed[TICKETS_REFUSED], changed[LOADS]) == (1, 0)
+    answer = keyed.decode_with(change(ticket), prompt)
+    counted = since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)
+    assert (counted[TICKETS_REFUSED], counted[LOADS]) == (1, 0)
     assert answer.tokens == keyed.to_prefill.complete(prompt).tokens
-    assert "kv_transfer_params: mac is " in keyed.decode.log_text()
+    assert "kv_transfer_params: nixl_kv_ticket mac is " in keyed.decode.log_text()
 
 
 def test_who_has_the_key_may_ask_and_nobody_else(keyed: Pair, key_file: Path) -> None:

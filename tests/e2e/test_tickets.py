@@ -15,14 +15,22 @@ from lab.cluster.models.files import SPECIALS, ensure_tiny_model, words
 from lab.cluster.models.qwen3 import TinyModel
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
+from lab.cluster.tickets import changed, sealed, values
 from lab.cluster.waiting import wait_until
 from nixl_kv.ids import Nonce
-from nixl_kv.protocol.ticket import context_hash
+from nixl_kv.protocol.ticket import FIELD, FLAGS, context_hash
 from support.engines import EVENT_S, PATIENT, Accounts, started
 
 pytestmark = pytest.mark.e2e
 
 REQUEST_TIMEOUT_S = 60  # decode's; a ticket of nobody must not cost that
+
+
+PARAMETERS = (*FLAGS, "remote_engine_id", "remote_host", "remote_port")
+"""What is beside the ticket."""
+
+ROUTED = itertools.count(270)
+"""Seeds: no prompt is in decode's cache before."""
 
 
 class DecodeLog:
@@ -39,27 +47,55 @@ class DecodeLog:
         return self._engine.log_text(self._start)
 
 
-def without(field: str) -> Callable[[Ticket], Ticket]:
-    return lambda ticket: {key: value for key, value in ticket.items() if key != field}
+def beside(*missing: str, **fields: object) -> Callable[[Ticket], Ticket]:
+    """Other fields beside the string that is the ticket, and some missing."""
+    return lambda ticket: {k: v for k, v in (ticket | fields).items() if k not in missing}
 
 
 def having(**fields: object) -> Callable[[Ticket], Ticket]:
-    return lambda ticket: ticket | fields
+    """Other values in the string."""
+    return lambda ticket: sealed(ticket, list((values(ticket) | fields).values()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(beside(remote_host="http://prefill.example:8000"), id="overwritten host"),
+        pytest.param(beside(remote_host=None, remote_port="x"), id="no host, no port"),
+        pytest.param(beside(remote_engine_id={"a": [1]}, tp_size=8), id="others' values"),
+        pytest.param(
+            beside("remote_host", "remote_port", "remote_engine_id", "do_remote_decode"),
+            id="dropped",
+        ),
+        pytest.param(beside(*PARAMETERS), id="nothing but the string"),
+    ],
+)
+def test_what_a_router_does_beside_the_ticket_does_not_matter(
+    pair: Pair, single: Client, change: Callable[[Ticket], Ticket]
+) -> None:
+    prompt = random_prompt(140, seed=next(ROUTED))
+    ticket = pair.to_prefill.ticket(prompt)
+    assert set(ticket) >= {*PARAMETERS, FIELD}
+    since = CountersSince(pair.to_decode)
+    answer = pair.decode_with(change(ticket), prompt)
+    assert answer.tokens == single.complete(prompt).tokens
+    assert since.wait_for(LOADS, timeout_s=EVENT_S)[LOADS] == 1
 
 
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        pytest.param(lambda _: {"do_remote_prefill": True}, "wire_version", id="nothing else"),
+        pytest.param(beside(FIELD), "lacks the field 'nixl_kv_ticket'", id="no ticket"),
+        pytest.param(lambda _: {"do_remote_prefill": True}, "lacks the field", id="nothing else"),
         pytest.param(lambda _: {"do_remote_decode": True}, "do_remote_decode", id="for prefill"),
-        pytest.param(without("nonce"), "nonce", id="no nonce"),
+        pytest.param(beside(nixl_kv_ticket="5..AA"), FIELD, id="no array"),
         pytest.param(having(nonce="../etc/passwd"), "nonce", id="bad nonce"),
-        pytest.param(having(remote_port="5600"), "remote_port", id="port as text"),
-        pytest.param(having(remote_port=-1), "remote_port", id="negative port"),
-        pytest.param(having(remote_host="example.org"), "example.org", id="host name"),
+        pytest.param(having(port="5600"), "$.port", id="port as text"),
+        pytest.param(having(port=-1), "$.port", id="negative port"),
+        pytest.param(having(host="example.org"), "example.org", id="host name"),
         pytest.param(having(num_tokens=10**9), "num_tokens", id="too many tokens"),
         pytest.param(having(context="0" * 32), "context", id="another prompt"),
-        pytest.param(having(remote_engine_id={"a": [1]}), "remote_engine_id", id="nested"),
+        pytest.param(having(engine={"a": [1]}), "$.engine", id="nested"),
     ],
 )
 def test_a_malformed_ticket_is_computed_locally(
@@ -73,8 +109,8 @@ def test_a_malformed_ticket_is_computed_locally(
     since, log = CountersSince(pair.to_decode), DecodeLog(pair.decode)
     answer = pair.decode_with(spoil(ticket), prompt)
     assert answer.tokens == single.complete(prompt).tokens
-    changed = since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)
-    assert (changed[TICKETS_REFUSED], changed[LOADS]) == (1, 0)
+    counted = since.wait_for(TICKETS_REFUSED, timeout_s=EVENT_S)
+    assert (counted[TICKETS_REFUSED], counted[LOADS]) == (1, 0)
     (line,) = log.lines_with("is computed here")
     assert named in line
 
@@ -82,8 +118,8 @@ def test_a_malformed_ticket_is_computed_locally(
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        pytest.param(having(remote_port=1), "cannot connect", id="nobody listens"),
-        pytest.param(having(remote_engine_id="other"), "remote_engine_id", id="another engine"),
+        pytest.param(having(port=1), "cannot connect", id="nobody listens"),
+        pytest.param(having(engine="other"), "engine is 'other'", id="another engine"),
         pytest.param(having(incarnation="f" * 32), "incarnation", id="a former life"),
         pytest.param(having(nonce="0" * 32), "prefill rank 0 denied", id="unknown nonce"),
     ],
@@ -169,9 +205,9 @@ def test_a_peer_of_another_model_is_refused_in_words(pair: Pair, stranger: Engin
 
         assert wait_until(is_refused, EVENT_S)
         asked = next(seeds) - 205
-        changed = since.wait_for(FAILURES, asked, timeout_s=EVENT_S)
+        counted = since.wait_for(FAILURES, asked, timeout_s=EVENT_S)
         assert client.complete(prompt).tokens == expected
-    assert (changed[FAILURES], changed[LOADS]) == (asked, 0)
+    assert (counted[FAILURES], counted[LOADS]) == (asked, 0)
     assert "num_key_value_heads is '2' here and '4' there" in log.text()
 
 
@@ -206,8 +242,9 @@ def test_kv_of_eight_bits_is_read_by_its_like_alone(cluster: Cluster) -> None:
 
 def with_context(spoilt: Ticket, ticket: Ticket, prompt: str) -> Ticket:
     """The context is keyed by the nonce: with another nonce it has to be another one."""
-    if spoilt["nonce"] == ticket["nonce"]:
+    nonce = values(spoilt)["nonce"]
+    if nonce == values(ticket)["nonce"]:
         return spoilt
     ids = {word: number for number, word in enumerate([*SPECIALS, *words()])}
     tokens = [ids[word] for word in prompt.split()]
-    return spoilt | {"context": context_hash(Nonce(str(spoilt["nonce"])), tokens, ())}
+    return changed(spoilt, context=context_hash(Nonce(nonce), tokens, ()))

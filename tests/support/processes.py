@@ -58,7 +58,7 @@ def _serve(pipe: Connection, make_transport: MakeTransport) -> None:
     engine = SmallEngine("prefill", Cache(SIZES).fill(7), make_transport, roles="prefill")
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
-        pipe.send(engine.offer(request, [TABLE], TOKENS).params())
+        pipe.send(engine.offer(request, [TABLE], TOKENS))
     engine.close()
 
 
@@ -76,7 +76,8 @@ class PrefillProcess:
     def offer(self, request: str) -> Ticket:
         """Let it offer its blocks."""
         self._pipe.send(request)
-        return Ticket.parse(self._pipe.recv())
+        ticket: Ticket = self._pipe.recv()
+        return ticket
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""

@@ -13,10 +13,10 @@ from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonc
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey, Transition
 from nixl_kv.protocol.messages import Answer, Description, Message, RankDescription, Reader, ToRank
-from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
-    b"\xa8Describe": messages.decode_to_engine,
+    **dict.fromkeys((b"\xa8Describe", b"\xa7Decline"), messages.decode_to_engine),
     **dict.fromkeys(
         (b"\xa3Ask", b"\xadDigestRequest", b"\xa5Renew", b"\xa7Release", b"\xadStatusRequest"),
         messages.decode_to_rank,
@@ -160,15 +160,20 @@ def description(
 
 def ticket(**changed: Any) -> Ticket:
     values = {
-        "remote_engine_id": PREFILL,
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
+        "engine": PREFILL,
+        "host": "10.0.0.1",
+        "port": 5600,
         "incarnation": ENGINE_LIFE,
         "nonce": NONCE,
         "num_tokens": 8,
         "context": CONTEXT,
     }
     return Ticket(**{**values, **changed})
+
+
+def opened(params: object) -> Ticket:
+    """Of this version; nothing is checked but its form."""
+    return SealedTicket.parse(params).open()
 
 
 def prepare_offer(**changed: Any) -> events.PrepareOffer:

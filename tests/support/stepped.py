@@ -170,9 +170,9 @@ class Stepped:
     def ticket(self, number: int, num_tokens: int) -> Ticket:
         """Of this offer."""
         return Ticket(
-            remote_engine_id=self.engine.spec.engine,
-            remote_host=HOST,
-            remote_port=self.directory.port,
+            engine=self.engine.spec.engine,
+            host=HOST,
+            port=self.directory.port,
             incarnation=self.description.incarnation,
             nonce=Nonce(hex32(number)),
             num_tokens=num_tokens,

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from nixl_kv.ids import Endpoint, EngineId, Incarnation, endpoint_at
+from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.load import DROPPED, Load
 from nixl_kv.protocol.decode.loads import LoadBook
@@ -55,6 +55,8 @@ class DecodeMachine:
                 return self._start(event, now)
             case events.CancelLoad():
                 return self._cancel(event, now)
+            case events.DeclineOffer():
+                return self._decline(event)
             case events.Answered():
                 return self._on_answer(event.message, event.endpoint, now)
             case events.PeerJoined():
@@ -82,11 +84,7 @@ class DecodeMachine:
 
     def _prepare(self, command: events.PrepareLoad, now: float) -> list[events.Action]:
         ticket = command.ticket
-        key = events.PeerKey(
-            ticket.remote_engine_id,
-            ticket.incarnation,
-            endpoint_at(ticket.remote_host, ticket.remote_port),
-        )
+        key = events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
         refused = self.loads.refuse_second(command.request, now)
         if refused is not None:
             return refused
@@ -113,6 +111,12 @@ class DecodeMachine:
     def _cancel(self, command: events.CancelLoad, now: float) -> list[events.Action]:
         load = self.loads.get(command.request)
         return [] if load is None else load.on_cancel() + self.loads.settle(load, now)
+
+    def _decline(self, command: events.DeclineOffer) -> list[events.Action]:
+        """Once for the whole engine."""
+        if self._reader.rank != 0:
+            return []
+        return [events.Send(command.endpoint, messages.Decline(nonce=command.nonce))]
 
     # --- peers
 
@@ -184,6 +188,8 @@ class DecodeMachine:
                 )
                 failure = Failure(FailureKind.UNREACHABLE, message.reason)
                 return self._on_unusable(peer, message, failure, now=now)
+            case messages.VersionRefusal():
+                return self._on_endpoint_lost(events.EndpointLost(endpoint, str(message)), now)
             case messages.Renewed():
                 return self._on_renewed(message, endpoint, now)
             case messages.Grant() | messages.Deny() | messages.DigestReply() | messages.Recall():

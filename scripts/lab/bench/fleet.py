@@ -96,9 +96,9 @@ class FleetEngine:
     def prepare_load(self) -> events.PrepareLoad:
         """Of the one prompt that it has."""
         ticket = Ticket(
-            remote_engine_id=EngineId(str(self.number)),
-            remote_host=address(self.number, 1),
-            remote_port=self.port,
+            engine=EngineId(str(self.number)),
+            host=address(self.number, 1),
+            port=self.port,
             incarnation=self.description().incarnation,
             nonce=Nonce(hex32(self.number)),
             num_tokens=100,

@@ -184,7 +184,7 @@ def _answer(engines: Mapping[str, Engine], question: dict[str, Any]) -> object:
     if "offer" in question:
         return {"tickets": engines["prefill"].offer(question["offer"], question["tokens"])}
     if "load" in question:
-        tickets = {name: Ticket.parse(ticket) for name, ticket in question["load"].items()}
+        tickets = msgspec.convert(question["load"], dict[str, Ticket])
         return engines["decode"].load(tickets, question["tokens"], verify=question["verify"])
     return {}
 

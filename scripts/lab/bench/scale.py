@@ -188,15 +188,14 @@ class Peer:
     def key(self) -> events.PeerKey:
         """How decode names it."""
         ticket = self.ticket(0)
-        where = endpoint_at(ticket.remote_host, ticket.remote_port)
-        return events.PeerKey(ticket.remote_engine_id, ticket.incarnation, where)
+        return events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
 
     def ticket(self, request: int) -> Ticket:
         """Of a prompt that it has."""
         return Ticket(
-            remote_engine_id=EngineId(self.description.engine),
-            remote_host="10.0.0.1",
-            remote_port=1 + self.number,
+            engine=EngineId(self.description.engine),
+            host="10.0.0.1",
+            port=1 + self.number,
             incarnation=Incarnation(self.description.incarnation),
             nonce=Nonce(hex32(request)),
             num_tokens=100,
@@ -293,6 +292,7 @@ def decode_costs(held: int) -> dict[str, float]:
             ),
         )
         for sent in decode.asks[:SAMPLES]
+        if isinstance(sent.message, messages.Ask)
     ]
     costs["renewed"] = cpu_us([partial(machine.handle, each, 0.2) for each in renewed])
     cancels = [events.CancelLoad(RequestId(f"d{n}")) for n in range(min(held, SAMPLES))]

@@ -61,7 +61,12 @@ def every_message() -> list[bytes]:
 
 def tickets() -> list[bytes]:
     """A ticket, as a client sends it back."""
-    return [_to_json(sample(Ticket).params())]
+    return [_to_json(sample(Ticket).params(key)) for key in (None, b"k" * 32)]
+
+
+def ticket_payloads() -> list[bytes]:
+    """What is packed into its string."""
+    return [msgspec.msgpack.encode(list(msgspec.structs.astuple(sample(Ticket))))]
 
 
 def configs() -> list[bytes]:

@@ -67,9 +67,9 @@ OWN_MEMORY: Final = Span(0x2100_0000_0000, 1 << 16)
 PREFILL_SLOTS: Final = PREFILL_MEMORY.address + (1 << 19)
 
 TICKET: Final = Ticket(
-    remote_engine_id=PREFILL,
-    remote_host=HOST,
-    remote_port=DIRECTORY_PORT,
+    engine=PREFILL,
+    host=HOST,
+    port=DIRECTORY_PORT,
     incarnation=LIFE,
     nonce=NONCE,
     num_tokens=TOKENS + 1,

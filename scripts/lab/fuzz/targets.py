@@ -1,5 +1,6 @@
 """What is fuzzed: for each decoder valid inputs to start from, and what others may end in."""
 
+import base64
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from nixl_kv.geometry.plan import Reads, plan
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import Description
-from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, SealedTicket, Ticket, TicketHead
 from nixl_kv.transfer.directory_server import DirectoryServer
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
@@ -89,7 +90,8 @@ def targets() -> list[Target]:
             Target(f"messages.{name}", run, every, allowed=(RemoteProtocolError, *_own(name)))
             for name, run in decoders.items()
         ),
-        Target("Ticket.parse", _ticket, inputs.tickets(), "json"),
+        Target("ticket", _ticket, inputs.tickets(), "json"),
+        Target("ticket payload", _payload, inputs.ticket_payloads()),
         Target("Config.parse", _config, inputs.configs(), "json", (ConfigError,)),
         Target("directory", _directory, every),
         Target("prefill rank", _ask_rank, inputs.questions()),
@@ -110,7 +112,14 @@ def _from_json(data: bytes) -> object:
 
 
 def _ticket(data: bytes) -> Ticket:
-    return Ticket.parse(_from_json(data))
+    return SealedTicket.parse(_from_json(data)).open()
+
+
+def _payload(data: bytes) -> tuple[TicketHead, Ticket]:
+    """Of a ticket that a client has made up."""
+    payload = base64.urlsafe_b64encode(data).decode("ascii").rstrip("=")
+    sealed = SealedTicket.parse({FIELD: f"{WIRE_VERSION}..{payload}"})
+    return sealed.head(), sealed.open()
 
 
 def _config(data: bytes) -> Config:

@@ -154,9 +154,9 @@ class LocalEngine:
     def ticket(self, nonce: Nonce, num_tokens: int) -> Ticket:
         """The ticket of an offer."""
         return Ticket(
-            remote_engine_id=self.name,
-            remote_host=HOST,
-            remote_port=self.directory.port,
+            engine=self.name,
+            host=HOST,
+            port=self.directory.port,
             incarnation=self.description.incarnation,
             nonce=nonce,
             num_tokens=num_tokens,

@@ -32,6 +32,7 @@ from nixl_kv.ids import Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
 from nixl_kv.protocol.messages import DigestReply, Grant, decode_answer
+from nixl_kv.protocol.ticket import SealedTicket
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Invariants:
             raise Violation("wrong report", f"{name}: {ended}, of {start}")
         if ended.failure is not None:
             self._check_failure(ended.request, ended.failure)
-            incarnation = request.kv_transfer_params["incarnation"]
+            incarnation = SealedTicket.parse(request.kv_transfer_params).open().incarnation
             self.failed.append(FailedLoad(ended.request, ended.failure, incarnation))
             return
         self.num_good += 1

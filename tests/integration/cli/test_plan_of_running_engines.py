@@ -23,6 +23,7 @@ from nixl_kv.protocol.messages import (
     Reader,
     Release,
     Slots,
+    VersionRefusal,
     encode,
 )
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
@@ -166,6 +167,11 @@ def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -
             b"\x93\xa8Describe\x01\xa0",
             f"wire version 1; this side speaks {WIRE_VERSION}",
             id="another version",
+        ),
+        pytest.param(
+            encode(VersionRefusal(speaks=9)),
+            f"it speaks wire version 9; this side speaks {WIRE_VERSION}",
+            id="a refusal",
         ),
         pytest.param(
             encode(

@@ -9,10 +9,10 @@ import pytest
 from nixl_kv.config import Config
 from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler
 from nixl_kv.connector.prompt import Prompt
-from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import Nonce, RequestId
-from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
-from nixl_kv.protocol.ticket import Ticket, context_hash
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.ids import Endpoint, Nonce, RequestId
+from nixl_kv.protocol.events import CancelLoad, DeclineOffer, PrepareLoad, StartLoad
+from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
 from nixl_kv.transfer.trust import Trust
 from support.records import D1, D2, hex32, ticket
 from support.stepped import Clock
@@ -32,7 +32,7 @@ def offered(number: int = 1, **changed: Any) -> Ticket:
     """A valid ticket for the prompt."""
     nonce = Nonce(hex32(number))
     values = {
-        "remote_host": "127.0.0.1",
+        "host": "127.0.0.1",
         "nonce": nonce,
         "num_tokens": len(TOKEN_IDS),
         "context": context_hash(nonce, TOKEN_IDS, []),
@@ -44,8 +44,8 @@ def packed(*ids: int) -> bytes:
     return np.array(ids, "<i4").tobytes()
 
 
-def accept(ticket: Ticket) -> None:
-    """Whatever ticket."""
+accept = SealedTicket.parse
+"""Whatever ticket."""
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def started(decode: DecodeScheduler) -> list[StartLoad]:
 
 
 def test_a_ticket_is_asked_for_on_arrival(decode: DecodeScheduler) -> None:
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     (command,) = decode.pop_commands()
     assert isinstance(command, PrepareLoad)
     assert (command.request, command.ticket) == (D1, offered())
@@ -75,8 +75,8 @@ def test_a_ticket_is_asked_for_on_arrival(decode: DecodeScheduler) -> None:
 
 
 def test_each_attempt_has_a_claim_of_its_own(decode: DecodeScheduler) -> None:
-    decode.on_arrival(prompt_of(D1), offered(1).params())
-    decode.on_arrival(prompt_of(D2), offered(2).params())
+    decode.on_arrival(prompt_of(D1), offered(1).params(None))
+    decode.on_arrival(prompt_of(D2), offered(2).params(None))
     first, second = decode.pop_commands()
     assert isinstance(first, PrepareLoad)
     assert isinstance(second, PrepareLoad)
@@ -84,16 +84,18 @@ def test_each_attempt_has_a_claim_of_its_own(decode: DecodeScheduler) -> None:
 
 
 REFUSED = [
-    pytest.param({}, "kv_transfer_params lacks the field 'wire_version'", id="no ticket"),
+    pytest.param({}, "kv_transfer_params lacks the field 'nixl_kv_ticket'", id="no ticket"),
     pytest.param([], "kv_transfer_params is of type list", id="no object"),
     pytest.param(
-        offered(num_tokens=21).params(),
+        offered(num_tokens=21).params(None),
         "num_tokens is 21; allowed: up to the prompt's 20",
         id="more tokens than the prompt",
     ),
-    pytest.param(offered(context=hex32(7)).params(), "context is another prompt's", id="context"),
     pytest.param(
-        offered(2, context=offered(1).context).params(),
+        offered(context=hex32(7)).params(None), "context is another prompt's", id="context"
+    ),
+    pytest.param(
+        offered(2, context=offered(1).context).params(None),
         "context is another prompt's",
         id="the context of another offer of the same prompt",
     ),
@@ -114,19 +116,20 @@ def test_a_ticket_that_is_not_valid_asks_nobody(
 def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> None:
     trust = Trust.of(Config.parse({}, {}))
     decode = DecodeScheduler([SIZE], trust.check)
-    for forged in (offered(remote_host="10.0.0.1"), offered().seal(b"x" * 32)):
-        with pytest.raises(RemoteProtocolError):
-            decode.on_arrival(prompt_of(), forged.params(), is_rejected=is_rejected)
+    for forged in (offered(host="10.0.0.1").params(None), offered().params(b"x" * 32)):
+        for params in (forged, {**forged, FIELD: forged[FIELD].replace("5.", "6.", 1)}):
+            with pytest.raises(RemoteProtocolError):
+                decode.on_arrival(prompt_of(), params, is_rejected=is_rejected)
     assert decode.pop_commands() == []
 
 
 def test_a_ticket_that_is_refused_does_not_burn_the_true_one() -> None:
     decode = DecodeScheduler([SIZE], Trust.of(Config.parse({}, {})).check)
     with pytest.raises(RemoteProtocolError, match="another prompt"):
-        decode.on_arrival(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params())
+        decode.on_arrival(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params(None))
     with pytest.raises(RemoteProtocolError, match="mac"):
-        decode.on_arrival(prompt_of(), offered().seal(b"x" * 32).params())
-    decode.on_arrival(prompt_of(), offered().params())
+        decode.on_arrival(prompt_of(), offered().params(b"x" * 32))
+    decode.on_arrival(prompt_of(), offered().params(None))
     assert len(decode.pop_commands()) == 1
 
 
@@ -135,23 +138,23 @@ def test_a_ticket_is_good_for_one_request(decode: DecodeScheduler) -> None:
     for number in range(3):
         child = RequestId(f"{number}_d1")
         if number == 0:
-            decode.on_arrival(prompt_of(child), offered().params())
+            decode.on_arrival(prompt_of(child), offered().params(None))
             continue
         with pytest.raises(RemoteProtocolError, match="nonce was used before"):
-            decode.on_arrival(prompt_of(child), offered().params())
+            decode.on_arrival(prompt_of(child), offered().params(None))
     (command,) = decode.pop_commands()
     assert isinstance(command, PrepareLoad)
     assert command.request == "0_d1"
 
 
 def test_a_used_ticket_is_remembered_for_ten_minutes(decode: DecodeScheduler, clock: Clock) -> None:
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     decode.on_finish(D1)
     clock.now += REMEMBER_S
     with pytest.raises(RemoteProtocolError, match="nonce was used before"):
-        decode.on_arrival(prompt_of(D2), offered().params())
+        decode.on_arrival(prompt_of(D2), offered().params(None))
     clock.now += 1
-    decode.on_arrival(prompt_of(D2), offered().params())
+    decode.on_arrival(prompt_of(D2), offered().params(None))
     assert len(decode._used) == 1
 
 
@@ -160,13 +163,44 @@ def test_a_request_that_the_frontend_rejected_only_releases_its_offer(
 ) -> None:
     """vLLM puts another prompt in its place, so the context cannot be compared."""
     stand_in = prompt_of(D1, [0])
-    decode.on_arrival(stand_in, offered().params(), is_rejected=True)
+    decode.on_arrival(stand_in, offered().params(None), is_rejected=True)
     prepare, cancel = decode.pop_commands()
     assert isinstance(prepare, PrepareLoad)
     assert cancel == CancelLoad(D1)
     assert decode.count_matched(D1, 0) == (0, False)
     decode.on_finish(D1)
     assert decode.pop_commands() == []
+
+
+# --- tickets of other versions
+
+
+def of_version(version: int, ticket: Ticket) -> dict[str, Any]:
+    params = ticket.params(None)
+    return {**params, FIELD: params[FIELD].replace("5.", f"{version}.", 1)}
+
+
+@pytest.mark.parametrize("version", [0, 4, 6, 999_999_999])
+@pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
+def test_an_offer_of_another_version_is_declined(
+    decode: DecodeScheduler, version: int, *, is_rejected: bool
+) -> None:
+    words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 5"
+    with pytest.raises(ForeignVersion, match=words):
+        decode.on_arrival(prompt_of(), of_version(version, offered()), is_rejected=is_rejected)
+    endpoint = Endpoint("tcp://127.0.0.1:5600")
+    assert decode.pop_commands() == [DeclineOffer(endpoint, offered().nonce)]
+    assert decode.count_matched(D1, 0) == (0, False)
+    decode.on_finish(D1)
+    assert decode.pop_commands() == []
+
+
+def test_an_offer_is_declined_once(decode: DecodeScheduler) -> None:
+    """The children of a request with n > 1 carry the same ticket, and clients may send it again."""
+    for number in (1, 1, 2, 1):
+        with pytest.raises(ForeignVersion):
+            decode.on_arrival(prompt_of(), of_version(6, offered(number)))
+    assert len(decode.pop_commands()) == 2
 
 
 # --- how much is loaded
@@ -187,7 +221,7 @@ def test_a_request_that_the_frontend_rejected_only_releases_its_offer(
 def test_at_most_all_but_the_last_token_is_loaded(
     decode: DecodeScheduler, num_tokens: int, local: int, expected: tuple[int, bool]
 ) -> None:
-    decode.on_arrival(prompt_of(), offered(num_tokens=num_tokens).params())
+    decode.on_arrival(prompt_of(), offered(num_tokens=num_tokens).params(None))
     for _ in range(3):  # vLLM asks as often as it likes
         assert decode.count_matched(D1, local) == expected
     assert len(decode.pop_commands()) == 1
@@ -215,7 +249,7 @@ def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> No
 def test_blocks_are_those_of_the_tokens_that_are_loaded(
     decode: DecodeScheduler, local: int, num_tokens: int, ids: list[int]
 ) -> None:
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     decode.count_matched(D1, local)
     decode.on_allocation(D1, [TABLE], num_tokens)
     assert started(decode) == [StartLoad(D1, local, local + num_tokens, (packed(*ids),))]
@@ -224,7 +258,7 @@ def test_blocks_are_those_of_the_tokens_that_are_loaded(
 def test_the_null_block_is_an_absent_one() -> None:
     """And each group's table is cut by that group's own block size."""
     decode = DecodeScheduler([SIZE, 8], accept)
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     decode.count_matched(D1, 4)
     decode.on_allocation(D1, [TABLE, [0, 0, 23]], 15)
     (load,) = started(decode)
@@ -232,7 +266,7 @@ def test_the_null_block_is_an_absent_one() -> None:
 
 
 def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     decode.count_matched(D1, 0)
     decode.count_matched(D1, 12)
     decode.on_allocation(D1, [TABLE], 7)
@@ -241,7 +275,7 @@ def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
 
 def test_a_load_is_started_once(decode: DecodeScheduler) -> None:
     """vLLM allocates again after the load, and after a failed one asks again."""
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     decode.count_matched(D1, 0)
     decode.on_allocation(D1, [TABLE], 19)
     assert len(started(decode)) == 1
@@ -253,7 +287,7 @@ def test_a_load_is_started_once(decode: DecodeScheduler) -> None:
 
 def test_an_allocation_without_a_load_releases_prefill(decode: DecodeScheduler) -> None:
     """vLLM had all of it, or took another connector's tokens."""
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     decode.count_matched(D1, 19)
     decode.on_allocation(D1, [TABLE], 0)
     assert decode.pop_commands()[1:] == [CancelLoad(D1)]
@@ -266,7 +300,7 @@ def test_a_request_that_ends_cancels_its_load_once(
     decode: DecodeScheduler, *, is_started: bool
 ) -> None:
     """Of a load that was reported long ago, that does nothing."""
-    decode.on_arrival(prompt_of(), offered().params())
+    decode.on_arrival(prompt_of(), offered().params(None))
     if is_started:
         decode.on_allocation(D1, [TABLE], 19)
     decode.pop_commands()
@@ -284,7 +318,7 @@ def verified(share: float, draws: Sequence[float]) -> list[bool]:
     decode = DecodeScheduler([SIZE], accept, verify=share, draw=draw)
     for number in range(len(draws)):
         request = RequestId(f"d{number}")
-        decode.on_arrival(prompt_of(request), offered(number).params())
+        decode.on_arrival(prompt_of(request), offered(number).params(None))
         decode.on_allocation(request, [TABLE], 19)
     return [load.verify for load in started(decode)]
 

@@ -19,14 +19,15 @@ from nixl_kv.protocol.events import (
     RevokeOffer,
     WithdrawOffer,
 )
-from nixl_kv.protocol.ticket import Ticket, context_hash
+from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 from support.cache_manager import CacheManager
-from support.records import ENGINE_LIFE, P1, P2, PREFILL
+from support.records import ENGINE_LIFE, P1, P2, PREFILL, hex32
 
 TOKEN_IDS = list(range(100, 120))
 NUM_TOKENS = len(TOKEN_IDS)
 FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
 TABLES = ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])
+KEY = b"k" * 32
 ADDRESS = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600)
 
 
@@ -42,7 +43,7 @@ class Side:
         self.scheduler = PrefillScheduler(
             PinnedBlocks([FULL, WINDOW], self.manager),
             OfferQuota(20, share),
-            lambda ticket: ticket.seal(b"k" * 32),
+            lambda ticket: ticket.params(KEY),
         )
         self.scheduler.address = ADDRESS
 
@@ -67,11 +68,11 @@ class Side:
         *,
         reason: str = "",
         tables: Sequence[Sequence[int]] = TABLES,
-    ) -> tuple[Ticket | None, list[Command]]:
+    ) -> tuple[SealedTicket | None, list[Command]]:
         """The ticket, and the commands that go with it."""
         is_pinned, params = self.scheduler.on_finish(request, tables, reason=reason)
         assert is_pinned is (params is not None)
-        ticket = None if params is None else Ticket.parse(params)
+        ticket = None if params is None else SealedTicket.parse(params)
         return ticket, self.scheduler.pop_commands()
 
 
@@ -109,17 +110,17 @@ def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
     ticket, commands = side.finish()
     assert ticket is not None
     assert commands == [PublishOffer(prepare.nonce, P1)]
-    ticket.check_mac(b"k" * 32)
+    ticket.check_mac(KEY)
     expected = Ticket(
-        remote_engine_id=ADDRESS.engine,
-        remote_host=ADDRESS.host,
-        remote_port=ADDRESS.port,
+        engine=ADDRESS.engine,
+        host=ADDRESS.host,
+        port=ADDRESS.port,
         incarnation=ADDRESS.incarnation,
         nonce=prepare.nonce,
         num_tokens=NUM_TOKENS,
         context=prepare.context,
     )
-    assert ticket == expected.seal(b"k" * 32)
+    assert ticket.open() == expected
 
 
 def test_each_offer_has_a_nonce_of_its_own(side: Side) -> None:
@@ -148,6 +149,29 @@ def test_the_prompt_is_not_kept(side: Side) -> None:
     del token_ids
     assert reference() is None
     assert side.compute().num_tokens == NUM_TOKENS
+
+
+def test_an_offer_that_was_declined_is_revoked_once(side: Side) -> None:
+    nonces = []
+    for request in (P1, P2):
+        side.arrive(request)
+        nonces.append(side.compute(request).nonce)
+        side.finish(request)
+    side.scheduler.on_declined([nonces[1], nonces[1]])
+    assert side.scheduler.pop_commands() == [RevokeOffer(nonces[1])]
+    side.scheduler.on_declined(nonces)
+    assert side.scheduler.pop_commands() == [RevokeOffer(nonces[0])]
+    side.scheduler.on_end([P1, P2])
+    side.scheduler.on_declined(nonces)
+    assert side.scheduler.pop_commands() == []
+
+
+def test_declines_of_what_is_not_on_offer_say_nothing_to_the_workers(side: Side) -> None:
+    """Not of strangers' nonces, nor before the ticket is out."""
+    side.arrive()
+    nonce = side.compute().nonce
+    side.scheduler.on_declined([nonce, *(Nonce(hex32(number)) for number in range(10_000))])
+    assert side.scheduler.pop_commands() == []
 
 
 # --- what is not offered

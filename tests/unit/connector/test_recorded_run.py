@@ -16,11 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from nixl_kv.connector import decode, worker
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.protocol.events import Command
-from nixl_kv.protocol.ticket import Ticket
 from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
 from support.polling import wait_until
 from support.recorded_vllm import Record, torch
+from support.records import opened
 from support.stepped import Clock
 
 
@@ -142,7 +142,8 @@ class Engine:
         assert is_pinned is was_pinned
         assert (params is None) == (recorded_params is None)
         if params is not None:
-            assert Ticket.parse(params).num_tokens == recorded_params["num_tokens"]
+            of_ticket, recorded_one = map(opened, (params, recorded_params))
+            assert of_ticket.num_tokens == recorded_one.num_tokens
             assert params.keys() == recorded_params.keys()
             self.ticket = params
 

@@ -11,23 +11,26 @@ from vllm.v1.core.sched import scheduler as vllm_scheduler
 
 from nixl_kv.connector.block_shortage import PATIENCE_S, BlockShortage
 from nixl_kv.connector.metadata import HandshakeMetadata
+from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import RequestId, endpoint_at, new_incarnation
+from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
     ReclaimBlocks,
+    RevokeOffer,
     SetEngineLayouts,
 )
-from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
+from nixl_kv.protocol.messages import Decline, Describe, Description, decode_answer, encode
 from nixl_kv.protocol.ticket import Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
 from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
+from support.polling import wait_until
 from support.recorded_vllm import Record, new_request
-from support.records import NONCE, rank_description
+from support.records import NONCE, opened, rank_description
 from support.stepped import Clock
 
 HOST = "127.0.0.1"
@@ -87,15 +90,15 @@ def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
     """A ticket that is valid for a request."""
     nonce = f"{number:032x}"
     values = {
-        "remote_engine_id": "prefill",
-        "remote_host": HOST,
-        "remote_port": 5600,
+        "engine": "prefill",
+        "host": HOST,
+        "port": 5600,
         "incarnation": "ab" * 16,
         "nonce": nonce,
         "num_tokens": request.num_prompt_tokens,
         "context": context_hash(nonce, request.prompt_token_ids, []),  # type: ignore[arg-type]
     }
-    return Ticket(**values | changed).params()
+    return Ticket(**values | changed).params(None)
 
 
 def with_ticket(**changed: Any) -> Any:
@@ -115,16 +118,16 @@ def counted(scheduler: Scheduler) -> Record:
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        pytest.param({}, "lacks the field 'wire_version'", id="empty"),
+        pytest.param({}, "lacks the field 'nixl_kv_ticket'", id="empty"),
         pytest.param([1], "is of type list", id="a list"),
         pytest.param("ticket", "is of type str", id="text"),
-        pytest.param({"do_remote_decode": 1}, "lacks the field", id="1 is not true"),
         pytest.param(
-            {"do_remote_prefill": True, "remote_engine_id": "x"}, "wire_version", id="vLLM's own"
+            {"do_remote_decode": 1}, "do_remote_decode is of type int", id="1 is not true"
         ),
         pytest.param(
-            {"wire_version": 1, "do_remote_prefill": True}, "this engine speaks", id="version"
+            {"do_remote_prefill": True, "remote_engine_id": "x"}, "lacks the field", id="vLLM's own"
         ),
+        pytest.param({"nixl_kv_ticket": "5..AA"}, "nixl_kv_ticket: ", id="no array"),
     ],
 )
 def test_a_ticket_that_is_not_valid_is_counted_and_logged(
@@ -214,6 +217,33 @@ def test_a_ticket_of_another_users_prompt_is_refused(make: Make) -> None:
     request.cache_salt = "a user's"
     scheduler.on_arrival(request)
     assert counted(scheduler) == {"tickets_refused": 1}
+
+
+# --- offers that are declined
+
+
+def test_an_offer_that_was_declined_is_revoked_in_the_next_step(make: Make) -> None:
+    """Each step asks the directory, which is told by decode."""
+    scheduler = make()
+    scheduler.bind(CacheManager({"p1": [TABLE]}))
+    request, half = RequestId("p1"), scheduler._prefill
+    half.on_arrival(Prompt(request, NUM_TOKENS, range(NUM_TOKENS)))
+    half.on_step([], [(request, range(NUM_TOKENS))])
+    _, params = half.on_finish(request, [TABLE], reason="")
+    ticket = opened(params)
+    assert commands(scheduler)
+    decode = ZmqControl()
+    decode.send(ticket.endpoint, encode(Decline(nonce=Nonce("0" * 32))))
+    decode.send(ticket.endpoint, encode(Decline(nonce=ticket.nonce)))
+    revoked: list[Any] = []
+
+    def is_revoked() -> bool:
+        revoked.extend(commands(scheduler))
+        return bool(revoked)
+
+    wait_until(is_revoked)
+    assert revoked == [RevokeOffer(ticket.nonce)]
+    decode.close()
 
 
 # --- two engines that prefill for each other

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry.digest import MAX_COLUMNS
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import ANY_INCARNATION, Claim
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import (
     MAX_LISTED,
+    Decline,
     EventRecord,
     LinkStatus,
     LoadStatus,
@@ -26,6 +27,7 @@ from nixl_kv.protocol.messages import (
     Slots,
     Status,
     StatusRequest,
+    VersionRefusal,
     encode,
 )
 from support.records import (
@@ -162,12 +164,12 @@ STATUS_WIRE = [
 ]
 
 WIRE = [
-    pytest.param(describe(), ["Describe", 4, ENGINE_LIFE, "prefill"], id="describe"),
+    pytest.param(describe(), ["Describe", 5, ENGINE_LIFE, "prefill"], id="describe"),
     pytest.param(
         description(),
         [
             "Description",
-            4,
+            5,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -176,44 +178,46 @@ WIRE = [
         ],
         id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 4, ENGINE_LIFE, "prefill", "no"], id="refusal"),
+    pytest.param(refusal("no"), ["Refusal", 5, ENGINE_LIFE, "prefill", "no"], id="refusal"),
     pytest.param(
         ask(number=5, readers=(0, 1)),
-        ["Ask", 4, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 5, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
         id="ask",
     ),
     pytest.param(
-        grant(), ["Grant", 4, RANK_LIFE, *OFFER_WIRE, 2.0, list(TABLES), 3, GENERATION], id="grant"
+        grant(), ["Grant", 5, RANK_LIFE, *OFFER_WIRE, 2.0, list(TABLES), 3, GENERATION], id="grant"
     ),
-    pytest.param(deny(), ["Deny", 4, RANK_LIFE, *OFFER_WIRE], id="deny"),
+    pytest.param(deny(), ["Deny", 5, RANK_LIFE, *OFFER_WIRE], id="deny"),
     pytest.param(
         digest_request(),
-        ["DigestRequest", 4, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
+        ["DigestRequest", 5, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
         id="digest request",
     ),
     pytest.param(
         digest_reply(),
-        ["DigestReply", 4, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
+        ["DigestReply", 5, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
         id="digest reply",
     ),
     pytest.param(
         renew(6, CLAIM, reading=1),
-        ["Renew", 4, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
+        ["Renew", 5, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
         id="renew",
     ),
-    pytest.param(renew(6), ["Renew", 4, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
-    pytest.param(recall(), ["Recall", 4, RANK_LIFE, *OFFER_WIRE], id="recall"),
-    pytest.param(renewed(CLAIM), ["Renewed", 4, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
-    pytest.param(release(), ["Release", 4, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
+    pytest.param(renew(6), ["Renew", 5, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
+    pytest.param(recall(), ["Recall", 5, RANK_LIFE, *OFFER_WIRE], id="recall"),
+    pytest.param(renewed(CLAIM), ["Renewed", 5, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
+    pytest.param(release(), ["Release", 5, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
     pytest.param(
-        release(complete=False), ["Release", 4, RANK_LIFE, *OFFER_WIRE, False], id="release"
+        release(complete=False), ["Release", 5, RANK_LIFE, *OFFER_WIRE, False], id="release"
     ),
     pytest.param(
         StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
-        ["StatusRequest", 4, ANY_INCARNATION, "d1"],
+        ["StatusRequest", 5, ANY_INCARNATION, "d1"],
         id="status request",
     ),
-    pytest.param(status(), ["Status", 4, RANK_LIFE, *STATUS_WIRE], id="status"),
+    pytest.param(status(), ["Status", 5, RANK_LIFE, *STATUS_WIRE], id="status"),
+    pytest.param(Decline(nonce=NONCE), ["Decline", 0, NONCE], id="decline"),
+    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 5], id="version refusal"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -226,7 +230,7 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
 
 def test_a_release_has_these_bytes() -> None:
     assert encode(release()) == (
-        b"\x97\xa7Release\x04\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
+        b"\x97\xa7Release\x05\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
         b"\xd9\x20" + CLAIM.encode() + b"\x93\xa6decode\xd9\x20" + hex32(0xD).encode() +
         b"\x00\xc3"
     )  # fmt: skip
@@ -240,16 +244,23 @@ def test_every_message_of_the_wire_is_in_the_table() -> None:
 def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
     """So that a nonce and a claim cannot change places unnoticed."""
     with pytest.raises(TypeError, match="positional arguments"):
-        kind(4, RANK_LIFE)
+        kind(5, RANK_LIFE)
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
-    messages.decode_to_engine: {"Describe"},
+    messages.decode_to_engine: {"Describe", "Decline"},
     messages.decode_to_rank: {"Ask", "DigestRequest", "Renew", "Release", "StatusRequest"},
     messages.decode_answer: {
-        *["Description", "Refusal", "Grant", "Deny", "DigestReply", "Renewed", "Recall"],
+        "Description",
+        "Refusal",
+        "Grant",
+        "Deny",
+        "DigestReply",
+        "Renewed",
+        "Recall",
+        "VersionRefusal",
     },
-    messages.decode_status: {"Status"},
+    messages.decode_status: {"Status", "VersionRefusal"},
 }
 
 
@@ -267,8 +278,11 @@ def test_a_socket_accepts_only_what_may_come_to_it(
 
 
 def test_every_message_has_one_direction() -> None:
+    """But a refusal, which may come to whoever has asked."""
     kinds = [kind for kinds in DIRECTIONS.values() for kind in kinds]
-    assert sorted(kinds) == sorted(kind.__name__ for kind in get_args(Message))
+    assert sorted(kinds) == sorted(
+        ["VersionRefusal", *(kind.__name__ for kind in get_args(Message))]
+    )
 
 
 def test_a_rank_describes_itself_in_the_form_that_the_engine_passes_on() -> None:
@@ -480,8 +494,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
         pytest.param(msgspec.msgpack.encode(["Release"]), "at least length", id="tag alone"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 4]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 4]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 5]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 5]), "Expected `str`", id="tag is no string"),
         pytest.param(msgspec.msgpack.encode(["Release", "1"]), "Expected", id="version in words"),
     ],
 )
@@ -490,7 +504,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         decode(payload)
 
 
-@pytest.mark.parametrize("version", [0, 3, 5])
+@pytest.mark.parametrize("version", [-1, 1, 4, 6, 2**63])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -504,19 +518,48 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
 def test_a_foreign_version_is_what_is_said_first(
     version: int, kind: object, fields: list[Any]
 ) -> None:
-    with pytest.raises(RemoteProtocolError) as raised:
+    with pytest.raises(ForeignVersion) as raised:
         decode(msgspec.msgpack.encode([kind, version, *fields]))
-    assert str(raised.value) == f"wire version {version}; this side speaks 4"
+    assert str(raised.value) == f"wire version {version}; this side speaks 5"
+
+
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [
+        pytest.param(["Decline", 0, NONCE], Decline(nonce=NONCE), id="decline"),
+        pytest.param(["VersionRefusal", 0, 9], VersionRefusal(speaks=9), id="version refusal"),
+    ],
+)
+def test_what_is_the_same_in_every_version_is_read_for_ever(
+    wire: list[Any], message: Message
+) -> None:
+    """Nothing of this may ever change: engines of all versions say it to each other."""
+    for longer in (wire, [*wire, "more", {"of": "a later version"}]):
+        assert decode(msgspec.msgpack.encode(longer)) == message
+    assert msgspec.msgpack.decode(encode(message)) == wire
+    with pytest.raises(ForeignVersion, match="wire version 6"):
+        decode(msgspec.msgpack.encode([wire[0], 6, wire[2]]))
+
+
+def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
+    """Else two sides could answer each other's refusals for ever."""
+    with pytest.raises(RemoteProtocolError, match="Invalid value 'Shout'") as raised:
+        decode(msgspec.msgpack.encode(["Shout", 0]))
+    assert not isinstance(raised.value, ForeignVersion)
+
+
+def test_a_refusal_says_both_versions() -> None:
+    assert str(VersionRefusal(speaks=9)) == "it speaks wire version 9; this side speaks 5"
 
 
 def test_a_message_with_more_fields_is_read() -> None:
-    wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 4"}]
+    wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 5"}]
     assert decode(msgspec.msgpack.encode(wire)) == release()
 
 
 def test_an_error_has_its_cause() -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 4]))
+        decode(msgspec.msgpack.encode(["Gone", 5]))
     assert isinstance(raised.value.__cause__, msgspec.ValidationError)
 
 
@@ -538,7 +581,7 @@ MANY = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
     [
         pytest.param(MANY, id="as the message"),
         pytest.param(b"\x92" + MANY + b"\x01", id="as its kind"),
-        pytest.param(b"\x93\xa7Release\x05" + MANY, id="behind another version"),
+        pytest.param(b"\x93\xa7Release\x06" + MANY, id="behind another version"),
         pytest.param(RELEASE[:9] + MANY, id="as a field"),
     ],
 )

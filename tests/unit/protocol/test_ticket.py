@@ -1,43 +1,121 @@
 """The ticket: made by prefill, carried by strangers, checked by decode."""
 
+import base64
+import hashlib
 import json
 import re
+import string
 import types
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import Nonce
-from nixl_kv.protocol.ticket import WIRE_VERSION, Ticket, context_hash
-from support.records import CONTEXT, ENGINE_LIFE, NONCE, hex32, ticket
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.ids import EngineId, Nonce
+from nixl_kv.protocol.ticket import (
+    FIELD,
+    MAX_LENGTH,
+    WIRE_VERSION,
+    SealedTicket,
+    Ticket,
+    TicketHead,
+    context_hash,
+)
+from support.records import CONTEXT, ENGINE_LIFE, NONCE, hex32, opened, ticket
 
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+VALUES: dict[str, Any] = {
+    "host": "10.0.0.1",
+    "port": 5600,
+    "nonce": NONCE,
+    "engine": "prefill",
+    "incarnation": ENGINE_LIFE,
+    "num_tokens": 8,
+    "context": CONTEXT,
+}
+"""What is in the string, in this order."""
+
+PAYLOAD = (
+    "l6gxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
+    "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQ"
+)
+MAC = "80839bea87a9a65b76bfcd2cfa9e47ae"
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_engine_id": "prefill",
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
-    "wire_version": 4,
-    "incarnation": ENGINE_LIFE,
-    "nonce": NONCE,
-    "num_tokens": 8,
-    "context": CONTEXT,
-    "mac": "",
+    "nixl_kv_ticket": f"5..{PAYLOAD}",
 }
 
 ONE_TWO: dict[Any, Any] = {1: 2}
 
 
+def packed(entries: object) -> str:
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(entries)).decode().rstrip("=")
+
+
+def written(entries: object, *, version: object = 5, mac: str = "") -> dict[str, Any]:
+    """Parameters with these entries in the string, as a client may write them."""
+    return {FIELD: f"{version}.{mac}.{packed(entries)}"}
+
+
+def having(**changed: object) -> dict[str, Any]:
+    return written(list({**VALUES, **changed}.values()))
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in PARAMS.items() if name not in names}
+
+
+# The form
+
+
 def test_a_ticket_has_this_form() -> None:
-    assert ticket().params() == PARAMS
+    """A change needs a new wire version; what is said to be stable changes never."""
+    assert ticket().params(None) == PARAMS
+    assert ticket().params(KEY) == {**PARAMS, FIELD: f"5.{MAC}.{PAYLOAD}"}
+    assert having() == {FIELD: PARAMS[FIELD]}
 
 
 def test_a_ticket_comes_back_through_json() -> None:
-    assert Ticket.parse(json.loads(json.dumps(ticket().params()))) == ticket()
+    for key in (None, KEY):
+        sealed = SealedTicket.parse(json.loads(json.dumps(ticket().params(key))))
+        sealed.check_mac(key)
+        assert sealed.open() == ticket()
+        assert (sealed.head().endpoint, sealed.head().nonce) == ("tcp://10.0.0.1:5600", NONCE)
+
+
+tickets = st.builds(
+    Ticket,
+    host=st.ip_addresses().map(str),
+    port=st.integers(1, 65535),
+    nonce=st.integers(0, 2**128 - 1).map(hex32),
+    engine=st.text(string.printable[:95], min_size=1, max_size=256),
+    incarnation=st.integers(1, 2**128 - 1).map(hex32),
+    num_tokens=st.integers(1, 2**31 - 1),
+    context=st.integers(0, 2**128 - 1).map(hex32),
+)
+
+
+@given(made=tickets, key=st.none() | st.binary(min_size=1, max_size=64))
+@example(made=ticket(host="f" * 4 + ":ffff" * 7, engine=EngineId("\U0001f600" * 256)), key=KEY)
+def test_any_ticket_comes_back_and_is_short(made: Ticket, key: bytes | None) -> None:
+    params = made.params(key)
+    assert len(params[FIELD]) <= MAX_LENGTH
+    sealed = SealedTicket.parse(params)
+    sealed.check_mac(key)
+    assert sealed.open() == made
+    head = TicketHead(host=made.host, port=made.port, nonce=made.nonce)
+    assert (sealed.version, sealed.head()) == (WIRE_VERSION, head)
+
+
+# What routers do to what is beside it
 
 
 @pytest.mark.parametrize(
@@ -46,14 +124,20 @@ def test_a_ticket_comes_back_through_json() -> None:
         pytest.param({**PARAMS, "remote_block_ids": [1], "tp_size": 8}, id="of vLLM's frontend"),
         pytest.param({**PARAMS, "kv": {"deep": [{}]}}, id="of a router"),
         pytest.param(types.MappingProxyType(PARAMS), id="any mapping"),
-        pytest.param(
-            {key: value for key, value in PARAMS.items() if key != "do_remote_decode"},
-            id="without the optional one",
-        ),
+        pytest.param({FIELD: PARAMS[FIELD]}, id="nothing else"),
+        pytest.param({**dict.fromkeys(PARAMS), FIELD: PARAMS[FIELD]}, id="null in place of all"),
+        pytest.param({**PARAMS, "remote_host": "http://prefill:8000"}, id="another host"),
+        pytest.param({**PARAMS, "remote_host": None, "remote_port": "x"}, id="no host, no port"),
+        pytest.param({**PARAMS, "remote_engine_id": {"a": [1]}}, id="no engine"),
+        pytest.param({**PARAMS, "wire_version": 3, "mac": "x", "nonce": []}, id="older fields"),
+        *[pytest.param(without(name), id=f"no {name}") for name in PARAMS if name != FIELD],
     ],
 )
-def test_fields_of_others_do_not_matter(params: object) -> None:
-    assert Ticket.parse(params) == ticket()
+def test_what_is_beside_it_does_not_matter(params: object) -> None:
+    assert opened(params) == ticket()
+
+
+# What is refused
 
 
 @pytest.mark.parametrize(
@@ -62,60 +146,109 @@ def test_fields_of_others_do_not_matter(params: object) -> None:
         pytest.param(None, "kv_transfer_params is of type NoneType; allowed: an object", id="null"),
         pytest.param([], "kv_transfer_params is of type list; allowed: an object", id="list"),
         pytest.param("{}", "kv_transfer_params is of type str; allowed: an object", id="text"),
-        pytest.param({}, "kv_transfer_params lacks the field 'wire_version'", id="empty"),
+        *[
+            pytest.param(
+                params, "kv_transfer_params lacks the field 'nixl_kv_ticket'", id=f"no ticket, {n}"
+            )
+            for n, params in enumerate(
+                [
+                    {},
+                    ONE_TWO,
+                    {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": []},
+                    {**without(FIELD), "wire_version": 4, "nonce": NONCE},
+                ]
+            )
+        ],
+        *[
+            pytest.param(
+                {**PARAMS, name: value},
+                f"kv_transfer_params: {name} is {words}; allowed: {allowed}",
+                id=f"{name}: {words}",
+            )
+            for name, value, words, allowed in [
+                ("do_remote_prefill", False, "false", "true"),
+                ("do_remote_prefill", 1, "of type int", "true"),
+                ("do_remote_decode", True, "true", "false"),
+                ("do_remote_decode", 10**5000, "of type int", "false"),
+            ]
+        ],
+        *[
+            pytest.param(
+                {FIELD: value},
+                f"kv_transfer_params: nixl_kv_ticket is {words}; allowed: text",
+                id=words,
+            )
+            for value, words in [
+                (None, "null"),
+                (True, "true"),
+                (10**5000, "of type int"),
+                ([["x"] * 10_000], "of type list"),
+                (b"5..AA", "of type bytes"),
+            ]
+        ],
         pytest.param(
-            {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": []},
-            "kv_transfer_params lacks the field 'wire_version'",
-            id="ticket of another connector",
+            {FIELD: "5.." + "A" * (MAX_LENGTH - 2)},
+            "kv_transfer_params: nixl_kv_ticket has 4097 characters; allowed: 4096",
+            id="long",
         ),
-        pytest.param(
-            {**{key: PARAMS[key] for key in PARAMS if key != "wire_version"}, "ticket_version": 2},
-            "kv_transfer_params lacks the field 'wire_version'",
-            id="ticket of an earlier version of this one",
-        ),
-        pytest.param(
-            {"wire_version": 4},
-            "kv_transfer_params lacks the field 'do_remote_prefill'",
-            id="no ticket",
-        ),
-        pytest.param(PARAMS | ONE_TWO, "Expected `str` - at `key` in `$`", id="key is a number"),
+        *[
+            pytest.param(
+                {FIELD: text},
+                "kv_transfer_params: nixl_kv_ticket is no ticket; "
+                "allowed: VERSION.MAC.PAYLOAD, as prefill has written it",
+                id=f"form {text[:40]!r}",
+            )
+            for text in [
+                "",
+                ".",
+                "..",
+                "5..",
+                "5.AA",
+                "5...AA",
+                f"5.{'a' * 31}.AA",
+                f"5.{'a' * 33}.AA",
+                f"5.{'A' * 32}.AA",
+                f"5.{'é' * 32}.AA",
+                "5..AA=",
+                "5..A+/A",
+                "5..é",
+                "5..AA\n",
+                " 5..AA",
+                "05..AA",
+                "-5..AA",
+                "+5..AA",
+                "5.0..AA",
+                "\u0665..AA",
+                "1234567890..AA",
+                "A" * MAX_LENGTH,
+                "\ud800",
+            ]
+        ],
     ],
 )
-def test_what_is_no_ticket_is_refused(params: object, error: str) -> None:
-    with pytest.raises(RemoteProtocolError, match=re.escape(error)):
-        Ticket.parse(params)
+def test_what_is_no_ticket_is_refused_in_words(params: object, error: str) -> None:
+    with pytest.raises(RemoteProtocolError) as refused:
+        SealedTicket.parse(params)
+    assert str(refused.value) == error
 
 
-@pytest.mark.parametrize("name", sorted(set(PARAMS) - {"do_remote_decode", "mac"}))
-def test_a_field_that_is_missing_is_named(name: str) -> None:
-    params = {key: value for key, value in PARAMS.items() if key != name}
-    with pytest.raises(RemoteProtocolError, match=name):
-        Ticket.parse(params)
+def head_of(params: object) -> TicketHead:
+    return SealedTicket.parse(params).head()
+
+
+OF_HEAD = ("host", "port", "nonce")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        pytest.param("do_remote_prefill", False, id="no prefill"),
-        pytest.param("do_remote_prefill", 1, id="prefill is a number"),
-        pytest.param("do_remote_decode", True, id="decode elsewhere"),
-        pytest.param("remote_engine_id", "", id="no engine"),
-        pytest.param("remote_engine_id", "e" * 257, id="long engine"),
-        pytest.param("remote_engine_id", 7, id="engine is a number"),
-        pytest.param("remote_port", 0, id="port zero"),
-        pytest.param("remote_port", 65536, id="port"),
-        pytest.param("remote_port", "5600", id="port is text"),
-        pytest.param("remote_port", True, id="port is a truth"),
-        pytest.param("wire_version", "4", id="version is text"),
-        pytest.param("wire_version", 4.0, id="version is a fraction"),
-        pytest.param("wire_version", None, id="version is null"),
-        pytest.param("wire_version", [4] * 10_000, id="version is a list"),
-        pytest.param("wire_version", 10**5000, id="version beyond what can be written"),
-        pytest.param("mac", None, id="mac is null"),
-        pytest.param("mac", "a" * 31, id="short mac"),
-        pytest.param("mac", "a" * 33, id="long mac"),
-        pytest.param("mac", "A" * 32, id="mac in capitals"),
-        pytest.param("mac", "é" * 32, id="mac of other letters"),
+        pytest.param("engine", "", id="no engine"),
+        pytest.param("engine", "e" * 257, id="long engine"),
+        pytest.param("engine", 7, id="engine is a number"),
+        pytest.param("port", 0, id="port zero"),
+        pytest.param("port", 65536, id="port"),
+        pytest.param("port", "5600", id="port is text"),
+        pytest.param("port", True, id="port is a truth"),
         pytest.param("incarnation", "a" * 31, id="short incarnation"),
         pytest.param("nonce", "a" * 33, id="long nonce"),
         pytest.param("nonce", "A" * 32, id="nonce in capitals"),
@@ -124,21 +257,68 @@ def test_a_field_that_is_missing_is_named(name: str) -> None:
         pytest.param("num_tokens", 0, id="no tokens"),
         pytest.param("num_tokens", -1, id="negative tokens"),
         pytest.param("num_tokens", 2**31, id="tokens"),
-        pytest.param("num_tokens", 2**70, id="tokens beyond any integer"),
+        pytest.param("num_tokens", 2**63, id="tokens beyond any integer"),
         pytest.param("num_tokens", 8.0, id="tokens as a fraction"),
-        pytest.param("remote_host", 5, id="host is a number"),
-        pytest.param("remote_host", ":", id="short host"),
+        pytest.param("host", 5, id="host is a number"),
+        pytest.param("host", ":", id="short host"),
+        pytest.param("host", "1" * 65, id="long host"),
+        *[
+            pytest.param(name, hex32(1) + "\n", id=f"line end in {name}")
+            for name in ("incarnation", "nonce", "context")
+        ],
     ],
 )
 def test_a_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
-    with pytest.raises(RemoteProtocolError, match=rf"^kv_transfer_params: .*\$\.{name}"):
-        Ticket.parse({**PARAMS, name: value})
+    parsers: list[Callable[[object], object]] = [opened, *[head_of] * (name in OF_HEAD)]
+    for parse in parsers:
+        with pytest.raises(RemoteProtocolError) as refused:
+            parse(having(**{name: value}))
+        assert re.match(rf"kv_transfer_params: nixl_kv_ticket: .*\$\.{name}`", str(refused.value))
+        assert len(str(refused.value)) < 200
 
 
-@pytest.mark.parametrize("name", ["incarnation", "nonce", "context", "mac"])
-def test_a_line_end_is_no_part_of_a_field(name: str) -> None:
-    with pytest.raises(RemoteProtocolError, match=name):
-        Ticket.parse({**PARAMS, name: hex32(1) + "\n"})
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        pytest.param([], "missing required field `host`", id="empty"),
+        pytest.param(list(VALUES.values())[:2], "missing required field `nonce`", id="two"),
+        pytest.param(list(VALUES.values())[:-1], "missing required field `context`", id="short"),
+        pytest.param(VALUES, "Expected `array`", id="a map"),
+        pytest.param("text", "Expected `array`", id="text"),
+        pytest.param(None, "Expected `array`", id="null"),
+    ],
+)
+def test_a_payload_of_another_form_is_refused(entries: object, words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=rf"nixl_kv_ticket: .*{words}"):
+        opened(written(entries))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"\x91" * 3000, id="deep"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="long array, cut"),
+        pytest.param(b"\x91\x81\x80\x01", id="a map as a key"),
+        pytest.param(b"\x91\xa1\xff", id="no UTF-8"),
+        pytest.param(b"\x91\xc7\x0c\xff" + b"\xff" * 12, id="no time"),
+        pytest.param(b"\xc1", id="no msgpack"),
+        pytest.param(b"\x90\xc0", id="trailing"),
+    ],
+)
+def test_a_payload_that_is_no_msgpack_is_refused(payload: bytes) -> None:
+    text = base64.urlsafe_b64encode(payload).decode().rstrip("=")
+    for parse in (opened, head_of):
+        with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
+            parse({FIELD: f"5..{text}"})
+
+
+def test_a_payload_that_is_no_base64_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
+        opened({FIELD: "5..A"})
+
+
+def test_entries_of_a_later_revision_are_left_out() -> None:
+    assert opened(written([*VALUES.values(), "more", {"x": 1}])) == ticket()
 
 
 @pytest.mark.parametrize(
@@ -159,54 +339,203 @@ def test_a_line_end_is_no_part_of_a_field(name: str) -> None:
 )
 def test_a_host_is_an_address_and_nothing_else(host: str) -> None:
     """ZMQ connects to `[localhost]` for the endpoint `tcp://[::%1]:0;[localhost]:5600`."""
-    with pytest.raises(RemoteProtocolError):
-        Ticket.parse({**PARAMS, "remote_host": host})
+    for parse in (opened, head_of):
+        with pytest.raises(RemoteProtocolError):
+            parse(having(host=host))
 
 
 def test_our_own_tickets_are_checked_as_well() -> None:
     with pytest.raises(ValueError, match="localhost"):
-        ticket(remote_host="localhost")
+        ticket(host="localhost")
 
 
-def test_an_engine_id_that_cannot_be_encoded_is_refused() -> None:
-    """JSON can write half of a surrogate pair."""
-    with pytest.raises(RemoteProtocolError, match="remote_engine_id"):
-        Ticket.parse({**PARAMS, "remote_engine_id": "\ud800"})
+def test_an_engine_id_that_cannot_be_printed_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="engine has characters that cannot be printed"):
+        opened(having(engine="a\nb"))
+
+
+def test_a_ticket_names_one_life_of_an_engine() -> None:
+    """To ask for any would be answered, by an engine that the ticket does not name."""
+    with pytest.raises(RemoteProtocolError, match="incarnation is all zeros"):
+        opened(having(incarnation="0" * 32))
 
 
 @given(
-    name=st.sampled_from(sorted(PARAMS)),
-    value=st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    name=st.sampled_from(sorted(VALUES)),
+    value=st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
 )
 def test_any_value_is_accepted_or_refused(name: str, value: Any) -> None:
     try:
-        parsed = Ticket.parse({**PARAMS, name: value})
+        made = opened(having(**{name: value}))
     except RemoteProtocolError:
         return
-    assert parsed.params()[name] == value
+    assert getattr(made, name) == value
 
 
-@pytest.mark.parametrize("version", [0, 2, 3, 5, -1, 2**31 - 1, True])
-def test_a_ticket_of_another_version_is_refused_in_words(version: object) -> None:
-    """Whatever else it has, or lacks."""
-    for params in (PARAMS, {"do_remote_prefill": True}):
-        with pytest.raises(RemoteProtocolError) as refused:
-            Ticket.parse({**params, "wire_version": version})
-        assert str(refused.value) == (
-            f"kv_transfer_params: wire_version is {version!r}; this engine speaks 4"
-        )
+# Other versions
 
 
-def test_the_words_of_a_refusal_are_few() -> None:
-    """They are logged, and a client chooses what they are about."""
-    for value in ("x" * 100_000, ["x"] * 100_000, 10**4000, {"x": "y" * 100_000}):
-        with pytest.raises(RemoteProtocolError) as refused:
-            Ticket.parse({**PARAMS, "wire_version": value})
-        assert len(str(refused.value)) < 200
+def later(version: int, key: bytes | None = KEY) -> dict[str, Any]:
+    """A ticket of another version: the stable part is as here, the rest is not."""
+    payload = packed(["10.0.0.1", 5600, NONCE, {"what": "ever"}, b"\0", None])
+    sealed = SealedTicket(version=version, mac="", payload=payload)
+    return {FIELD: f"{version}.{'' if key is None else mac_of(sealed, key)}.{payload}"}
 
 
-def test_a_ticket_has_the_version_of_the_wire() -> None:
-    assert ticket().wire_version == WIRE_VERSION == 4
+def mac_of(sealed: SealedTicket, key: bytes) -> str:
+    """As the head of the module says that it is, for ever."""
+    covered = f"{sealed.version}.{sealed.payload}".encode()
+    return hashlib.blake2b(covered, digest_size=16, key=key).hexdigest()
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, 6, 999_999_999])
+@pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with a key"])
+def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
+    version: int, key: bytes | None
+) -> None:
+    sealed = SealedTicket.parse(later(version, key))
+    sealed.check_mac(key)
+    assert sealed.head() == TicketHead(host="10.0.0.1", port=5600, nonce=NONCE)
+    with pytest.raises(ForeignVersion) as refused:
+        sealed.open()
+    assert str(refused.value) == (
+        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 5"
+    )
+
+
+def test_a_ticket_cannot_be_passed_off_as_one_of_another_version() -> None:
+    text = ticket().params(KEY)[FIELD]
+    for version in ("4", "6", "55", "0"):
+        forged = SealedTicket.parse({FIELD: text.replace("5.", f"{version}.", 1)})
+        with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+            forged.check_mac(KEY)
+
+
+def test_the_version_of_tickets_is_that_of_the_wire() -> None:
+    assert SealedTicket.parse(PARAMS).version == WIRE_VERSION == 5
+
+
+# The MAC
+
+SEALED = ticket().params(KEY)
+
+
+def test_the_mac_is_made_as_the_module_says() -> None:
+    sealed = SealedTicket.parse(SEALED)
+    assert sealed.mac == mac_of(sealed, KEY) == MAC
+
+
+def checked(params: object, key: bytes | None) -> Ticket:
+    """As decode does."""
+    sealed = SealedTicket.parse(params)
+    sealed.check_mac(key)
+    sealed.head()
+    return sealed.open()
+
+
+CHANGED = {
+    "host": "10.0.0.2",
+    "port": 5601,
+    "nonce": hex32(7),
+    "engine": "another",
+    "incarnation": hex32(7),
+    "num_tokens": 9,
+    "context": hex32(7),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_change_of_any_value_makes_the_mac_wrong(name: str) -> None:
+    entries = list({**VALUES, name: CHANGED[name]}.values())
+    assert opened(written(entries)) == ticket(**{name: CHANGED[name]})
+    with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket mac is wr"):
+        checked(written(entries, mac=MAC), KEY)
+
+
+def test_every_value_is_changed_above() -> None:
+    assert list(CHANGED) == list(VALUES) == list(Ticket.__struct_fields__)
+
+
+TEXT = SEALED[FIELD]
+
+
+@pytest.mark.parametrize("position", range(len(TEXT)))
+def test_a_ticket_of_which_any_character_is_changed_is_not_accepted(position: int) -> None:
+    """Each by all that may be in a ticket, and some that may not; or it is left out, or doubled."""
+    letters = set(string.ascii_letters + string.digits + "-_.=+/ \n\0é") - {TEXT[position]}
+    begin, end = TEXT[:position], TEXT[position + 1 :]
+    doubled = begin + 2 * TEXT[position] + end
+    for text in (begin + end, doubled, *(begin + letter + end for letter in letters)):
+        with pytest.raises(RemoteProtocolError):
+            checked({FIELD: text}, KEY)
+
+
+@given(position=st.integers(0, 1000), letter=st.characters(), with_mac=st.booleans())
+def test_without_a_key_a_changed_ticket_is_read_or_refused(
+    position: int, letter: str, *, with_mac: bool
+) -> None:
+    text = TEXT if with_mac else PARAMS[FIELD]
+    position %= len(text)
+    try:
+        made = checked({FIELD: text[:position] + letter + text[position + 1 :]}, None)
+    except RemoteProtocolError:
+        return
+    assert opened(made.params(None)) == made
+
+
+@given(text=st.text(max_size=64) | st.from_regex(r"[0-9]{1,2}\.\.[A-Za-z0-9_-]{1,64}\Z"))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    for key in (None, KEY):
+        try:
+            made = checked({FIELD: text}, key)
+        except RemoteProtocolError:
+            continue
+        assert key is None
+        assert opened(made.params(None)) == made
+
+
+def test_the_mac_is_checked_before_the_payload_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the payload was decoded")
+
+    for name in ("b64decode", "urlsafe_b64decode"):
+        monkeypatch.setattr(f"base64.{name}", refuse)
+    with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+        checked(SEALED, OTHER_KEY)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "key", "words"),
+    [
+        pytest.param(
+            KEY,
+            None,
+            "mac was made by an engine with a key; this one has no key_file",
+            id="no key here",
+        ),
+        pytest.param(
+            None,
+            KEY,
+            "mac is missing: made by an engine without a key; this one has a key_file",
+            id="no key there",
+        ),
+        pytest.param(
+            KEY,
+            OTHER_KEY,
+            "mac is wrong: the ticket was changed, or made with another key",
+            id="another key",
+        ),
+    ],
+)
+def test_the_mac_of_an_engine_with_another_key_is_refused_in_words(
+    theirs: bytes | None, key: bytes | None, words: str
+) -> None:
+    for params in (ticket().params(theirs), later(6, theirs)):
+        with pytest.raises(RemoteProtocolError) as refusal:
+            SealedTicket.parse(params).check_mac(key)
+        assert str(refusal.value) == f"kv_transfer_params: nixl_kv_ticket {words}"
 
 
 # The hash of what the KV depends on
@@ -243,107 +572,3 @@ def test_whatever_the_kv_depends_on_changes_the_hash() -> None:
 def test_token_ids_and_extras_may_come_in_any_container() -> None:
     extras = [b"a", b"b"]
     assert context_hash(NONCE, (1,), iter(extras)) == context_hash(NONCE, [1], extras)
-
-
-def test_a_ticket_names_one_life_of_an_engine() -> None:
-    """To ask for any would be answered, by an engine that the ticket does not name."""
-    with pytest.raises(RemoteProtocolError, match="incarnation is all zeros"):
-        Ticket.parse({**PARAMS, "incarnation": "0" * 32})
-
-
-# The MAC
-
-KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-SEALED = ticket().seal(KEY)
-
-
-def test_the_mac_is_the_same_on_both_sides_for_ever() -> None:
-    """A change needs a new wire version."""
-    assert SEALED.mac == "ffaf780dcea35a12ef12066731525c52"
-    assert SEALED.seal(KEY) == SEALED
-
-
-def test_a_sealed_ticket_has_the_right_mac_after_its_journey() -> None:
-    Ticket.parse(json.loads(json.dumps(SEALED.params()))).check_mac(KEY)
-    ticket().check_mac(None)
-
-
-CHANGED = {
-    "remote_engine_id": "another",
-    "remote_host": "10.0.0.2",
-    "remote_port": 5601,
-    "incarnation": hex32(7),
-    "nonce": hex32(7),
-    "num_tokens": 9,
-    "context": hex32(7),
-}
-FIXED = {"do_remote_prefill", "do_remote_decode", "wire_version"}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_change_of_any_field_makes_the_mac_wrong(name: str) -> None:
-    forged = Ticket.parse({**SEALED.params(), name: CHANGED[name]})
-    with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: mac is wrong: "):
-        forged.check_mac(KEY)
-
-
-def test_every_field_is_changed_above_or_can_have_one_value() -> None:
-    assert set(PARAMS) == {*CHANGED, *FIXED, "mac"}
-
-
-@pytest.mark.parametrize("name", sorted(FIXED))
-def test_fields_that_can_have_one_value_are_in_the_mac_too(name: str) -> None:
-    """Else a later version could be passed off as an earlier one."""
-    other = ticket()
-    msgspec.structs.force_setattr(other, name, 7)
-    assert other._mac(KEY) != SEALED.mac
-
-
-@given(position=st.integers(0, 31), digit=st.sampled_from("0123456789abcdef"))
-def test_every_digit_of_the_mac_counts(position: int, digit: str) -> None:
-    mac = SEALED.mac[:position] + digit + SEALED.mac[position + 1 :]
-    forged = ticket(mac=mac)
-    if mac == SEALED.mac:
-        forged.check_mac(KEY)
-        return
-    with pytest.raises(RemoteProtocolError):
-        forged.check_mac(KEY)
-
-
-@given(first=st.text("ab", min_size=1, max_size=4), second=st.integers(1, 99))
-def test_fields_do_not_run_into_each_other(first: str, second: int) -> None:
-    other = ticket(remote_engine_id=first, remote_port=second).seal(KEY)
-    assert (other.mac == ticket(remote_engine_id="ab", remote_port=12).seal(KEY).mac) == (
-        (first, second) == ("ab", 12)
-    )
-
-
-@pytest.mark.parametrize(
-    ("theirs", "key", "words"),
-    [
-        pytest.param(
-            SEALED,
-            None,
-            "mac was made by an engine with a key; this one has no key_file",
-            id="no key here",
-        ),
-        pytest.param(
-            ticket(),
-            KEY,
-            "mac is missing: made by an engine without a key; this one has a key_file",
-            id="no key there",
-        ),
-        pytest.param(
-            SEALED,
-            OTHER_KEY,
-            "mac is wrong: the ticket was changed, or made with another key",
-            id="another key",
-        ),
-    ],
-)
-def test_the_mac_of_an_engine_with_another_key_is_refused_in_words(
-    theirs: Ticket, key: bytes | None, words: str
-) -> None:
-    with pytest.raises(RemoteProtocolError) as refusal:
-        theirs.check_mac(key)
-    assert str(refusal.value) == f"kv_transfer_params: {words}"

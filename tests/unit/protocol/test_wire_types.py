@@ -17,7 +17,7 @@ def right(ask: messages.Ask, ticket: Ticket, request: RequestId) -> None:
         incarnation=ask.incarnation, nonce=ask.nonce, claim=ask.claim, reader=ask.reader
     )
     events.PublishOffer(ticket.nonce, request)
-    events.PeerKey(ticket.remote_engine_id, ticket.incarnation, home)
+    events.PeerKey(ticket.engine, ticket.incarnation, home)
 
 
 def swapped(ask: messages.Ask, grant: messages.Grant, ticket: Ticket, request: RequestId) -> None:
@@ -30,7 +30,7 @@ def swapped(ask: messages.Ask, grant: messages.Grant, ticket: Ticket, request: R
     events.WriteSlot(grant.slot, b"sixteen bytes...")
     events.PublishOffer(request, ticket.nonce)
     events.PrepareLoad(request, ticket, ticket.nonce)
-    events.PeerKey(ticket.incarnation, ticket.remote_engine_id, home)
+    events.PeerKey(ticket.incarnation, ticket.engine, home)
     events.SlotRead(request, 0, grant.generation)
 """
 

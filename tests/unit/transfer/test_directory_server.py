@@ -1,6 +1,8 @@
 """Who asks for an engine's description, and what is answered."""
 
 import logging
+import queue
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -11,21 +13,40 @@ from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import (
     ANY_INCARNATION,
     EngineId,
+    Nonce,
     endpoint_at,
     engine_incarnation,
     new_incarnation,
 )
 from nixl_kv.protocol.messages import (
     Answer,
+    Decline,
     Describe,
     Refusal,
+    VersionRefusal,
     decode_answer,
     encode,
 )
-from nixl_kv.transfer.directory_server import BOUNDS, DirectoryServer, describe_engine
-from nixl_kv.transport.base import Bounds, FromEndpoint
+from nixl_kv.transfer.directory_server import (
+    BOUNDS,
+    MAX_DECLINED,
+    PAUSE_S,
+    DirectoryServer,
+    describe_engine,
+)
+from nixl_kv.transport.base import Bounds, FromEndpoint, Received
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
-from support.records import ENGINE_LIFE, OTHER_LIFE, PREFILL, ask, describe, description
+from support.records import (
+    ENGINE_LIFE,
+    NONCE,
+    NONCE2,
+    OTHER_LIFE,
+    PREFILL,
+    ask,
+    describe,
+    description,
+    hex32,
+)
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
@@ -75,7 +96,7 @@ def test_a_tool_is_described_the_engine_whatever_it_is(
     [
         pytest.param(
             Describe(incarnation=ENGINE_LIFE, engine=EngineId("other")),
-            "remote_engine_id is 'other', but here is 'prefill'",
+            "engine is 'other', but here is 'prefill'",
             id="another engine",
         ),
         pytest.param(
@@ -135,6 +156,145 @@ def test_an_answer_that_cannot_be_sent_is_dropped(
         patch.setattr(MemoryControl, "reply", refuse)
         assert answers(network, server, encode(describe())) == []
     assert answers(network, server, encode(describe())) == [description()]
+
+
+# What is of another version
+
+
+@pytest.mark.parametrize("version", [1, 4, 6, 2**63])
+def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
+    network: MemoryNetwork, server: DirectoryServer, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, whatever the question, so that nobody waits for an answer."""
+    server.publish(description())
+    foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [7, version]]
+    payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
+    with caplog.at_level(logging.WARNING):
+        assert answers(network, server, *payloads) == [VersionRefusal()] * 3 + [description()]
+    assert f"wire version {version}; this side speaks 5" in caplog.text
+    assert len(caplog.records) == 1, "strangers cannot flood the log"
+
+
+def test_a_refusal_is_not_refused(network: MemoryNetwork, server: DirectoryServer) -> None:
+    """Else two sides could go on for ever."""
+    for message in (["VersionRefusal", 0, 6], ["Shout", 0]):
+        assert answers(network, server, msgspec.msgpack.encode(message)) == []
+
+
+def test_declined_offers_are_kept_for_the_scheduler(
+    network: MemoryNetwork, server: DirectoryServer
+) -> None:
+    """Nobody waits for an answer. They come before the engine is described, too."""
+    assert answers(network, server, encode(Decline(nonce=NONCE))) == []
+    later = msgspec.msgpack.encode(["Decline", 0, NONCE2, {"of": "a later version"}])
+    assert answers(network, server, later) == []
+    assert server.pop_declined() == [NONCE, NONCE2]
+    assert server.pop_declined() == []
+
+
+def test_a_flood_of_declines_holds_little(network: MemoryNetwork, server: DirectoryServer) -> None:
+    """Of more than wait for a step, the latest."""
+    nonces = [Nonce(hex32(number)) for number in range(MAX_DECLINED + 10)]
+    answers(network, server, *(encode(Decline(nonce=nonce)) for nonce in nonces))
+    assert server.pop_declined() == nonces[10:]
+
+
+# What nobody expects
+
+
+class FaultyControl(MemoryControl):
+    """Raises what it is given to raise: the next polls and replies fail."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        super().__init__(network)
+        self.poll_errors: list[Exception] = []
+        self.reply_errors: list[Exception] = []
+
+    def poll(self, timeout_s: float | None) -> list[Received]:
+        received = super().poll(timeout_s)
+        if received and self.poll_errors:
+            self.inbox = received  # they wait for the next one
+            raise self.poll_errors.pop()
+        return received
+
+    def reply(self, route: bytes, payload: bytes) -> None:
+        if self.reply_errors:
+            raise self.reply_errors.pop()
+        super().reply(route, payload)
+
+
+@pytest.fixture
+def faulty(network: MemoryNetwork) -> Iterator[tuple[FaultyControl, DirectoryServer]]:
+    """One whose thread runs."""
+    control = FaultyControl(network)
+    server = DirectoryServer(control, HOST, 0)
+    server.publish(description())
+    server.start()
+    yield control, server
+    server.stop()
+
+
+def test_no_error_ends_the_thread(
+    network: MemoryNetwork,
+    faulty: tuple[FaultyControl, DirectoryServer],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    control, server = faulty
+    asker = MemoryControl(network)
+    control.poll_errors = [RuntimeError("a bug at the poll"), KeyError("another")]
+    control.reply_errors = [ValueError("a bug at the reply")]
+    with caplog.at_level(logging.CRITICAL):
+        for _ in range(2):  # the first has no answer
+            asker.send(endpoint_at(server.host, server.port), encode(describe()))
+        (item,) = asker.poll(TIMEOUT_S)
+    assert isinstance(item, FromEndpoint)
+    assert decode_answer(item.payload) == description()
+    assert (control.poll_errors, control.reply_errors) == ([], [])
+    for words in ("a bug at the poll", "another", "a bug at the reply"):
+        assert words in caplog.text
+    assert {record.levelname for record in caplog.records} == {"CRITICAL"}
+
+
+def test_an_error_costs_one_question_of_those_that_came_together(network: MemoryNetwork) -> None:
+    control, asker = FaultyControl(network), MemoryControl(network)
+    server = DirectoryServer(control, HOST, 0)
+    server.publish(description())
+    for _ in range(3):
+        asker.send(endpoint_at(server.host, server.port), encode(describe()))
+    control.reply_errors = [ValueError("a bug")]
+    with pytest.raises(ValueError, match="a bug"):
+        server.turn(0)
+    server.turn(0)
+    assert len(asker.poll(0)) == 2
+    server.stop()
+
+
+def test_an_error_that_recurs_leaves_the_processor_alone(
+    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a pause after each; this test has one that it ends itself."""
+    pauses: queue.Queue[float] = queue.Queue()
+    go_on = threading.Semaphore(0)
+
+    def pause(seconds: float) -> None:
+        pauses.put(seconds)
+        go_on.acquire()
+
+    class Broken(MemoryControl):
+        def poll(self, timeout_s: float | None) -> list[Received]:
+            raise RuntimeError(f"a bug of every poll, {timeout_s}")
+
+    monkeypatch.setattr("nixl_kv.transfer.directory_server.time.sleep", pause)
+    server = DirectoryServer(Broken(network), HOST, 0)
+    server.start()
+    try:
+        for _ in range(3):
+            assert pauses.get(timeout=TIMEOUT_S) == PAUSE_S
+            go_on.release()
+    finally:
+        go_on.release(10)
+        server.stop()
+    assert not server._thread.is_alive()
 
 
 def test_a_stranger_costs_little(network: MemoryNetwork) -> None:

@@ -1,5 +1,6 @@
 """One turn of the transfer thread: what comes first, what follows, how long it waits."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from nixl_kv.protocol.events import (
     Action,
     CancelLoad,
     Counts,
+    DeclineOffer,
     DecodeEvent,
     FailureKind,
     LoadEnded,
@@ -26,7 +28,9 @@ from nixl_kv.protocol.messages import (
     Ask,
     Deny,
     Grant,
+    Status,
     StatusRequest,
+    VersionRefusal,
     decode_answer,
     decode_status,
     decode_to_rank,
@@ -366,6 +370,31 @@ def test_a_message_that_is_not_of_this_protocol_is_counted_and_logged(
     assert message.startswith("control message dropped: ")
 
 
+@pytest.mark.parametrize("version", [1, 4, 6])
+def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
+    world: World, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = Stranger(world, world.prefill)
+    stranger.send(msgspec.msgpack.encode(["Ask", version, "0" * 32, {}]))
+    assert decode_answer(stranger.answer()) == VersionRefusal()
+    assert counts_of(world.prefill) == {"messages_dropped": 1}
+    words = f"control message dropped: wire version {version}; this side speaks 5"
+    assert caplog.messages == [words]
+
+
+def test_an_offer_that_cannot_be_used_is_declined_at_its_directory(world: World) -> None:
+    """And what is sent for it keeps no link open."""
+    world.decode.control.clock = world.clock
+    ticket = world.prefill.offer(1, TABLE, 12)
+    world.decode.submit(DeclineOffer(ticket.endpoint, ticket.nonce))
+    world.run(2)
+    assert world.prefill.directory.pop_declined() == [ticket.nonce]
+    assert not world.decode.results
+    world.clock.now += LINK_KEPT_S * 2
+    world.run(2)
+    assert not world.decode.parts.control.links()
+
+
 def test_a_denied_ask_is_counted_and_logged_without_the_whole_nonce(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,7 +423,9 @@ def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
     tool = Stranger(world, world.prefill)
     assert tool.send(QUESTION) is None
     assert world.prefill.turn() is None  # it does not wait for the tool to read
-    assert decode_status(tool.answer()).engine == "prefill"
+    status = decode_status(tool.answer())
+    assert isinstance(status, Status)
+    assert status.engine == "prefill"
     assert not world.prefill.results
 
 

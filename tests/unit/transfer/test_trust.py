@@ -1,5 +1,6 @@
 """Whose tickets an engine accepts, and whom its sockets let in."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, RemoteProtocolError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import Keys, write_key_file
-from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.protocol.ticket import FIELD, Ticket
 from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import FromPeer, Lost, Received
 from nixl_kv.transport.zmq import ZmqControl
@@ -30,44 +31,47 @@ def key_file(tmp_path: Path) -> str:
 
 
 def at_host(host: str = "127.0.0.1") -> Ticket:
-    return ticket(remote_host=host)
+    return ticket(host=host)
 
 
 def test_engines_with_one_key_accept_each_others_tickets(key_file: str) -> None:
     prefill, decode = trust({"key_file": key_file}), trust({"key_file": key_file})
-    sealed = prefill.seal(at_host("10.0.0.1"))
+    sealed = decode.check(prefill.seal(at_host("10.0.0.1")))
     assert sealed.mac
-    decode.check(sealed)
+    assert sealed.open() == at_host("10.0.0.1")
 
 
 def test_engines_of_one_machine_need_no_key() -> None:
-    sealed = trust({}).seal(at_host())
+    sealed = trust({}).check(trust({}).seal(at_host()))
     assert sealed.mac == ""
-    trust({}).check(sealed)
+    assert sealed.open() == at_host()
 
 
-STRANGE = at_host().seal(b"x" * 32)
+PLAIN, STRANGE = (at_host().params(key) for key in (None, b"x" * 32))
 
 
 @pytest.mark.parametrize(
     ("extra", "offered", "words"),
     [
-        pytest.param({"key_file": True}, at_host(), "mac is missing", id="no MAC"),
+        pytest.param({"key_file": True}, PLAIN, "mac is missing", id="no MAC"),
         pytest.param({"key_file": True}, STRANGE, "mac is wrong", id="another key"),
         pytest.param({}, STRANGE, "this one has no key_file", id="MAC and no key"),
         pytest.param(
             {},
-            at_host("10.0.0.1"),
-            "remote_host is '10.0.0.1'; allowed by 'peers': 127.0.0.0/8",
+            at_host("10.0.0.1").params(None),
+            "host is '10.0.0.1'; allowed by 'peers': 127.0.0.0/8",
             id="another machine",
         ),
         pytest.param(
-            {"peers": ["10.0.0.0/8"]}, at_host("11.0.0.1"), "remote_host", id="not among peers"
+            {"peers": ["10.0.0.0/8"]},
+            at_host("11.0.0.1").params(None),
+            "host is",
+            id="not among peers",
         ),
     ],
 )
 def test_another_ticket_is_refused_in_words(
-    key_file: str, extra: dict[str, Any], offered: Ticket, words: str
+    key_file: str, extra: dict[str, Any], offered: dict[str, Any], words: str
 ) -> None:
     who = trust({"key_file": key_file} if "key_file" in extra else extra)
     with pytest.raises(RemoteProtocolError, match=f"^kv_transfer_params: .*{words}"):
@@ -76,16 +80,39 @@ def test_another_ticket_is_refused_in_words(
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1"], ids=["IPv4", "as IPv6"])
 def test_a_ticket_of_a_peer_is_accepted(host: str) -> None:
-    trust({"peers": ["10.0.0.0/8"]}).check(at_host(host))
+    trust({"peers": ["10.0.0.0/8"]}).check(at_host(host).params(None))
 
 
 def test_the_mac_is_checked_before_the_host(key_file: str) -> None:
     """Where a forged ticket leads is not worth an answer."""
     who = trust({"key_file": key_file, "peers": ["10.0.0.0/8"]})
     with pytest.raises(RemoteProtocolError, match="mac is wrong"):
-        who.check(at_host("8.8.8.8").seal(b"x" * 32))
-    with pytest.raises(RemoteProtocolError, match="remote_host"):
+        who.check(at_host("8.8.8.8").params(b"x" * 32))
+    with pytest.raises(RemoteProtocolError, match="host is"):
         who.check(who.seal(at_host("8.8.8.8")))
+
+
+def test_the_mac_is_checked_before_the_payload_is_parsed(key_file: str) -> None:
+    """A stranger's bytes reach no decoder."""
+    with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+        trust({"key_file": key_file}).check({FIELD: f"5.{'0' * 32}.AA"})
+
+
+def test_a_ticket_of_another_version_is_checked_as_ours_is(key_file: str) -> None:
+    """Nobody is told anything about a ticket that a stranger has made, or that leads astray."""
+    who = trust({"key_file": key_file, "peers": ["10.0.0.0/8"]})
+    assert who.keys is not None
+
+    def of_version_6(host: str, key: bytes) -> dict[str, Any]:
+        payload = at_host(host).params(None)[FIELD].rpartition(".")[2]
+        mac = hashlib.blake2b(f"6.{payload}".encode(), digest_size=16, key=key).hexdigest()
+        return {FIELD: f"6.{mac}.{payload}"}
+
+    assert who.check(of_version_6("10.0.0.1", who.keys.tickets)).version == 6
+    with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+        who.check(of_version_6("10.0.0.1", b"x" * 32))
+    with pytest.raises(RemoteProtocolError, match=r"host is '8\.8\.8\.8'"):
+        who.check(of_version_6("8.8.8.8", who.keys.tickets))
 
 
 def test_a_bad_key_file_stops_the_start(key_file: str) -> None:

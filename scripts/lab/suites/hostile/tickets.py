@@ -12,6 +12,7 @@ import httpx
 
 from lab.cluster.client import RefusedError, Ticket
 from lab.cluster.metrics import blocks_in_use
+from lab.cluster.tickets import changed, values
 from lab.cluster.waiting import wait_until
 from lab.suites.hostile.victims import (
     HELD_S,
@@ -51,7 +52,7 @@ def short_blocks(victims: Victims, tally: Tally) -> None:
     if "remote_block_ids" in ticket:
         ticket["remote_block_ids"] = [group[:1] for group in ticket["remote_block_ids"]]
     else:
-        ticket["num_tokens"] = 100
+        ticket = changed(ticket, num_tokens=100)
     victims.ask(tally, prompt, ticket)
 
 
@@ -100,15 +101,18 @@ def late_tickets(victims: Victims, tally: Tally) -> None:
 
 
 def bad_fields(victims: Victims, tally: Tally) -> None:
-    """Each field of a ticket with each of some values that it cannot have."""
-    for name in victims.ticket(victims.prompt()):
+    """Each field of a ticket, and what is in its string, with some values that it cannot have."""
+    like = victims.ticket(victims.prompt())
+    for name in (*like, *values(like)):
         for value in BAD_VALUES:
             if tally.counts["hung"] >= MOST_HUNG:
                 tally.notes.append(f"stopped after {name}")
                 return
             prompt = victims.prompt()
             try:
-                victims.ask(tally, prompt, victims.ticket(prompt) | {name: json.loads(value)})
+                victims.ask(
+                    tally, prompt, changed(victims.ticket(prompt), **{name: json.loads(value)})
+                )
             except EngineGoneError:
                 tally.notes.append(f"{name} was {value[:20]}")
                 raise
@@ -150,9 +154,9 @@ def foreign_host(victims: Victims, tally: Tally) -> None:
     ticket = victims.ticket(prompt)
     with _listening(ELSEWHERE) as (port, visitors):
         elsewhere: Ticket = {"remote_host": ELSEWHERE, "remote_port": port}
-        victims.ask(tally, prompt, ticket | elsewhere | {"remote_engine_id": "somebody"})
+        victims.ask(tally, prompt, changed(ticket, **elsewhere, remote_engine_id="somebody"))
         prompt = victims.prompt()
-        victims.ask(tally, prompt, victims.ticket(prompt) | elsewhere)
+        victims.ask(tally, prompt, changed(victims.ticket(prompt), **elsewhere))
     tally.notes.append(f"{len(visitors)} connections to the foreign address")
 
 

@@ -11,6 +11,7 @@ from nixl_kv.protocol.decode.load import ASK_AGAIN_S
 from nixl_kv.protocol.decode.machine import TOO_MANY, DecodeMachine
 from nixl_kv.protocol.events import (
     OVER,
+    DeclineOffer,
     Disconnect,
     DropPeer,
     Failure,
@@ -26,6 +27,7 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
+from nixl_kv.protocol.messages import Decline, VersionRefusal
 from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, KEPT_S, LOOK_AGAIN_S, TRANSITIONS
 from support.records import (
     CLAIM,
@@ -33,6 +35,7 @@ from support.records import (
     D2,
     ELSEWHERE,
     HOME,
+    NONCE,
     NONCE2,
     OTHER_LIFE,
     PEER,
@@ -214,6 +217,7 @@ NOT_OURS: dict[str, Any] = {
     "another reader's grant": answered(grant(reader=STRANGER)),
     "the loss of a claim on its way": answered(renewed(CLAIM)),
     "a connection that no load uses": lost(ELSEWHERE),
+    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=6), ELSEWHERE),
 }
 NOT_LOST: dict[str, Any] = {
     "nothing": answered(renewed()),
@@ -266,11 +270,16 @@ ANSWERS: dict[str, Script] = {
         (START, failed(Failure(FailureKind.LEASE_LOST, "prefill rank 0 let the lease run out"))),
     ),
 }
+OTHER_VERSION = "it speaks wire version 6; this side speaks 5"
 NEW_LIFE = "it has begun another life since"
 UNUSABLE: dict[str, tuple[Any, Failure]] = {
     "not compatible": (REFUSED, NOT_COMPATIBLE),
     "lost": (lost(HOME, "cannot connect"), unreachable(f"{HOME}: cannot connect")),
     "refused": (answered(refusal(NEW_LIFE), HOME), unreachable(NEW_LIFE)),
+    "of another version": (
+        answered(VersionRefusal(speaks=6), HOME),
+        unreachable(f"{HOME}: {OTHER_VERSION}"),
+    ),
 }
 PEERS: dict[str, Script] = {
     **{
@@ -341,7 +350,7 @@ PEERS: dict[str, Script] = {
     ),
     # It names a known engine and life, at somebody else's address.
     "a forged ticket does not redirect the true ones": [
-        (prepare_load(D2, RIVAL, remote_port=1), Send(FORGED.endpoint, describe())),
+        (prepare_load(D2, RIVAL, port=1), Send(FORGED.endpoint, describe())),
         *PREPARED,
         (
             answered(description(), FORGED.endpoint),
@@ -436,6 +445,24 @@ def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     )
     event = PeerJoined(PEER, description(2), routes(1, readers=[1]))
     play(machine, [*PREPARED, (event, Send(at(1), ask(reader=second, readers=(1,))))])
+
+
+def test_a_rank_of_another_version_is_not_waited_for() -> None:
+    """It listens where the one did that was described."""
+    failure = unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}")
+    refused = (answered(VersionRefusal(speaks=6)),)
+    play(loading(ASKING), [refused, (START, failed(failure))])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_one_rank_declines_for_its_engine(rank: int) -> None:
+    machine = DecodeMachine(
+        reader(rank), no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9, bytes_per_token=1
+    )
+    actions = [Send(HOME, Decline(nonce=NONCE))] if rank == 0 else []
+    play(machine, [(DeclineOffer(HOME, NONCE), *actions)])
+    assert machine.next_due is None
+    assert not machine.is_using(HOME)
 
 
 ANOTHER = prepare_load(claim=RIVAL, nonce=NONCE2)

@@ -1,0 +1,136 @@
+"""Engines of two releases side by side, as while a fleet is upgraded: over real sockets.
+
+The other one is a copy of this package with another wire version, in a process of its own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import pytest
+
+from nixl_kv.cli import running
+from nixl_kv.errors import ForeignVersion
+from nixl_kv.ids import Nonce, endpoint_at
+from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, Ticket, context_hash
+from support.other_version import OTHER_VERSION, copy_package
+from support.records import ENGINE_LIFE, PREFILL, hex32
+from support.scheduled_engine import HOST, TOKENS, EngineProcess, ScheduledEngine, engine_process
+
+Engine: TypeAlias = ScheduledEngine | EngineProcess
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("key") / "key"
+    write_key_file(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def ours(key_file: str) -> Iterator[ScheduledEngine]:
+    engine = ScheduledEngine("ours", key_file)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def theirs(key_file: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    package = copy_package(tmp_path_factory.mktemp("package"))
+    with engine_process("theirs", key_file, package) as engine:
+        about = engine.about()
+        assert about["version"] == OTHER_VERSION
+        assert Path(about["file"]).is_relative_to(package)
+        yield engine
+
+
+@pytest.fixture(params=["ours", "theirs"])
+def prefill(request: pytest.FixtureRequest, ours: Engine, theirs: Engine) -> Engine:
+    return ours if request.param == "ours" else theirs
+
+
+@pytest.fixture
+def decode(prefill: Engine, ours: Engine, theirs: Engine) -> Engine:
+    """The one of the other version."""
+    return theirs if prefill is ours else ours
+
+
+def test_a_request_that_crosses_is_computed_at_once_and_its_blocks_come_free(
+    prefill: Engine, decode: Engine
+) -> None:
+    """An offer that nobody claims would stay for ten minutes here."""
+    params = prefill.offer("p1")
+    spoken, understood = prefill.about()["version"], decode.about()["version"]
+    assert decode.ask("d1", params) == (
+        f"kv_transfer_params: {FIELD} is of wire version {spoken}; this engine speaks {understood}"
+    )
+    assert decode.matched("d1") == [0, False]
+    assert prefill.offer_end("p1") == "revoked"
+
+
+def test_a_ticket_that_crosses_with_a_wrong_mac_revokes_nothing(
+    prefill: Engine, decode: Engine
+) -> None:
+    params = prefill.offer("p2")
+    version, mac, payload = params[FIELD].split(".")
+    forged = f"{version}.{'0' * 32}.{payload}"
+    refusal = decode.ask("d2", {FIELD: forged})
+    assert refusal is not None
+    assert "mac is wrong" in refusal
+    assert prefill.ask("again", {FIELD: f"{version}.{mac}.{payload}"}) is None
+    assert prefill.matched("again") == [len(TOKENS) - 1, True]
+    prefill.finish("again")
+    assert prefill.offer_end("p2") in ("aborted", "not_needed")
+
+
+@pytest.mark.parametrize("name", ["ours", "theirs"])
+def test_each_version_understands_itself(name: str, ours: Engine, theirs: Engine) -> None:
+    engine = {"ours": ours, "theirs": theirs}[name]
+    assert engine.ask("d3", engine.offer("p3")) is None
+    assert engine.matched("d3") == [len(TOKENS) - 1, True]
+    engine.finish("d3")
+    assert engine.offer_end("p3") in ("aborted", "not_needed")
+
+
+def test_an_engine_that_was_upgraded_since_its_ticket_says_so_at_once(
+    ours: ScheduledEngine, theirs: EngineProcess, key_file: str
+) -> None:
+    """The ticket is of our version, but where it leads another one listens by now."""
+    nonce = Nonce(hex32(77))
+    ticket = Ticket(
+        host=HOST,
+        port=theirs.about()["port"],
+        nonce=nonce,
+        engine=PREFILL,
+        incarnation=ENGINE_LIFE,
+        num_tokens=len(TOKENS),
+        context=context_hash(nonce, TOKENS, []),
+    )
+    assert ours.ask("d4", ticket.params(read_key_file(key_file).tickets)) is None
+    failure = ours.failure("d4")
+    assert failure is not None
+    assert f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}" in failure
+
+
+def test_a_tool_says_that_a_rank_is_of_another_version(
+    ours: ScheduledEngine, theirs: EngineProcess, key_file: str
+) -> None:
+    """It listens where one did that was described."""
+    described = ours.local.description
+    rank = msgspec.structs.replace(described.ranks[0], endpoint=theirs.about()["rank"])
+    described = msgspec.structs.replace(described, ranks=(rank,))
+    ((_, status),) = running.rank_statuses(described, read_key_file(key_file))
+    assert str(status) == f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
+
+
+def test_a_tool_says_that_an_engine_is_of_another_version(
+    theirs: EngineProcess, key_file: str
+) -> None:
+    endpoint = endpoint_at(HOST, theirs.about()["port"])
+    with pytest.raises(ForeignVersion) as refused:
+        running.describe(endpoint, read_key_file(key_file))
+    assert str(refused.value) == (
+        f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
+    )

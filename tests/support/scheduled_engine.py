@@ -1,0 +1,183 @@
+"""An engine of one rank, with the scheduler's halves of the connector: all but vLLM and NIXL.
+
+    PYTHONPATH=... python -m support.scheduled_engine NAME KEY_FILE
+
+is one in a process of its own, of whichever nixl_kv is found first: it is told on its standard
+input what to do, in JSON, a line each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import nixl_kv
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import HOST, NAP_S, LocalEngine
+from nixl_kv.config import Config
+from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.prefill import Address, PrefillScheduler
+from nixl_kv.connector.prompt import Prompt
+from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.ids import RequestId
+from nixl_kv.protocol.ticket import WIRE_VERSION
+from nixl_kv.transfer.trust import Trust
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support.cache_manager import CacheManager
+
+LONG_S: Final = 600.0
+"""Nothing ends by itself while a test runs."""
+
+WAIT_S: Final = 60.0
+TOKENS: Final = tuple(range(100, 111))
+"""Of every prompt."""
+
+TABLE: Final = (7, 3, 4)
+
+
+class ScheduledEngine:
+    """Prefill and decode. Steps happen when `step` is called, and while it waits."""
+
+    def __init__(self, name: str, key_file: str) -> None:
+        fabric, sizes = Fabric(), Sizes()
+        config = Config(host=HOST, key_file=key_file, offer_ttl_s=LONG_S, request_timeout_s=LONG_S)
+        trust = Trust.of(config)
+        self.local = LocalEngine(
+            name, [Cache(sizes).layout()], lambda: MemoryTransport(fabric), config=config
+        )
+        self._manager = CacheManager()
+        pinned = PinnedBlocks([Paging(0, sizes.tokens, 0)], self._manager)
+        self._prefill = PrefillScheduler(pinned, OfferQuota(sizes.blocks, 1.0), trust.seal)
+        description, port = self.local.description, self.local.directory.port
+        self._prefill.address = Address(description.engine, description.incarnation, HOST, port)
+        self._decode = DecodeScheduler([sizes.tokens], trust.check)
+
+    def about(self) -> dict[str, Any]:
+        """Its wire version, where its code is, and where it listens."""
+        return {
+            "version": WIRE_VERSION,
+            "file": nixl_kv.__file__,
+            "port": self.local.directory.port,
+            "rank": self.local.description.ranks[0].endpoint,
+        }
+
+    def offer(self, request: str) -> dict[str, Any]:
+        """Compute a prompt, and give its ticket out."""
+        name = RequestId(request)
+        self._manager.tables[request] = [TABLE]
+        self._prefill.on_arrival(Prompt(name, len(TOKENS), TOKENS))
+        self._prefill.on_step([], [(name, range(len(TOKENS)))])
+        is_pinned, params = self._prefill.on_finish(name, [TABLE], reason="")
+        self.step()
+        assert is_pinned
+        assert params is not None
+        return params
+
+    def ask(self, request: str, params: Mapping[str, Any]) -> str | None:
+        """A request brings a ticket; why it is computed here, None if it is not."""
+        refusal = None
+        try:
+            self._decode.on_arrival(Prompt(RequestId(request), len(TOKENS), TOKENS), params)
+        except RemoteProtocolError as error:
+            refusal = str(error)
+        self.step()
+        return refusal
+
+    def matched(self, request: str) -> Sequence[object]:
+        """How many tokens are to be loaded for it, and whether it waits for them."""
+        return list(self._decode.count_matched(RequestId(request), 0))
+
+    def failure(self, request: str) -> str | None:
+        """It gets blocks: why its load fails."""
+        name = RequestId(request)
+        num_tokens, _ = self._decode.count_matched(name, 0)
+        self._decode.on_allocation(name, [TABLE], num_tokens)
+        self.step()
+        return self.local.wait_failure(request, WAIT_S)
+
+    def finish(self, request: str) -> None:
+        """It needs nothing any more."""
+        self._decode.on_finish(RequestId(request))
+        self.step()
+
+    def offer_end(self, request: str) -> str:
+        """How an offer ends. As vLLM does while blocks are held, it steps each millisecond."""
+        (rank,) = self.local.ranks
+        deadline = time.monotonic() + WAIT_S
+        while RequestId(request) not in rank.offers:
+            assert time.monotonic() < deadline, f"{request} is still on offer"
+            self.step()
+            time.sleep(NAP_S)
+            rank.poll()
+        self._prefill.on_end([RequestId(request)])
+        return rank.offers[RequestId(request)].value
+
+    def step(self) -> None:
+        """What `connector.scheduler` does in a step."""
+        self._prefill.on_declined(self.local.directory.pop_declined())
+        self.local.submit(*self._prefill.pop_commands(), *self._decode.pop_commands())
+
+    def close(self) -> None:
+        """End it, and check its machines."""
+        self.local.close()
+
+
+class EngineProcess:
+    """The same in another process."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def __getattr__(self, method: str) -> Any:
+        """A method of `ScheduledEngine`."""
+        return lambda *arguments: self.do(method, *arguments)
+
+    def do(self, method: str, *arguments: Any) -> Any:
+        """Call it there."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([method, *arguments]), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+@contextmanager
+def engine_process(name: str, key_file: str, package: Path) -> Iterator[EngineProcess]:
+    """An engine of the nixl_kv in the folder `package`; it is ended whatever happens."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = (package, tests, tests.parent / "scripts")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.scheduled_engine", name, key_file],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield EngineProcess(process)
+            process.stdin.close()  # type: ignore[union-attr]
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """Answer until nobody asks."""
+    engine = ScheduledEngine(*sys.argv[1:])
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        sys.stdout.write(json.dumps(getattr(engine, method)(*arguments)) + "\n")
+        sys.stdout.flush()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
