@@ -9,7 +9,7 @@ from lab.sim.ending import end
 from lab.sim.invariants import FailedLoad, Invariants
 from lab.sim.repeatable import Violation, repeatable
 from lab.sim.steps import perform
-from lab.sim.world import PREFILL, Shape, World
+from lab.sim.world import Shape, World
 from nixl_kv.protocol.events import FailureKind
 
 
@@ -97,11 +97,11 @@ class Run:
         is connected while prefill is started again may be lost with the old connections, and a
         read that hangs is late.
         """
-        engine, shape = self.world.engines[PREFILL], self.setting.shape
-        if engine is None or not self.setting.gentle:
+        shape, lives = self.setting.shape, [e.description for e in self.world.prefills()]
+        if not self.setting.gentle:
             return
         excused: set[FailureKind] = set()
-        if shape.engines > 1 or shape.share < 1:
+        if len(self.world.decodes()) > 1 or shape.share < 1:
             excused.add(FailureKind.DENIED)
         if self._has("abort"):
             excused.add(FailureKind.DROPPED)
@@ -110,11 +110,14 @@ class Run:
         needless = [
             f"{each.request}: {each.failure}"
             for each in self.invariants.failed
-            if each.incarnation == engine.description.incarnation
+            if each.incarnation in {life.incarnation for life in lives}
             and each.failure.kind not in excused
         ]
         if needless:
             raise Violation("needless failure", "; ".join(needless))
+        for rank in self.world.ranks():
+            if rank.counts["agents_recycled"] and not self._has("kill", "hang"):
+                raise Violation("needless recycling", f"of an agent of {rank.seat.name}")
 
 
 Source: TypeAlias = Callable[[Run], Iterator[str]]

@@ -2,13 +2,15 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final
+from typing import Final
 
-from lab.sim.cache import BLOCK_TOKENS, KnownPrompt, RankCache
+from lab.sim.cache import BLOCK_TOKENS, RankCache
 from lab.sim.repeatable import Clock, Violation
+from lab.sim.tickets import IssuedTicket, newer
 from lab.sim.vllm import BlockManager, Forward, Request, Status
 from nixl_kv.config import Config
 from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
@@ -24,8 +26,8 @@ OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
 
 
-class Scheduler(ABC):
-    """The requests of one life of an engine, and their blocks."""
+class Half(ABC):
+    """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
     def __init__(self, blocks: BlockManager, caches: list[RankCache]) -> None:
         """Start without requests."""
@@ -33,9 +35,9 @@ class Scheduler(ABC):
         self.requests: dict[RequestId, Request] = {}
         self._caches = caches
 
-    def __repr__(self) -> str:
-        """All requests and their states."""
-        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """A request arrives."""
 
     @abstractmethod
     def schedule(self) -> tuple[list[events.Command], list[Forward]]:
@@ -46,7 +48,7 @@ class Scheduler(ABC):
         """End a step: go on with what was computed."""
 
     @abstractmethod
-    def expects_end(self, request: RequestId) -> bool:
+    def expects_end(self, request: Request) -> bool:
         """Whether vLLM accepts a report that a request's load, or its offer, has ended."""
 
     @abstractmethod
@@ -65,14 +67,77 @@ class Scheduler(ABC):
         """The requests whose clients wait."""
         return [request for request in self.requests.values() if not request.is_finished]
 
-    def abort(self, request: Request) -> None:
-        """A client has left."""
-        self.finish(request, Status.FINISHED_ABORTED)
-
     def release(self, request: Request) -> None:
         """Free its blocks, and forget it."""
         self.blocks.free(request.request_id)
         del self.requests[request.request_id]
+
+
+class EngineScheduler:
+    """The scheduler of one life of an engine: one half, or both, on the same blocks."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        """Start without requests; its halves are set before anything happens."""
+        self.blocks = blocks
+        self.prefill: PrefillHalf | None = None
+        self.decode: DecodeHalf | None = None
+
+    def __repr__(self) -> str:
+        """All requests and their states."""
+        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
+
+    @property
+    def requests(self) -> Mapping[RequestId, Request]:
+        """All of them."""
+        halves = [half.requests for half in self._halves()]
+        return halves[0] if len(halves) == 1 else ChainMap(*halves)
+
+    def living(self) -> list[Request]:
+        """The requests whose clients wait."""
+        return [request for half in self._halves() for request in half.living()]
+
+    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+        """Begin a step: its commands, those of prefill first, and what is computed."""
+        commands: list[events.Command] = []
+        forwards: list[Forward] = []
+        for half in self._halves():
+            more, computed = half.schedule()
+            commands += more
+            forwards += computed
+        return commands, forwards
+
+    def update(self) -> None:
+        """End a step."""
+        for half in self._halves():
+            half.update()
+
+    def expects_end(self, request: RequestId) -> bool:
+        """See `Half.expects_end`."""
+        known = self.requests.get(request)
+        return known is not None and self._half_of(known).expects_end(known)
+
+    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
+        """See `Half.on_ends`."""
+        requests = list(requests)
+        for half in self._halves():
+            half.on_ends([request for request in requests if request in half.requests], failed)
+
+    def abort(self, request: Request) -> None:
+        """A client has left."""
+        self._half_of(request).finish(request, Status.FINISHED_ABORTED)
+
+    def preempt(self, request: Request) -> None:
+        """See `Half.preempt`."""
+        self._half_of(request).preempt(request)
+
+    def is_offer(self, request: Request) -> bool:
+        """Whether its blocks are held for a reader."""
+        return self._half_of(request) is self.prefill and request.is_finished
+
+    def is_load(self, request: Request) -> bool:
+        """Whether its blocks may be read into."""
+        is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
+        return self._half_of(request) is self.decode and (request.is_finished or is_parked)
 
     def occupy(self) -> None:
         """Others get all blocks that are free."""
@@ -84,13 +149,14 @@ class Scheduler(ABC):
         """Others free theirs."""
         self.blocks.free(OTHERS)
 
+    def _halves(self) -> Iterator[Half]:
+        if self.prefill is not None:
+            yield self.prefill
+        if self.decode is not None:
+            yield self.decode
 
-@dataclass(frozen=True)
-class IssuedTicket:
-    """What the router was given for a prompt."""
-
-    params: dict[str, Any]
-    prompt: KnownPrompt
+    def _half_of(self, request: Request) -> Half:
+        return next(half for half in self._halves() if request.request_id in half.requests)
 
 
 @dataclass
@@ -99,21 +165,26 @@ class _Step:
     forwards: list[Forward] = field(default_factory=list)
 
 
-class PrefillEngineScheduler(Scheduler):
+class PrefillHalf(Half):
     """On prefill, around `PrefillScheduler`."""
 
     def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], address: Address, config: Config
+        self, blocks: BlockManager, caches: list[RankCache], engine: str, config: Config
     ) -> None:
-        """Start without requests."""
+        """Start without requests, as the engine of this name."""
         super().__init__(blocks, caches)
+        self.is_newer = False  # its tickets are of the next release
         quota = OfferQuota(caches[0].num_blocks, config.offer_share)
         pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
         self._connector = PrefillScheduler(pinned, quota, Trust.of(config).seal)
-        self._connector.address = address
         self.tickets: list[IssuedTicket] = []
+        self._engine = engine
         self._preempted: list[RequestId] = []
         self._step = _Step()
+
+    def set_address(self, address: Address) -> None:
+        """What the tickets of this life say."""
+        self._connector.address = address
 
     def add(self, request: Request) -> None:
         """A request whose answer is to be decoded elsewhere."""
@@ -121,7 +192,9 @@ class PrefillEngineScheduler(Scheduler):
         self._connector.on_arrival(request.connector_prompt)
 
     def preempt(self, request: Request) -> None:
-        """It starts again later."""
+        """It starts again later, if it has begun."""
+        if request.status is not Status.RUNNING:
+            return
         self.blocks.free(request.request_id)
         request.num_computed_tokens = 0
         request.status = Status.PREEMPTED
@@ -168,12 +241,14 @@ class PrefillEngineScheduler(Scheduler):
         elif params is None:
             raise Violation("no ticket", request.request_id)
         else:
-            self.tickets.append(IssuedTicket(params, request.prompt))
+            # Two releases may differ in their messages alone, as far as the simulator knows.
+            says_so = self.is_newer and len(self.tickets) % 2 == 0
+            params = newer(params) if says_so else params
+            self.tickets.append(IssuedTicket(params, request.prompt, self._engine))
 
-    def expects_end(self, request: RequestId) -> bool:
+    def expects_end(self, request: Request) -> bool:
         """An offer ends after its ticket went out."""
-        known = self.requests.get(request)
-        return known is not None and known.is_finished
+        return request.is_finished
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Blocks of offers that ended are free."""
@@ -200,7 +275,7 @@ def _end(request: Request) -> int:
     return request.prompt.length + request.steps_left - 1
 
 
-class DecodeEngineScheduler(Scheduler):
+class DecodeHalf(Half):
     """On decode, around `DecodeScheduler`."""
 
     def __init__(
@@ -263,12 +338,9 @@ class DecodeEngineScheduler(Scheduler):
         if not is_loading:
             self.release(request)
 
-    def expects_end(self, request: RequestId) -> bool:
+    def expects_end(self, request: Request) -> bool:
         """A load ends while its request is parked, or over before its time."""
-        known = self.requests.get(request)
-        return known is not None and (
-            known.is_finished or known.status is Status.WAITING_FOR_REMOTE_KVS
-        )
+        return request.is_finished or request.status is Status.WAITING_FOR_REMOTE_KVS
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Parked requests may go on."""
