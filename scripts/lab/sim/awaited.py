@@ -8,9 +8,6 @@ from typing import Final
 
 AWAITED: Final = frozenset(
     {
-        "crossed",  # a granted offer that nobody reads is held for as long as its reader renews
-        "prefill drains",  # the same, while vLLM pauses on decode
         "frozen",  # what an engine held when it fell asleep is never reported
-        "backlog",  # a read that waits for its turn on the link counts as late
     }
 )

@@ -27,6 +27,7 @@ from lab.sim.steps import perform, round_lines
 from lab.sim.world import World
 from nixl_kv.protocol.decode.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
+from nixl_kv.protocol.prefill.offers import RECALL_S
 from nixl_kv.transfer.agents import TRY_AGAIN_S
 from nixl_kv.transfer.loop import LINGER_S, LINK_KEPT_S
 
@@ -50,12 +51,13 @@ class Allowed:
         """A load: its time, the drain, making an agent and destroying one, each perhaps twice.
 
         And what it waits for: peers that are joined before, and reads that share its link. An
-        offer: until somebody asks; if somebody may, that one's load and a lease.
+        offer: until somebody asks, until it begins to read, and then that one's load and a lease.
         """
         config = world.environment.config
         load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
         offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
-        return cls(load, offer + (load + config.lease_s if world.decodes() else 0))
+        granted = config.hold_s + RECALL_S + load + config.lease_s
+        return cls(load, offer + (granted if world.decodes() else 0))
 
 
 def _queue_s(world: World) -> float:

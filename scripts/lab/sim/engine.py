@@ -9,7 +9,7 @@ from typing import Final
 
 from lab.sim.network import HOST, VersionedControl
 from lab.sim.rank import MODEL, Environment, RankLife, Seat
-from lab.sim.schedulers import DecodeHalf, EngineScheduler, PrefillHalf
+from lab.sim.schedulers import DecodeHalf, EngineScheduler, Gate, PrefillHalf
 from lab.sim.vllm import Aggregator, BlockManager, BlockPool, Forward
 from nixl_kv.connector.prefill import Address
 from nixl_kv.geometry.ranks import ParallelShape
@@ -176,12 +176,13 @@ class Engine:
         environment, seat = self._environment, self._seats[0]
         caches = [each.cache for each in self._seats]
         blocks = BlockManager(BlockPool(seat.cache.num_blocks, self._overwrite), environment.window)
-        scheduler = EngineScheduler(blocks)
+        config, clock = environment.config, environment.clock
+        gate = Gate(blocks, clock)
+        scheduler = EngineScheduler(gate, blocks)
         if seat.is_prefill:
-            scheduler.prefill = PrefillHalf(blocks, caches, self.name, environment.config)
-            scheduler.prefill.is_newer = seat.is_newer
+            scheduler.prefill = PrefillHalf(blocks, caches, gate, seat, config)
         if seat.is_decode:
-            scheduler.decode = DecodeHalf(blocks, caches, environment.clock, environment.config)
+            scheduler.decode = DecodeHalf(blocks, caches, gate, clock, config)
         return scheduler
 
     def _overwrite(self, blocks: list[int]) -> None:

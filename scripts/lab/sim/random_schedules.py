@@ -15,7 +15,7 @@ from lab.sim.awaited import AWAITED
 from lab.sim.ending import ENDINGS
 from lab.sim.engine import Engine
 from lab.sim.rank import RankLife
-from lab.sim.schedule import Run, Setting
+from lab.sim.schedule import MANY_SLOTS, Run, Setting
 from lab.sim.steps import round_lines
 from lab.sim.world import PREFILL, Shape, World
 
@@ -214,7 +214,7 @@ class RandomSchedule:
         shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
         if profile.gentle:
             share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
-            shape = replace(shape, slots=16, share=share)
+            shape = replace(shape, slots=MANY_SLOTS, share=share)
             return cls(seed, names[pick], Setting(shape, gentle=True))
         return cls(seed, names[pick], Setting(_with_features(shape, _random(seed, "world"))))
 

@@ -9,11 +9,13 @@ from random import Random
 from typing import Final
 
 from lab.sim.cache import BLOCK_TOKENS, RankCache
+from lab.sim.rank import Seat
 from lab.sim.repeatable import Clock, Violation
 from lab.sim.tickets import IssuedTicket, newer
 from lab.sim.vllm import BlockManager, Forward, Request, Status
 from nixl_kv.config import Config
 from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.prefill import Address, PrefillScheduler
@@ -26,12 +28,48 @@ OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
 
 
+class Gate:
+    """What the two halves share, as `connector.scheduler` has it: who may begin, who waits."""
+
+    def __init__(self, blocks: BlockManager, clock: Clock) -> None:
+        """Start with nobody waiting; the halves are set before anything happens."""
+        self.pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
+        self.prefill: PrefillScheduler | None = None
+        self.decode: DecodeScheduler | None = None
+        self._shortage = BlockShortage(clock)
+
+    def may_begin(self, request: Request) -> bool:
+        """Whether it may have blocks now, if there are enough."""
+        is_in_use = self.decode is not None and self.decode.is_in_use
+        if is_in_use and self.prefill is not None and not self.prefill.has_room(request.request_id):
+            return False
+        self._shortage.on_question(self.pinned.count(request.prompt.length))
+        return True
+
+    def on_begin(self, request: Request) -> None:
+        """It has blocks."""
+        self._shortage.on_progress()
+        if self.prefill is not None:
+            self.prefill.on_allocation(request.request_id)
+
+    def on_offers_ended(self) -> None:
+        """Blocks have come free."""
+        self._shortage.on_progress()
+
+    def on_step(self) -> None:
+        """Whoever has waited for long gets the blocks of offers."""
+        needed = self._shortage.pop_needed()
+        if needed and self.prefill is not None:
+            self.prefill.reclaim(needed)
+
+
 class Half(ABC):
     """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
-    def __init__(self, blocks: BlockManager, caches: list[RankCache]) -> None:
+    def __init__(self, blocks: BlockManager, caches: list[RankCache], gate: Gate) -> None:
         """Start without requests."""
         self.blocks = blocks
+        self._gate = gate
         self.requests: dict[RequestId, Request] = {}
         self._caches = caches
 
@@ -40,8 +78,12 @@ class Half(ABC):
         """A request arrives."""
 
     @abstractmethod
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
-        """Begin a step: its commands, and what is computed."""
+    def schedule(self) -> list[Forward]:
+        """Begin a step: what is computed."""
+
+    @abstractmethod
+    def pop_commands(self) -> list[events.Command]:
+        """The commands of this step."""
 
     @abstractmethod
     def update(self) -> None:
@@ -76,9 +118,10 @@ class Half(ABC):
 class EngineScheduler:
     """The scheduler of one life of an engine: one half, or both, on the same blocks."""
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, gate: Gate, blocks: BlockManager) -> None:
         """Start without requests; its halves are set before anything happens."""
         self.blocks = blocks
+        self._gate = gate
         self.prefill: PrefillHalf | None = None
         self.decode: DecodeHalf | None = None
 
@@ -98,13 +141,9 @@ class EngineScheduler:
 
     def schedule(self) -> tuple[list[events.Command], list[Forward]]:
         """Begin a step: its commands, those of prefill first, and what is computed."""
-        commands: list[events.Command] = []
-        forwards: list[Forward] = []
-        for half in self._halves():
-            more, computed = half.schedule()
-            commands += more
-            forwards += computed
-        return commands, forwards
+        forwards = [forward for half in self._halves() for forward in half.schedule()]
+        self._gate.on_step()
+        return [command for half in self._halves() for command in half.pop_commands()], forwards
 
     def update(self) -> None:
         """End a step."""
@@ -169,16 +208,15 @@ class PrefillHalf(Half):
     """On prefill, around `PrefillScheduler`."""
 
     def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], engine: str, config: Config
+        self, blocks: BlockManager, caches: list[RankCache], gate: Gate, seat: Seat, config: Config
     ) -> None:
-        """Start without requests, as the engine of this name."""
-        super().__init__(blocks, caches)
-        self.is_newer = False  # its tickets are of the next release
+        """Start without requests, as the engine of this seat."""
+        super().__init__(blocks, caches, gate)
         quota = OfferQuota(caches[0].num_blocks, config.offer_share)
-        pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
-        self._connector = PrefillScheduler(pinned, quota, Trust.of(config).seal)
+        self._connector = PrefillScheduler(gate.pinned, quota, Trust.of(config).seal)
+        gate.prefill = self._connector
         self.tickets: list[IssuedTicket] = []
-        self._engine = engine
+        self._seat = seat
         self._preempted: list[RequestId] = []
         self._step = _Step()
 
@@ -200,14 +238,14 @@ class PrefillHalf(Half):
         request.status = Status.PREEMPTED
         self._preempted.append(request.request_id)
 
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+    def schedule(self) -> list[Forward]:
         """A chunk of every prompt that has room."""
         self._step = step = _Step()
         for request in self.living():
             self._add_to(step, request)
         holding = [r for r in self.living() if self.blocks.table(r.request_id)]
-        if not step.scheduled and len(holding) > 1:
-            self.preempt(holding[-1])  # they wait for each other's blocks
+        if not step.scheduled and holding:
+            self.preempt(holding[-1])  # others need its blocks, or it waits for all that it needs
         preempted, self._preempted = self._preempted, []
         self._connector.on_step(
             preempted,
@@ -218,7 +256,11 @@ class PrefillHalf(Half):
         )
         for request, count in step.scheduled:
             request.num_computed_tokens += count
-        return self._connector.pop_commands(), step.forwards
+        return step.forwards
+
+    def pop_commands(self) -> list[events.Command]:
+        """Of `PrefillScheduler`."""
+        return self._connector.pop_commands()
 
     def update(self) -> None:
         """A request that has its whole answer ends; routers ask for one token."""
@@ -242,9 +284,9 @@ class PrefillHalf(Half):
             raise Violation("no ticket", request.request_id)
         else:
             # Two releases may differ in their messages alone, as far as the simulator knows.
-            says_so = self.is_newer and len(self.tickets) % 2 == 0
+            says_so = self._seat.is_newer and len(self.tickets) % 2 == 0
             params = newer(params) if says_so else params
-            self.tickets.append(IssuedTicket(params, request.prompt, self._engine))
+            self.tickets.append(IssuedTicket(params, request.prompt, self._seat.process.name))
 
     def expects_end(self, request: Request) -> bool:
         """An offer ends after its ticket went out."""
@@ -255,15 +297,24 @@ class PrefillHalf(Half):
         del failed
         ended = list(requests)
         self._connector.on_end(ended)
+        if ended:
+            self._gate.on_offers_ended()
         for request in ended:
             self.release(self.requests[request])
 
     def _add_to(self, step: _Step, request: Request) -> None:
         computed = request.num_computed_tokens
         count = min(CHUNK, _end(request) - computed)
+        begins = request.status is not Status.RUNNING
+        if begins and not self._gate.may_begin(request):
+            return
+        if begins and not self.blocks.fits(_end(request)):
+            return
         if not self.blocks.allocate(request.request_id, computed, computed + count):
             return
-        request.status = Status.RUNNING
+        if begins:
+            request.status = Status.RUNNING
+            self._gate.on_begin(request)
         step.scheduled.append((request, count))
         table = self.blocks.table(request.request_id)
         tokens = range(computed, min(computed + count, request.prompt.length))
@@ -279,10 +330,15 @@ class DecodeHalf(Half):
     """On decode, around `DecodeScheduler`."""
 
     def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], clock: Clock, config: Config
+        self,
+        blocks: BlockManager,
+        caches: list[RankCache],
+        gate: Gate,
+        clock: Clock,
+        config: Config,
     ) -> None:
         """Start without requests."""
-        super().__init__(blocks, caches)
+        super().__init__(blocks, caches, gate)
         self._connector = DecodeScheduler(
             [BLOCK_TOKENS],
             Trust.of(config).check,
@@ -290,6 +346,7 @@ class DecodeHalf(Half):
             clock=clock,
             draw=Random(0).random,  # noqa: S311 - nobody guesses here
         )
+        gate.decode = self._connector
         self._received: set[RequestId] = set()
         self._failed: set[RequestId] = set()
         self._running: list[Request] = []
@@ -307,7 +364,7 @@ class DecodeHalf(Half):
             request.status, request.num_computed_tokens = Status.PREEMPTED, 0
             request.local = 0
 
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+    def schedule(self) -> list[Forward]:
         """Go on with what runs, park what loads, and start what has room."""
         self._running, forwards = [], []
         for request in self.living():
@@ -317,7 +374,11 @@ class DecodeHalf(Half):
                 self._admit(request)
             if request.status is Status.RUNNING:
                 forwards.append(self._run(request))
-        return self._connector.pop_commands(), forwards
+        return forwards
+
+    def pop_commands(self) -> list[events.Command]:
+        """Of `DecodeScheduler`."""
+        return self._connector.pop_commands()
 
     def update(self) -> None:
         """What has its whole answer ends."""
@@ -371,6 +432,7 @@ class DecodeHalf(Half):
         """Ask what is to be loaded, and allocate."""
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
+            self._gate.may_begin(request)
             load, parks = self._connector.count_matched(name, request.local)
         computed = max(request.num_computed_tokens, request.local) + load
         wanted = computed if parks else request.prompt.length + 1
@@ -384,6 +446,7 @@ class DecodeHalf(Half):
         if is_first and request.local:  # what its own cache has of it
             for cache in self._caches:
                 cache.write(request.prompt, table, range(request.local))
+        self._gate.on_begin(request)
         self._connector.on_allocation(name, [table], load)
         request.num_computed_tokens = computed
         request.status = Status.WAITING_FOR_REMOTE_KVS if parks else Status.RUNNING

@@ -81,6 +81,7 @@ class Shape:
             peers=ANYWHERE,
             offer_ttl_s=3.0,
             lease_s=1.0,
+            hold_s=2.0,
             request_timeout_s=4.0,
             offer_share=self.share,
             verify=self.verify,

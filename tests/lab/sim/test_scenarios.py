@@ -11,7 +11,7 @@ from lab.sim.steps import round_lines
 from lab.sim.world import Shape
 from nixl_kv.protocol.events import FailureKind
 
-OFFER_TTL_S, LEASE_S, TIMEOUT_S = 3.0, 1.0, 4.0
+OFFER_TTL_S, LEASE_S, HOLD_S, TIMEOUT_S = 3.0, 1.0, 2.0, 4.0
 FENCED = "prefill rank 0 took its blocks back while they were read (fenced)"
 DENIED = "prefill rank 0 denied (denied)"
 
@@ -172,11 +172,23 @@ def test_a_prompt_is_read_and_its_blocks_are_free(one: Scenario) -> None:
 def test_what_waits_for_blocks_of_decode_is_held(one: Scenario) -> None:
     one.offer()
     one.park(0)
-    one.rounds(200, seconds=0.3)
+    one.rounds(9, seconds=HOLD_S / 10)
     assert one.blocks() == 2
     one.do("vacate d0")
     one.rounds(8)
     assert (one.good, one.failures) == (1, [])
+
+
+def test_what_waits_for_blocks_of_decode_for_too_long_is_recalled(one: Scenario) -> None:
+    one.offer()
+    one.park(0)
+    one.rounds(13, seconds=HOLD_S / 10)
+    assert one.blocks() == 0
+    one.do("vacate d0")
+    one.end()
+    assert one.failures == [
+        "prefill rank 0 wanted its blocks back before there were any here (recalled)"
+    ]
 
 
 def test_an_offer_that_is_not_needed_is_freed_at_once(one: Scenario) -> None:
