@@ -180,7 +180,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
         {**IN_STEP, "prefill": 12, "decode once": 16},
         shapes=[
             Shape(rate=100, blocks=100),
-            Shape(1, 2, rate=100, blocks=100),
+            Shape(1, 2, rate=200, blocks=100),
             Shape(1, 1, prefills=2, rate=100, blocks=100),
         ],
         gentle=True,

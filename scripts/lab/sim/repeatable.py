@@ -14,7 +14,7 @@ from nixl_kv.protocol.decode import read_queue
 WINDOW_EDGE: Final = 4
 """In place of 256 tokens: prompts are short here."""
 
-QUEUE_BYTES: Final = 100
+QUEUE_BYTES: Final = 250
 """In place of 1 GiB that is read at a time: a prompt has 208 bytes at most, of two heads."""
 
 
