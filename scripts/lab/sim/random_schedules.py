@@ -120,6 +120,11 @@ class Profile:
 PROFILES: Final[Mapping[str, Profile]] = {
     "gentle": Profile({**EVERY_DAY, **GENTLE}, gentle=True),
     "leaving": Profile({**EVERY_DAY, **GENTLE, "abort": 5}, gentle=True),
+    "overtaken": Profile(
+        {**EVERY_DAY, "prefill": 8, "decode": 10, "deliver": 25, "wait briefly": 16},
+        shapes=[Shape(1, decode, prefills=each) for each in (1, 2) for decode in (1, 2)],
+        gentle=True,
+    ),
     "anew": Profile(
         {
             **EVERY_DAY,

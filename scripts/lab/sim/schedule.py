@@ -99,8 +99,9 @@ class Run:
         """In a gentle schedule no load fails that nothing stood in the way of.
 
         An ask may be denied if there is another one's, if its offer may have been revoked or have
-        run out of time, or if there are few slots. What is connected while prefill is started
-        again may be lost with the old connections, and a read that hangs is late.
+        run out of time, or if there are few slots; a grant recalled if it may be old, or others
+        wait for blocks. What is connected while prefill is started again may be lost with the old
+        connections, and a read that hangs is late.
         """
         shape, lives = self.setting.shape, [e.description for e in self.world.prefills()]
         if not self.setting.gentle:
@@ -108,8 +109,10 @@ class Run:
         excused: set[FailureKind] = set()
         seconds = self._ended_at - self._started_at
         is_old = seconds > self.world.environment.config.offer_ttl_s / 2
-        if len(self.world.decodes()) > 1 or shape.share < 1 or is_old or shape.slots < MANY_SLOTS:
+        if len(self.world.decodes()) > 1 or shape.share < 1 or shape.slots < MANY_SLOTS:
             excused.add(FailureKind.DENIED)
+        if is_old or self._has("occupy"):
+            excused |= {FailureKind.DENIED, FailureKind.RECALLED}
         if self._has("abort"):
             excused.add(FailureKind.DROPPED)
         if self._has("kill", "hang"):

@@ -76,7 +76,7 @@ def test_random_schedules_break_no_promise() -> None:
 
 def test_as_many_seeds_are_run_as_asked_for() -> None:
     done = simulate("--seeds", "7", "--first", "4")
-    assert done.stdout.startswith("7 seeds from 4, 6 worlds: 0 broke a promise")
+    assert re.match(r"7 seeds from 4, \d worlds: 0 broke a promise", done.stdout), done.stdout
 
 
 def test_all_short_schedules_of_the_scenes_break_no_promise() -> None:
