@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId, short
 from nixl_kv.log_limit import LimitedLog, printable
@@ -113,7 +115,8 @@ class Loop:
         """Release everything, whatever fails of it. Only when the thread has ended.
 
         First of all no grant is valid any more: whoever still reads here has to find that out. Last
-        of all, what is owed is reported: the caller may go on, as after a sleep.
+        of all, what is owed is reported: the caller may go on, as after a sleep. Then the cache has
+        been discarded, so that a load which nobody has been told of is none.
         """
         parts = self.parts
         parts.slots.clear_all()
@@ -130,6 +133,11 @@ class Loop:
         self._results.extend(self.outstanding.lose_machines())
         for load in self.outstanding.drained(parts.agents.is_read, STOPPED):
             self._report(load)
+        for place, result in enumerate(self._results):
+            if isinstance(result, events.LoadEnded) and result.failure is None:
+                self._results[place] = msgspec.structs.replace(
+                    result, failure=STOPPED, verified=False, reads=()
+                )
 
     def turn(self) -> None:
         """Wait for something, then handle all that came."""

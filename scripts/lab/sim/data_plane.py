@@ -2,17 +2,19 @@
 
 A read lands piece by piece, in any order, for as long as its agent lives and its source's memory
 can be read; whoever reads from a process that started anew at the same addresses reads the new
-one's bytes.
+one's bytes. On links that have a rate it lands as time passes, all reads of a link side by side.
+As NIXL does, a transport that has dropped a peer says nothing of a read's end, which goes on.
 """
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
-from lab.sim.faults import Faults
-from lab.sim.repeatable import Violation
+from lab.sim.faults import Costs, Faults
+from lab.sim.repeatable import Clock, Violation
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.ids import Generation
 from nixl_kv.transport.base import Indices, PeerName
@@ -46,6 +48,7 @@ class Read:
     server: "SimTransport | None" = None  # which has to take part, over TCP
     served_before: int = 0  # how often it had taken part by the latest piece
     is_broken: bool = False
+    is_forgotten: bool = False  # its peer was dropped: nobody learns of its end
     hangs: bool = False  # it never lands
     is_damaged: bool = False  # a bit of the next piece changes on its way
 
@@ -89,13 +92,27 @@ class Read:
 class SimFabric(Fabric):
     """All reads of the world, in the order in which they were started."""
 
-    def __init__(self, *, tcp: bool) -> None:
-        """Start with none. Over TCP, reads land only while their source's thread takes part."""
+    def __init__(
+        self, clock: Clock, *, tcp: bool = False, rate: float = 0.0, costs: Costs | None = None
+    ) -> None:
+        """Start with none.
+
+        Args:
+            clock: of the world.
+            tcp: reads land only while their source's thread takes part.
+            rate: of each link between two engines, in bytes a second; 0: the schedule lands them.
+            costs: what takes time inside a turn.
+        """
         super().__init__()
+        self.clock = clock
         self.tcp = tcp
+        self.rate = rate
+        self.costs = costs or Costs()
         self.processes: dict[str, Process] = {}  # of each transport, also of one that has left
         self._reads: list[Read] = []
         self._count = 0
+        self._flowed_at = clock.now
+        self._unspent: dict[tuple[Process, Process], float] = {}  # bytes, of each link
 
     def start(self, transport: "SimTransport", pieces: list[Piece], peer: str) -> Read:
         """Add a read."""
@@ -108,6 +125,26 @@ class SimFabric(Fabric):
             read.server, read.served_before = server, server.served
         self._reads.append(read)
         return read
+
+    def flow(self) -> None:
+        """What the links have carried since the last call lands, in turn of each read a piece."""
+        seconds, self._flowed_at = self.clock.now - self._flowed_at, self.clock.now
+        if not self.rate or not seconds:
+            return
+        under_way: dict[tuple[Process, Process], deque[Read]] = {}
+        for read in self.reads():
+            if read.source.is_up and not read.hangs:
+                under_way.setdefault((read.source, read.transport.process), deque()).append(read)
+        unspent, self._unspent = self._unspent, {}
+        for link, reads in under_way.items():
+            allowed = unspent.get(link, 0.0) + seconds * self.rate
+            while reads and reads[0].pieces[0][0][1] <= allowed:
+                read = reads.popleft()
+                allowed -= read.pieces[0][0][1]
+                read.land(0)
+                reads.extend([read] if read.pieces else [])
+            if reads:
+                self._unspent[link] = allowed
 
     def leave(self, process: Process) -> None:
         """A process has died, and its reads with it."""
@@ -127,38 +164,54 @@ class SimTransport(MemoryTransport):
     def __init__(self, fabric: SimFabric, process: Process, faults: Faults) -> None:
         """Join the fabric."""
         super().__init__(fabric)
+        self.process = process
         self.is_closed = False
         self.served = 0
+        self._peers: set[str] = set()
         self._reads = fabric
         self._faults = faults
         fabric.processes[self.name] = process
 
     def add_peer(self, metadata: bytes) -> PeerName:
         """Find a peer on the fabric, unless the schedule refuses it."""
+        self._reads.clock.now += self._reads.costs.join
         if self._faults.refuses_peer:
             self._faults.refuses_peer = False
             raise TransportError("the schedule refused this peer")
-        return super().add_peer(metadata)
+        name = super().add_peer(metadata)
+        self._peers.add(name)
+        return name
 
     def drop_peer(self, peer: PeerName) -> None:
-        """Forget a peer.
-
-        Raises:
-            Violation: if it is being read: the transport would not know of that read's end.
-        """
-        if any(read.transport is self and read.peer == peer for read in self._reads.reads()):
-            raise Violation("peer dropped while it is read", f"{self.name}: {peer}")
-        super().drop_peer(peer)
+        """Forget a peer. What is read from it goes on, and nobody learns how it ends."""
+        self._peers.discard(peer)
+        for read in self._reads.reads():
+            if read.transport is self and read.peer == peer:
+                read.is_forgotten = True
 
     def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
-        """Start a read that the schedule lands."""
+        """Start a read that the schedule lands.
+
+        Raises:
+            TransportError: if the peer was dropped.
+        """
         self._faults.touch()
+        self._reads.clock.now += self._reads.costs.post
+        if remote.owner not in self._peers:
+            raise TransportError(f"no such peer: {remote.owner}")
         read = super().read(local, remote, indices)
         return self._reads.start(self, list(read.pairs), read.peer)
 
     def poll(self, read: Any) -> bool:
-        """Whether all of it has landed."""
+        """Whether all of it has landed.
+
+        Raises:
+            PeerLost: if it has failed.
+            TransportError: if nothing is known of it.
+        """
         self._faults.touch()
+        if read.is_forgotten:
+            raise TransportError("no such read")
         if read.is_broken:
             raise PeerLost("the schedule broke this read")
         return not read.pieces

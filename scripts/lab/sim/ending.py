@@ -4,27 +4,30 @@
     decode dies      all decode engines die: prefill's blocks are free within the lease, or within
                      the offer's time if nobody had asked
     prefill dies     every load ends
-    prefill sleeps   the same while prefill stands still; then it wakes up
+    prefill sleeps   the same while prefill's processes stand still; then they go on
+    prefill drains   prefill takes no new request, and vLLM pauses on decode, where the transfer
+                     threads go on: prefill's blocks are free all the same; then decode resumes
 
+Where all engines both prefill and decode, the first is the prefill engine here, the last decodes.
 A read that hangs goes on doing so: only the end of its agent ends it. When all is over, no thread
 waits for anything but messages.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from lab.sim.cache import CONTENT
 from lab.sim.engine import Engine
 from lab.sim.invariants import Invariants
 from lab.sim.rank import RankLife
 from lab.sim.repeatable import Violation
 from lab.sim.steps import perform, round_lines
-from lab.sim.vllm import Status
-from lab.sim.world import PREFILL, World
-from nixl_kv.config import Config
+from lab.sim.world import World
 from nixl_kv.protocol.decode.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
+from nixl_kv.protocol.prefill.offers import RECALL_S
 from nixl_kv.transfer.agents import TRY_AGAIN_S
 from nixl_kv.transfer.loop import LINGER_S, LINK_KEPT_S
 
@@ -33,7 +36,7 @@ SLACK_S: Final = 1.0
 ALL_S: Final = 60.0
 IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
 """The last commands are submitted, carried out, and what they sent is handled; then all wait."""
-ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps")
+ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps", "prefill drains")
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,28 @@ class Allowed:
     offer: float
 
     @classmethod
-    def of(cls, config: Config, *, has_readers: bool) -> "Allowed":
+    def of(cls, world: World) -> "Allowed":
         """A load: its time, the drain, making an agent and destroying one, each perhaps twice.
 
-        An offer: until somebody asks; if somebody may, that one's load and a lease.
+        And what it waits for: peers that are joined before, and reads that share its link. An
+        offer: until somebody asks, until it begins to read, and then that one's load and a lease.
         """
-        load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S
+        config = world.environment.config
+        load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
         offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
-        return cls(load, offer + (load + config.lease_s if has_readers else 0))
+        granted = config.hold_s + RECALL_S + load + config.lease_s
+        return cls(load, offer + (granted if world.decodes() else 0))
+
+
+def _queue_s(world: World) -> float:
+    """For how long others may be served first, all ranks one after the other."""
+    shape, num_ranks = world.shape, sum(1 for _ in world.ranks())
+    num_bytes = shape.heads * CONTENT * world.router.num_tokens
+    return (
+        shape.join * num_ranks * len(world.prefills()) * max(shape.prefill, shape.decode)
+        + (shape.post + shape.tick) * num_ranks * world.router.num_used
+        + (num_bytes / shape.rate if shape.rate else 0)
+    )
 
 
 def end(world: World, ending: str, invariants: Invariants) -> None:
@@ -64,46 +81,61 @@ def end(world: World, ending: str, invariants: Invariants) -> None:
     if ending not in ENDINGS:
         raise ValueError(f"a schedule ends in one of {', '.join(ENDINGS)}, not {ending!r}")
     _end_faults(world)
-    dying = {"decode dies": [n for n in world.engines if n != PREFILL], "prefill dies": [PREFILL]}
-    for name in dying.get(ending, ()):
+    prefills, decodes = _sides(world)
+    for name in {"decode dies": decodes, "prefill dies": prefills}.get(ending, ()):
         world.kill(name)
     if ending == "prefill sleeps":
-        _sleep(world, is_stopped=True)
-        _wait_until_over(world, invariants, asleep=PREFILL)
-        _sleep(world, is_stopped=False)
+        _do(world, "stop", prefills)
+        _wait_until_over(world, invariants, others=prefills)
+        _do(world, "cont", prefills)
+    if ending == "prefill drains":
+        _do(world, "drain", prefills)
+        _do(world, "pause", decodes)
+        _wait_until_over(world, invariants, others=decodes)
+        _do(world, "resume", decodes)
     _wait_until_over(world, invariants)
     _check_idle(world, invariants)
+
+
+def _sides(world: World) -> tuple[list[str], list[str]]:
+    """The names of the engines that prefill here, and of those that decode."""
+    names = list(world.engines)
+    if world.shape.both:
+        return names[:1], names[-1:]
+    return world.shape.prefill_names, names[world.shape.prefills :]
+
+
+def _do(world: World, word: str, engines: list[str]) -> None:
+    for name in engines:
+        perform(world, f"{word} {name}")
 
 
 def _end_faults(world: World) -> None:
     """Nothing stands still, nothing is about to fail, and others free their blocks."""
     for rank in world.ranks():
         rank.is_stopped, rank.faults.dies_after, rank.faults.refuses_peer = False, None, False
+        rank.faults.unsent = 0
     for engine in world.alive():
         engine.settle()
         engine.scheduler.vacate()
+        engine.is_paused = False
+        engine.wake()
 
 
-def _sleep(world: World, *, is_stopped: bool) -> None:
-    engine = world.engines[PREFILL]
-    for rank in () if engine is None else engine.ranks:
-        rank.is_stopped = is_stopped
-
-
-def _wait_until_over(world: World, invariants: Invariants, *, asleep: str = "") -> None:
-    """Rounds until nothing is left."""
-    start, since = world.clock.now, dict[str, float]()
-    has_readers = any(engine.name != PREFILL for engine in world.alive())
-    allowed = Allowed.of(world.environment.config, has_readers=has_readers)
+def _wait_until_over(world: World, invariants: Invariants, *, others: Sequence[str] = ()) -> None:
+    """Rounds until nothing is left, but on some engines, of which nothing is asked."""
+    since = dict[str, float]()
+    allowed = Allowed.of(world)
+    until = world.clock.now + ALL_S + allowed.load
     _round(world, invariants)  # for what was commanded, and nobody has yet
     while True:
-        awake = [engine for engine in world.alive() if engine.name != asleep]
-        left = [item for engine in awake for item in _left(engine)]
+        asked = [engine for engine in world.alive() if engine.name not in others]
+        left = [item for engine in asked for item in _left(engine)]
         if not left:
             return
-        if world.clock.now > start + ALL_S:
-            raise Violation("not over", f"after {ALL_S:g} s: {'; '.join(left)}")
-        for engine in awake:
+        if world.clock.now > until:
+            raise Violation("not over", "; ".join(left))
+        for engine in asked:
             _check_time(engine, since, world.clock.now, allowed)
         _round(world, invariants)
         world.clock.now += PAUSE_S
@@ -118,9 +150,12 @@ def _round(world: World, invariants: Invariants) -> None:
 def _check_time(engine: Engine, since: dict[str, float], now: float, allowed: Allowed) -> None:
     """Blocks that are held for the other side are held for so long and no longer."""
     for request in engine.scheduler.requests.values():
-        if not (request.is_finished or request.status is Status.WAITING_FOR_REMOTE_KVS):
+        if engine.scheduler.is_offer(request):
+            kind, limit = "offer", allowed.offer
+        elif engine.scheduler.is_load(request):
+            kind, limit = "load", allowed.load
+        else:
             continue
-        kind, limit = ("offer", allowed.offer) if engine.name == PREFILL else ("load", allowed.load)
         seconds = now - since.setdefault(request.request_id, now)
         if seconds > limit:
             detail = f"{request.request_id} after {seconds:.1f} s; allowed: {limit:g}"

@@ -5,10 +5,11 @@ each rank computes and hands over its report; the scheduler handles what all ran
 """
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
-from lab.sim.network import HOST
+from lab.sim.network import HOST, VersionedControl
 from lab.sim.rank import MODEL, Environment, RankLife, Seat
-from lab.sim.schedulers import DecodeEngineScheduler, PrefillEngineScheduler, Scheduler
+from lab.sim.schedulers import DecodeHalf, EngineScheduler, Gate, PrefillHalf
 from lab.sim.vllm import Aggregator, BlockManager, BlockPool, Forward
 from nixl_kv.connector.prefill import Address
 from nixl_kv.geometry.ranks import ParallelShape
@@ -16,9 +17,9 @@ from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Description
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
-from nixl_kv.transport.memory_control import MemoryControl
 
-PORT = 5600
+DIRECTORY_PORT: Final = 50
+"""After the port of the engine's first rank."""
 
 Piece = tuple[RankLife | None, Callable[[], None]]
 
@@ -31,16 +32,22 @@ class Engine:
         self._seats = seats
         self._environment = environment
         self._overwrite(list(range(seats[0].cache.num_blocks)))
-        self.ranks = [RankLife(seat, environment) for seat in seats]
-        self.description = self._describe()
-        self.directory_control = MemoryControl(environment.network, f"{self.name}.directory")
+        self.is_paused = False  # vLLM makes no steps; the transfer threads go on
+        self.is_draining = False  # it takes no new request
+        self.is_asleep = False
+        self.is_going_to_sleep = False  # as soon as nothing is held
+        self.directory_control = VersionedControl(
+            f"{self.name}.directory", environment.network, is_newer=seats[0].is_newer
+        )
         self._directory: DirectoryServer | None = None
-        self.scheduler: Scheduler = self._make_scheduler()
+        if self.is_prefill:
+            port = seats[0].port + DIRECTORY_PORT
+            self._directory = DirectoryServer(self.directory_control, HOST, port)
+        self.scheduler = self._make_scheduler()
+        self._pieces: list[Piece] = []
         self._ended = Aggregator(len(seats))
         self._failed: set[RequestId] = set()
-        self._pieces: list[Piece] = []
-        layouts = tuple(rank.parts.description.layout for rank in self.ranks)
-        self._first: list[events.Command] = [events.SetEngineLayouts(layouts)]
+        self._start_life()
 
     def __repr__(self) -> str:
         """Its requests and their states."""
@@ -50,6 +57,21 @@ class Engine:
     def name(self) -> str:
         """As schedules write it."""
         return self._seats[0].process.name
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it prefills for others."""
+        return self._seats[0].is_prefill
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it decodes what others have prefilled."""
+        return self._seats[0].is_decode
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it accepts new ones."""
+        return not (self.is_draining or self.is_asleep or self.is_going_to_sleep)
 
     @property
     def is_stopped(self) -> bool:
@@ -63,8 +85,8 @@ class Engine:
 
     def serve_directory(self) -> None:
         """Answer who asks for the engine's description, unless its process stands still."""
-        is_asked = bool(self.directory_control.inbox)
-        if self._directory is not None and is_asked and not all(r.is_stopped for r in self.ranks):
+        is_still = bool(self.ranks) and all(rank.is_stopped for rank in self.ranks)
+        if self._directory is not None and not is_still:
             self._directory.turn(0)
 
     def leave(self) -> None:
@@ -76,7 +98,8 @@ class Engine:
     def piece(self) -> bool:
         """Go on with the step, or begin one; False if a stopped rank is in the way."""
         if not self._pieces:
-            self._begin()
+            if not self._is_resting:
+                self._begin()
             return True
         rank, call = self._pieces[0]
         if rank is not None and rank.is_stopped:
@@ -94,27 +117,74 @@ class Engine:
 
     def step(self) -> bool:
         """What is left of this step, or a whole one."""
-        if not self._pieces:
+        if not self._pieces and not self._is_resting:
             self._begin()
         return self.settle()
+
+    def go_to_sleep(self) -> None:
+        """As vLLM's `sleep` in its mode `abort`: all requests end; it sleeps when none is left."""
+        for request in self.scheduler.living():
+            self.scheduler.abort(request)
+        self.is_going_to_sleep = True
+
+    def freeze(self) -> None:
+        """As vLLM's `sleep` in its mode `keep`: at once. What runs is computed again later."""
+        if not self.is_asleep:
+            for request in self.scheduler.living():
+                self.scheduler.preempt(request)
+            self._fall_asleep()
+
+    def wake(self) -> None:
+        """Begin a new life of all ranks, if it sleeps; else it goes on."""
+        self.is_going_to_sleep = False
+        if self.is_asleep:
+            self.is_asleep = False
+            self._start_life()
+
+    @property
+    def _is_resting(self) -> bool:
+        return self.is_paused or self.is_asleep
+
+    def _start_life(self) -> None:
+        """All ranks register their caches."""
+        self.ranks = [RankLife(seat, self._environment) for seat in self._seats]
+        self.description = self._describe()
+        layouts = tuple(rank.parts.description.layout for rank in self.ranks)
+        self._first: list[events.Command] = [events.SetEngineLayouts(layouts)]
+        if self._directory is not None:
+            self._directory.publish(self.description)
+            engine, life = EngineId(self.name), self.description.incarnation
+            if self.scheduler.prefill is not None:
+                self.scheduler.prefill.set_address(
+                    Address(engine, life, HOST, self._directory.port)
+                )
+
+    def _fall_asleep(self) -> None:
+        """The cache is discarded; what was owed is reported with the next step."""
+        for rank in self.ranks:
+            rank.stop()
+            self._take_report(rank)
+        self.ranks = []
+        self.is_asleep, self.is_going_to_sleep = True, False
+        self._overwrite(list(range(self._seats[0].cache.num_blocks)))
 
     def _describe(self) -> Description:
         descriptions = [rank.parts.description for rank in self.ranks]
         shape = ParallelShape(len(self.ranks), 1)
         return describe_engine(EngineId(self.name), MODEL, shape, descriptions)
 
-    def _make_scheduler(self) -> Scheduler:
-        """As `connector.scheduler` has its two halves; prefill is found by its directory."""
-        environment, caches = self._environment, [seat.cache for seat in self._seats]
-        pool = BlockPool(caches[0].num_blocks, self._overwrite)
-        blocks = BlockManager(pool, environment.window)
-        if not self._seats[0].is_prefill:
-            return DecodeEngineScheduler(blocks, caches, environment.clock, environment.config)
-        self._directory = DirectoryServer(self.directory_control, HOST, PORT)
-        self._directory.publish(self.description)
-        incarnation = self.description.incarnation
-        address = Address(EngineId(self.name), incarnation, HOST, self._directory.port)
-        return PrefillEngineScheduler(blocks, caches, address, environment.config)
+    def _make_scheduler(self) -> EngineScheduler:
+        environment, seat = self._environment, self._seats[0]
+        caches = [each.cache for each in self._seats]
+        blocks = BlockManager(BlockPool(seat.cache.num_blocks, self._overwrite), environment.window)
+        config, clock = environment.config, environment.clock
+        gate = Gate(blocks, clock)
+        scheduler = EngineScheduler(gate, blocks)
+        if seat.is_prefill:
+            scheduler.prefill = PrefillHalf(blocks, caches, gate, seat, config)
+        if seat.is_decode:
+            scheduler.decode = DecodeHalf(blocks, caches, gate, clock, config)
+        return scheduler
 
     def _overwrite(self, blocks: list[int]) -> None:
         """These blocks are anybody's."""
@@ -122,6 +192,8 @@ class Engine:
             seat.cache.overwrite(blocks)
 
     def _begin(self) -> None:
+        if self._directory is not None and self.scheduler.prefill is not None:
+            self.scheduler.prefill.on_declined(self._directory.pop_declined())
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []
         pieces: list[Piece] = [(rank, self._submit(rank, commands)) for rank in self.ranks]
@@ -137,12 +209,17 @@ class Engine:
         def work() -> None:
             for forward in forwards:
                 rank.seat.cache.write(forward.prompt, forward.table, forward.tokens)
-            ended, failed = rank.pop_ended()
-            self._failed |= failed
-            self._ended.add(rank.seat.number, ended, self.scheduler.expects_end)
+            self._take_report(rank)
 
         return work
+
+    def _take_report(self, rank: RankLife) -> None:
+        ended, failed = rank.pop_ended()
+        self._failed |= failed
+        self._ended.add(rank.seat.number, ended, self.scheduler.expects_end)
 
     def _end(self) -> None:
         self.scheduler.on_ends(self._ended.pop_complete(), self._failed)
         self.scheduler.update()
+        if self.is_going_to_sleep and not self.scheduler.requests:
+            self._fall_asleep()

@@ -140,6 +140,7 @@ def state(world: World) -> bytes:
         parts.append(name)
         if engine is not None:
             parts += [_canonical(engine.scheduler, now), str(engine.num_pieces)]
+            parts.append(f"{engine.is_paused} {engine.is_asleep} {engine.is_going_to_sleep}")
             parts += [_rank(rank, now) for rank in engine.ranks]
     for packet in world.network.packets:
         payload = b"" if b"Description" in packet.payload else packet.payload
@@ -147,7 +148,8 @@ def state(world: World) -> bytes:
     for link in world.network.links.values():
         parts.append(f"{link.endpoint} {link.is_open} {link.is_broken}")
     for read in world.fabric.reads():
-        parts.append(f"{read.transport.name} {len(read.pieces)} {read.is_broken} {read.hangs}")
+        flags = read.is_broken, read.hangs, read.is_forgotten
+        parts.append(f"{read.transport.name} {len(read.pieces)} {flags}")
     names: dict[str, str] = {}
     text = SECRET.sub(lambda m: names.setdefault(m[0], f"#{len(names)}"), "\n".join(parts))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -158,7 +160,7 @@ def _rank(rank: RankLife, now: float) -> str:
     parts = (
         rank.loop,
         rank.control.inbox,
-        (rank.is_stopped, rank.has_died, faults.dies_after, faults.refuses_peer),
+        (rank.is_stopped, rank.has_died, faults.dies_after, faults.refuses_peer, faults.unsent),
         len(rank.background.waiting),
         [slots.read(number) for number in range(slots.count)],
     )

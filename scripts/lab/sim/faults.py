@@ -1,6 +1,7 @@
-"""What goes wrong next on the transfer thread of one rank."""
+"""What goes wrong next on the transfer thread of one rank, and what takes time on it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -8,8 +9,17 @@ class InjectedError(Exception):
     """A bug of our own somewhere in the transfer thread, which the schedule put there."""
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that pass inside a turn: to join a rank of a peer, post a read, do what is due."""
+
+    join: float = 0.0
+    post: float = 0.0
+    tick: float = 0.0
+
+
 class Faults:
-    """Lets the thread die at the n-th thing that it does, or refuse the next peer.
+    """Lets the thread die at the n-th thing that it does, refuse the next peer, or fail to send.
 
     A thing is an event that a machine handles, or a call of sockets, agents, digests or slots.
     """
@@ -18,6 +28,7 @@ class Faults:
         """Start with none."""
         self.dies_after: int | None = None
         self.refuses_peer = False
+        self.unsent = 0  # messages to endpoints that cannot be sent, from the next one on
 
     def touch(self) -> None:
         """One more thing is done.

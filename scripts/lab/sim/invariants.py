@@ -25,14 +25,14 @@ from lab.sim.engine import Engine
 from lab.sim.network import SimControl
 from lab.sim.rank import RankLife
 from lab.sim.repeatable import Violation
-from lab.sim.world import PREFILL, World
+from lab.sim.tickets import incarnation_in
+from lab.sim.world import World
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.blocks import ABSENT, block_ids
 from nixl_kv.ids import Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
 from nixl_kv.protocol.messages import DigestReply, Grant, decode_answer
-from nixl_kv.protocol.ticket import SealedTicket
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ class Invariants:
         Raises:
             Violation: says what does not hold.
         """
-        prefill = self._world.engines[PREFILL]
-        alive = prefill.ranks if prefill is not None else []
-        self._grants = {key: each for key, each in self._grants.items() if each.rank in alive}
-        for granted in self._grants.values():
-            self._check_grant(granted)
-        for engine in self._world.alive():
-            if engine.name != PREFILL:
-                self._check_reads(engine)
-        for rank in self._world.ranks():
+        alive = list(self._world.ranks())
+        if self._grants:
+            self._grants = {key: each for key, each in self._grants.items() if each.rank in alive}
+            for granted in self._grants.values():
+                self._check_grant(granted)
+        reads = self._world.fabric.reads()
+        for engine in self._world.decodes() if reads else ():
+            self._check_reads(engine)
+        for rank in alive:
             if rank.has_turned:
                 rank.has_turned = False
                 _validate(rank)
@@ -104,7 +104,7 @@ class Invariants:
         Raises:
             Violation: if it may not.
         """
-        engine = self._world.engines[rank.seat.process.name]
+        engine = self._engine_of(rank)
         if engine is None:
             return
         if isinstance(result, OfferEnded):
@@ -120,9 +120,9 @@ class Invariants:
         Raises:
             Violation: if it does not.
         """
-        engine = self._world.engines[PREFILL]
         answer = decode_answer(payload)
         rank = next((r for r in self._world.ranks() if r.control is control), None)
+        engine = None if rank is None else self._engine_of(rank)
         if engine is None or rank is None:
             return
         if isinstance(answer, Grant):
@@ -137,6 +137,10 @@ class Invariants:
         """Bytes that landed were compared with prefill's."""
         if event.difference is None and event.refusal is None:
             self._equal.add((rank, event.request, event.rank))
+
+    def _engine_of(self, rank: RankLife) -> Engine | None:
+        """The life that it is a part of, which may be over."""
+        return self._world.engines[rank.seat.process.name]
 
     # --- prefill
 
@@ -155,7 +159,7 @@ class Invariants:
         self._check_grant(granted)
 
     def _check_grant(self, granted: Granted) -> None:
-        engine = self._world.engines[PREFILL]
+        engine = self._engine_of(granted.rank)
         if engine is None or not granted.is_valid:
             return
         for block in granted.blocks:
@@ -205,7 +209,7 @@ class Invariants:
             raise Violation("wrong report", f"{name}: {ended}, of {start}")
         if ended.failure is not None:
             self._check_failure(ended.request, ended.failure)
-            incarnation = SealedTicket.parse(request.kv_transfer_params).open().incarnation
+            incarnation = incarnation_in(request.kv_transfer_params)
             self.failed.append(FailedLoad(ended.request, ended.failure, incarnation))
             return
         self.num_good += 1

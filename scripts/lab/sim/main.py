@@ -32,13 +32,20 @@ class Tally:
     def __init__(self) -> None:
         """Start with none."""
         self.checks: Counter[str] = Counter()
+        self._worlds: set[str] = set()
         self._runs = self._good = self._verified = 0
         self._failed: Counter[str] = Counter()
         self._started_at = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        """Since the first."""
+        return time.monotonic() - self._started_at
+
     def add(self, outcome: Outcome) -> bool:
         """One more; whether it is worth showing."""
         self._runs += 1
+        self._worlds.add(outcome.lines[0])
         self._good += outcome.num_good
         self._verified += outcome.num_verified
         self._failed.update(each.failure.kind.value for each in outcome.failed)
@@ -49,10 +56,10 @@ class Tally:
 
     def show(self, first: int) -> None:
         """All of it."""
-        seconds = time.monotonic() - self._started_at
         print(
-            f"{self._runs} seeds from {first}: {self.checks.total()} broke a promise; "
-            f"{seconds:.0f} s, {self._runs / max(seconds, 1e-9):.0f} schedules/s"
+            f"{self._runs} seeds from {first}, {len(self._worlds)} worlds: "
+            f"{self.checks.total()} broke a promise; "
+            f"{self.seconds:.0f} s, {self._runs / max(self.seconds, 1e-9):.0f} schedules/s"
         )
         reasons = ", ".join(f"{count} {why}" for why, count in self._failed.most_common())
         good = f"{self._good} good ({self._verified} verified)"
@@ -62,12 +69,13 @@ class Tally:
 
 
 def random_runs(options: argparse.Namespace) -> int:
-    """Many seeds; the exit status."""
+    """As many seeds as asked for, or as the time allows; the exit status."""
     tally = Tally()
-    for seed in range(options.first, options.first + options.seeds):
-        schedule = RandomSchedule.of(seed)
-        if options.only and schedule.profile not in options.only:
-            continue
+    for seed in itertools.count(options.first):
+        is_last = seed == options.first + options.seeds
+        if tally.seconds >= 60 * options.minutes if options.minutes else is_last:
+            break
+        schedule = RandomSchedule.of(seed, options.only)
         outcome = follow(schedule.setting, schedule)
         if tally.add(outcome):
             _show(f"seed {seed} ({schedule.profile}, {schedule.setting.shape})", outcome)
@@ -101,7 +109,7 @@ def exhaustive_runs(options: argparse.Namespace) -> int:
 def planted_runs(options: argparse.Namespace) -> int:
     """Each planted bug until it is caught; the exit status is 1 if one is not."""
     missed = 0
-    print(f"{'bug':33} | {'caught by':38} | steps")
+    print(f"{'bug':33} | {'caught by':38} | steps | seed")
     for name, bug in PLANTED.items():
         if options.only and not any(word in name for word in options.only):
             continue
@@ -121,15 +129,14 @@ def _catch(bug: Bug, options: argparse.Namespace) -> str | None:
             return dataclasses.replace(outcome, violation=None)  # not by this bug
         return outcome
 
-    schedules = (RandomSchedule.of(seed) for seed in itertools.count(options.first))
-    chosen = (each for each in schedules if not bug.profiles or each.profile in bug.profiles)
-    for schedule in itertools.islice(chosen, options.seeds):
+    for seed in range(options.first, options.first + options.seeds):
+        schedule = RandomSchedule.of(seed, bug.profiles)
         with bug.plant():
             outcome = follow(schedule.setting, schedule)
         if outcome.violation is not None and replay(outcome.lines).violation is None:
             best = Shrinker(outcome, runs=SHRINK_RUNS, replay=replay_with_bug).shrink()
             check = "" if best.violation is None else best.violation.check
-            caught = f"{check:38} | {len(best.lines) - 1}"
+            caught = f"{check:38} | {len(best.lines) - 1:5} | {seed}"
             return f"{caught}\n{_indented(best)}" if options.verbose else caught
     return None
 
@@ -159,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--minutes", type=float, help="as many seeds as that takes instead")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--depth", type=int, help="all schedules of this many steps instead")
     parser.add_argument("--most", type=int, default=10**9, help="schedules per scene, with --depth")

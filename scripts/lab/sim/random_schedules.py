@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lab.sim.ending import ENDINGS
+from lab.sim.engine import Engine
 from lab.sim.rank import RankLife
-from lab.sim.schedule import Run, Setting
+from lab.sim.schedule import MANY_SLOTS, Run, Setting
 from lab.sim.steps import round_lines
 from lab.sim.world import PREFILL, Shape, World
 
@@ -58,53 +59,145 @@ DEADLY: Final[Mapping[str, float]] = {
     "damage": 0.5,
     "fail": 0.3,
     "die": 0.6,
+    "mute": 0.5,
     "wait": 3,
 }
-PROFILES: Final[Mapping[str, Mapping[str, float]]] = {
-    "gentle": {**EVERY_DAY, **GENTLE},
-    "leaving": {**EVERY_DAY, **GENTLE, "abort": 5},
-    "anew": {
-        **EVERY_DAY,
-        **GENTLE,
-        "prefill": 6,
-        "decode": 8,
-        "hang": 6,
-        "kill p": 0.7,
-        "start": 20,
-        "report": 20,
-    },
-    "busy": {**EVERY_DAY, **BUSY, "repeat": 2, "damage": 1},
-    "late": {**EVERY_DAY, **BUSY, "wait": 5, "hang": 1, "fail": 0.2, "damage": 1},
-    "lossy": {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1, "damage": 1, "refuse": 0.3},
-    "dying": {
-        **EVERY_DAY,
-        "abort": 1,
-        "preempt": 3,
-        "repeat": 2,
-        "wait": 0.5,
-        "die d": 4,
-        "die p": 3,
-    },
-    "all": {**EVERY_DAY, **BUSY, **NETWORK, **DEADLY},
+RESTING: Final[Mapping[str, float]] = {
+    "pause": 0.7,
+    "resume": 2,
+    "sleep": 0.4,
+    "wake": 2,
+    "drain": 0.05,
 }
-GENTLE_PROFILES: Final = ("gentle", "leaving", "anew")
+IN_STEP: Final[Mapping[str, float]] = {"prefill": 5, "decode once": 8, "beat": 8}
+"""Nobody is slow: all that can be done is done, and then time passes."""
 SHAPES: Final = (
     Shape(),
+    Shape(1, 1, prefills=2),
     Shape(1, 2),
     Shape(2, 1),
+    Shape(1, 1, prefills=2, both=True, engines=0, blocks=60),
     Shape(2, 2),
+    Shape(2, 1, prefills=2),
     Shape(1, 1, engines=2),
+    Shape(2, 3, heads=6),
     Shape(2, 2, engines=2),
     Shape(1, 2, engines=2),
+    Shape(1, 1, engines=2, prefills=2),
     Shape(2, 1, heads=1),
+    Shape(3, 2, heads=6, prefills=2),
     Shape(1, 1, tcp=True),
+    Shape(2, 1, prefills=2, both=True, blocks=60),
     Shape(1, 2, window=5),
+    Shape(1, 2, prefills=3),
+    Shape(2, 1, prefills=2, window=6),
+    Shape(2, 2, engines=2, prefills=2),
+    Shape(1, 1, prefills=2, tcp=True),
+    Shape(1, 1, prefills=3, both=True, engines=0, blocks=60, window=5),
 )
-NUM_STEPS: Final = 150
+FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
+    (0.25, "join", (0.01, 0.05, 0.14)),
+    (0.15, "post", (0.002, 0.03)),
+    (0.1, "tick", (0.01, 0.3)),
+    (0.1, "links", (1, 2, 3)),
+    (0.1, "newer", (1, -1)),
+)
+"""What a world may have besides its shape, and how often, unless its schedules are gentle."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What may happen and how often, in which worlds. `gentle`: every load has to be good."""
+
+    weights: Mapping[str, float]
+    shapes: Sequence[Shape] = SHAPES
+    gentle: bool = False
+    endings: Sequence[str] = ENDINGS
+    num_steps: int = 150  # with two engines
+
+
+PROFILES: Final[Mapping[str, Profile]] = {
+    "gentle": Profile({**EVERY_DAY, **GENTLE}, gentle=True),
+    "leaving": Profile({**EVERY_DAY, **GENTLE, "abort": 5}, gentle=True),
+    "overtaken": Profile(
+        {**EVERY_DAY, "prefill": 8, "decode": 10, "deliver": 25, "wait briefly": 16},
+        shapes=[Shape(1, decode, prefills=each) for each in (1, 2) for decode in (1, 2)],
+        gentle=True,
+    ),
+    "anew": Profile(
+        {
+            **EVERY_DAY,
+            **GENTLE,
+            "prefill": 6,
+            "decode": 8,
+            "hang": 6,
+            "kill p": 0.7,
+            "start": 20,
+            "report": 20,
+        },
+        gentle=True,
+    ),
+    "busy": Profile({**EVERY_DAY, **BUSY, "repeat": 2, "damage": 1}),
+    "late": Profile({**EVERY_DAY, **BUSY, "wait": 5, "hang": 1, "fail": 0.2, "damage": 1}),
+    "lossy": Profile(
+        {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1, "damage": 1, "refuse": 0.3, "mute": 0.7}
+    ),
+    "dying": Profile(
+        {
+            **EVERY_DAY,
+            "abort": 1,
+            "preempt": 3,
+            "repeat": 2,
+            "wait": 0.5,
+            "die d": 4,
+            "die p": 3,
+        }
+    ),
+    "resting": Profile({**EVERY_DAY, **BUSY, **RESTING, "wait": 1}),
+    "frozen": Profile({**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 1}),
+    "slow": Profile(
+        {**EVERY_DAY, **BUSY, "beat": 0.5, "wait": 4, "hang": 0.3, "break": 0.3},
+        shapes=[replace(shape, rate=rate) for rate in (150.0, 1000.0) for shape in SHAPES],
+    ),
+    "all": Profile({**EVERY_DAY, **BUSY, **NETWORK, **DEADLY, **RESTING}),
+    "meeting": Profile(
+        {**IN_STEP, "occupy": 0.5, "vacate": 0.3},
+        shapes=[
+            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.14),
+            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.1, post=0.01, tick=0.02),
+            Shape(3, 1, prefills=3, heads=3, blocks=60, join=0.14),
+        ],
+        gentle=True,
+        num_steps=400,
+    ),
+    "crossed": Profile(
+        {**IN_STEP, "prefill": 24, "decode once": 24},
+        shapes=[
+            Shape(1, 1, prefills=2, both=True, engines=0, blocks=9, slots=16, share=1.0),
+            Shape(2, 1, prefills=2, both=True, engines=0, blocks=9, slots=16),
+            Shape(1, 1, prefills=3, both=True, engines=0, blocks=7, slots=16),
+        ],
+        endings=ENDINGS[:1],
+        num_steps=400,
+    ),
+    "backlog": Profile(
+        {**IN_STEP, "prefill": 12, "decode once": 16},
+        shapes=[
+            Shape(rate=100, blocks=100),
+            Shape(1, 2, rate=200, blocks=100),
+            Shape(1, 1, prefills=2, rate=100, blocks=100),
+        ],
+        gentle=True,
+        num_steps=400,
+    ),
+}
+DEFAULT_PROFILES: Final = tuple(PROFILES)
 VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 """Shares of the loads that are verified."""
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is
 MAX_NAPS: Final = 14  # of a gentle schedule, together less than a lease
+MORE_STEPS: Final = 40  # for each engine beyond the second
+MAX_PROMPTS: Final = 4  # that one engine has at the same time
 
 
 @dataclass(frozen=True)
@@ -116,39 +209,50 @@ class RandomSchedule:
     setting: Setting
 
     @classmethod
-    def of(cls, seed: int) -> "RandomSchedule":
-        """Shape and profile follow from the seed too."""
-        names = list(PROFILES)
+    def of(cls, seed: int, profiles: Sequence[str] = ()) -> "RandomSchedule":
+        """One of these profiles, or of all; its world follows from the seed too."""
+        names = profiles or DEFAULT_PROFILES
         number, pick = divmod(seed, len(names))
-        rounds = number // len(SHAPES)
-        shape = replace(SHAPES[number % len(SHAPES)], verify=VERIFY[(rounds + pick) % len(VERIFY)])
-        return cls(seed, names[pick], setting(names[pick], shape, all_offers=rounds % 3 != 0))
+        profile = PROFILES[names[pick]]
+        rounds, kind = divmod(number, len(profile.shapes))
+        shape = replace(profile.shapes[kind], verify=VERIFY[(rounds + pick) % len(VERIFY)])
+        if profile.gentle:
+            share = 1.0 if rounds % 3 != 0 else 0.2  # of the cache, which all offers may hold
+            shape = replace(shape, slots=MANY_SLOTS, share=share)
+            return cls(seed, names[pick], Setting(shape, gentle=True))
+        return cls(seed, names[pick], Setting(_with_features(shape, _random(seed, "world"))))
 
     def __call__(self, run: Run) -> Iterator[str]:
         """See `schedule.Source`."""
-        rng = random.Random(self.seed)  # noqa: S311 - nobody guesses here
-        return random_lines(run, self.profile, rng)
+        return random_lines(run, PROFILES[self.profile], _random(self.seed, "lines"))
 
 
-def setting(profile: str, shape: Shape, *, all_offers: bool) -> Setting:
-    """What a schedule of a profile starts with. `all_offers`: none is revoked in a gentle one."""
-    if profile not in GENTLE_PROFILES:
-        return Setting(shape)
-    return Setting(replace(shape, slots=16, share=1.0 if all_offers else 0.2), gentle=True)
+def _random(seed: int, purpose: str) -> random.Random:
+    return random.Random(f"{purpose} {seed}")  # noqa: S311 - nobody guesses here
 
 
-def random_lines(run: Run, profile: str, rng: random.Random) -> Iterator[str]:
+def _with_features(shape: Shape, rng: random.Random) -> Shape:
+    features = {
+        name: type(getattr(shape, name))(rng.choice(values))
+        for share, name, values in FEATURES
+        if rng.random() < share
+    }
+    return replace(shape, **features)
+
+
+def random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str]:
     """The lines of a schedule, to its end."""
-    weights = PROFILES[profile]
-    words, num_naps = list(weights), 0
-    slow = rng.choice(["none", *run.world.engines])
-    while len(run.lines) < NUM_STEPS:
-        (word,) = rng.choices(words, list(weights.values()))
+    words, num_naps = list(profile.weights), 0
+    num_steps = profile.num_steps + MORE_STEPS * (len(run.world.engines) - 2)
+    slow = "none" if "beat" in words else rng.choice(["none", *run.world.engines])
+    while len(run.lines) < num_steps:
+        (word,) = rng.choices(words, list(profile.weights.values()))
         num_naps += word == "wait briefly"
         if run.setting.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
             continue
         yield from _lines(run, word, rng, slow)
-    yield f"end {ENDINGS[0] if run.setting.gentle else rng.choice(ENDINGS)}"
+    endings = list(profile.endings)
+    yield f"end {ENDINGS[0] if run.setting.gentle else rng.choice(endings)}"
 
 
 def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
@@ -158,12 +262,23 @@ def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
         yield from [] if is_skipped else [f"{word} {engine}"]
     elif word == "round":
         yield from round_lines(run.world)
+    elif word == "beat":
+        yield from _beat(run.world)
     else:
-        uses_once = run.setting.gentle and run.setting.shape.engines == 1
+        uses_once = run.setting.gentle and len(run.world.decodes()) == 1
         name = "decode once" if word == "decode" and uses_once else word
         drawn = [draw(run.world, rng) for draw in ARGUMENTS[name]]
         if None not in drawn:
-            yield " ".join([word.split(maxsplit=1)[0], *map(str, drawn)])
+            yield " ".join([word.split(maxsplit=1)[0], *map(str, drawn)]).strip()
+
+
+def _beat(world: World) -> Iterator[str]:
+    """A round, and then time passes; prefill notices that before it hears what was sent since."""
+    yield from round_lines(world)
+    yield "wait 0.1"
+    for rank in list(world.ranks()):
+        if rank.seat.is_prefill:
+            yield f"turn {rank.seat.name}"
 
 
 def _one_of(*values: object) -> Draw:
@@ -194,7 +309,21 @@ def _dead_engine(world: World, rng: random.Random) -> str | None:
 
 
 def _decode_engine(world: World, rng: random.Random) -> str:
-    return rng.choice([name for name in world.engines if name != PREFILL])
+    return rng.choice(list(world.engines)[0 if world.shape.both else world.shape.prefills :])
+
+
+def _prefill_engine(world: World, rng: random.Random) -> str:
+    """The first one is what a schedule means that names none."""
+    name = rng.choice(world.shape.prefill_names)
+    return "" if name == PREFILL else name
+
+
+def _engine_where(is_chosen: Callable[[Engine], object]) -> Draw:
+    def draw(world: World, rng: random.Random) -> str | None:
+        names = [engine.name for engine in world.alive() if is_chosen(engine)]
+        return rng.choice(names) if names else None
+
+    return draw
 
 
 def _rank_where(is_chosen: Callable[[RankLife], object]) -> Draw:
@@ -228,10 +357,12 @@ _read: Final = _any_of(lambda world: world.fabric.reads())
 
 
 def _length(world: World, rng: random.Random) -> int | None:
-    """Of a prompt, if prefill has not many already."""
-    engine = world.engines[PREFILL]
-    has_many = engine is not None and len(engine.scheduler.requests) > 3  # noqa: PLR2004
-    return None if has_many else rng.choice((1, 3, 4, 5, 8, 9, 13))
+    """Of a prompt, if all that prefill have not many already."""
+    prefills = world.prefills()
+    num_requests = sum(len(engine.scheduler.requests) for engine in prefills)
+    if prefills and num_requests >= MAX_PROMPTS * len(prefills):
+        return None
+    return rng.choice((1, 3, 4, 5, 8, 9, 13))
 
 
 def _recent_ticket(world: World, rng: random.Random) -> int | None:
@@ -247,7 +378,7 @@ def _next_ticket(world: World, _rng: random.Random) -> int | None:
 
 
 ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
-    "prefill": (_length, _one_of(1, 1, 1, 2, 3, 4)),
+    "prefill": (_length, _one_of(1, 1, 1, 2, 3, 4), _prefill_engine),
     "decode": (_decode_engine, _recent_ticket, _one_of(0, 0, 0, 0, 1, 9)),
     "decode once": (_decode_engine, _next_ticket, _one_of(0, 0, 0, 1)),
     "foreign": (_decode_engine, _recent_ticket),
@@ -267,6 +398,13 @@ ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "cut": (_any_of(lambda world: world.network.working()),),
     "report": (_any_of(lambda world: world.network.unreported()),),
     "refuse": (_rank,),
+    "mute": (_rank, _one_of(1, 1, 2, 5)),
+    "pause": (_engine,),
+    "resume": (_engine_where(lambda engine: engine.is_paused),),
+    "sleep": (_engine,),
+    "wake": (_engine_where(lambda engine: engine.is_asleep or engine.is_going_to_sleep),),
+    "freeze": (_engine,),
+    "drain": (_engine,),
     "kill p": (_one_of(PREFILL),),
     "kill": (_engine,),
     "start": (_dead_engine,),

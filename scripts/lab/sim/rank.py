@@ -1,6 +1,6 @@
 """One life of one rank: the real transfer engine, and what its worker does with it."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +72,8 @@ class Seat:
     slots: SimSlots
     port: int
     is_prefill: bool
+    is_decode: bool
+    is_newer: bool
 
     @property
     def name(self) -> str:
@@ -90,9 +92,12 @@ class RankLife:
         self.has_died = False  # the loop restarts in place of its next turn
         self.has_turned = False  # since somebody looked at its machines
         self.loads: dict[RequestId, events.StartLoad] = {}  # all that were started
+        self.counts: Counter[str] = Counter()
         self.faults = Faults()
         self.background = Background()
-        self.control = SimControl(seat.name, seat.port, environment.network, self.faults)
+        self.control = SimControl(
+            seat.name, seat.port, environment.network, self.faults, is_newer=seat.is_newer
+        )
         self.control.clock = environment.clock
         self.control.on_reply = self._on_reply
         seat.slots.start_life(self.faults)
@@ -105,7 +110,7 @@ class RankLife:
                 config=environment.config,
                 host=HOST,
                 is_prefill=seat.is_prefill,
-                is_decode=not seat.is_prefill,
+                is_decode=seat.is_decode,
                 make_transport=partial(SimTransport, environment.fabric, seat.process, self.faults),
                 make_control=lambda: self.control,
                 make_background=lambda: self.background,
@@ -150,6 +155,11 @@ class RankLife:
             detail = f"{self.seat.name}: {type(error).__name__}: {error}"
             raise Violation("thread died", detail) from error
 
+    def stop(self) -> None:
+        """Its engine sleeps: as `Worker.stop`."""
+        self.faults.dies_after = None
+        self.engine.stop()
+
     def submit(self, commands: Iterable[events.Command]) -> None:
         """Before the forward, as `Worker.on_step`."""
         commands = list(commands)
@@ -161,14 +171,17 @@ class RankLife:
         """At the end of the step, as `Worker.pop_results`: what has ended, and what has failed.
 
         Raises:
-            Violation: if a prefill rank reports a load, or a decode rank an offer.
+            Violation: if a rank that only prefills reports a load, or one that only decodes an
+                offer.
         """
         ended: set[RequestId] = set()
         failed: set[RequestId] = set()
         for result in self.engine.pop_results():
             if isinstance(result, events.Counts):
+                self.counts.update(result.counts)
                 continue
-            if isinstance(result, events.OfferEnded) != self.seat.is_prefill:
+            is_offer = isinstance(result, events.OfferEnded)
+            if not (self.seat.is_prefill if is_offer else self.seat.is_decode):
                 raise Violation("unexpected report", f"{self.seat.name}: {result}")
             ended.add(result.request)
             if isinstance(result, events.LoadEnded) and result.failure is not None:
@@ -193,6 +206,8 @@ class RankLife:
         def observed(event: events.DecodeEvent, now: float) -> list[events.Action]:
             if isinstance(event, events.DigestCompared):
                 self._environment.observer.on_compared(self, event)
+            if isinstance(event, events.Tick):
+                self._environment.clock.now += self._environment.fabric.costs.tick
             return handle(event, now)
 
         setattr(parts.decode, "handle", observed)  # noqa: B010 - a method of one object

@@ -9,9 +9,13 @@ from unittest.mock import patch
 from nixl_kv import ids
 from nixl_kv.connector import block_pinning
 from nixl_kv.geometry import digest
+from nixl_kv.protocol.decode import read_queue
 
 WINDOW_EDGE: Final = 4
 """In place of 256 tokens: prompts are short here."""
+
+QUEUE_BYTES: Final = 250
+"""In place of 1 GiB that is read at a time: a prompt has 208 bytes at most, of two heads."""
 
 
 class Violation(Exception):  # noqa: N818 - it is what the simulator looks for
@@ -58,5 +62,6 @@ def repeatable(seed: int = 0) -> Iterator[None]:
         patch.object(ids, "secrets", _SeededSecrets(seed)),
         patch.object(digest, "STEP_BYTES", 1),
         patch.object(block_pinning, "WINDOW_EDGE", WINDOW_EDGE),
+        patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),
     ):
         yield

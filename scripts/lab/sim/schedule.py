@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lab.sim.ending import end
 from lab.sim.invariants import FailedLoad, Invariants
 from lab.sim.repeatable import Violation, repeatable
 from lab.sim.steps import perform
-from lab.sim.world import PREFILL, Shape, World
+from lab.sim.world import Shape, World
 from nixl_kv.protocol.events import FailureKind
+
+MANY_SLOTS: Final = 16
+"""As many as there are ever offers at the same time."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Run:
         self.lines: list[str] = []
         self.world = World(setting.shape)
         self.invariants = Invariants(self.world, is_served=self._is_served)
+        self._started_at = self._ended_at = self.world.clock.now
 
     def do(self, line: str) -> None:
         """One step, and what must hold after it.
@@ -77,6 +81,7 @@ class Run:
         self.lines.append(line)
         word, _, rest = line.partition(" ")
         if word == "end":
+            self._ended_at = self.world.clock.now
             end(self.world, rest, self.invariants)
             self._check_needless()
         else:
@@ -93,16 +98,21 @@ class Run:
     def _check_needless(self) -> None:
         """In a gentle schedule no load fails that nothing stood in the way of.
 
-        An ask may be denied if there is another one's, or if its offer may have been revoked. What
-        is connected while prefill is started again may be lost with the old connections, and a
-        read that hangs is late.
+        An ask may be denied if there is another one's, if its offer may have been revoked or have
+        run out of time, or if there are few slots; a grant recalled if it may be old, or others
+        wait for blocks. What is connected while prefill is started again may be lost with the old
+        connections, and a read that hangs is late.
         """
-        engine, shape = self.world.engines[PREFILL], self.setting.shape
-        if engine is None or not self.setting.gentle:
+        shape, lives = self.setting.shape, [e.description for e in self.world.prefills()]
+        if not self.setting.gentle:
             return
         excused: set[FailureKind] = set()
-        if shape.engines > 1 or shape.share < 1:
+        seconds = self._ended_at - self._started_at
+        is_old = seconds > self.world.environment.config.offer_ttl_s / 2
+        if len(self.world.decodes()) > 1 or shape.share < 1 or shape.slots < MANY_SLOTS:
             excused.add(FailureKind.DENIED)
+        if is_old or self._has("occupy"):
+            excused |= {FailureKind.DENIED, FailureKind.RECALLED}
         if self._has("abort"):
             excused.add(FailureKind.DROPPED)
         if self._has("kill", "hang"):
@@ -110,11 +120,14 @@ class Run:
         needless = [
             f"{each.request}: {each.failure}"
             for each in self.invariants.failed
-            if each.incarnation == engine.description.incarnation
+            if each.incarnation in {life.incarnation for life in lives}
             and each.failure.kind not in excused
         ]
         if needless:
             raise Violation("needless failure", "; ".join(needless))
+        for rank in self.world.ranks():
+            if rank.counts["agents_recycled"] and not self._has("kill", "hang"):
+                raise Violation("needless recycling", f"of an agent of {rank.seat.name}")
 
 
 Source: TypeAlias = Callable[[Run], Iterator[str]]

@@ -2,21 +2,25 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final
+from typing import Final
 
-from lab.sim.cache import BLOCK_TOKENS, KnownPrompt, RankCache
+from lab.sim.cache import BLOCK_TOKENS, RankCache
+from lab.sim.rank import Seat
 from lab.sim.repeatable import Clock, Violation
+from lab.sim.tickets import IssuedTicket, newer
 from lab.sim.vllm import BlockManager, Forward, Request, Status
 from nixl_kv.config import Config
 from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.transfer.trust import Trust
 
@@ -24,29 +28,69 @@ OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
 
 
-class Scheduler(ABC):
-    """The requests of one life of an engine, and their blocks."""
+class Gate:
+    """What the two halves share, as `connector.scheduler` has it: who may begin, who waits."""
 
-    def __init__(self, blocks: BlockManager, caches: list[RankCache]) -> None:
+    def __init__(self, blocks: BlockManager, clock: Clock) -> None:
+        """Start with nobody waiting; the halves are set before anything happens."""
+        self.pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
+        self.prefill: PrefillScheduler | None = None
+        self.decode: DecodeScheduler | None = None
+        self._shortage = BlockShortage(clock)
+
+    def may_begin(self, request: Request) -> bool:
+        """Whether it may have blocks now, if there are enough."""
+        is_in_use = self.decode is not None and self.decode.is_in_use
+        if is_in_use and self.prefill is not None and not self.prefill.has_room(request.request_id):
+            return False
+        self._shortage.on_question(self.pinned.count(request.prompt.length))
+        return True
+
+    def on_begin(self, request: Request) -> None:
+        """It has blocks."""
+        self._shortage.on_progress()
+        if self.prefill is not None:
+            self.prefill.on_allocation(request.request_id)
+
+    def on_offers_ended(self) -> None:
+        """Blocks have come free."""
+        self._shortage.on_progress()
+
+    def on_step(self) -> None:
+        """Whoever has waited for long gets the blocks of offers."""
+        needed = self._shortage.pop_needed()
+        if needed and self.prefill is not None:
+            self.prefill.reclaim(needed)
+
+
+class Half(ABC):
+    """The requests of one life of an engine that prefill, or that decode, and their blocks."""
+
+    def __init__(self, blocks: BlockManager, caches: list[RankCache], gate: Gate) -> None:
         """Start without requests."""
         self.blocks = blocks
+        self._gate = gate
         self.requests: dict[RequestId, Request] = {}
         self._caches = caches
 
-    def __repr__(self) -> str:
-        """All requests and their states."""
-        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """A request arrives."""
 
     @abstractmethod
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
-        """Begin a step: its commands, and what is computed."""
+    def schedule(self) -> list[Forward]:
+        """Begin a step: what is computed."""
+
+    @abstractmethod
+    def pop_commands(self) -> list[events.Command]:
+        """The commands of this step."""
 
     @abstractmethod
     def update(self) -> None:
         """End a step: go on with what was computed."""
 
     @abstractmethod
-    def expects_end(self, request: RequestId) -> bool:
+    def expects_end(self, request: Request) -> bool:
         """Whether vLLM accepts a report that a request's load, or its offer, has ended."""
 
     @abstractmethod
@@ -65,14 +109,74 @@ class Scheduler(ABC):
         """The requests whose clients wait."""
         return [request for request in self.requests.values() if not request.is_finished]
 
-    def abort(self, request: Request) -> None:
-        """A client has left."""
-        self.finish(request, Status.FINISHED_ABORTED)
-
     def release(self, request: Request) -> None:
         """Free its blocks, and forget it."""
         self.blocks.free(request.request_id)
         del self.requests[request.request_id]
+
+
+class EngineScheduler:
+    """The scheduler of one life of an engine: one half, or both, on the same blocks."""
+
+    def __init__(self, gate: Gate, blocks: BlockManager) -> None:
+        """Start without requests; its halves are set before anything happens."""
+        self.blocks = blocks
+        self._gate = gate
+        self.prefill: PrefillHalf | None = None
+        self.decode: DecodeHalf | None = None
+
+    def __repr__(self) -> str:
+        """All requests and their states."""
+        return ", ".join(f"{r.request_id} {r.status.name}" for r in self.requests.values())
+
+    @property
+    def requests(self) -> Mapping[RequestId, Request]:
+        """All of them."""
+        halves = [half.requests for half in self._halves()]
+        return halves[0] if len(halves) == 1 else ChainMap(*halves)
+
+    def living(self) -> list[Request]:
+        """The requests whose clients wait."""
+        return [request for half in self._halves() for request in half.living()]
+
+    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+        """Begin a step: its commands, those of prefill first, and what is computed."""
+        forwards = [forward for half in self._halves() for forward in half.schedule()]
+        self._gate.on_step()
+        return [command for half in self._halves() for command in half.pop_commands()], forwards
+
+    def update(self) -> None:
+        """End a step."""
+        for half in self._halves():
+            half.update()
+
+    def expects_end(self, request: RequestId) -> bool:
+        """See `Half.expects_end`."""
+        known = self.requests.get(request)
+        return known is not None and self._half_of(known).expects_end(known)
+
+    def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
+        """See `Half.on_ends`."""
+        requests = list(requests)
+        for half in self._halves():
+            half.on_ends([request for request in requests if request in half.requests], failed)
+
+    def abort(self, request: Request) -> None:
+        """A client has left."""
+        self._half_of(request).finish(request, Status.FINISHED_ABORTED)
+
+    def preempt(self, request: Request) -> None:
+        """See `Half.preempt`."""
+        self._half_of(request).preempt(request)
+
+    def is_offer(self, request: Request) -> bool:
+        """Whether its blocks are held for a reader."""
+        return self._half_of(request) is self.prefill and request.is_finished
+
+    def is_load(self, request: Request) -> bool:
+        """Whether its blocks may be read into."""
+        is_parked = request.status is Status.WAITING_FOR_REMOTE_KVS
+        return self._half_of(request) is self.decode and (request.is_finished or is_parked)
 
     def occupy(self) -> None:
         """Others get all blocks that are free."""
@@ -84,13 +188,14 @@ class Scheduler(ABC):
         """Others free theirs."""
         self.blocks.free(OTHERS)
 
+    def _halves(self) -> Iterator[Half]:
+        if self.prefill is not None:
+            yield self.prefill
+        if self.decode is not None:
+            yield self.decode
 
-@dataclass(frozen=True)
-class IssuedTicket:
-    """What the router was given for a prompt."""
-
-    params: dict[str, Any]
-    prompt: KnownPrompt
+    def _half_of(self, request: Request) -> Half:
+        return next(half for half in self._halves() if request.request_id in half.requests)
 
 
 @dataclass
@@ -99,21 +204,29 @@ class _Step:
     forwards: list[Forward] = field(default_factory=list)
 
 
-class PrefillEngineScheduler(Scheduler):
+class PrefillHalf(Half):
     """On prefill, around `PrefillScheduler`."""
 
     def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], address: Address, config: Config
+        self, blocks: BlockManager, caches: list[RankCache], gate: Gate, seat: Seat, config: Config
     ) -> None:
-        """Start without requests."""
-        super().__init__(blocks, caches)
+        """Start without requests, as the engine of this seat."""
+        super().__init__(blocks, caches, gate)
         quota = OfferQuota(caches[0].num_blocks, config.offer_share)
-        pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
-        self._connector = PrefillScheduler(pinned, quota, Trust.of(config).seal)
-        self._connector.address = address
+        self._connector = PrefillScheduler(gate.pinned, quota, Trust.of(config).seal)
+        gate.prefill = self._connector
         self.tickets: list[IssuedTicket] = []
+        self._seat = seat
         self._preempted: list[RequestId] = []
         self._step = _Step()
+
+    def set_address(self, address: Address) -> None:
+        """What the tickets of this life say."""
+        self._connector.address = address
+
+    def on_declined(self, nonces: list[Nonce]) -> None:
+        """Decode engines have said that they will not ask."""
+        self._connector.on_declined(nonces)
 
     def add(self, request: Request) -> None:
         """A request whose answer is to be decoded elsewhere."""
@@ -121,20 +234,22 @@ class PrefillEngineScheduler(Scheduler):
         self._connector.on_arrival(request.connector_prompt)
 
     def preempt(self, request: Request) -> None:
-        """It starts again later."""
+        """It starts again later, if it has begun."""
+        if request.status is not Status.RUNNING:
+            return
         self.blocks.free(request.request_id)
         request.num_computed_tokens = 0
         request.status = Status.PREEMPTED
         self._preempted.append(request.request_id)
 
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+    def schedule(self) -> list[Forward]:
         """A chunk of every prompt that has room."""
         self._step = step = _Step()
         for request in self.living():
             self._add_to(step, request)
         holding = [r for r in self.living() if self.blocks.table(r.request_id)]
-        if not step.scheduled and len(holding) > 1:
-            self.preempt(holding[-1])  # they wait for each other's blocks
+        if not step.scheduled and holding:
+            self.preempt(holding[-1])  # others need its blocks, or it waits for all that it needs
         preempted, self._preempted = self._preempted, []
         self._connector.on_step(
             preempted,
@@ -145,7 +260,11 @@ class PrefillEngineScheduler(Scheduler):
         )
         for request, count in step.scheduled:
             request.num_computed_tokens += count
-        return self._connector.pop_commands(), step.forwards
+        return step.forwards
+
+    def pop_commands(self) -> list[events.Command]:
+        """Of `PrefillScheduler`."""
+        return self._connector.pop_commands()
 
     def update(self) -> None:
         """A request that has its whole answer ends; routers ask for one token."""
@@ -168,27 +287,38 @@ class PrefillEngineScheduler(Scheduler):
         elif params is None:
             raise Violation("no ticket", request.request_id)
         else:
-            self.tickets.append(IssuedTicket(params, request.prompt))
+            # Two releases may differ in their messages alone, as far as the simulator knows.
+            says_so = self._seat.is_newer and len(self.tickets) % 2 == 0
+            params = newer(params) if says_so else params
+            self.tickets.append(IssuedTicket(params, request.prompt, self._seat.process.name))
 
-    def expects_end(self, request: RequestId) -> bool:
+    def expects_end(self, request: Request) -> bool:
         """An offer ends after its ticket went out."""
-        known = self.requests.get(request)
-        return known is not None and known.is_finished
+        return request.is_finished
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Blocks of offers that ended are free."""
         del failed
         ended = list(requests)
         self._connector.on_end(ended)
+        if ended:
+            self._gate.on_offers_ended()
         for request in ended:
             self.release(self.requests[request])
 
     def _add_to(self, step: _Step, request: Request) -> None:
         computed = request.num_computed_tokens
         count = min(CHUNK, _end(request) - computed)
+        begins = request.status is not Status.RUNNING
+        if begins and not self._gate.may_begin(request):
+            return
+        if begins and not self.blocks.fits(_end(request)):
+            return
         if not self.blocks.allocate(request.request_id, computed, computed + count):
             return
-        request.status = Status.RUNNING
+        if begins:
+            request.status = Status.RUNNING
+            self._gate.on_begin(request)
         step.scheduled.append((request, count))
         table = self.blocks.table(request.request_id)
         tokens = range(computed, min(computed + count, request.prompt.length))
@@ -200,14 +330,19 @@ def _end(request: Request) -> int:
     return request.prompt.length + request.steps_left - 1
 
 
-class DecodeEngineScheduler(Scheduler):
+class DecodeHalf(Half):
     """On decode, around `DecodeScheduler`."""
 
     def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], clock: Clock, config: Config
+        self,
+        blocks: BlockManager,
+        caches: list[RankCache],
+        gate: Gate,
+        clock: Clock,
+        config: Config,
     ) -> None:
         """Start without requests."""
-        super().__init__(blocks, caches)
+        super().__init__(blocks, caches, gate)
         self._connector = DecodeScheduler(
             [BLOCK_TOKENS],
             Trust.of(config).check,
@@ -215,6 +350,7 @@ class DecodeEngineScheduler(Scheduler):
             clock=clock,
             draw=Random(0).random,  # noqa: S311 - nobody guesses here
         )
+        gate.decode = self._connector
         self._received: set[RequestId] = set()
         self._failed: set[RequestId] = set()
         self._running: list[Request] = []
@@ -232,7 +368,7 @@ class DecodeEngineScheduler(Scheduler):
             request.status, request.num_computed_tokens = Status.PREEMPTED, 0
             request.local = 0
 
-    def schedule(self) -> tuple[list[events.Command], list[Forward]]:
+    def schedule(self) -> list[Forward]:
         """Go on with what runs, park what loads, and start what has room."""
         self._running, forwards = [], []
         for request in self.living():
@@ -242,7 +378,11 @@ class DecodeEngineScheduler(Scheduler):
                 self._admit(request)
             if request.status is Status.RUNNING:
                 forwards.append(self._run(request))
-        return self._connector.pop_commands(), forwards
+        return forwards
+
+    def pop_commands(self) -> list[events.Command]:
+        """Of `DecodeScheduler`."""
+        return self._connector.pop_commands()
 
     def update(self) -> None:
         """What has its whole answer ends."""
@@ -263,12 +403,9 @@ class DecodeEngineScheduler(Scheduler):
         if not is_loading:
             self.release(request)
 
-    def expects_end(self, request: RequestId) -> bool:
+    def expects_end(self, request: Request) -> bool:
         """A load ends while its request is parked, or over before its time."""
-        known = self.requests.get(request)
-        return known is not None and (
-            known.is_finished or known.status is Status.WAITING_FOR_REMOTE_KVS
-        )
+        return request.is_finished or request.status is Status.WAITING_FOR_REMOTE_KVS
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Parked requests may go on."""
@@ -299,6 +436,7 @@ class DecodeEngineScheduler(Scheduler):
         """Ask what is to be loaded, and allocate."""
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
+            self._gate.may_begin(request)
             load, parks = self._connector.count_matched(name, request.local)
         computed = max(request.num_computed_tokens, request.local) + load
         wanted = computed if parks else request.prompt.length + 1
@@ -312,6 +450,7 @@ class DecodeEngineScheduler(Scheduler):
         if is_first and request.local:  # what its own cache has of it
             for cache in self._caches:
                 cache.write(request.prompt, table, range(request.local))
+        self._gate.on_begin(request)
         self._connector.on_allocation(name, [table], load)
         request.num_computed_tokens = computed
         request.status = Status.WAITING_FOR_REMOTE_KVS if parks else Status.RUNNING

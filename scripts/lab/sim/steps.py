@@ -3,10 +3,14 @@
 A number picks among what there is at that moment, counted round; a step that has nothing to do does
 nothing. So whatever is left out of a schedule, the rest of it can still be run.
 
-    prefill LENGTH STEPS             a prompt comes to prefill
+    prefill LENGTH STEPS [P]         a prompt comes to prefill (the first, unless one is named)
     decode D TICKET BLOCKS           its ticket comes to decode, which has so many blocks of it
     foreign D TICKET                 the same ticket with another prompt
     step E, piece E                  vLLM's step, or a piece of it
+    pause E, resume E                vLLM makes no steps; the transfer threads go on
+    sleep E, freeze E                all requests end, or stay, and the cache is discarded
+    wake E                           a new life begins
+    drain E                          no new request is accepted
     turn R                           a turn of the transfer thread
     abort E N                        a client leaves
     preempt E N                      vLLM frees a request's blocks
@@ -14,7 +18,8 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     deliver N, repeat N, lose N      a message
     cut N, report N                  a connection breaks; who had made it learns of that
     refuse R                         the next peer cannot be joined
-    land N PIECES                    of a read arrive (0: all)
+    mute R N                         the next N messages to endpoints cannot be sent
+    land N PIECES                    of a read arrive (0: all), on links without a rate
     hang N, break N                  a read never lands, or fails
     damage                           a bit changes of the next piece that will be compared
     work R, fail R                   agents are made and destroyed, or that fails
@@ -25,13 +30,14 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from lab.sim.cache import BLOCK_TOKENS
 from lab.sim.data_plane import Read
 from lab.sim.engine import Engine
 from lab.sim.rank import RankLife
-from lab.sim.schedulers import DecodeEngineScheduler, IssuedTicket, PrefillEngineScheduler
+from lab.sim.tickets import IssuedTicket
 from lab.sim.vllm import Request
 from lab.sim.world import PREFILL, World
 from nixl_kv.ids import RequestId
@@ -48,10 +54,11 @@ Find = Callable[[World, str], object]
 class Step:
     """What a word does: `act` with the world, and with what its arguments mean."""
 
-    def __init__(self, act: Callable[..., object], *finds: Find) -> None:
-        """One `find` for each argument."""
+    def __init__(self, act: Callable[..., object], *finds: Find, default: str = "") -> None:
+        """One `find` for each argument, the last of which may be left out if it has a default."""
         self._act = act
         self._finds = finds
+        self._default = default
 
     def __call__(self, world: World, arguments: Sequence[str]) -> None:
         """Do it; nothing, if an argument means nothing.
@@ -59,6 +66,8 @@ class Step:
         Raises:
             ValueError: if there are more arguments, or less.
         """
+        if self._default and len(arguments) < len(self._finds):
+            arguments = [*arguments, self._default]
         pairs = zip(self._finds, arguments, strict=True)
         meant = [find(world, argument) for find, argument in pairs]
         if not any(each is None for each in meant):
@@ -76,8 +85,10 @@ def perform(world: World, line: str) -> None:
     if word not in STEPS:
         raise ValueError(f"no such step: {line!r}; there are {', '.join(STEPS)}")
     STEPS[word](world, arguments)
+    world.fabric.flow()
     for engine in world.alive():
-        engine.serve_directory()
+        if engine.directory_control.inbox:
+            engine.serve_directory()
 
 
 # --- what arguments mean
@@ -153,14 +164,15 @@ def _read(world: World, number: str) -> Read | None:
 # --- vLLM and its clients
 
 
-def _prefill(world: World, length: int, answer: int) -> None:
-    engine = _settled(world, PREFILL)
-    if engine is not None and isinstance(engine.scheduler, PrefillEngineScheduler):
-        request_id, prompt = world.new_request_id(PREFILL), world.new_prompt(length)
-        engine.scheduler.add(Request(request_id, prompt, steps_left=max(1, answer)))
+def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
+    if engine.scheduler.prefill is not None and engine.takes_requests:
+        request_id, prompt = world.new_request_id(engine.name), world.new_prompt(length)
+        engine.scheduler.prefill.add(Request(request_id, prompt, steps_left=max(1, answer)))
 
 
 def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int) -> None:
+    if engine.name == ticket.engine:
+        return  # no router sends a request back to where it comes from
     world.router.num_used += 1
     local = min(num_blocks, (ticket.prompt.length - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     _add_to_decode(world, engine, ticket, local)
@@ -168,14 +180,14 @@ def _decode(world: World, engine: Engine, ticket: IssuedTicket, num_blocks: int)
 
 def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
     prompt = world.new_prompt(ticket.prompt.length)
-    _add_to_decode(world, engine, IssuedTicket(ticket.params, prompt), 0)
+    _add_to_decode(world, engine, replace(ticket, prompt=prompt), 0)
 
 
 def _add_to_decode(world: World, engine: Engine, ticket: IssuedTicket, local: int) -> None:
-    if isinstance(engine.scheduler, DecodeEngineScheduler):
+    if engine.scheduler.decode is not None and engine.takes_requests:
         request_id, params = world.new_request_id(engine.name), dict(ticket.params)
         request = Request(request_id, ticket.prompt, params, local=local, steps_left=2)
-        engine.scheduler.add(request)
+        engine.scheduler.decode.add(request)
 
 
 def _on_request(act: Callable[[Engine, Request], None]) -> Step:
@@ -193,7 +205,7 @@ def _on_request(act: Callable[[Engine, Request], None]) -> Step:
 
 
 def _land(world: World, read: Read, num_pieces: int) -> None:
-    if not read.serve():
+    if world.fabric.rate or not read.serve():
         return
     if world.damage.is_due:
         _damage(world, read)
@@ -232,6 +244,23 @@ def _stop(*, is_stopped: bool) -> Step:
             rank.is_stopped = is_stopped
 
     return Step(step, _ranks)
+
+
+def _pause(*, is_paused: bool) -> Step:
+    """Between two steps of vLLM's."""
+
+    def step(_world: World, engine: Engine) -> None:
+        engine.is_paused = is_paused
+
+    return Step(step, _settled)
+
+
+def _drain(_world: World, engine: Engine) -> None:
+    engine.is_draining = True
+
+
+def _mute(_world: World, rank: RankLife, count: int) -> None:
+    rank.faults.unsent = count
 
 
 def _die(_world: World, rank: RankLife, number: int) -> None:
@@ -275,18 +304,25 @@ def round_lines(world: World) -> Iterator[str]:
 
 
 STEPS: Final[Mapping[str, Step]] = {
-    "prefill": Step(_prefill, _number, _number),
+    "prefill": Step(_prefill, _number, _number, _settled, default=PREFILL),
     "decode": Step(_decode, _settled, _ticket, _number),
     "foreign": Step(_foreign, _settled, _ticket),
     "step": Step(lambda _world, engine: engine.step(), _engine),
     "piece": Step(lambda _world, engine: engine.piece(), _half_awake),
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
     "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
+    "pause": _pause(is_paused=True),
+    "resume": _pause(is_paused=False),
+    "sleep": Step(lambda _world, engine: engine.go_to_sleep(), _settled),
+    "freeze": Step(lambda _world, engine: engine.freeze(), _settled),
+    "wake": Step(lambda _world, engine: engine.wake(), _settled),
+    "drain": Step(_drain, _settled),
     "occupy": Step(lambda _world, engine: engine.scheduler.occupy(), _settled),
     "vacate": Step(lambda _world, engine: engine.scheduler.vacate(), _settled),
     "turn": Step(lambda _world, rank: rank.turn(), _running),
     "die": Step(_die, _rank, _number),
     "refuse": Step(_refuse, _running),
+    "mute": Step(_mute, _running, _number),
     "work": Step(lambda _world, rank: rank.background.work(), _running),
     "fail": Step(lambda _world, rank: rank.background.work(fail=True), _running),
     "deliver": Step(lambda world, packet: world.network.deliver(packet), _packet),

@@ -100,6 +100,10 @@ class BlockManager:
             table.append(self.block_pool.get_new_block(request) if entry >= skipped else null)
         return True
 
+    def fits(self, total: int) -> bool:
+        """Whether there are blocks for so many tokens: only then vLLM begins a request."""
+        return -(-total // BLOCK_TOKENS) <= len(self.block_pool.free)
+
     def free(self, request: RequestId) -> None:
         """The request does not need its blocks any more; the last ones go first."""
         self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))

@@ -1,4 +1,7 @@
-"""One prefill engine and one or two decode engines, the network between them, and their faults."""
+"""Prefill and decode engines, the network between them, and their faults.
+
+Engines that prefill are named `p`, `p1`, `p2`, those that only decode `d0`, `d1`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,40 +10,69 @@ from typing import Final
 from lab.sim.cache import Heads, KnownPrompt, RankCache
 from lab.sim.data_plane import Process, SimFabric, SimSlots
 from lab.sim.engine import Engine
+from lab.sim.faults import Costs
+from lab.sim.network import SimNetwork
 from lab.sim.rank import Environment, RankLife, Seat
 from lab.sim.repeatable import Clock
-from lab.sim.schedulers import IssuedTicket, PrefillEngineScheduler
+from lab.sim.tickets import IssuedTicket
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.transport.memory_control import MemoryNetwork
 
-NUM_BLOCKS: Final = 11
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"
+"""The first engine that prefills; every world has it."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many ranks and engines; `heads` are the model's, which more ranks than heads copy."""
+    """How many ranks and engines; `heads` are the model's, which more ranks than heads copy.
 
-    prefill: int = 1
-    decode: int = 1
-    engines: int = 1
+    The first numbers are those of a world's ranks and engines, the others of what else differs.
+    """
+
+    prefill: int = 1  # ranks of each engine that prefills
+    decode: int = 1  # ranks of each that only decodes
+    engines: int = 1  # that only decode
+    prefills: int = 1  # engines that prefill
+    both: bool = False  # these decode too, as vLLM's kv_both
+    blocks: int = 11  # of each rank's cache
     heads: int = 2
     slots: int = 3
     share: float = 0.5
     tcp: bool = False
     verify: float = 0.0  # share of the loads whose bytes are compared
     window: int = 0  # tokens that a layer looks at; 0 for all
+    rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
+    join: float = 0.0  # seconds that it takes to join a rank of a peer,
+    post: float = 0.0  # to post a read,
+    tick: float = 0.0  # and to do what is due
+    links: int = 0  # connections that a listener takes; 0: all
+    newer: int = 0  # so many engines are of the next release, if below 0 of the last ones
 
     def __str__(self) -> str:
         """Short, for tables."""
-        more = [f"{self.engines} engines"] if self.engines > 1 else []
+        more = [f"{self.prefills} prefills"] if self.prefills > 1 else []
+        more += [f"{self.engines} engines"] if self.engines != 1 else []
+        more += ["both"] if self.both else []
         more += ["copies"] if self.heads < self.prefill else []
-        more += ["tcp"] if self.tcp else []
-        more += ["window"] if self.window else []
-        more += ["verify"] if self.verify else []
+        flags = "tcp", "window", "verify", "rate", "join", "post", "tick", "links", "newer"
+        more += [name for name in flags if getattr(self, name)]
         return " ".join([f"{self.prefill}x{self.decode}", *more])
+
+    @property
+    def prefill_names(self) -> list[str]:
+        """The engines that prefill."""
+        return [PREFILL, *(f"{PREFILL}{number}" for number in range(1, self.prefills))]
+
+    @property
+    def names(self) -> list[str]:
+        """All engines."""
+        return self.prefill_names + [f"d{number}" for number in range(self.engines)]
+
+    def is_newer(self, name: str) -> bool:
+        """Whether an engine is of the next release."""
+        names = self.names
+        return name in (names[: self.newer] if self.newer > 0 else names[len(names) + self.newer :])
 
     def config(self) -> Config:
         """Of all engines: short times, and no key."""
@@ -49,6 +81,7 @@ class Shape:
             peers=ANYWHERE,
             offer_ttl_s=3.0,
             lease_s=1.0,
+            hold_s=2.0,
             request_timeout_s=4.0,
             offer_share=self.share,
             verify=self.verify,
@@ -61,6 +94,7 @@ class Router:
 
     tickets: list[IssuedTicket] = field(default_factory=list)
     num_prompts: int = 0
+    num_tokens: int = 0  # of all prompts
     num_requests: int = 0
     num_used: int = 0  # how often a ticket was used
 
@@ -80,17 +114,18 @@ class World:
         """Start with all engines alive, and nothing to do."""
         self.shape = shape
         self.clock = Clock()
-        self.network = MemoryNetwork(held=True)
-        self.fabric = SimFabric(tcp=shape.tcp)
+        self.network = SimNetwork(held=True, max_links=shape.links)
+        costs = Costs(shape.join, shape.post, shape.tick)
+        self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate, costs=costs)
         self.environment = Environment(
             self.clock, self.network, self.fabric, shape.config(), shape.window
         )
         self.router = Router()
         self.damage = Damage()
-        self._seats = {PREFILL: self._make_seats(PREFILL, shape.prefill, FIRST_PORT)}
-        for number in range(shape.engines):
-            name, port = f"d{number}", FIRST_PORT + 100 * (number + 1)
-            self._seats[name] = self._make_seats(name, shape.decode, port)
+        self._seats = {
+            name: self._make_seats(name, FIRST_PORT + 100 * number)
+            for number, name in enumerate(shape.names)
+        }
         self.engines: dict[str, Engine | None] = dict.fromkeys(self._seats)
         for name in self._seats:
             self.start(name)
@@ -102,8 +137,8 @@ class World:
         seats = self._seats[name]
         self.engines[name] = engine = Engine(seats, self.environment)
         seats[0].process.is_up = True
-        if isinstance(engine.scheduler, PrefillEngineScheduler):
-            engine.scheduler.tickets = self.router.tickets
+        if engine.scheduler.prefill is not None:
+            engine.scheduler.prefill.tickets = self.router.tickets
 
     def kill(self, name: str) -> None:
         """An engine dies with all of its ranks."""
@@ -114,6 +149,14 @@ class World:
         process.is_up = False
         self.fabric.leave(process)
         engine.leave()
+
+    def prefills(self) -> list[Engine]:
+        """The engines that live and prefill."""
+        return [engine for engine in self.alive() if engine.is_prefill]
+
+    def decodes(self) -> list[Engine]:
+        """The engines that live and decode."""
+        return [engine for engine in self.alive() if engine.is_decode]
 
     def alive(self) -> list[Engine]:
         """All engines that live."""
@@ -127,6 +170,7 @@ class World:
     def new_prompt(self, length: int) -> KnownPrompt:
         """One that nobody has seen."""
         self.router.num_prompts += 1
+        self.router.num_tokens += length
         return KnownPrompt(self.router.num_prompts, length, self.shape.heads)
 
     def new_request_id(self, engine: str) -> RequestId:
@@ -134,17 +178,21 @@ class World:
         self.router.num_requests += 1
         return RequestId(f"{engine}-{self.router.num_requests}")
 
-    def _make_seats(self, name: str, num_ranks: int, port: int) -> list[Seat]:
+    def _make_seats(self, name: str, port: int) -> list[Seat]:
         process, shape = Process(name), self.shape
+        is_prefill = name in shape.prefill_names
+        num_ranks = shape.prefill if is_prefill else shape.decode
         each = max(1, shape.heads // num_ranks)
         return [
             Seat(
                 process=process,
                 number=Rank(number),
-                cache=RankCache(NUM_BLOCKS, Heads(number * each % shape.heads, each)),
+                cache=RankCache(shape.blocks, Heads(number * each % shape.heads, each)),
                 slots=SimSlots(shape.slots),
                 port=port + number,
-                is_prefill=name == PREFILL,
+                is_prefill=is_prefill,
+                is_decode=shape.both or not is_prefill,
+                is_newer=shape.is_newer(name),
             )
             for number in range(num_ranks)
         ]

@@ -11,7 +11,7 @@ from lab.sim.steps import round_lines
 from lab.sim.world import Shape
 from nixl_kv.protocol.events import FailureKind
 
-OFFER_TTL_S, LEASE_S, TIMEOUT_S = 3.0, 1.0, 4.0
+OFFER_TTL_S, LEASE_S, HOLD_S, TIMEOUT_S = 3.0, 1.0, 2.0, 4.0
 FENCED = "prefill rank 0 took its blocks back while they were read (fenced)"
 DENIED = "prefill rank 0 denied (denied)"
 
@@ -172,11 +172,23 @@ def test_a_prompt_is_read_and_its_blocks_are_free(one: Scenario) -> None:
 def test_what_waits_for_blocks_of_decode_is_held(one: Scenario) -> None:
     one.offer()
     one.park(0)
-    one.rounds(200, seconds=0.3)
+    one.rounds(9, seconds=HOLD_S / 10)
     assert one.blocks() == 2
     one.do("vacate d0")
     one.rounds(8)
     assert (one.good, one.failures) == (1, [])
+
+
+def test_what_waits_for_blocks_of_decode_for_too_long_is_recalled(one: Scenario) -> None:
+    one.offer()
+    one.park(0)
+    one.rounds(13, seconds=HOLD_S / 10)
+    assert one.blocks() == 0
+    one.do("vacate d0")
+    one.end()
+    assert one.failures == [
+        "prefill rank 0 wanted its blocks back before there were any here (recalled)"
+    ]
 
 
 def test_an_offer_that_is_not_needed_is_freed_at_once(one: Scenario) -> None:
@@ -525,3 +537,150 @@ def test_the_next_life_is_not_disturbed_by_reads_of_the_former(one: Scenario) ->
     assert (one.good, one.failures) == (1, [])
     one.end()
     assert len(one.failures) == 1
+
+
+# --- several prefill engines, and engines that do both
+
+
+def test_one_decode_engine_reads_from_two_prefill_engines_at_once(make: Make) -> None:
+    both = make(prefills=2)
+    both.do("prefill 8 1", "prefill 8 1 p1", *["step p", "step p1"] * 3, "turn p.0", "turn p1.0")
+    assert [ticket.engine for ticket in both.world.router.tickets] == ["p", "p1"]
+    both.load(0)
+    both.load(1)
+    while both.reads() < 2:
+        both.do("deliver 0")
+        both.turn_all()
+    both.do("kill p1")
+    both.end()
+    assert both.good == 1
+    (failure,) = both.failures
+    assert failure.startswith("prefill fell silent")
+
+
+def test_two_engines_prefill_for_each_other(make: Make) -> None:
+    pair = make(prefills=2, both=True, engines=0)
+    pair.do("prefill 8 1", "prefill 8 1 p1", *["step p", "step p1"] * 3)
+    pair.do("decode p1 0 0", "decode p 1 0")
+    pair.end()
+    assert (pair.good, pair.failures) == (2, [])
+
+
+def test_ranks_read_several_ranks_that_have_several_readers(make: Make) -> None:
+    """Of six heads each prefill rank has three, and each decode rank two."""
+    odd = make(prefill=2, decode=3, heads=6)
+    odd.offer()
+    odd.load()
+    odd.end()
+    assert (odd.good, odd.failures) == (3, [])
+
+
+# --- what takes time, and what cannot be sent
+
+
+def test_leases_are_renewed_while_many_peers_are_joined(make: Make) -> None:
+    """Twelve ranks, of 0.14 s each: far longer than a lease."""
+    many = make(prefill=3, prefills=4, heads=3, blocks=60, join=0.14, share=1.0)
+    many.do(*[f"prefill 8 1 p{number}" for number in ("", 1, 2, 3)])
+    many.rounds(3)
+    many.do("occupy d0", "decode d0 0 0")
+    many.rounds(5)
+    many.do("decode d0 1 0", "decode d0 2 0", "decode d0 3 0")
+    before = many.world.clock.now
+    for _ in range(12):
+        many.rounds(1, seconds=0.01)
+        many.do(*[f"turn {rank.seat.name}" for rank in many.world.ranks() if rank.seat.is_prefill])
+    assert many.world.clock.now > before + 9 * 0.14
+    many.do("vacate d0")
+    many.end()
+    assert (many.good, many.failures) == (4, [])
+
+
+def test_reads_that_share_a_link_land_side_by_side(make: Make) -> None:
+    """A hundred bytes a second: 128 bytes of data take 1.3 s, and twice that for two."""
+    slow = make(rate=100, share=1.0)
+    for ticket in range(2):
+        assert slow.offer() == ticket
+    slow.load(0)
+    slow.load(1)
+    slow.deliver_all()
+    assert slow.reads() == 2
+    slow.do("land 0 0")
+    assert slow.reads() == 2
+    for _ in range(20):
+        slow.do("wait 0.1", "turn p.0", "turn d0.0")
+        slow.deliver_all()
+    assert (slow.good, slow.reads()) == (0, 2)
+    slow.end()
+    assert (slow.good, slow.failures) == (2, [])
+
+
+def test_a_message_that_cannot_be_sent_costs_one_load(one: Scenario) -> None:
+    one.offer()
+    one.do("decode d0 0 0", "step d0", "mute d0.0 1", "turn d0.0")
+    one.rounds(3)
+    (failure,) = one.failures
+    assert failure.endswith("the schedule let it fail (unreachable)")
+
+
+def test_a_connection_that_a_listener_does_not_take_is_lost(make: Make) -> None:
+    crowd = make(engines=2, links=1, share=1.0)
+    for ticket in range(2):
+        assert crowd.offer() == ticket
+    crowd.load(0, "d0")
+    crowd.deliver_until("Grant")
+    crowd.load(1, "d1")
+    crowd.deliver_all()
+    crowd.end()
+    assert crowd.good == 1
+    (failure,) = crowd.failures
+    assert failure.endswith("(unreachable)")
+
+
+# --- vLLM pauses and sleeps; releases differ
+
+
+def test_a_read_ends_while_vllm_pauses(one: Scenario) -> None:
+    """Prefill has its blocks back; decode's request goes on when vLLM does."""
+    one.offer()
+    one.load()
+    one.start_reading()
+    one.do("pause d0")
+    one.rounds(5)
+    assert (one.blocks(), one.good, one.blocks("d0")) == (0, 1, 2)
+    one.do("resume d0")
+    one.rounds(3)
+    assert one.blocks("d0") == 0
+
+
+def test_an_engine_sleeps_when_its_offers_have_ended_and_wakes_to_another_life(
+    one: Scenario,
+) -> None:
+    one.offer()
+    engine = one.world.engines["p"]
+    assert engine is not None
+    one.do("sleep p", "step p")
+    assert not engine.is_asleep
+    one.do(f"wait {OFFER_TTL_S}", "turn p.0", "step p")
+    assert engine.is_asleep
+    before = engine.description.incarnation
+    one.do("wake p")
+    assert engine.description.incarnation != before
+    one.load(0)
+    one.load(one.offer())
+    one.end()
+    assert one.good == 1
+    (failure,) = one.failures
+    assert failure.startswith("incarnation is ")
+
+
+@pytest.mark.parametrize("newer", [1, -1], ids=["prefill", "decode"])
+def test_the_next_release_is_not_understood_and_nothing_is_held(make: Make, newer: int) -> None:
+    """A ticket that says so is refused at once; what only its messages say costs a load's time."""
+    mixed = make(newer=newer, share=1.0)
+    for ticket in range(2):
+        assert mixed.offer() == ticket
+    mixed.load(0)
+    mixed.load(1)
+    mixed.end()
+    assert (mixed.good, len(mixed.failures)) == (0, 1 if newer > 0 else 2)

@@ -102,7 +102,7 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
     worker.register(recorded.kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (b"\1\0\0\0",))
-    load = prepare_load(remote_host="127.0.0.1", remote_port=1)  # where nobody listens
+    load = prepare_load(host="127.0.0.1", port=1)  # where nobody listens
     worker.on_step(StepMetadata([prepare, PublishOffer(NONCE, P1), load, start_load(load.request)]))
     worker.stop()
     worker.restore()

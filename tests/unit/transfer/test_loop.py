@@ -45,6 +45,7 @@ from nixl_kv.transfer.loop import (
     MAX_QUESTIONS,
     READING_PAUSE_S,
     SERVING_PAUSE_S,
+    STOPPED,
     STORIES_PER_S,
 )
 from nixl_kv.transport.base import FromEndpoint
@@ -541,6 +542,15 @@ def test_a_rank_that_closes_reports_what_it_owes(world: World) -> None:
     world.prefill.publish_offer(3)
     world.prefill.loop.close()
     assert sorted(end.request for end in world.prefill.ends()) == ["p1", "p2", "p3"]
+
+
+def test_what_was_loaded_and_not_reported_before_a_rank_closes_is_not_loaded(world: World) -> None:
+    """The cache is discarded when the engine sleeps."""
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run(20)
+    world.decode.loop.close()
+    assert world.decode.failed_load() == STOPPED
 
 
 def test_what_may_still_be_written_is_not_reported_by_a_rank_that_closes(world: World) -> None:

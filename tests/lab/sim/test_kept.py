@@ -1,0 +1,59 @@
+"""Schedules under which promises were broken once, each for another reason."""
+
+import pytest
+
+from lab.sim.schedule import read_schedule, replay
+
+OFFERED_EACH_WAY = ";".join(
+    [
+        *["prefill 8 1"] * 4,
+        *["prefill 8 1 p1"] * 4,
+        *["step p", "step p1"] * 2,
+        *[f"decode p {ticket} 0" for ticket in range(4, 8)],
+        *[f"decode p1 {ticket} 0" for ticket in range(4)],
+    ]
+)
+"""Four prompts on each of two engines, a quarter of the cache each, and the other decodes them."""
+
+GRANTED = "prefill 8 1;step p;step p;step p;turn p.0;decode d0 0 0;step d0;turn d0.0"
+
+SCHEDULES = [
+    (
+        "caches full of each other's offers",
+        f"world prefills=2 both=1 engines=0 blocks=9 share=1 slots=8;{OFFERED_EACH_WAY};end calm",
+    ),
+    (
+        "a paused decode that renews",
+        f"world;occupy d0;{GRANTED};pause d0;end prefill drains",
+    ),
+    (
+        "a decode without blocks that renews",
+        f"world;occupy d0;{GRANTED};end prefill drains",
+    ),
+    (
+        "prefill falls asleep with an offer",
+        f"world;{GRANTED};freeze p;end calm",
+    ),
+    (
+        "decode falls asleep with a load",
+        f"world;{GRANTED};freeze d0;end calm",
+    ),
+    (
+        "seven reads that share a slow link",
+        ";".join(
+            [
+                "world blocks=60 slots=8 share=1 rate=100 gentle=1",
+                *["prefill 13 1"] * 7,
+                *["step p"] * 3,
+                *[f"decode d0 {ticket} 0" for ticket in range(7)],
+                "end calm",
+            ]
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("title", "text"), SCHEDULES, ids=[title for title, _ in SCHEDULES])
+def test_what_was_broken_once_is_kept(title: str, text: str) -> None:
+    violation = replay(read_schedule(text)).violation
+    assert violation is None, f"{title}: {violation}"
