@@ -142,8 +142,9 @@ class Fleet:
         try:
             message = messages.decode_to_rank(payload)
         except RemoteProtocolError:
-            describe = messages.decode_to_engine(payload)
-            yield FleetEngine(int(describe.engine), self._tp, self.port).description()
+            question = messages.decode_to_engine(payload)
+            if isinstance(question, messages.Describe):
+                yield FleetEngine(int(question.engine), self._tp, self.port).description()
             return
         match message:
             case messages.Ask():
