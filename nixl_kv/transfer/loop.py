@@ -329,10 +329,12 @@ class Loop:
             self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
-        """Say why, and what happened before; of a load that nobody wants any more, only that."""
+        """Say why, and what happened before; a load that nobody wants any more is no failure."""
+        if failure.kind is events.FailureKind.DROPPED:
+            logger.info("request %s had ended while its KV was read", report.request)
+            return
         peer = f"; {report.peer}" if report.peer else ""
-        is_dropped = failure.kind is events.FailureKind.DROPPED
-        story = [] if is_dropped else self._story(report.request)
+        story = self._story(report.request)
         logger.warning(
             "request %s: KV not loaded: %s (%s%s)%s",
             report.request,
