@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import RemoteProtocolError, TransportError
-from nixl_kv.ids import RequestId, short
+from nixl_kv.ids import Endpoint, RequestId, short
 from nixl_kv.log_limit import LimitedLog, printable
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
@@ -101,6 +101,7 @@ class Loop:
         self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
         self._serve_until = 0.0
         self._look_at_links_at: float | None = None  # while there are links
+        self._doubted: set[Endpoint] = set()  # whose link broke, and that have said nothing since
         self._log = LimitedLog(logger, clock)
 
     def wake(self) -> None:
@@ -157,6 +158,7 @@ class Loop:
         for link in self.parts.control.links():
             self.parts.control.disconnect(link.endpoint)
         self._look_at_links_at = None
+        self._doubted.clear()
         ended = self.outstanding.lose_machines()
         for request in self.outstanding.orphans:
             self.parts.agents.abandon(request)
@@ -232,16 +234,33 @@ class Loop:
                 case FromPeer():
                     self._on_request(item)
                 case FromEndpoint():
+                    self._doubted.discard(item.endpoint)
                     self._handle(
                         events.Answered(item.endpoint, messages.decode_answer(item.payload))
                     )
                 case Lost():
-                    self._count("peers_lost")
-                    self._log.warning("lost %s: %s", item.endpoint, item.reason)
-                    self._handle(events.EndpointLost(item.endpoint, item.reason))
+                    self._on_lost(item)
         except RemoteProtocolError as error:
             self._count("messages_dropped")
             self._log.warning("control message dropped: %s", error)
+
+    def _on_lost(self, lost: Lost) -> None:
+        """Links also break where a side gets no processor for a while: so look a second time.
+
+        A process that is gone refuses that at once.
+        """
+        endpoint, is_using = lost.endpoint, self.parts.decode.is_using
+        is_used = is_using(endpoint)
+        if is_used and endpoint not in self._doubted:
+            self._doubted = {each for each in self._doubted if is_using(each)} | {endpoint}
+            logger.info("the link to %s broke: %s; trying again", endpoint, lost.reason)
+            self._handle(events.LinkBroken(endpoint))
+            return
+        self._doubted.discard(endpoint)
+        if is_used:
+            self._count("peers_lost")
+            self._log.warning("lost %s: %s", endpoint, lost.reason)
+        self._handle(events.EndpointLost(endpoint, lost.reason))
 
     def _on_request(self, item: FromPeer) -> None:
         message = messages.decode_to_rank(item.payload)

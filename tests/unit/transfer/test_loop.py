@@ -369,15 +369,47 @@ def test_a_denied_ask_is_counted_and_logged_without_the_whole_nonce(
     ]
 
 
-def test_a_lost_connection_is_counted_and_logged(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    granted(world)
+def cut(world: World) -> Endpoint:
+    """Break decode's one link, which it hears of."""
     (link,) = world.network.working()
     world.network.cut(link)
     world.decode.turn()
+    return link.endpoint
+
+
+def test_a_link_that_breaks_and_comes_about_again_is_no_loss(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    granted(world)
+    for _ in range(3):
+        cut(world)
+        world.run(2)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+    assert counts_of(world.decode) == {}
+    assert caplog.messages == []
+
+
+def test_a_link_that_breaks_twice_without_a_word_between_is_counted_and_logged(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    granted(world)
+    endpoint = cut(world)
+    assert counts_of(world.decode) == {}
+    cut(world)
     assert counts_of(world.decode) == {"peers_lost": 1}
-    assert f"lost {link.endpoint}: connection closed" in caplog.text
+    assert f"lost {endpoint}: connection closed" in caplog.text
+
+
+def test_a_link_that_nobody_uses_is_no_loss(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    granted(world)
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.run(2)
+    cut(world)
+    assert counts_of(world.decode) == {}
+    assert caplog.messages == []
+    assert world.decode.parts.decode.peers.all() == [], "described anew when it is needed again"
 
 
 QUESTION = encode(StatusRequest(incarnation=ANY_INCARNATION))
