@@ -74,8 +74,8 @@ class DecodeScheduler:
         Args:
             prompt: of the request.
             params: what the client sent as `kv_transfer_params`.
-            is_rejected: vLLM's frontend has refused it, and put another prompt in its place: it
-                only releases its offer.
+            is_rejected: vLLM's frontend says that the request never came here, and has put another
+                prompt in its place: it only releases its offer.
 
         Raises:
             RemoteProtocolError: if the ticket is not valid; the request is computed here.
@@ -88,7 +88,9 @@ class DecodeScheduler:
             raise
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
         if is_rejected:
-            self._commands += [prepare, events.CancelLoad(prompt.request)]
+            # The frontend says so too of each request whose client hung up after it had come here.
+            if ticket.nonce not in self._used:
+                self._commands += [prepare, events.CancelLoad(prompt.request)]
             return
         self._check(prompt, ticket)
         self._used[ticket.nonce] = self._clock()

@@ -29,8 +29,8 @@ COUNTERS: Final = {
     "load_failures_broken": "Of these: the read itself failed.",
     "load_failures_fenced": "Of these: prefill took its blocks back while they were read.",
     "load_failures_corrupt": "Of these: what was read is not what prefill has, by its digest.",
-    "load_failures_dropped": "Of these: the request had ended while its KV was read.",
     "load_failures_internal": "Of these: a fault of nixl_kv, or a digest that failed.",
+    "loads_dropped": "Requests that had ended while their KV was read: no failure.",
     "tokens_loaded": "Prompt tokens whose KV was read.",
     "bytes_read": "Bytes of KV read, per rank.",
     "descriptors": "Contiguous runs that these bytes were read in, per rank.",
@@ -49,9 +49,9 @@ COUNTERS: Final = {
     ),
     "offers_expired": "Offers whose last lease ran out, per rank.",
     "offers_lost": "Offers that ended with a death of the transfer thread, per rank.",
-    "asks_denied": "Asks that were denied, per rank.",
+    "asks_denied": "Asks for offers that are not there, or not for who asks, per rank.",
     "messages_dropped": "Control messages that are not of this protocol, per rank.",
-    "peers_lost": "Connections to prefill engines and ranks that broke or did not come about.",
+    "peers_lost": "Prefill engines and ranks that could not be reached, twice in a row, in use.",
     "agents_recycled": "NIXL agents that were destroyed to stop a read, per rank.",
     "thread_restarts": "Deaths of the transfer thread that it survived, per rank.",
     "tickets_refused": "Requests whose kv_transfer_params do not hold; computed locally.",
@@ -91,6 +91,9 @@ class Stats(KVConnectorStats):
                         self.count(name, amount)
 
     def _count_load(self, load: events.LoadEnded) -> None:
+        if load.failure is not None and load.failure.kind is events.FailureKind.DROPPED:
+            self.count("loads_dropped")
+            return
         if load.failure is not None:
             self.count("load_failures")
             self.count(f"load_failures_{load.failure.kind.value}")

@@ -166,6 +166,12 @@ class Answered(msgspec.Struct, frozen=True):
     message: messages.Answer
 
 
+class LinkBroken(msgspec.Struct, frozen=True):
+    """A link that is used broke; what was sent over it may not have been heard."""
+
+    endpoint: Endpoint
+
+
 class EndpointLost(msgspec.Struct, frozen=True):
     """The connection to an endpoint is gone, or none came about."""
 
@@ -444,7 +450,7 @@ PrefillCommand: TypeAlias = (
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
 ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
 DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadEvent
-DecodeEvent: TypeAlias = DecodeCommand | Answered | EndpointLost | DataEvent | Tick
+DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | Tick
 DataAction: TypeAlias = JoinPeer | DropPeer | StartRead | AbandonRead | ReadSlot
 DigestAction: TypeAlias = MakeDigest | CompareDigest

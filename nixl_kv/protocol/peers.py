@@ -75,6 +75,12 @@ class Peer:
         return [rank.endpoint for rank in self.description.ranks]
 
 
+def _describe(key: events.PeerKey) -> events.Send:
+    return events.Send(
+        key.endpoint, messages.Describe(incarnation=key.incarnation, engine=key.engine)
+    )
+
+
 class PeerBook:
     """Peers by key. `now` is monotonic, in seconds."""
 
@@ -109,8 +115,16 @@ class PeerBook:
         self._index(peer)
         self._due.set(key, now + CONNECT_TIMEOUT_S)
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
-        describe = messages.Describe(incarnation=key.incarnation, engine=key.engine)
-        return peer, [events.Send(key.endpoint, describe)]
+        return peer, [_describe(key)]
+
+    def ask_again(self, endpoint: Endpoint) -> list[events.Action]:
+        """The link to an endpoint broke: ask again for the descriptions that have not come."""
+        peers = self._at.get(endpoint, {}).values()
+        return [
+            _describe(peer.key)
+            for peer in peers
+            if peer.state is State.CONNECTING and not peer.is_joining
+        ]
 
     def is_connecting(self, key: events.PeerKey) -> bool:
         """Whether this peer was asked for its description, and has not joined yet."""

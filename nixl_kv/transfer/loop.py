@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
-from nixl_kv.ids import RequestId, short
+from nixl_kv.ids import Endpoint, RequestId, short
 from nixl_kv.log_limit import LimitedLog, printable
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
@@ -105,6 +105,7 @@ class Loop:
         self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
         self._serve_until = 0.0
         self._look_at_links_at: float | None = None  # while there are links
+        self._doubted: set[Endpoint] = set()  # whose link broke, and that have said nothing since
         self._log = LimitedLog(logger, clock)
 
     def wake(self) -> None:
@@ -175,6 +176,7 @@ class Loop:
         for link in self.parts.control.links():
             self.parts.control.disconnect(link.endpoint)
         self._look_at_links_at = None
+        self._doubted.clear()
         ended = self.outstanding.lose_machines()
         for request in self.outstanding.orphans:
             self.parts.agents.abandon(request)
@@ -250,16 +252,33 @@ class Loop:
                 case FromPeer():
                     self._on_request(item)
                 case FromEndpoint():
+                    self._doubted.discard(item.endpoint)
                     self._handle(
                         events.Answered(item.endpoint, messages.decode_answer(item.payload))
                     )
                 case Lost():
-                    self._count("peers_lost")
-                    self._log.warning("lost %s: %s", item.endpoint, item.reason)
-                    self._handle(events.EndpointLost(item.endpoint, item.reason))
+                    self._on_lost(item)
         except RemoteProtocolError as error:
             self._count("messages_dropped")
             self._log.warning("control message dropped: %s", error)
+
+    def _on_lost(self, lost: Lost) -> None:
+        """Links also break where a side gets no processor for a while: so look a second time.
+
+        A process that is gone refuses that at once.
+        """
+        endpoint, is_using = lost.endpoint, self.parts.decode.is_using
+        is_used = is_using(endpoint)
+        if is_used and endpoint not in self._doubted:
+            self._doubted = {each for each in self._doubted if is_using(each)} | {endpoint}
+            logger.info("the link to %s broke: %s; trying again", endpoint, lost.reason)
+            self._handle(events.LinkBroken(endpoint))
+            return
+        self._doubted.discard(endpoint)
+        if is_used:
+            self._count("peers_lost")
+            self._log.warning("lost %s: %s", endpoint, lost.reason)
+        self._handle(events.EndpointLost(endpoint, lost.reason))
 
     def _on_request(self, item: FromPeer) -> None:
         try:
@@ -351,10 +370,12 @@ class Loop:
             self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
-        """Say why, and what happened before; of a load that nobody wants any more, only that."""
+        """Say why, and what happened before; a load that nobody wants any more is no failure."""
+        if failure.kind is events.FailureKind.DROPPED:
+            logger.info("request %s had ended while its KV was read", report.request)
+            return
         peer = f"; {report.peer}" if report.peer else ""
-        is_dropped = failure.kind is events.FailureKind.DROPPED
-        story = [] if is_dropped else self._story(report.request)
+        story = self._story(report.request)
         logger.warning(
             "request %s: KV not loaded: %s (%s%s)%s",
             report.request,

@@ -1,8 +1,8 @@
 """A listening port that lets in only so many connections at a time.
 
 ZMQ accepts whoever comes. Each connection costs a descriptor and up to 14 KiB, and as long as one
-message may be until the handshake fails, which it does after two seconds; and without descriptors,
-ZMQ's thread spins. So the port is shut while there are too many. ZMQ's own way to do that, unbind,
+message may be until the handshake fails, after three seconds; and without descriptors, ZMQ's thread
+spins. So the port is shut while there are too many. ZMQ's own way to do that, unbind,
 would end the established connections too. Here the kernel drops what asks for a new one; those who
 ask try again after a second, by TCP's own rule, and those who are in notice nothing.
 """
@@ -20,8 +20,9 @@ from nixl_kv.log_limit import LimitedLog
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 1024
-"""Of one port: a rank is read by fewer ranks than that."""
+MAX_CONNECTIONS: Final = 4096
+"""Of one port at the same time. Readers leave five seconds after their last load, so that many more
+than that can take turns; each half-open connection of a stranger costs 14 KiB."""
 
 SHARE_OF_DESCRIPTORS: Final = 4
 """One port may use a quarter of the process's descriptors, where that is less."""
@@ -93,9 +94,11 @@ class LimitedPort:
             )
         else:
             self._log.warning(
-                "port %d has %d connections; it takes no more for now",
+                "port %d has %d connections; it takes no more for now: others wait until some "
+                "leave. It may have a quarter of `ulimit -n`, up to %d",
                 self.port,
                 self._connections,
+                MAX_CONNECTIONS,
             )
 
     def _open(self) -> None:

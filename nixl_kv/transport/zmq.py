@@ -13,6 +13,7 @@ the link is closed, so that nothing queued for a dead process reaches its succes
 """
 
 import errno
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -32,13 +33,17 @@ from nixl_kv.keys import Keys
 from nixl_kv.transport import zap
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
 from nixl_kv.transport.connection_limit import LimitedPort
+from nixl_kv.transport.held_bytes import HeldBytes
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
 NEVER_MS: Final = 3_600_000
 """A link that broke is reported and closed, never mended behind our back."""
 MAX_BATCH: Final = 256  # messages of a socket in one poll
-CONNECT_TIMEOUT_MS: Final = 2000
+CONNECT_TIMEOUT_MS: Final = 3000
+LISTENER_PATIENCE: Final = 10
+"""Times as long as callers do listeners wait for a sign of life: leases tell what they need to
+know, so that a silent caller costs nothing but its place."""
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 LISTENER_MONITOR: Final = "inproc://listener"
@@ -155,6 +160,8 @@ class _Admission:
     questions: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
     port: LimitedPort
+    held: HeldBytes | None
+    """None with keys."""
 
     def attend(self, gatekeeper: zap.Gatekeeper) -> None:
         """Answer and count, as much as waits there."""
@@ -163,10 +170,28 @@ class _Admission:
             if answer is not None:
                 self.questions.send_multipart(answer, zmq.NOBLOCK)
         for frames in _waiting(self.monitor):
-            if parse_monitor_message(frames)["event"] == zmq.EVENT_ACCEPTED:
+            event = parse_monitor_message(frames)
+            if event["event"] == zmq.EVENT_ACCEPTED:
                 self.port.on_accepted()
+                if self.held is not None:
+                    self.held.on_accepted(int(event["value"]))
             else:
                 self.port.on_closed()
+                if self.held is not None:
+                    self.held.on_closed(int(event["value"]))
+
+    def requests(self, router: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
+        """What waits at the ROUTER; what makes it hold too much is cut off."""
+        if self.held is None:
+            yield from _waiting(router)
+            return
+        for _ in range(MAX_BATCH):
+            if not router.poll(0):
+                break
+            frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+            self.held.on_delivered(frames[-1].get(zmq.SRCFD), sum(map(len, frames)))
+            yield [frame.bytes for frame in frames]
+        self.held.look(all_delivered=not router.poll(0))
 
 
 def _waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
@@ -175,6 +200,14 @@ def _waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
         if not socket.poll(0):
             return
         yield socket.recv_multipart(zmq.NOBLOCK)
+
+
+def _heartbeats(timeout_s: float) -> dict[int, int | bytes]:
+    """That tell in this time, at the latest, that the other end is silent."""
+    return {
+        zmq.HEARTBEAT_IVL: round(timeout_s * 1000 / 4),
+        zmq.HEARTBEAT_TIMEOUT: round(timeout_s * 1000 * 3 / 4),
+    }
 
 
 def _router_options(bounds: Bounds, keys: Keys | None) -> dict[int, int | bytes]:
@@ -272,14 +305,17 @@ class ZmqControl:
             # The gatekeeper first: whoever comes before it is there is turned away.
             questions = self._socket(zmq.ROUTER, {})
             questions.bind(ZAP_ENDPOINT)
-            router = self._socket(zmq.ROUTER, _router_options(bounds or Bounds(), self._keys))
+            options = _heartbeats(self._peer_timeout_s * LISTENER_PATIENCE)
+            options |= _router_options(bounds or Bounds(), self._keys)
+            router = self._socket(zmq.ROUTER, options)
             monitor = self._monitor(
                 router, LISTENER_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
             )
             router.setsockopt(zmq.USE_FD, limited.duplicate())
             router.bind(endpoint_at(host, limited.port))
         self._router = router
-        self._admission = _Admission(questions, monitor, limited)
+        held = HeldBytes(limited.port) if self._keys is None else None
+        self._admission = _Admission(questions, monitor, limited, held)
         for watched in (router, questions, monitor):
             self._poller.register(watched, zmq.POLLIN)
         return limited.port
@@ -315,20 +351,29 @@ class ZmqControl:
             timeout_s = 0
         left_s, until = timeout_s, time.monotonic() + (timeout_s or 0)
         while True:
-            ready = dict(self._poller.poll(None if left_s is None else round(left_s * 1000)))
+            look_s = self._next_look_s()
+            wait_s = min((s for s in (left_s, look_s) if s is not None), default=None)
+            wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
+            ready = dict(self._poller.poll(wait_ms))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             received = self._receive()
             left_s = None if timeout_s is None else max(0, until - time.monotonic())
             # A connection that comes about is no reason to end the wait.
-            if received or not ready or self._wake_fd in ready or left_s == 0:
+            if received or self._wake_fd in ready or left_s == 0:
                 return received
+
+    def _next_look_s(self) -> float | None:
+        """In how many seconds strangers are to be looked at; None for never."""
+        held = None if self._admission is None else self._admission.held
+        return None if held is None else held.next_look_s
 
     def _receive(self) -> list[Received]:
         """What is there, without a wait."""
         if self._admission is not None:
             self._admission.attend(self._gatekeeper)
-        requests = () if self._router is None else _waiting(self._router)
+        router, admission = self._router, self._admission
+        requests = admission.requests(router) if router is not None and admission else ()
         received: list[Received] = [
             FromPeer(*frames)
             for frames in requests
@@ -366,8 +411,6 @@ class ZmqControl:
         socket = self._context.socket(kind)
         common: dict[int, int | bytes] = {
             zmq.LINGER: 0,
-            zmq.HEARTBEAT_IVL: round(self._peer_timeout_s * 1000 / 4),
-            zmq.HEARTBEAT_TIMEOUT: round(self._peer_timeout_s * 1000 * 3 / 4),
             zmq.HANDSHAKE_IVL: CONNECT_TIMEOUT_MS,
             zmq.IPV6: 1,
         }
@@ -388,7 +431,8 @@ class ZmqControl:
         return monitor
 
     def _open_caller(self) -> _Caller:
-        router = self._socket(zmq.ROUTER, _caller_options(self._keys))
+        options = _heartbeats(self._peer_timeout_s) | _caller_options(self._keys)
+        router = self._socket(zmq.ROUTER, options)
         monitor = self._monitor(router, CALLER_MONITOR, sum((*_TRIED_EVENTS, *_LOST_EVENTS)))
         for watched in (router, monitor):
             self._poller.register(watched, zmq.POLLIN)

@@ -38,7 +38,7 @@ from nixl_kv.protocol.ticket import Ticket
 
 ASK_AGAIN_S: Final = 1.0
 
-SILENCE_S: Final = 2.0
+SILENCE_S: Final = 3.0
 """How long a read may go on whose prefill rank is unreachable: it may have landed long ago."""
 
 DRAIN_S: Final = 1.0

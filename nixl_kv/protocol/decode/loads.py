@@ -142,6 +142,20 @@ class LoadBook:
             if read.state is State.ASKING and read.ask_again_at <= now
         ]
 
+    def ask_again(self, endpoint: Endpoint, now: float) -> list[events.Action]:
+        """The link to an endpoint broke: send again all that may not have been heard there."""
+        reads = self.at(endpoint)
+        actions: list[events.Action] = []
+        for load, read in reads:
+            if read.unreachable_since is None:
+                read.unreachable_since = now
+            if read.state is State.ASKING:
+                actions.append(load.ask(read, self._next_number(), now))
+            elif read.lacks_answer:
+                actions += load.ask_digest(read, now)
+            self._due.set(load.claim, load.next_due)
+        return actions + (self.renew(endpoint, now) if reads else [])
+
     def settle(self, load: Load, now: float) -> list[events.Action]:
         """After any change: one failure cancels the rest, and what is over is reported once."""
         actions: list[events.Action] = []

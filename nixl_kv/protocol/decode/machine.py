@@ -64,6 +64,9 @@ class DecodeMachine:
             case events.PeerRefused():
                 failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
                 return self._on_unusable(event.peer, event, failure, now=now)
+            case events.LinkBroken():
+                asks = self.loads.ask_again(event.endpoint, now)
+                return [*self.peers.ask_again(event.endpoint), *asks]
             case events.EndpointLost():
                 return self._on_endpoint_lost(event, now)
             case events.Tick():

@@ -193,13 +193,8 @@ class PrefillMachine:
         if offer is not None:
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
-        deny = messages.Deny(
-            incarnation=self._incarnation,
-            nonce=message.nonce,
-            claim=message.claim,
-            reader=message.reader,
-        )
-        return [events.AskDenied(message.nonce, reason), events.Reply(route, deny)]
+        denial = _denial(self._incarnation, message)
+        return [events.AskDenied(message.nonce, reason), events.Reply(route, denial)]
 
     # --- digests
 
@@ -225,10 +220,13 @@ class PrefillMachine:
         return [events.MakeDigest(route, request, offer.prepared.tables)]
 
     def _on_digest_made(self, event: events.DigestMade) -> list[events.Action]:
-        """The blocks were held until now, or else the digest may be of anything."""
+        """The blocks were held until now, or else the digest may be of anything.
+
+        A reader that left meanwhile is nothing to tell people of.
+        """
         request = event.digest_request
         if not self.is_digest_wanted(request):
-            return self._deny(request, event.route, "it was released while it was digested")
+            return [events.Reply(event.route, _denial(self._incarnation, request))]
         if event.refusal is not None:
             return self._deny(request, event.route, event.refusal)
         reply = messages.DigestReply(
@@ -292,3 +290,14 @@ class PrefillMachine:
         given_up = events.OfferEnd.REVOKED if is_recalled else events.OfferEnd.ABORTED
         end = events.OfferEnd.READ if release.complete else given_up
         return self.offers.settle(offer, release, end)
+
+
+def _denial(
+    incarnation: Incarnation, message: messages.Ask | messages.DigestRequest
+) -> messages.Deny:
+    return messages.Deny(
+        incarnation=incarnation,
+        nonce=message.nonce,
+        claim=message.claim,
+        reader=message.reader,
+    )

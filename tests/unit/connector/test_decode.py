@@ -172,6 +172,20 @@ def test_a_request_that_the_frontend_rejected_only_releases_its_offer(
     assert decode.pop_commands() == []
 
 
+def test_a_request_that_came_here_is_not_released_by_the_frontend_too(
+    decode: DecodeScheduler,
+) -> None:
+    """vLLM rejects each request once more whose client hung up, whatever has become of it."""
+    decode.on_arrival(prompt_of(D1), offered().params(None))
+    decode.pop_commands()
+    decode.on_arrival(prompt_of(D2, [0]), offered().params(None), is_rejected=True)
+    assert decode.pop_commands() == []
+    decode.on_finish(D1)
+    assert decode.pop_commands() == [CancelLoad(D1)]
+    decode.on_arrival(prompt_of(D2, [0]), offered().params(None), is_rejected=True)
+    assert decode.pop_commands() == []
+
+
 # --- tickets of other versions
 
 

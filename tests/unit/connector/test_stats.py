@@ -31,8 +31,8 @@ NAMES = [
     "load_failures_broken",
     "load_failures_fenced",
     "load_failures_corrupt",
-    "load_failures_dropped",
     "load_failures_internal",
+    "loads_dropped",
     "tokens_loaded",
     "bytes_read",
     "descriptors",
@@ -63,12 +63,18 @@ def test_the_counters_have_the_names_that_users_know() -> None:
     assert all(text.endswith(".") for text in COUNTERS.values())
 
 
-@pytest.mark.parametrize("kind", FailureKind)
+@pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind is not FailureKind.DROPPED])
 def test_each_failure_has_a_counter(kind: FailureKind) -> None:
     stats = Stats()
     stats.count_results([LoadEnded(D1, 7, Failure(kind, "words"), PEER)])
     assert stats.data == {"load_failures": 1, f"load_failures_{kind.value}": 1}
     assert set(stats.data) <= set(COUNTERS)
+
+
+def test_a_load_whose_request_had_ended_is_no_failure() -> None:
+    stats = Stats()
+    stats.count_results([LoadEnded(D1, 7, Failure(FailureKind.DROPPED, "dropped"), PEER)])
+    assert stats.data == {"loads_dropped": 1}
 
 
 @pytest.mark.parametrize("end", OfferEnd)

@@ -17,9 +17,10 @@ import zmq
 from zmq.utils import z85
 
 from nixl_kv.config import AllowedHosts
+from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.keys import Keys
-from nixl_kv.transport import connection_limit
+from nixl_kv.transport import connection_limit, held_bytes
 from nixl_kv.transport import zmq as zmq_control
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Lost, Received
 from nixl_kv.transport.zmq import ZmqControl
@@ -300,7 +301,119 @@ def test_closing_leaves_nothing_open(make: MakeControl) -> None:
     del make
 
 
+# One connection
+
+MIB = 1 << 20
+NULL_GREETING = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
+NULL_READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+UNFINISHED = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)
+"""A frame of a mebibyte that says that another one follows."""
+MOST_SENT = 256
+
+
+def num_sent(endpoint: Endpoint, opening: bytes, between: Callable[[], object]) -> int:
+    """Mebibytes of one unfinished message that a stranger gets rid of."""
+    family = socket.AF_INET6 if "[" in endpoint else socket.AF_INET
+    with socket.socket(family) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(("::1" if family == socket.AF_INET6 else HOST, port_of(endpoint)))
+        stranger.sendall(opening)
+        stranger.setblocking(False)  # noqa: FBT003
+        let_in, deadline = b"", time.monotonic() + PATIENCE_S
+        while b"READY" not in let_in and time.monotonic() < deadline:
+            between()
+            try:
+                data = stranger.recv(1000)
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                return 0
+            if not data:
+                break
+            let_in += data
+        stranger.settimeout(PATIENCE_S)
+        for sent in range(MOST_SENT):
+            try:
+                stranger.sendall(UNFINISHED)
+            except ConnectionError:
+                return sent
+            between()
+    return MOST_SENT
+
+
+@pytest.mark.parametrize("host", [HOST, "::1"])
+def test_without_a_key_an_unfinished_message_is_cut_off(
+    make: MakeControl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    """In the kernel's buffers there are a few mebibytes more than the server holds."""
+    monkeypatch.setattr(held_bytes, "LOOK_S", 0.0)
+    server, friend = make(None), make(None)
+    try:
+        endpoint = endpoint_at(host, server.listen(host, 0))
+    except TransportError:
+        pytest.skip("no IPv6 here")
+    friend.send(endpoint, b"hello")
+    assert isinstance(receive(server), FromPeer)
+    memory, descriptors = resident_kib(), open_descriptors()
+    limit = held_bytes.MAX_HELD_BYTES // MIB
+    sent = num_sent(endpoint, NULL_GREETING + NULL_READY, lambda: server.poll(0.001))
+    assert limit <= sent <= limit + 32
+    assert f"cut off: {limit}" in caplog.text
+    assert resident_kib() - memory < (limit + 64) << 10
+    deadline = time.monotonic() + PATIENCE_S
+    while open_descriptors() > descriptors:
+        assert time.monotonic() < deadline, "its descriptor is still open"
+        server.poll(0.01)
+    friend.send(endpoint, b"hello again")
+    assert isinstance(receive(server), FromPeer)
+
+
+@pytest.mark.parametrize("opening", [NULL_GREETING + NULL_READY, CURVE_GREETING])
+def test_without_the_key_no_frame_gets_past_the_handshake(
+    make: MakeControl, serve: Serve, opening: bytes
+) -> None:
+    """What is sent meanwhile stands in the kernel's buffers."""
+    endpoint, friend = serve(), make()
+    check_served(friend, endpoint)
+    memory = resident_kib()
+    assert num_sent(endpoint, opening, lambda: time.sleep(0.001)) < 32
+    assert resident_kib() - memory < 16 << 10
+    check_served(friend, endpoint)
+
+
 # Many connections
+
+
+@pytest.mark.parametrize(
+    ("readers", "limit"),
+    [
+        pytest.param(1100, 1000, id="more than fit in all"),
+        pytest.param(20, 8, id="more than fit at once"),
+    ],
+)
+def test_readers_that_take_turns_are_all_served(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, readers: int, limit: int
+) -> None:
+    """Ten at once; each leaves when it is served, and those for whom there is no room wait."""
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", limit)
+    endpoint = serve(None)
+    with zmq.Context() as context:
+        for _ in range(0, readers, 10):
+            waiting = [context.socket(zmq.DEALER) for _ in range(10)]
+            for reader in waiting:
+                reader.linger = 0
+                reader.connect(endpoint)
+                reader.send(b"hello")
+            deadline = time.monotonic() + PATIENCE_S
+            while waiting and time.monotonic() < deadline:
+                for reader in [each for each in waiting if each.poll(10)]:
+                    assert reader.recv() == b"re: hello"
+                    reader.close()
+                    waiting.remove(reader)
+            for reader in waiting:
+                reader.close()
+            assert not waiting, "they were never let in"
+
 
 FLOOD = """
 import socket, sys, time

@@ -14,6 +14,7 @@ from nixl_kv.protocol.events import (
     AbandonRead,
     Failure,
     FailureKind,
+    LinkBroken,
     LoadEnded,
     PeerJoined,
     PeerKey,
@@ -42,6 +43,7 @@ from support.records import (
     describe,
     description,
     digest_reply,
+    digest_request,
     grant,
     hex32,
     joined,
@@ -84,6 +86,14 @@ ABANDON = AbandonRead(D1, Rank(0))
 ASK_AGAIN = Send(RANK_0, ask(number=2))
 SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
 END = 110.0 + TIMEOUT_S
+BROKEN = LinkBroken(RANK_0)
+
+
+def renewing(number: int) -> Send:
+    """The renew of the one claim that is held."""
+    return Send(RANK_0, renew(number, CLAIM))
+
+
 SILENCE = lost(reason="no heartbeat")
 IS_SILENT = 110.1 + SILENCE_S
 TWO_ASKED: Script = after(PREPARED, (joined(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))))
@@ -98,6 +108,33 @@ TIMES: dict[str, Script] = {
     ),
     "only the rank that did not answer is asked again": after(
         TWO_ASKED, (answered(GRANT),), (101.0, Tick(), Send(at(1), ask(number=3)))
+    ),
+    "after a broken link an ask is repeated at once": after(
+        ASKING,
+        (100.5, BROKEN, ASK_AGAIN, renewing(3)),
+        (101.0, Tick()),
+        (101.5, Tick(), Send(RANK_0, ask(number=4))),
+    ),
+    "after a broken link a grant is renewed at once, and stands": after(
+        GRANTED, (100.5, BROKEN, renewing(2)), (START, READ)
+    ),
+    "after a broken link a digest is asked for at once": after(
+        VERIFYING, (110.5, BROKEN, Send(RANK_0, digest_request()), renewing(2))
+    ),
+    "after a broken link a description is asked for at once": after(
+        PREPARED, (100.5, LinkBroken(HOME), Send(HOME, describe())), (joined(), Send(RANK_0, ask()))
+    ),
+    "a broken link on which nothing is held is nothing": after(READING, (LinkBroken(at(1)),)),
+    "a read whose link broke is given up if its rank stays silent": after(
+        READING, (110.1, BROKEN, renewing(2)), (IS_SILENT - 0.01, Tick()), (IS_SILENT, Tick())
+    ),
+    "a read whose link broke goes on if its rank answers": after(
+        READING,
+        (110.1, BROKEN, renewing(2)),
+        (answered(renewed()),),
+        (IS_SILENT, Tick()),
+        LANDED,
+        (slot_read(), Send(RANK_0, release()), LoadEnded(D1, 7, None, PEER, reads=(read_done(),))),
     ),
     "a load without an answer is given up": after(
         ASKING,

@@ -74,7 +74,6 @@ OTHER_LIFE_OF_READER = reader(incarnation=OTHER_LIFE)
 UNKNOWN = "no such offer: used, expired, or never made"
 NOT_THIS_READER = "claimed by another, or ended for this reader"
 NOT_GRANTED = "a digest of what is not granted to it"
-RELEASED_MEANWHILE = "it was released while it was digested"
 
 
 def generation(number: int) -> Generation:
@@ -405,7 +404,7 @@ DIGESTS: dict[str, Script] = {
         f"{who} gets none": after(
             GRANTED,
             (asked(digest_request(**changed)), *denied(NOT_GRANTED, **shown)),
-            (made(digest_request(**changed)), *denied(RELEASED_MEANWHILE, **shown)),
+            (made(digest_request(**changed)), replied(deny(**shown))),
         )
         for who, changed in OTHERS.items()
         for shown in [{} if "incarnation" in changed else changed]
@@ -421,7 +420,7 @@ DIGESTS: dict[str, Script] = {
     # The blocks may have been written meanwhile: the digest may be of anything.
     **{
         f"it is not sent after {name}": after(
-            GRANTED, TO_DIGEST, step, (made(REQUEST), *denied(RELEASED_MEANWHILE))
+            GRANTED, TO_DIGEST, step, (made(REQUEST), replied(deny()))
         )
         for name, step in {
             "a complete release": READ,
@@ -434,7 +433,7 @@ DIGESTS: dict[str, Script] = {
         SHARED,
         TO_DIGEST,
         (RELEASE,),
-        (made(REQUEST), *denied(RELEASED_MEANWHILE)),
+        (made(REQUEST), replied(deny())),
         (asked(REQUEST), *denied(NOT_GRANTED)),
     ),
     "each reader gets its own": after(
