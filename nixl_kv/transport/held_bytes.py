@@ -33,6 +33,7 @@ LOOK_S_EACH: Final = 0.0005
 
 LOG_INTERVAL_S: Final = 60.0
 
+LINGER_NOT: Final = struct.pack("ii", 1, 0)
 TCP_INFO_BYTES: Final = 136
 BYTES_RECEIVED: Final = struct.Struct("128x Q")
 """Where Linux has `tcpi_bytes_received` in its `struct tcp_info`."""
@@ -110,7 +111,9 @@ class HeldBytes:
                 if connection.getsockname()[1] != self._port:
                     return
                 host = connection.getpeername()[0]
-                connection.shutdown(socket.SHUT_RDWR)
+                # When ZMQ closes it, its sender is told so: it may be waiting for room.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NOT)
+                connection.shutdown(socket.SHUT_RD)
         except OSError as error:
             logger.debug("port %d: descriptor %d has ended: %s", self._port, descriptor, error)
             return

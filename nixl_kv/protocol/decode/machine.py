@@ -64,11 +64,8 @@ class DecodeMachine:
             case events.PeerRefused():
                 failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
                 return self._on_unusable(event.peer, event, failure, now=now)
-            case events.LinkBroken():
-                asks = self.loads.ask_again(event.endpoint, now)
-                return [*self.peers.ask_again(event.endpoint), *asks]
-            case events.EndpointLost():
-                return self._on_endpoint_lost(event, now)
+            case events.LinkBroken() | events.EndpointLost():
+                return self._on_link(event, now)
             case events.Tick():
                 return self._on_tick(event, now)
             case _:
@@ -164,7 +161,13 @@ class DecodeMachine:
             actions += self.loads.settle(load, now)
         return actions
 
-    def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.Action]:
+    def _on_link(
+        self, event: events.LinkBroken | events.EndpointLost, now: float
+    ) -> list[events.Action]:
+        """One that broke is tried again; what is lost costs what was asked there."""
+        if isinstance(event, events.LinkBroken):
+            asks = self.loads.ask_again(event.endpoint, now)
+            return [*self.peers.ask_again(event.endpoint), *asks]
         actions: list[events.Action] = []
         for load, read in self.loads.at(event.endpoint):
             detail = f"prefill rank {read.rank} is unreachable: {event.reason}"
@@ -192,7 +195,7 @@ class DecodeMachine:
                 failure = Failure(FailureKind.UNREACHABLE, message.reason)
                 return self._on_unusable(peer, message, failure, now=now)
             case messages.VersionRefusal():
-                return self._on_endpoint_lost(events.EndpointLost(endpoint, str(message)), now)
+                return self._on_link(events.EndpointLost(endpoint, str(message)), now)
             case messages.Renewed():
                 return self._on_renewed(message, endpoint, now)
             case messages.Grant() | messages.Deny() | messages.DigestReply() | messages.Recall():

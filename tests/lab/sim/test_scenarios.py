@@ -521,7 +521,7 @@ def test_a_restart_of_prefill_ends_what_is_not_read(one: Scenario) -> None:
     one.do("vacate d0")
     one.end()
     (failure,) = one.failures
-    assert failure.endswith("(unreachable)")
+    assert failure.endswith("(lease_lost)"), "its successor at the same endpoint says so"
 
 
 def test_the_next_life_is_not_disturbed_by_reads_of_the_former(one: Scenario) -> None:

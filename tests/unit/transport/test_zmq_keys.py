@@ -335,7 +335,7 @@ def num_sent(endpoint: Endpoint, opening: bytes, between: Callable[[], object]) 
         for sent in range(MOST_SENT):
             try:
                 stranger.sendall(UNFINISHED)
-            except ConnectionError:
+            except OSError:
                 return sent
             between()
     return MOST_SENT
@@ -358,7 +358,7 @@ def test_without_a_key_an_unfinished_message_is_cut_off(
     limit = held_bytes.MAX_HELD_BYTES // MIB
     sent = num_sent(endpoint, NULL_GREETING + NULL_READY, lambda: server.poll(0.001))
     assert limit <= sent <= limit + 32
-    assert f"cut off: {limit}" in caplog.text
+    assert " is cut off: " in caplog.text
     assert resident_kib() - memory < (limit + 64) << 10
     deadline = time.monotonic() + PATIENCE_S
     while open_descriptors() > descriptors:

@@ -89,9 +89,9 @@ END = 110.0 + TIMEOUT_S
 BROKEN = LinkBroken(RANK_0)
 
 
-def renewing(number: int) -> Send:
+def renewing(number: int, reading: int = 0) -> Send:
     """The renew of the one claim that is held."""
-    return Send(RANK_0, renew(number, CLAIM))
+    return Send(RANK_0, renew(number, CLAIM, reading=reading))
 
 
 SILENCE = lost(reason="no heartbeat")
@@ -119,18 +119,21 @@ TIMES: dict[str, Script] = {
         GRANTED, (100.5, BROKEN, renewing(2)), (START, READ)
     ),
     "after a broken link a digest is asked for at once": after(
-        VERIFYING, (110.5, BROKEN, Send(RANK_0, digest_request()), renewing(2))
+        VERIFYING, (110.5, BROKEN, Send(RANK_0, digest_request()), renewing(2, reading=1))
     ),
     "after a broken link a description is asked for at once": after(
         PREPARED, (100.5, LinkBroken(HOME), Send(HOME, describe())), (joined(), Send(RANK_0, ask()))
     ),
     "a broken link on which nothing is held is nothing": after(READING, (LinkBroken(at(1)),)),
     "a read whose link broke is given up if its rank stays silent": after(
-        READING, (110.1, BROKEN, renewing(2)), (IS_SILENT - 0.01, Tick()), (IS_SILENT, Tick())
+        READING,
+        (110.1, BROKEN, renewing(2, reading=1)),
+        (IS_SILENT - 0.01, Tick()),
+        (IS_SILENT, Tick()),
     ),
     "a read whose link broke goes on if its rank answers": after(
         READING,
-        (110.1, BROKEN, renewing(2)),
+        (110.1, BROKEN, renewing(2, reading=1)),
         (answered(renewed()),),
         (IS_SILENT, Tick()),
         LANDED,
