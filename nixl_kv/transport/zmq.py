@@ -237,6 +237,9 @@ def _caller_options(keys: Keys | None) -> dict[int, int | bytes]:
         zmq.RCVHWM: HIGH_WATER,
         zmq.SNDHWM: HIGH_WATER,
         zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
+        # With it, ZMQ refuses its own first protocols, which any service may seem to speak; a name
+        # that comes by these while a socket goes ends the process.
+        zmq.ZAP_DOMAIN: zap.DOMAIN,
         zmq.RECONNECT_IVL: NEVER_MS,
     }
     if keys is not None:
