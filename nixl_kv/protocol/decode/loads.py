@@ -52,6 +52,7 @@ class LoadBook:
         self._waiting: dict[events.PeerKey, dict[Claim, Load]] = {}
         self._reads: dict[Endpoint, _Reads] = {}  # those that have not ended
         self._uses: Counter[events.PeerKey] = Counter()  # as many as these
+        self._silent: set[Endpoint] = set()  # where a read may have its rank unreachable
         self._due = Deadlines[Claim]()
         self._renewals = Deadlines[Endpoint]()
 
@@ -127,6 +128,7 @@ class LoadBook:
         self._waiting.clear()
         self._reads.clear()
         self._uses.clear()
+        self._silent.clear()
         self._due.clear()
         self._renewals.clear()
 
@@ -147,14 +149,30 @@ class LoadBook:
         reads = self.at(endpoint)
         actions: list[events.Action] = []
         for load, read in reads:
-            if read.unreachable_since is None:
-                read.unreachable_since = now
+            self.note_silence(read, now)
             if read.state is State.ASKING:
                 actions.append(load.ask(read, self._next_number(), now))
             elif read.lacks_answer:
                 actions += load.ask_digest(read, now)
             self._due.set(load.claim, load.next_due)
         return actions + (self.renew(endpoint, now) if reads else [])
+
+    def note_silence(self, read: RankRead, now: float) -> None:
+        """Its rank cannot be reached."""
+        self._silent.add(read.endpoint)
+        if read.unreachable_since is None:
+            read.unreachable_since = now
+
+    def note_answer(self, endpoint: Endpoint, incarnation: Incarnation) -> None:
+        """The rank at an endpoint, in this life, can be reached."""
+        if endpoint not in self._silent:
+            return
+        reads = [read for _, read in self.at(endpoint)]
+        for read in reads:
+            if read.incarnation == incarnation:
+                read.unreachable_since = None
+        if all(read.unreachable_since is None for read in reads):
+            self._silent.discard(endpoint)
 
     def settle(self, load: Load, now: float) -> list[events.Action]:
         """After any change: one failure cancels the rest, and what is over is reported once."""
@@ -252,6 +270,7 @@ class LoadBook:
         del reads[load.claim]
         if not reads:
             del self._reads[read.endpoint]
+            self._silent.discard(read.endpoint)
             self._renewals.set(read.endpoint, None)
         self._uses[load.peer] -= 1
         if not self._uses[load.peer]:

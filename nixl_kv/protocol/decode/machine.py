@@ -171,8 +171,7 @@ class DecodeMachine:
         actions: list[events.Action] = []
         for load, read in self.loads.at(event.endpoint):
             detail = f"prefill rank {read.rank} is unreachable: {event.reason}"
-            if read.unreachable_since is None:
-                read.unreachable_since = now
+            self.loads.note_silence(read, now)
             load.on_refusal(read, event, Failure(FailureKind.UNREACHABLE, detail))
             actions += self.loads.settle(load, now)
         failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
@@ -240,10 +239,9 @@ class DecodeMachine:
         """
         if message.reader != self._reader:
             return []
+        self.loads.note_answer(endpoint, Incarnation(message.incarnation))
         actions: list[events.Action] = []
-        for load, read in self.loads.at(endpoint):
-            if read.incarnation == message.incarnation:
-                read.unreachable_since = None
+        for load, read in self.loads.at(endpoint) if message.lost else ():
             is_granted = read.grant is not None and read.granted_at < message.number
             if is_granted and load.claim in message.lost:
                 detail = f"prefill rank {read.rank} let the lease run out"

@@ -115,7 +115,7 @@ def fleet_row(fleet: Cost) -> Figures:
         f"{value:g} {what}, allowed: {most:g}"
         for what, value, most in (
             ("% of a core when idle", fleet.idle_percent, MOST_IDLE_PERCENT),
-            ("s between renewals", fleet.longest_gap_s, MOST_GAP_S),
+            ("s between renewals", fleet.longest_gap_s, LEASE_S / 2),
             ("links when idle", fleet.links_idle, 0),
         )
         if value > most
