@@ -39,16 +39,14 @@ logger = logging.getLogger(__name__)
 READING_PAUSE_S: Final = 0.0001
 SERVING_PAUSE_S: Final = 0.001
 RECEIVING_S: Final = 0.05
-"""Of one turn: to read the descriptions of many large engines takes longer, and renewals wait."""
+"""Of one turn, at most, for what was received: the description of a large engine takes 4 ms to
+read, and renewals must not wait for those of hundreds."""
 LINGER_S: Final = 2.0
 """How long after a reader's last word this side still serves reads: one may be going on although
 its lease ran out, and renews are sent each second at least."""
 
 LINK_KEPT_S: Final = 5.0
 """How long a link stays over which nothing is held: to open it again costs a round trip or two."""
-
-CLOSED_AT_A_TIME: Final = 16
-"""Links: ZMQ takes its time for each."""
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
 
@@ -148,7 +146,8 @@ class Loop:
 
     def turn(self) -> None:
         """Wait for something, then handle all that came."""
-        self._received.extend(self.parts.control.poll(self._wait_s()))
+        if not self._received:  # what more there is waits at its senders
+            self._received.extend(self.parts.control.poll(self._wait_s()))
         # Commands first: who asks for an offer has its ticket, which left after the command.
         while self._commands:
             self._on_command(self._commands.popleft())
@@ -196,7 +195,7 @@ class Loop:
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None for ever."""
-        if self._commands or self._received or self._questions or self.parts.agents.is_joining:
+        if self._commands or self._questions or self.parts.agents.is_joining:
             return 0
         digests_wait_s = self.parts.digests.wait_s
         if digests_wait_s == 0:
@@ -227,15 +226,13 @@ class Loop:
         """Links cost sockets and heartbeats at both ends; what is known of a peer stays."""
         if self._look_at_links_at is None or now < self._look_at_links_at:
             return
-        control, is_using = self.parts.control, self.parts.decode.is_using
-        links = control.links()
-        idle = [one for one in links if one.idle_s >= LINK_KEPT_S and not is_using(one.endpoint)]
-        for link in idle[:CLOSED_AT_A_TIME]:
-            control.disconnect(link.endpoint)
-        if len(idle) > CLOSED_AT_A_TIME:
-            self._look_at_links_at = now + SERVING_PAUSE_S
-        else:
-            self._look_at_links_at = now + LINK_KEPT_S / 2 if len(links) > len(idle) else None
+        control, num_kept = self.parts.control, 0
+        for link in control.links():
+            if link.idle_s < LINK_KEPT_S or self.parts.decode.is_using(link.endpoint):
+                num_kept += 1
+            else:
+                control.disconnect(link.endpoint)
+        self._look_at_links_at = now + LINK_KEPT_S / 2 if num_kept else None
 
     def _serve(self) -> None:
         """Some paths of NIXL need the owner of the memory to take part in being read."""

@@ -44,11 +44,12 @@ from nixl_kv.transfer.loop import (
     LINK_KEPT_S,
     MAX_QUESTIONS,
     READING_PAUSE_S,
+    RECEIVING_S,
     SERVING_PAUSE_S,
     STOPPED,
     STORIES_PER_S,
 )
-from nixl_kv.transport.base import FromEndpoint
+from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.transport.memory_control import MemoryControl
 from support.digesters import SlowDigester
 from support.records import ask
@@ -789,6 +790,32 @@ def test_after_a_restart_loads_go_on(world: World) -> None:
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
     assert world.decode.ended_load().failure is None
+
+
+# --- more messages than a turn has time for
+
+
+def test_what_a_turn_has_no_time_for_waits_and_more_waits_at_its_senders(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, strangers = world.prefill.loop, [Stranger(world, world.prefill) for _ in range(4)]
+    handled: list[Received] = []
+
+    def take_long(item: Received) -> None:
+        handled.append(item)
+        world.clock.now += RECEIVING_S
+
+    monkeypatch.setattr(loop, "_on_received", take_long)
+    for stranger in strangers[:3]:
+        stranger.control.send(world.prefill.parts.description.endpoint, b"")
+    world.prefill.turn()
+    strangers[3].control.send(world.prefill.parts.description.endpoint, b"")
+    for number in (2, 3):
+        world.prefill.turn()
+        assert len(handled) == number
+    assert len(world.prefill.control.waits) == 1, "it looked for more while some were left"
+    world.prefill.turn()
+    assert len(handled) == 4
 
 
 # --- blocks that are wanted back
