@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
@@ -18,13 +19,12 @@ from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Nonce, engine_incarnation, short
 from nixl_kv.log_limit import LimitedLog
 from nixl_kv.protocol import messages
+from nixl_kv.transfer.thread import survives
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
-PAUSE_S: Final = 0.1
-"""Between an error that nobody expected and the next turn."""
 MAX_DECLINED: Final = 4096
 """Nonces that wait for the scheduler's next step; of more, the latest."""
 
@@ -109,15 +109,8 @@ class DirectoryServer:
     def _main(self) -> None:
         """The thread's top."""
         while not self._is_stopping:
-            self._survive_turn()
-
-    def _survive_turn(self) -> None:
-        """An error that reaches this is a bug of ours, and costs one question."""
-        try:
-            self.turn(None)
-        except Exception:
-            logger.critical("the directory failed at a question; it goes on", exc_info=True)
-            time.sleep(PAUSE_S)
+            # An error that reaches this is a bug of ours, and costs one question.
+            survives(partial(self.turn, None), "the directory failed at a question; it goes on")
 
     def _serve(self, item: FromPeer) -> None:
         try:

@@ -72,15 +72,16 @@ class TransferThread:
         self._started.set_result(loop)
         step: Callable[[], None] = loop.turn
         while not self._is_stopping:
-            step = loop.turn if _survives(step) else loop.restart
+            lived = survives(step, "the transfer thread died; failing what it holds")
+            step = loop.turn if lived else loop.restart
 
 
-def _survives(step: Callable[[], None]) -> bool:
-    """Run a step of the loop; False if it died of an error, which is logged."""
+def survives(step: Callable[[], object], words: str) -> bool:
+    """Run a step of a thread, at its top; False if it died of an error, logged with these words."""
     try:
         step()
     except Exception:
-        logger.critical("the transfer thread died; failing what it holds", exc_info=True)
+        logger.critical(words, exc_info=True)
         time.sleep(PAUSE_S)
         return False
     return True

@@ -30,10 +30,10 @@ from nixl_kv.protocol.messages import (
 from nixl_kv.transfer.directory_server import (
     BOUNDS,
     MAX_DECLINED,
-    PAUSE_S,
     DirectoryServer,
     describe_engine,
 )
+from nixl_kv.transfer.thread import PAUSE_S
 from nixl_kv.transport.base import Bounds, FromEndpoint, Received
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import (
