@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from nixl_kv.connector.admission import Admission
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
@@ -61,7 +62,7 @@ class Scheduler:
         )
         sizes = [paging.block_size for paging in groups]
         self._decode = DecodeScheduler(sizes, self._trust.check, verify=self._config.verify)
-        self._shortage = BlockShortage()
+        self._admission = Admission(self._blocks, self._prefill, self._decode, BlockShortage())
         self._directory: DirectoryServer | None = None
         self._next_step: list[events.Command] = []
         self.stats = Stats()
@@ -77,10 +78,7 @@ class Scheduler:
 
     def on_offers_ended(self, requests: Iterable[str] | None) -> None:
         """All workers have reported these offers as ended."""
-        ended = request_ids(requests)
-        self._prefill.on_end(ended)
-        if ended:
-            self._shortage.on_progress()
+        self._admission.on_offers_ended(request_ids(requests))
 
     def on_arrival(self, request: Request) -> None:
         """A request is new. A ticket that is not valid costs a log line and a counter."""
@@ -91,21 +89,16 @@ class Scheduler:
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
     def count_matched(self, request: Request, local: int) -> tuple[int | None, bool]:
-        """See `DecodeScheduler.count_matched`. None: the request has to wait, others need not.
-
-        So waits what would be offered, on an engine that also decodes, while offers hold enough.
-        """
+        """See `DecodeScheduler.count_matched`. None: the request has to wait, others need not."""
         request_id = RequestId(request.request_id)
-        if self._decode.is_in_use and not self._prefill.has_room(request_id):
+        if not self._admission.may_begin(request_id, request.num_tokens):
             return None, False
-        self._shortage.on_question(self._blocks.count(request.num_tokens))
         return self._decode.count_matched(request_id, local)
 
     def on_allocation(self, request: Request, tables: Sequence[list[int]], num_tokens: int) -> None:
         """See `DecodeScheduler.on_allocation`; `tables` are those of all groups."""
         request_id = RequestId(request.request_id)
-        self._shortage.on_progress()
-        self._prefill.on_allocation(request_id)
+        self._admission.on_begin(request_id)
         self._decode.on_allocation(request_id, self._select(tables), num_tokens)
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
@@ -114,9 +107,7 @@ class Scheduler:
         if self._directory is not None:
             self._prefill.on_declined(self._directory.pop_declined())
         self._prefill.on_step(preempted, progress(output, self._prefill.requests))
-        needed = self._shortage.pop_needed()
-        if needed:
-            self._prefill.reclaim(needed)
+        self._admission.on_step()
         commands, self._next_step = self._next_step, []
         return StepMetadata(
             [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()]

@@ -9,7 +9,7 @@ from typing import Final
 
 from lab.sim.network import HOST, VersionedControl
 from lab.sim.rank import MODEL, Environment, RankLife, Seat
-from lab.sim.schedulers import DecodeHalf, EngineScheduler, Gate, PrefillHalf
+from lab.sim.schedulers import EngineScheduler
 from lab.sim.vllm import Aggregator, BlockManager, BlockPool, Forward
 from nixl_kv.connector.prefill import Address
 from nixl_kv.geometry.ranks import ParallelShape
@@ -154,10 +154,7 @@ class Engine:
         if self._directory is not None:
             self._directory.publish(self.description)
             engine, life = EngineId(self.name), self.description.incarnation
-            if self.scheduler.prefill is not None:
-                self.scheduler.prefill.set_address(
-                    Address(engine, life, HOST, self._directory.port)
-                )
+            self.scheduler.prefill.set_address(Address(engine, life, HOST, self._directory.port))
 
     def _fall_asleep(self) -> None:
         """The cache is discarded; what was owed is reported with the next step."""
@@ -177,14 +174,7 @@ class Engine:
         environment, seat = self._environment, self._seats[0]
         caches = [each.cache for each in self._seats]
         blocks = BlockManager(BlockPool(seat.cache.num_blocks, self._overwrite), environment.window)
-        config, clock = environment.config, environment.clock
-        gate = Gate(blocks, clock)
-        scheduler = EngineScheduler(gate, blocks)
-        if seat.is_prefill:
-            scheduler.prefill = PrefillHalf(blocks, caches, gate, seat, config)
-        if seat.is_decode:
-            scheduler.decode = DecodeHalf(blocks, caches, gate, clock, config)
-        return scheduler
+        return EngineScheduler(seat, caches, blocks, environment.config, environment.clock)
 
     def _overwrite(self, blocks: list[int]) -> None:
         """These blocks are anybody's."""
@@ -192,7 +182,7 @@ class Engine:
             seat.cache.overwrite(blocks)
 
     def _begin(self) -> None:
-        if self._directory is not None and self.scheduler.prefill is not None:
+        if self._directory is not None:
             self.scheduler.prefill.on_declined(self._directory.pop_declined())
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []

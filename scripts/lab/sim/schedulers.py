@@ -3,7 +3,7 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
@@ -14,6 +14,7 @@ from lab.sim.repeatable import Clock, Violation
 from lab.sim.tickets import IssuedTicket, newer
 from lab.sim.vllm import BlockManager, Forward, Request, Status
 from nixl_kv.config import Config
+from nixl_kv.connector.admission import Admission
 from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
 from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
@@ -28,48 +29,13 @@ OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step
 
 
-class Gate:
-    """What the two halves share, as `connector.scheduler` has it: who may begin, who waits."""
-
-    def __init__(self, blocks: BlockManager, clock: Clock) -> None:
-        """Start with nobody waiting; the halves are set before anything happens."""
-        self.pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
-        self.prefill: PrefillScheduler | None = None
-        self.decode: DecodeScheduler | None = None
-        self._shortage = BlockShortage(clock)
-
-    def may_begin(self, request: Request) -> bool:
-        """Whether it may have blocks now, if there are enough."""
-        is_in_use = self.decode is not None and self.decode.is_in_use
-        if is_in_use and self.prefill is not None and not self.prefill.has_room(request.request_id):
-            return False
-        self._shortage.on_question(self.pinned.count(request.prompt.length))
-        return True
-
-    def on_begin(self, request: Request) -> None:
-        """It has blocks."""
-        self._shortage.on_progress()
-        if self.prefill is not None:
-            self.prefill.on_allocation(request.request_id)
-
-    def on_offers_ended(self) -> None:
-        """Blocks have come free."""
-        self._shortage.on_progress()
-
-    def on_step(self) -> None:
-        """Whoever has waited for long gets the blocks of offers."""
-        needed = self._shortage.pop_needed()
-        if needed and self.prefill is not None:
-            self.prefill.reclaim(needed)
-
-
 class Half(ABC):
     """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
-    def __init__(self, blocks: BlockManager, caches: list[RankCache], gate: Gate) -> None:
+    def __init__(self, blocks: BlockManager, caches: list[RankCache], admission: Admission) -> None:
         """Start without requests."""
         self.blocks = blocks
-        self._gate = gate
+        self._admission = admission
         self.requests: dict[RequestId, Request] = {}
         self._caches = caches
 
@@ -118,12 +84,30 @@ class Half(ABC):
 class EngineScheduler:
     """The scheduler of one life of an engine: one half, or both, on the same blocks."""
 
-    def __init__(self, gate: Gate, blocks: BlockManager) -> None:
-        """Start without requests; its halves are set before anything happens."""
+    def __init__(
+        self,
+        seat: Seat,
+        caches: list[RankCache],
+        blocks: BlockManager,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        """Start without requests, as the engine of this seat."""
         self.blocks = blocks
-        self._gate = gate
-        self.prefill: PrefillHalf | None = None
-        self.decode: DecodeHalf | None = None
+        pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
+        trust, quota = Trust.of(config), OfferQuota(seat.cache.num_blocks, config.offer_share)
+        prefill = PrefillScheduler(pinned, quota, trust.seal)
+        decode = DecodeScheduler(
+            [BLOCK_TOKENS],
+            trust.check,
+            verify=config.verify,
+            clock=clock,
+            draw=Random(0).random,  # noqa: S311 - nobody guesses here
+        )
+        self._admission = admission = Admission(pinned, prefill, decode, BlockShortage(clock))
+        self.prefill = PrefillHalf(blocks, caches, admission, prefill, seat)
+        self.decode = DecodeHalf(blocks, caches, admission, decode)
+        self._halves: tuple[Half, ...] = (self.prefill, self.decode)
 
     def __repr__(self) -> str:
         """All requests and their states."""
@@ -132,22 +116,21 @@ class EngineScheduler:
     @property
     def requests(self) -> Mapping[RequestId, Request]:
         """All of them."""
-        halves = [half.requests for half in self._halves()]
-        return halves[0] if len(halves) == 1 else ChainMap(*halves)
+        return ChainMap(self.prefill.requests, self.decode.requests)
 
     def living(self) -> list[Request]:
         """The requests whose clients wait."""
-        return [request for half in self._halves() for request in half.living()]
+        return [request for half in self._halves for request in half.living()]
 
     def schedule(self) -> tuple[list[events.Command], list[Forward]]:
         """Begin a step: its commands, those of prefill first, and what is computed."""
-        forwards = [forward for half in self._halves() for forward in half.schedule()]
-        self._gate.on_step()
-        return [command for half in self._halves() for command in half.pop_commands()], forwards
+        forwards = [forward for half in self._halves for forward in half.schedule()]
+        self._admission.on_step()
+        return [command for half in self._halves for command in half.pop_commands()], forwards
 
     def update(self) -> None:
         """End a step."""
-        for half in self._halves():
+        for half in self._halves:
             half.update()
 
     def expects_end(self, request: RequestId) -> bool:
@@ -158,7 +141,7 @@ class EngineScheduler:
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """See `Half.on_ends`."""
         requests = list(requests)
-        for half in self._halves():
+        for half in self._halves:
             half.on_ends([request for request in requests if request in half.requests], failed)
 
     def abort(self, request: Request) -> None:
@@ -188,14 +171,8 @@ class EngineScheduler:
         """Others free theirs."""
         self.blocks.free(OTHERS)
 
-    def _halves(self) -> Iterator[Half]:
-        if self.prefill is not None:
-            yield self.prefill
-        if self.decode is not None:
-            yield self.decode
-
     def _half_of(self, request: Request) -> Half:
-        return next(half for half in self._halves() if request.request_id in half.requests)
+        return next(half for half in self._halves if request.request_id in half.requests)
 
 
 @dataclass
@@ -208,13 +185,16 @@ class PrefillHalf(Half):
     """On prefill, around `PrefillScheduler`."""
 
     def __init__(
-        self, blocks: BlockManager, caches: list[RankCache], gate: Gate, seat: Seat, config: Config
+        self,
+        blocks: BlockManager,
+        caches: list[RankCache],
+        admission: Admission,
+        connector: PrefillScheduler,
+        seat: Seat,
     ) -> None:
         """Start without requests, as the engine of this seat."""
-        super().__init__(blocks, caches, gate)
-        quota = OfferQuota(caches[0].num_blocks, config.offer_share)
-        self._connector = PrefillScheduler(gate.pinned, quota, Trust.of(config).seal)
-        gate.prefill = self._connector
+        super().__init__(blocks, caches, admission)
+        self._connector = connector
         self.tickets: list[IssuedTicket] = []
         self._seat = seat
         self._preempted: list[RequestId] = []
@@ -300,9 +280,7 @@ class PrefillHalf(Half):
         """Blocks of offers that ended are free."""
         del failed
         ended = list(requests)
-        self._connector.on_end(ended)
-        if ended:
-            self._gate.on_offers_ended()
+        self._admission.on_offers_ended(ended)
         for request in ended:
             self.release(self.requests[request])
 
@@ -310,7 +288,7 @@ class PrefillHalf(Half):
         computed = request.num_computed_tokens
         count = min(CHUNK, _end(request) - computed)
         begins = request.status is not Status.RUNNING
-        if begins and not self._gate.may_begin(request):
+        if begins and not self._admission.may_begin(request.request_id, request.prompt.length):
             return
         if begins and not self.blocks.fits(_end(request)):
             return
@@ -318,7 +296,7 @@ class PrefillHalf(Half):
             return
         if begins:
             request.status = Status.RUNNING
-            self._gate.on_begin(request)
+            self._admission.on_begin(request.request_id)
         step.scheduled.append((request, count))
         table = self.blocks.table(request.request_id)
         tokens = range(computed, min(computed + count, request.prompt.length))
@@ -337,20 +315,12 @@ class DecodeHalf(Half):
         self,
         blocks: BlockManager,
         caches: list[RankCache],
-        gate: Gate,
-        clock: Clock,
-        config: Config,
+        admission: Admission,
+        connector: DecodeScheduler,
     ) -> None:
         """Start without requests."""
-        super().__init__(blocks, caches, gate)
-        self._connector = DecodeScheduler(
-            [BLOCK_TOKENS],
-            Trust.of(config).check,
-            verify=config.verify,
-            clock=clock,
-            draw=Random(0).random,  # noqa: S311 - nobody guesses here
-        )
-        gate.decode = self._connector
+        super().__init__(blocks, caches, admission)
+        self._connector = connector
         self._received: set[RequestId] = set()
         self._failed: set[RequestId] = set()
         self._running: list[Request] = []
@@ -436,7 +406,7 @@ class DecodeHalf(Half):
         """Ask what is to be loaded, and allocate."""
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
-            self._gate.may_begin(request)
+            self._admission.may_begin(request.request_id, request.prompt.length)
             load, parks = self._connector.count_matched(name, request.local)
         computed = max(request.num_computed_tokens, request.local) + load
         wanted = computed if parks else request.prompt.length + 1
@@ -450,7 +420,7 @@ class DecodeHalf(Half):
         if is_first and request.local:  # what its own cache has of it
             for cache in self._caches:
                 cache.write(request.prompt, table, range(request.local))
-        self._gate.on_begin(request)
+        self._admission.on_begin(request.request_id)
         self._connector.on_allocation(name, [table], load)
         request.num_computed_tokens = computed
         request.status = Status.WAITING_FOR_REMOTE_KVS if parks else Status.RUNNING

@@ -165,7 +165,7 @@ def _read(world: World, number: str) -> Read | None:
 
 
 def _prefill(world: World, length: int, answer: int, engine: Engine) -> None:
-    if engine.scheduler.prefill is not None and engine.takes_requests:
+    if engine.is_prefill and engine.takes_requests:
         request_id, prompt = world.new_request_id(engine.name), world.new_prompt(length)
         engine.scheduler.prefill.add(Request(request_id, prompt, steps_left=max(1, answer)))
 
@@ -184,7 +184,7 @@ def _foreign(world: World, engine: Engine, ticket: IssuedTicket) -> None:
 
 
 def _add_to_decode(world: World, engine: Engine, ticket: IssuedTicket, local: int) -> None:
-    if engine.scheduler.decode is not None and engine.takes_requests:
+    if engine.is_decode and engine.takes_requests:
         request_id, params = world.new_request_id(engine.name), dict(ticket.params)
         request = Request(request_id, ticket.prompt, params, local=local, steps_left=2)
         engine.scheduler.decode.add(request)

@@ -137,8 +137,7 @@ class World:
         seats = self._seats[name]
         self.engines[name] = engine = Engine(seats, self.environment)
         seats[0].process.is_up = True
-        if engine.scheduler.prefill is not None:
-            engine.scheduler.prefill.tickets = self.router.tickets
+        engine.scheduler.prefill.tickets = self.router.tickets
 
     def kill(self, name: str) -> None:
         """An engine dies with all of its ranks."""

@@ -285,7 +285,7 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
 ) -> None:
     clock = Clock()
     scheduler = make()
-    monkeypatch.setattr(scheduler, "_shortage", BlockShortage(clock))
+    monkeypatch.setattr(scheduler._admission, "_shortage", BlockShortage(clock))
     waiting = new_request()
 
     def wait() -> list[Any]:
