@@ -1,11 +1,12 @@
 """The book of offers: states, slots, timers, and the transitions that it records."""
 
+import struct
 from collections.abc import Iterator
 
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Generation, Nonce, Rank
+from nixl_kv.ids import Claim, Generation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import OVER, OfferEnd, Tick, Transition
 from nixl_kv.protocol.prefill.machine import PrefillMachine
@@ -238,3 +239,49 @@ def test_a_denial_of_an_unknown_offer_is_not_recorded(
 ) -> None:
     machine.handle(asked(ask()), 100.0)
     assert recorded == []
+
+
+# Which offers give their blocks back
+
+
+RECLAIMS = {
+    "nothing": ("", 3, ""),
+    "the oldest that nobody claimed": ("-2 -2 -2", 3, "0 1"),
+    "the unclaimed first": ("a9 -2", 2, "1"),
+    "the unclaimed first, then the oldest": ("a3 -2 a3", 3, "1 0"),
+    "of the engine that holds most": ("b3 a2 a2", 2, "1"),
+    "until another engine holds most": ("b3 a2 a2", 4, "1 0"),
+    "what is read counts as held": ("b3 a1 a9r", 1, "1"),
+    "what is read stays": ("a9r", 5, ""),
+    "what is recalled already counts": ("a3 b2c", 2, ""),
+    "what is recalled is not enough": ("a3 b2c", 3, "0"),
+    "an engine without more to give": ("a4 b1 b2", 6, "0 1 2"),
+    "all, and still too few": ("a1 -1", 9, "1 0"),
+}
+"""Offers, the oldest first: the engine that was granted it (or -), its blocks, and whether it is
+read (r) or recalled (c); how many blocks are needed; who gives them, in order."""
+
+
+@pytest.mark.parametrize(("offers", "needed", "chosen"), RECLAIMS.values(), ids=RECLAIMS)
+def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: str) -> None:
+    machine = PrefillMachine(
+        RANK_LIFE, no_record, num_slots=8, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S
+    )
+    claims: dict[str, list[Claim]] = {}
+    for number, (engine, size, *state) in enumerate(offers.split()):
+        nonce, claim, request = Nonce(hex32(number)), Claim(hex32(number)), RequestId(str(number))
+        blocks = struct.pack(f"<{size}i", *range(10 * number + 1, 10 * number + 1 + int(size)))
+        machine.handle(prepare_offer(nonce=nonce, request=request, tables=(blocks,)), 0.0)
+        machine.handle(publish_offer(nonce, request), 0.0)
+        if engine == "-":
+            continue
+        by, others = reader(engine=engine), claims.setdefault(engine, [])
+        machine.handle(asked(ask(nonce=nonce, claim=claim, reader=by)), 0.0)
+        offer = machine.offers.get(nonce)
+        assert offer is not None
+        if state == ["r"]:
+            machine.handle(asked(renew(number, claim, *others, reading=1, reader=by)), 0.0)
+        if state == ["c"]:
+            machine.offers.recall(offer, Tick(), 0.0)
+        others.append(claim)
+    assert " ".join(each.request for each in machine.offers.to_reclaim(needed)) == chosen
