@@ -241,7 +241,7 @@ class LoadBook:
         if read.state is State.GRANTED and load.start is not None:
             if key not in self._queue:
                 share = load.start.num_tokens * self._bytes_per_token // len(load.rank_reads)
-                self._queue.add(key, read.endpoint, share, now)
+                self._queue.add(key, read.endpoint, share)
         elif read.state not in (State.READING, State.DRAINING):
             self._queue.remove(key, now, has_progressed=read.state is not State.FAILED)
 

@@ -28,7 +28,7 @@ Key: TypeAlias = tuple[Claim, Rank]
 
 @dataclass
 class _Lane:
-    progressed_at: float  # when a read ended here, or was started with no other under way
+    progressed_at: float = 0.0  # when a read ended here, or began with no other under way
     waiting: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # bytes
     under_way: dict[Key, int] = field(default_factory=dict)
     num_bytes: int = 0  # under way
@@ -55,11 +55,9 @@ class ReadQueue:
     def __contains__(self, key: Key) -> bool:
         return key in self._where
 
-    def add(self, key: Key, endpoint: Endpoint, num_bytes: int, now: float) -> None:
+    def add(self, key: Key, endpoint: Endpoint, num_bytes: int) -> None:
         """A read waits for its turn."""
-        if not self._where:
-            self._progressed_at = now
-        lane = self._lanes.setdefault(endpoint, _Lane(now))
+        lane = self._lanes.setdefault(endpoint, _Lane())
         if not lane.waiting:
             self._turns.append(endpoint)
         lane.waiting[key] = num_bytes
@@ -157,7 +155,6 @@ class ReadQueue:
         if not lane.is_stalled:
             self._num_bytes -= num_bytes
         if not lane.under_way:
-            lane.is_stalled = False
             self._stalls.set(endpoint, None)
 
     def _progress(self, endpoint: Endpoint, lane: _Lane, now: float) -> None:

@@ -18,10 +18,10 @@ def key(number: int) -> Key:
 
 
 def queue_of(*reads: tuple[int, Endpoint, int]) -> ReadQueue:
-    """Of (number, endpoint, bytes), added in second 0."""
+    """Of (number, endpoint, bytes)."""
     queue = ReadQueue()
     for number, endpoint, num_bytes in reads:
-        queue.add(key(number), endpoint, num_bytes, 0.0)
+        queue.add(key(number), endpoint, num_bytes)
     return queue
 
 
@@ -65,10 +65,22 @@ def test_a_rank_that_hangs_holds_up_nobody_else_for_long() -> None:
     assert queue.next_due is None or queue.next_due > 3.0
 
 
+def test_ranks_that_hang_lose_their_turns_alone() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(1), MAX_BYTES), (3, at(1), 1))
+    assert [started(queue, now) for now in (0.0, STALL_S, 2 * STALL_S)] == [[0], [2], []]
+    for number in (4, 5):
+        queue.add(key(number), at(number), 1)
+    assert started(queue, 2 * STALL_S) == [4, 5]
+    queue.remove(key(3), 2 * STALL_S, has_progressed=False)
+    for number in (6, 7):
+        queue.add(key(number), at(number), 1)
+    assert started(queue, 2 * STALL_S) == [6, 7]
+
+
 def test_a_rank_that_goes_on_counts_again() -> None:
     queue = queue_of((0, at(0), HALF), (1, at(0), HALF), (2, at(1), HALF), (3, at(1), HALF))
     assert started(queue) == [0, 2]
-    queue.add(key(4), at(2), HALF, 0.0)
+    queue.add(key(4), at(2), HALF)
     assert started(queue, STALL_S) == [1, 4] or started(queue, STALL_S) == []
     queue.remove(key(0), STALL_S, has_progressed=True)
     queue.validate()
@@ -115,7 +127,7 @@ def test_an_empty_queue_is_as_new() -> None:
     started(queue)
     queue.clear()
     queue.validate()
-    queue.add(key(1), at(0), MAX_BYTES, 9.0)
+    queue.add(key(1), at(0), MAX_BYTES)
     assert started(queue, 9.0) == [1]
 
 
@@ -151,7 +163,7 @@ def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[objec
             case (int(rank), int(num_bytes)):
                 known[key(number)] = at(rank), num_bytes
                 order.setdefault(at(rank), []).append(key(number))
-                queue.add(key(number), at(rank), num_bytes, now)
+                queue.add(key(number), at(rank), num_bytes)
         for begun in queue.pop_startable(now):
             endpoint, _ = known[begun]
             assert order[endpoint].pop(0) == begun, "out of turn"

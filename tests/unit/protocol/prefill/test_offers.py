@@ -24,6 +24,7 @@ from support.records import (
     RANK_LIFE,
     READER,
     RIVAL,
+    ROUTE,
     STRANGER,
     ask,
     asked,
@@ -244,13 +245,26 @@ def test_a_denial_of_an_unknown_offer_is_not_recorded(
 # Which offers give their blocks back
 
 
+def test_an_offer_is_recalled_once_from_an_engine_that_is_named(
+    machine: PrefillMachine, book: OfferBook, recorded: list[Transition]
+) -> None:
+    for event in (prepare_offer(), publish_offer(), asked(ask())):
+        machine.handle(event, 0.0)
+    (offer,) = book.all()
+    assert book.recall(offer, Tick(), 1.0) == [(READER.rank, ROUTE)]
+    assert recorded[-1].peer == f"engine {DECODE!r}"
+    assert book.recall(offer, Tick(), 1.0) == []
+
+
 RECLAIMS = {
     "nothing": ("", 3, ""),
     "the oldest that nobody claimed": ("-2 -2 -2", 3, "0 1"),
     "the unclaimed first": ("a9 -2", 2, "1"),
+    "what is granted after what is not": ("-1 a2", 3, "0 1"),
     "the unclaimed first, then the oldest": ("a3 -2 a3", 3, "1 0"),
     "of the engine that holds most": ("b3 a2 a2", 2, "1"),
     "until another engine holds most": ("b3 a2 a2", 4, "1 0"),
+    "while it still holds most": ("b3 a2 a4", 6, "1 2"),
     "what is read counts as held": ("b3 a1 a9r", 1, "1"),
     "what is read stays": ("a9r", 5, ""),
     "what is recalled already counts": ("a3 b2c", 2, ""),
