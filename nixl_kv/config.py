@@ -13,9 +13,10 @@ import re
 import socket
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
 
+from nixl_kv import addresses
 from nixl_kv.errors import ConfigError
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -28,6 +29,8 @@ POLICIES: Final = ("recompute", "fail")
 
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+KEY_VARIABLE: Final = "NIXL_KV_KEY"
+AUTO: Final = "auto"
 MAX_PORT_DIGITS: Final = 5
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
@@ -36,10 +39,29 @@ MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
 """IPv4 as IPv6 writes it: the same hosts, so it counts as IPv4 everywhere here."""
 
 HOW_TO_SHARE_A_KEY: Final = (
-    "make a key once with `nixl-kv keygen PATH`, copy the file to every engine's machine and set "
-    "key_file to its path there; or, on a network where every host is trusted, set insecure to "
-    "true and peers to the CIDRs of the other engines"
+    "make one key with `nixl-kv keygen PATH`, and copy it to every engine's machine with `scp -p "
+    "PATH HOST:PATH`, with key_file set to PATH; or give the same 64 hexadecimal digits to every "
+    f"engine in its environment, as {KEY_VARIABLE}, "
+    "in Kubernetes with `kubectl create secret generic nixl-kv "
+    f'--from-literal={KEY_VARIABLE}="$(openssl rand -hex 32)"` and `envFrom: [{{secretRef: {{name: '
+    "nixl-kv}}]` in each pod's container; or, on a network where every host is trusted, set "
+    "insecure to true and peers to the CIDRs of the other engines"
 )
+
+MAPPED_KEYS: Final = {"kv_lease_duration": "offer_ttl_s"}
+"""Keys of vLLM's own NixlConnector that mean the same as one of ours."""
+
+NEEDLESS_KEYS: Final = {
+    "num_threads": "one thread a rank has all reads under way",
+    "engine_ttl": "an idle peer costs no link, and what is known of it stays",
+    "enforce_handshake_compat": "a peer whose cache means something else is never read",
+    "backend_params": "NIXL's backends are set up as they were measured to be best",
+    "bidirectional_kv_xfer": "decode's blocks are not read by prefill",
+    "decoder_kv_blocks_ttl": "decode's blocks are not read by prefill",
+    "kv_recompute_threshold": "decode's blocks are not read by prefill",
+    "push_registration_timeout": "decode reads; prefill does not push",
+}
+"""Others of that connector's keys, and why they have no effect here."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +94,30 @@ def _plain(address: Address) -> Address:
 
 def _host(name: str, value: object) -> str:
     """An address a peer can connect to, as an IP literal: tickets carry no names to resolve."""
-    allowed = "an IP address of this machine, or a name that resolves to one; not a wildcard"
+    allowed = (
+        f"{AUTO!r}, an IP address or a network interface of this machine, or a name that resolves "
+        "to one; not a wildcard"
+    )
     if not isinstance(value, str) or not value:
         raise _refuse(name, value, allowed)
     try:
-        literal = socket.getaddrinfo(value, None, type=socket.SOCK_STREAM)[0][4][0]
-        address = _plain(ipaddress.ip_address(literal))
-    except (OSError, ValueError) as error:
+        address = _plain(ipaddress.ip_address(_literal(value)))
+    except (OSError, UnicodeError) as error:  # a name that is none
         raise _refuse(name, value, allowed) from error
+    except ValueError as error:
+        raise _refuse(name, value, f"{allowed}; {error}") from error
     if address.is_unspecified or address.is_multicast:
         raise _refuse(name, value, allowed)
     return str(address)
+
+
+def _literal(host: str) -> str:
+    """The IP literal that an operator's word for a host stands for."""
+    if host == AUTO:
+        return addresses.of_default_route()
+    if addresses.is_interface(host):
+        return addresses.of_interface(host)
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _port(name: str, value: object) -> int:
@@ -173,7 +208,8 @@ class Config:
     """What an operator may choose, and what parses it. Times are seconds."""
 
     host: Annotated[str, _host] = "127.0.0.1"
-    """IP address under which decode engines reach this engine's control plane."""
+    """IP address under which other engines reach this one's control plane: each of its processes
+    has its own, so that 'auto' or a network interface fits where a rank is on another machine."""
 
     port: Annotated[int, _port] = 5600
     """TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r."""
@@ -199,6 +235,9 @@ class Config:
     key_file: Annotated[str | None, _key_file] = None
     """File with the key that all engines share; with it, whoever lacks the key is nobody."""
 
+    key: str | None = field(default=None, repr=False)
+    """The key itself, from NIXL_KV_KEY alone, for who gives no file: vLLM logs its options."""
+
     insecure: Annotated[bool, _switch] = False
     """Whether other machines may reach this engine although it has no key."""
 
@@ -222,11 +261,16 @@ class Config:
     'sample:RATE', or 'all' (1)."""
 
     @property
+    def has_key(self) -> bool:
+        """Whether there is a key, wherever it comes from."""
+        return self.key_file is not None or self.key is not None
+
+    @property
     def allowed_hosts(self) -> AllowedHosts:
         """`peers`, or what it is by default."""
         if self.peers is not None:
             return AllowedHosts(self.peers)
-        if self.key_file is not None:
+        if self.has_key:
             return AllowedHosts()
         return AllowedHosts((*LOOPBACK, ipaddress.ip_network(self.host)))
 
@@ -240,32 +284,56 @@ class Config:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
-        """Build from `kv_connector_extra_config`, with vLLM's two variables as defaults.
+        """Build from `kv_connector_extra_config`, with some variables as defaults.
+
+        Keys of vLLM's own NixlConnector are known, see `needless`.
 
         Raises:
             ConfigError: for an unknown key or a value that is not allowed, or if other machines
                 could reach an engine that has no key.
         """
-        known = typing.get_type_hints(cls, include_extras=True)
-        unknown = sorted(set(extra) - set(known))
+        hints = typing.get_type_hints(cls, include_extras=True)
+        known = {key: hint for key, hint in hints.items() if hasattr(hint, "__metadata__")}
+        unknown = sorted(set(extra) - {*known, *MAPPED_KEYS, *NEEDLESS_KEYS})
         if unknown:
             raise ConfigError(
                 f"kv_connector_extra_config has the unknown key {unknown[0]!r} "
                 f"(value {extra[unknown[0]]!r}); allowed keys are {', '.join(known)}"
             )
         given = _from_environment(environ)
-        given |= {key: (f"kv_connector_extra_config[{key!r}]", extra[key]) for key in extra}
+        mapped = {ours: theirs for theirs, ours in MAPPED_KEYS.items() if theirs in extra}
+        named = mapped | {key: key for key in extra if key in known}
+        given |= {
+            key: (f"kv_connector_extra_config[{name!r}]", extra[name])
+            for key, name in named.items()
+        }
         parsers = {key: known[key].__metadata__[0] for key in given}  # Annotated[type, parser]
-        config = cls(**{key: parsers[key](*given[key]) for key in given})
+        config = cls(
+            key=environ.get(KEY_VARIABLE) or None,
+            **{key: parsers[key](*given[key]) for key in given},
+        )
         is_alone = ipaddress.ip_address(config.host).is_loopback
-        if not (config.key_file or config.insecure or is_alone):
+        if not (config.has_key or config.insecure or is_alone):
             raise _refuse(
                 given["host"][0],
                 config.host,
-                f"without a key_file, an address that only this machine reaches: "
-                f"{HOW_TO_SHARE_A_KEY}",
+                f"without a key, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}",
             )
         return config
+
+
+def needless(extra: Mapping[str, Any]) -> list[str]:
+    """What to say of the keys that only vLLM's own NixlConnector has: a line each."""
+    lines = [
+        f"kv_connector_extra_config[{key!r}] counts as {MAPPED_KEYS[key]!r}"
+        for key in sorted(MAPPED_KEYS.keys() & extra)
+        if MAPPED_KEYS[key] not in extra
+    ]
+    lines += [
+        f"kv_connector_extra_config[{key!r}] has no effect: {NEEDLESS_KEYS[key]}"
+        for key in sorted(NEEDLESS_KEYS.keys() & extra)
+    ]
+    return lines
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:

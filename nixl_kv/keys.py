@@ -1,8 +1,8 @@
 """The key that all engines share, and the keys that are derived from it.
 
-Whoever has the file may do all that an engine may: ask any engine for what it is and for its
-blocks, and make tickets. So the file must be readable by its owner alone, and nothing here shows,
-logs or compares what is in it; a fingerprint tells two keys apart.
+Whoever has it may do all that an engine may: ask any engine for what it is and for its blocks, and
+make tickets. So its file must be readable by its owner alone, or by groups that this process is in
+as well, and nothing here shows, logs or compares what is in it; a fingerprint tells two keys apart.
 """
 
 import hashlib
@@ -17,10 +17,13 @@ from nixl_kv.errors import ConfigError
 
 KEY_BYTES: Final = 32
 MODES: Final = (0o600, 0o400)
+GROUP_MODES: Final = (0o640, 0o440)
+"""For a file of a group that this process is in: as Kubernetes mounts a Secret with fsGroup."""
 
+CONTENT: Final = "64 hexadecimal digits"
 ALLOWED: Final = (
-    "a file made by `nixl-kv keygen`: one line of 64 hexadecimal digits, with mode 0600 or 0400, "
-    "owned by this user or root"
+    f"a file made by `nixl-kv keygen`: one line of {CONTENT}, with mode 0600 or 0400, or 0640 or "
+    "0440 and a group of this process; owned by this user or root"
 )
 
 
@@ -71,6 +74,18 @@ def read_key_file(path: str | Path) -> Keys:
         ) from error
 
 
+def parse_key(text: str, name: str) -> Keys:
+    """A key that is given as text.
+
+    Raises:
+        ConfigError: says what is allowed under that name; never what the text is.
+    """
+    try:
+        return Keys.derive(_root(text.strip().encode()))
+    except ValueError as error:
+        raise ConfigError(f"{name} is no key; allowed: {CONTENT}") from error
+
+
 def write_key_file(path: str | Path) -> Keys:
     """Make a key and write it to a new file that only this user can read.
 
@@ -106,7 +121,11 @@ def _read(path: str | Path) -> bytes:
         text = os.read(descriptor, 2 * KEY_BYTES + 2)  # one more than a key and its line end
     finally:
         os.close(descriptor)
-    digits = text.removesuffix(b"\n")
+    return _root(text.removesuffix(b"\n"))
+
+
+def _root(digits: bytes) -> bytes:
+    """The bytes that hexadecimal digits stand for; the ValueError does not show them."""
     if len(digits) != 2 * KEY_BYTES or not set(digits) <= set(b"0123456789abcdefABCDEF"):
         raise ValueError("its content is something else")
     return bytes.fromhex(digits.decode("ascii"))
@@ -117,8 +136,10 @@ def _check(status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
-    if mode not in MODES:
+    if mode not in (*MODES, *GROUP_MODES):
         raise ValueError(f"its mode is {mode:04o}")
+    if mode in GROUP_MODES and status.st_gid not in (os.getegid(), *os.getgroups()):
+        raise ValueError(f"its mode is {mode:04o}, for the group {status.st_gid}")
     if status.st_uid not in (os.geteuid(), 0):
         raise ValueError(f"its owner is the user {status.st_uid}")
 

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nixl_kv.connector.connector import NixlKVConnector
 
-__all__ = ["NixlKVConnector"]
+    NixlConnector = NixlKVConnector
+
+__all__ = ["NixlConnector", "NixlKVConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the connector when vLLM's factory asks for it."""
-    if name == "NixlKVConnector":
+    """Import the connector when vLLM's factory asks for it.
+
+    It also has the name of vLLM's own, by which platforms, and vLLM itself, know what speaks NIXL.
+    """
+    if name in __all__:
         from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
 
         return NixlKVConnector

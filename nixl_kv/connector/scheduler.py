@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from nixl_kv.config import needless
 from nixl_kv.connector.admission import Admission
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.block_shortage import BlockShortage
@@ -53,6 +54,8 @@ class Scheduler:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
+        for line in needless(vllm_config.kv_transfer_config.kv_connector_extra_config):
+            logger.info(line)
         self._trust = Trust.of(self._config)
         groups = pagings(kv_cache_config)
         self._blocks = PinnedBlocks(groups)

@@ -163,9 +163,9 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
             RemoteProtocolError: says what is wrong with the MAC, and nothing of what it should be.
         """
         if key is None and self.mac:
-            reason = "was made by an engine with a key; this one has no key_file"
+            reason = "was made by an engine with a key; this one has no key"
         elif key is not None and not self.mac:
-            reason = "is missing: made by an engine without a key; this one has a key_file"
+            reason = "is missing: made by an engine without a key; this one has a key"
         elif key is not None and not hmac.compare_digest(
             self.mac, _mac(self.version, self.payload, key)
         ):

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nixl_kv.config import AllowedHosts, Config
+from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.keys import Keys, read_key_file
+from nixl_kv.keys import Keys, parse_key, read_key_file
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.transport.zmq import ZmqControl
 
@@ -23,9 +23,12 @@ class Trust:
         """As configured; reads the key file.
 
         Raises:
-            ConfigError: if the key file is not one, or others can read it.
+            ConfigError: if the key file is not one, or others can read it; or for a key that is
+                none.
         """
-        keys = None if config.key_file is None else read_key_file(config.key_file)
+        keys = None if config.key is None else parse_key(config.key, KEY_VARIABLE)
+        if config.key_file is not None:
+            keys = read_key_file(config.key_file)
         return cls(keys, config.allowed_hosts, config.peer_timeout_s)
 
     def __str__(self) -> str:

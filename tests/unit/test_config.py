@@ -9,17 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nixl_kv import addresses
 from nixl_kv.config import (
     HOST_VARIABLE,
     HOW_TO_SHARE_A_KEY,
+    KEY_VARIABLE,
     LAYOUTS,
+    NEEDLESS_KEYS,
     PORT_VARIABLE,
     AllowedHosts,
     Config,
+    needless,
 )
 from nixl_kv.errors import ConfigError
 
-NO_HOST = "an IP address of this machine, or a name that resolves to one; not a wildcard"
+NO_HOST = (
+    "'auto', an IP address or a network interface of this machine, or a name that resolves to one; "
+    "not a wildcard"
+)
 NO_PORT = r"a whole number from 0 to 65535 \(0: any free port\)"
 NO_BACKENDS = r"a list of names of NIXL backends, such as \['UCX'\]"
 NO_SECONDS = "a number of seconds from 0.1 to 3600"
@@ -125,6 +132,8 @@ def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
         pytest.param("host", "::1", "::1", id="IPv6"),
         pytest.param("host", "0:0::0:1", "::1", id="IPv6 in another spelling"),
         pytest.param("host", "prefill", "10.0.0.7", id="name"),
+        pytest.param("host", "lo9", "10.0.0.8", id="interface"),
+        pytest.param("host", "auto", "10.0.0.9", id="the default route"),
         pytest.param("host", "::ffff:10.0.0.7", "10.0.0.7", id="IPv4 written as IPv6"),
         pytest.param("backends", ("POSIX",), ("POSIX",), id="tuple of backends"),
         pytest.param("lease_s", 0.1, 0.1, id="shortest"),
@@ -151,9 +160,16 @@ def test_a_lease_is_renewed_five_times_and_each_second_at_least() -> None:
     ],
 )
 def test_a_value_that_is_allowed_is_parsed(
-    names: dict[str, str], key: str, value: object, parsed: object
+    names: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    value: object,
+    parsed: object,
 ) -> None:
     names["prefill"] = "10.0.0.7"
+    monkeypatch.setattr(addresses, "is_interface", lambda name: name == "lo9")
+    monkeypatch.setattr(addresses, "of_interface", lambda _name: "10.0.0.8")
+    monkeypatch.setattr(addresses, "of_default_route", lambda: "10.0.0.9")
     result = getattr(Config.parse({"insecure": True, key: value}, {}), key)
     assert result == parsed
     assert type(result) is type(parsed)
@@ -253,6 +269,7 @@ def test_a_value_that_is_not_allowed_is_refused_with_key_and_what_is(
         pytest.param({"z": 1, "port": 1, "b": None}, "'b' (value None)", id="the first by name"),
         pytest.param({"Port": 1}, "'Port' (value 1)", id="capitals"),
         pytest.param({"renew_interval_s": 1}, "'renew_interval_s' (value 1)", id="derived"),
+        pytest.param({"key": "00"}, "'key' (value '00')", id="a key, which others would see"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_known_ones(
@@ -268,7 +285,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"
     )
-    assert keys == ", ".join(field.name for field in fields(Config))
+    assert keys == ", ".join(field.name for field in fields(Config) if field.name != "key")
 
 
 @pytest.mark.parametrize(
@@ -356,7 +373,7 @@ def test_what_other_machines_reach_needs_a_key(
     with pytest.raises(ConfigError) as refusal:
         Config.parse(extra, environ)
     assert str(refusal.value) == (
-        f"{name} is '10.0.0.1'; allowed: without a key_file, an address that only this machine "
+        f"{name} is '10.0.0.1'; allowed: without a key, an address that only this machine "
         f"reaches: {HOW_TO_SHARE_A_KEY}"
     )
 
@@ -364,7 +381,7 @@ def test_what_other_machines_reach_needs_a_key(
 @pytest.mark.parametrize(
     "extra",
     [
-        pytest.param({"host": "10.0.0.1", "key_file": "key"}, id="a key"),
+        pytest.param({"host": "10.0.0.1", "key_file": "key"}, id="a key file"),
         pytest.param({"host": "10.0.0.1", "insecure": True}, id="insecure"),
         pytest.param({"host": "127.0.0.1"}, id="loopback"),
         pytest.param({"host": "127.8.8.8"}, id="all of loopback"),
@@ -374,6 +391,58 @@ def test_what_other_machines_reach_needs_a_key(
 )
 def test_what_only_this_machine_reaches_needs_no_key(extra: dict[str, object]) -> None:
     Config.parse(extra, {})
+
+
+def test_a_key_may_come_from_the_environment_and_is_not_shown() -> None:
+    config = Config.parse({"host": "10.0.0.1"}, {KEY_VARIABLE: "00ff"})
+    assert config.has_key
+    assert config.allowed_hosts.allows("8.8.8.8")
+    assert config.key == "00ff"
+    assert "00ff" not in repr(config)
+    assert Config.parse({}, {KEY_VARIABLE: ""}) == Config()
+
+
+# Keys of vLLM's own connector
+
+
+@pytest.mark.parametrize(
+    ("extra", "seconds", "lines"),
+    [
+        pytest.param({}, 10.0, [], id="none"),
+        pytest.param(
+            {"kv_lease_duration": 45},
+            45.0,
+            ["kv_connector_extra_config['kv_lease_duration'] counts as 'offer_ttl_s'"],
+            id="one that means something",
+        ),
+        pytest.param({"kv_lease_duration": 45, "offer_ttl_s": 5}, 5.0, [], id="ours comes first"),
+        pytest.param(
+            {"num_threads": 4, "engine_ttl": 60},
+            10.0,
+            [
+                f"kv_connector_extra_config[{key!r}] has no effect: {NEEDLESS_KEYS[key]}"
+                for key in ("engine_ttl", "num_threads")
+            ],
+            id="those that mean nothing",
+        ),
+    ],
+)
+def test_keys_of_vllms_own_connector_are_understood(
+    extra: dict[str, object], seconds: float, lines: list[str]
+) -> None:
+    assert Config.parse(extra, {}).offer_ttl_s == seconds
+    assert needless(extra) == lines
+
+
+def test_a_bad_value_of_theirs_is_refused_under_their_name() -> None:
+    with pytest.raises(ConfigError, match=r"config\['kv_lease_duration'\] is 0; allowed"):
+        Config.parse({"kv_lease_duration": 0}, {})
+
+
+@pytest.mark.parametrize("key", sorted(NEEDLESS_KEYS))
+def test_each_key_that_has_no_effect_says_why(key: str) -> None:
+    assert Config.parse({key: None}, {}) == Config()
+    assert needless({key: None})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_kv.errors import ConfigError
-from nixl_kv.keys import ALLOWED, Keys, read_key_file, write_key_file
+from nixl_kv.keys import ALLOWED, Keys, parse_key, read_key_file, write_key_file
 
 ROOT = bytes(range(32))
 
@@ -152,8 +152,37 @@ def test_a_file_that_its_owner_alone_can_read_is_accepted(path: Path, mode: int)
     read_key_file(written(path, mode=mode))
 
 
+@pytest.mark.parametrize("mode", [0o640, 0o440])
+@pytest.mark.parametrize("group", ["effective", "supplementary"])
+def test_a_file_that_a_group_of_this_process_can_read_is_accepted(
+    path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, group: str
+) -> None:
+    """As Kubernetes mounts a Secret in a pod with fsGroup."""
+    mine = written(path, mode=mode).stat().st_gid
+    egid, groups = (mine, []) if group == "effective" else (mine + 1, [mine + 2, mine])
+    monkeypatch.setattr(os, "getegid", lambda: egid)
+    monkeypatch.setattr(os, "getgroups", lambda: groups)
+    read_key_file(path)
+    monkeypatch.setattr(os, "getegid", lambda: mine + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [mine + 2])
+    with pytest.raises(ConfigError, match=f"its mode is {mode:04o}, for the group {mine}; allowed"):
+        read_key_file(path)
+
+
+@pytest.mark.parametrize("text", [ROOT.hex(), f" {ROOT.hex().upper()}\n"])
+def test_a_key_may_be_given_as_text(path: Path, text: str) -> None:
+    assert parse_key(text, "IT").fingerprint == read_key_file(written(path)).fingerprint
+
+
+@pytest.mark.parametrize("text", ["", "secret", ROOT.hex()[1:], ROOT.hex() + "0"])
+def test_text_that_is_no_key_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_key(text, "IT")
+    assert str(refusal.value) == "IT is no key; allowed: 64 hexadecimal digits"
+
+
 @pytest.mark.parametrize(
-    "mode", [0o644, 0o640, 0o604, 0o660, 0o440, 0o404, 0o700, 0o500, 0o601, 0o620, 0o4600, 0o1600]
+    "mode", [0o644, 0o604, 0o660, 0o404, 0o700, 0o500, 0o601, 0o620, 0o4600, 0o1600, 0o4440]
 )
 def test_a_file_with_another_mode_is_refused(path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match=rf"/key': its mode is {mode:04o}; allowed: {ALLOWED}$"):

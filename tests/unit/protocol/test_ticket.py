@@ -512,13 +512,13 @@ def test_the_mac_is_checked_before_the_payload_is_looked_at(
         pytest.param(
             KEY,
             None,
-            "mac was made by an engine with a key; this one has no key_file",
+            "mac was made by an engine with a key; this one has no key",
             id="no key here",
         ),
         pytest.param(
             None,
             KEY,
-            "mac is missing: made by an engine without a key; this one has a key_file",
+            "mac is missing: made by an engine without a key; this one has a key",
             id="no key there",
         ),
         pytest.param(

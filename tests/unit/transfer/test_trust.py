@@ -55,7 +55,7 @@ PLAIN, STRANGE = (at_host().params(key) for key in (None, b"x" * 32))
     [
         pytest.param({"key_file": True}, PLAIN, "mac is missing", id="no MAC"),
         pytest.param({"key_file": True}, STRANGE, "mac is wrong", id="another key"),
-        pytest.param({}, STRANGE, "this one has no key_file", id="MAC and no key"),
+        pytest.param({}, STRANGE, "this one has no key", id="MAC and no key"),
         pytest.param(
             {},
             at_host("10.0.0.1").params(None),

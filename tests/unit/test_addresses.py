@@ -1,0 +1,88 @@
+"""Which of this machine's addresses others can reach: from its interfaces and its routes."""
+
+import socket
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from typing_extensions import Self
+
+from nixl_kv import addresses
+
+
+class Entry(NamedTuple):
+    family: int
+    address: str
+
+
+V4, V6 = socket.AF_INET, socket.AF_INET6
+LO = [Entry(V4, "127.0.0.1"), Entry(V6, "::1"), Entry(psutil.AF_LINK, "00:00:00:00:00:00")]
+ETH0 = [Entry(V6, "fe80::1%eth0"), Entry(V6, "fd00::1"), Entry(V4, "10.0.0.1")]
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Entry]]:
+    """Of a machine that has those that a test puts here."""
+    known = {"lo": LO}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
+    return known
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """By address family, the address of the default route; none for a start."""
+    known: dict[int, str] = {}
+
+    class Probe:
+        def __init__(self, family: int, kind: int) -> None:
+            assert kind == socket.SOCK_DGRAM, "something would be sent"
+            self.family = family
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def connect(self, _address: Any) -> None:
+            if self.family not in known:
+                raise OSError("Network is unreachable")
+
+        def getsockname(self) -> tuple[str, int]:
+            return known[self.family], 1
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    return known
+
+
+def test_an_interface_has_its_ipv4_address_before_others(
+    interfaces: dict[str, list[Entry]],
+) -> None:
+    interfaces["eth0"] = ETH0
+    assert [addresses.is_interface(name) for name in ("eth0", "eth1")] == [True, False]
+    assert addresses.of_interface("eth0") == "10.0.0.1"
+    interfaces["eth0"] = ETH0[:2]
+    assert addresses.of_interface("eth0") == "fd00::1"
+    interfaces["eth0"] = ETH0[:1]
+    with pytest.raises(ValueError, match="the interface eth0 has no address"):
+        addresses.of_interface("eth0")
+
+
+def test_the_default_route_says_the_address(routes: dict[int, str]) -> None:
+    routes[V6] = "fd00::2"
+    assert addresses.of_default_route() == "fd00::2"
+    routes[V4] = "10.0.0.2"
+    assert addresses.of_default_route() == "10.0.0.2"
+
+
+def test_without_a_route_the_only_address_will_do(
+    interfaces: dict[str, list[Entry]], routes: dict[int, str]
+) -> None:
+    assert not routes
+    with pytest.raises(ValueError, match=r"no default route, and the interfaces none$"):
+        addresses.of_default_route()
+    interfaces["eth0"] = ETH0
+    assert addresses.of_default_route() == "10.0.0.1"
+    interfaces["eth1"] = [Entry(V4, "10.1.0.1")]
+    with pytest.raises(ValueError, match=r"eth0 \(10.0.0.1 fd00::1\), eth1 \(10.1.0.1\)$"):
+        addresses.of_default_route()
