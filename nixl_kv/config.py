@@ -12,7 +12,7 @@ import ipaddress
 import re
 import socket
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -283,6 +283,13 @@ class Config:
         return min(0.8, self.lease_s / 5)
 
     @classmethod
+    def parsers(cls) -> dict[str, Callable[[str, object], Any]]:
+        """The keys that an operator may give, each with what parses its value."""
+        hints = typing.get_type_hints(cls, include_extras=True)
+        known = {key: getattr(hint, "__metadata__", None) for key, hint in hints.items()}
+        return {key: metadata[0] for key, metadata in known.items() if metadata}
+
+    @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
         """Build from `kv_connector_extra_config`, with some variables as defaults.
 
@@ -292,8 +299,7 @@ class Config:
             ConfigError: for an unknown key or a value that is not allowed, or if other machines
                 could reach an engine that has no key.
         """
-        hints = typing.get_type_hints(cls, include_extras=True)
-        known = {key: hint for key, hint in hints.items() if hasattr(hint, "__metadata__")}
+        known = cls.parsers()
         unknown = sorted(set(extra) - {*known, *MAPPED_KEYS, *NEEDLESS_KEYS})
         if unknown:
             raise ConfigError(
@@ -307,10 +313,9 @@ class Config:
             key: (f"kv_connector_extra_config[{name!r}]", extra[name])
             for key, name in named.items()
         }
-        parsers = {key: known[key].__metadata__[0] for key in given}  # Annotated[type, parser]
         config = cls(
             key=environ.get(KEY_VARIABLE) or None,
-            **{key: parsers[key](*given[key]) for key in given},
+            **{key: known[key](*given[key]) for key in given},
         )
         is_alone = ipaddress.ip_address(config.host).is_loopback
         if not (config.has_key or config.insecure or is_alone):
