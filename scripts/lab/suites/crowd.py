@@ -31,6 +31,7 @@ from lab.cluster.processes import busy
 from lab.cluster.prompts import random_prompt
 from lab.cluster.waiting import wait_or_fail, wait_until
 from lab.results import Results, Verdict, say_on_stderr, verdict_of
+from lab.suites.demo import CONNECTORS
 
 ANSWER: Final = 16
 WORDS: Final = 500
@@ -255,7 +256,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="crowd", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[*SCENES], default=[*SCENES])
-    parser.add_argument("--connector", choices=["nixl-kv", "in-tree", "both"], default="nixl-kv")
+    parser.add_argument("--connector", choices=[*CONNECTORS, "both"], default="nixl-kv")
     parser.add_argument("--prompts", type=int, help="instead of each scene's own number")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
@@ -265,9 +266,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run; the exit status."""
     options = parse_arguments()
-    connectors: list[Connector] = (
-        ["nixl-kv", "in-tree"] if options.connector == "both" else [options.connector]
-    )
+    connectors = CONNECTORS if options.connector == "both" else (options.connector,)
     results = Results("engines that hold what others wait for", "scenes are good", options.json)
     model = ensure_tiny_model()
     counts = {name: options.prompts or SCENES[name][1] for name in options.only}
