@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from lab.cluster.processes import (
     exit_on_signal,
     stop_all,
 )
+from lab.cluster.waiting import wait_until
 
 REPO = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120
@@ -46,13 +46,6 @@ while :; do sleep 0.05; done
 """
 ORDERLY = "touch ending; sleep 1; kill $engine; touch ended; exit 143"
 STUBBORN = "touch ending"
-
-
-def wait_until_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:
@@ -99,7 +92,9 @@ def matrix(tmp_path: Path, stubs: Path) -> Iterator[Callable[..., subprocess.Pop
                     start_new_session=True,
                 )
             )
-        wait_until_true(lambda: (tmp_path / "begun").exists() or started[-1].poll() is not None)
+        assert wait_until(
+            lambda: (tmp_path / "begun").exists() or started[-1].poll() is not None, PATIENCE_S
+        )
         assert started[-1].poll() is None, (tmp_path / "said").read_text("utf-8")
         return started[-1]
 
@@ -129,7 +124,7 @@ def test_an_impatient_second_signal_leaves_no_engine_behind(
 ) -> None:
     process = matrix(ORDERLY)
     process.send_signal(signal.SIGINT)
-    wait_until_true((tmp_path / "ending").exists)
+    assert wait_until((tmp_path / "ending").exists, PATIENCE_S, interval_s=0.02)
     process.send_signal(number)
     assert process.wait(PATIENCE_S) == 128 + number
     assert (tmp_path / "ended").exists()  # in its own time
@@ -206,7 +201,7 @@ def test_signals_come_after_the_block() -> None:
 def test_what_ends_in_time_keeps_its_children(tmp_path: Path) -> None:
     process = ManagedProcess("p", launcher_of(tmp_path, "exit 0").with_suffix(".log"))
     process.launch(["bash", str(tmp_path / "launcher.sh")], os.environ)
-    wait_until_true((tmp_path / "begun").exists)
+    assert wait_until((tmp_path / "begun").exists, PATIENCE_S)
     stop_all([process])
     assert process.exit_code() == 0
     assert is_running(engine_in(tmp_path))

@@ -182,7 +182,7 @@ class Load:
     claim: Claim
     peer: events.PeerKey
     timeout_s: float
-    deadline: float  # unless something moves before; see `late_at`
+    deadline: float  # unless something moves before; see `_late_at`
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
     reads: dict[Rank, RankRead] | None = None
@@ -332,9 +332,9 @@ class Load:
         self._move(read, State.GRANTED, grant)
         return []
 
-    def on_blocks(self, start: events.StartLoad, deadline: float) -> None:
+    def on_blocks(self, start: events.StartLoad, now: float) -> None:
         """There are blocks: what is granted can be read, in its turn."""
-        self.start, self.deadline = start, deadline
+        self.start, self.deadline = start, now + self.timeout_s
         cause = f"StartLoad: tokens {start.begin} to {start.end - 1}"
         self.record(events.Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
 

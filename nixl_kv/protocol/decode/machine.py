@@ -105,7 +105,7 @@ class DecodeMachine:
             return [events.LoadEnded(command.request, command.num_tokens, failure)]
         if load.start is not None:  # a second request with its id: see `refuse_second`
             return []
-        load.on_blocks(command, now + self.loads.timeout_s)
+        load.on_blocks(command, now)
         return self.loads.settle(load, now)
 
     def _cancel(self, command: events.CancelLoad, now: float) -> list[events.Action]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from lab.bench.timing import cpu_share
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import LocalEngine
 from lab.results import Figures, Results, verdict_of
@@ -105,9 +106,8 @@ def costs_of_ranks(seconds: float) -> list[Figures]:
         load(*engines)
         per_load = count_events(engines)
         time.sleep(SETTLE_S)
-        settled, before, begin = count_events(engines), time.process_time(), time.monotonic()
-        time.sleep(seconds)
-        percent = 100 * (time.process_time() - before) / (time.monotonic() - begin)
+        settled = count_events(engines)
+        percent = 100 * cpu_share(seconds)
         while_idle = count_events(engines) - settled
     return [
         cost("one load from one rank", per_load, "events"),

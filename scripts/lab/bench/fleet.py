@@ -14,14 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
+from lab.bench.timing import cpu_share
+from lab.cluster.waiting import wait_or_fail
 from nixl_kv.config import Config
 from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import (
@@ -69,6 +72,12 @@ def address(number: int, part: int) -> str:
     return f"127.{part}.{number // 250}.{number % 250 + 1}"
 
 
+@cache
+def layouts(tp: int) -> list[CacheLayout]:
+    """Of the ranks of an engine."""
+    return build_layouts(MODEL, EngineShape(tp=tp, num_blocks=1000))
+
+
 @dataclass(frozen=True)
 class FleetEngine:
     """One prefill engine of the fleet; all of them listen on one port."""
@@ -77,40 +86,70 @@ class FleetEngine:
     tp: int
     port: int
 
+    @property
+    def incarnation(self) -> Incarnation:
+        """Of its one life."""
+        return engine_incarnation(map(self._incarnation_of, range(self.tp)))
+
+    @property
+    def key(self) -> events.PeerKey:
+        """How decode names it."""
+        ticket = self.ticket(0)
+        return events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
+
     def description(self) -> messages.Description:
         """Whatever it is asked for."""
-        layouts = build_layouts(MODEL, EngineShape(tp=self.tp, num_blocks=1000))
         ranks = tuple(
             messages.RankDescription(
-                incarnation=Incarnation(hex32(self.number * 100 + rank + 1)),
+                incarnation=self._incarnation_of(rank),
                 endpoint=endpoint_at(address(self.number, 10 + rank), self.port),
                 agent=b"agent",
                 slots=messages.Slots(address=4096, count=64),
                 layout=layout,
             )
-            for rank, layout in enumerate(layouts)
+            for rank, layout in enumerate(layouts(self.tp))
         )
         return messages.Description(
-            incarnation=engine_incarnation(rank.incarnation for rank in ranks),
+            incarnation=self.incarnation,
             engine=EngineId(str(self.number)),
             model=FACTS,
             shape=ParallelShape(self.tp, 1),
             ranks=ranks,
         )
 
-    def prepare_load(self) -> events.PrepareLoad:
-        """Of the one prompt that it has."""
-        ticket = Ticket(
+    def prepare_load(self, request: int) -> events.PrepareLoad:
+        """Of one of its prompts."""
+        name, claim = RequestId(str(request)), Claim(hex32(request))
+        return events.PrepareLoad(name, self.ticket(request), claim)
+
+    def ticket(self, request: int) -> Ticket:
+        """For this prompt."""
+        return Ticket(
             engine=EngineId(str(self.number)),
             host=address(self.number, 1),
             port=self.port,
-            incarnation=self.description().incarnation,
-            nonce=Nonce(hex32(self.number)),
+            incarnation=self.incarnation,
+            nonce=Nonce(hex32(request)),
             num_tokens=100,
             context=CONTEXT,
         )
-        request, claim = RequestId(str(self.number)), Claim(hex32(self.number))
-        return events.PrepareLoad(request, ticket, claim)
+
+    def _incarnation_of(self, rank: int) -> Incarnation:
+        return Incarnation(hex32(self.number * 100 + rank + 1))
+
+
+def grant_of(ask: messages.Ask, lease_s: float = LEASE_S, slot: int = 0) -> messages.Grant:
+    """What a rank of the fleet answers."""
+    return messages.Grant(
+        incarnation=ask.incarnation,
+        nonce=ask.nonce,
+        claim=ask.claim,
+        reader=ask.reader,
+        lease_s=lease_s,
+        tables=TABLES,
+        slot=slot,
+        generation=Generation(b"\1" * 16),
+    )
 
 
 # --- the fleet's process
@@ -152,16 +191,7 @@ class Fleet:
         match message:
             case messages.Ask():
                 self._grants += 1
-                yield messages.Grant(
-                    incarnation=message.incarnation,
-                    nonce=message.nonce,
-                    claim=message.claim,
-                    reader=message.reader,
-                    lease_s=LEASE_S,
-                    tables=TABLES,
-                    slot=0,
-                    generation=Generation(b"\1" * 16),
-                )
+                yield grant_of(message)
             case messages.Renew():
                 now = time.monotonic()
                 before = self._renewed_at.get(message.incarnation, now)
@@ -304,7 +334,7 @@ def measure(num_engines: int, tp: int) -> Cost:
         RankSpec(
             engine=EngineId("decode"),
             rank=Rank(0),
-            layout=build_layouts(MODEL, EngineShape(num_blocks=1000))[0],
+            layout=layouts(1)[0],
             model=FACTS,
             config=Config(request_timeout_s=WAIT_S, peer_timeout_s=60.0),
             host="127.0.0.1",
@@ -351,20 +381,18 @@ def _measure(
         while (first + len(group) - num_released) * tp > MOST_HELD:
             engine.submit([events.CancelLoad(RequestId(str(num_released)))])
             num_released += 1
-        engine.submit([each.prepare_load() for each in group])
-        expected = (first + len(group)) * tp
-        wait(partial(have_granted, report, expected), "not all have granted")
+        engine.submit([each.prepare_load(each.number) for each in group])
+        granted = partial(have_granted, report, (first + len(group)) * tp)
+        wait_or_fail(granted, WAIT_S, "not all have granted", interval_s=POLL_S)
     meet = time.process_time() - begin
-    begin, at = time.process_time(), time.monotonic()
-    time.sleep(HELD_S)
-    held = (time.process_time() - begin) / (time.monotonic() - at)
+    held = cpu_share(HELD_S)
     files_held, gap = open_files() - files, report()["longest_s"]
     held_numbers = range(num_released, num_engines)
     engine.submit([events.CancelLoad(RequestId(str(number))) for number in held_numbers])
-    wait(lambda: open_files() - files <= OWN_FILES, "links stay open")
-    begin, at = time.process_time(), time.monotonic()
-    time.sleep(IDLE_S)
-    idle = (time.process_time() - begin) / (time.monotonic() - at)
+    wait_or_fail(
+        lambda: open_files() - files <= OWN_FILES, WAIT_S, "links stay open", interval_s=POLL_S
+    )
+    idle = cpu_share(IDLE_S)
     return Cost(
         engines=num_engines,
         tp=tp,
@@ -383,19 +411,6 @@ def _measure(
 def have_granted(report: Callable[[], dict[str, Any]], expected: int) -> bool:
     """Whether the fleet has sent so many grants by now."""
     return int(report()["grants"]) >= expected
-
-
-def wait(condition: Callable[[], bool], why_not: str) -> None:
-    """For a condition, for as long as a busy machine may take.
-
-    Raises:
-        TimeoutError: says what did not come about.
-    """
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(why_not)
-        time.sleep(POLL_S)
 
 
 def open_files() -> int:

@@ -24,17 +24,27 @@ from pathlib import Path
 from typing import Final
 
 from lab.bench.events import cost
-from lab.bench.fleet import Cost, measure
+from lab.bench.fleet import (
+    CONTEXT,
+    FACTS,
+    LEASE_S,
+    TABLES,
+    Cost,
+    FleetEngine,
+    address,
+    grant_of,
+    hex32,
+    layouts,
+    measure,
+    open_files,
+)
 from lab.results import Figures, Results, say_on_stderr, verdict_of
 from nixl_kv.config import Config
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
-from nixl_kv.geometry.ranks import ParallelShape, Route
+from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import (
     Claim,
     Endpoint,
     EngineId,
-    Generation,
     Incarnation,
     Nonce,
     Rank,
@@ -44,7 +54,6 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.prefill.machine import PrefillMachine
-from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.agents import Agents
 from nixl_kv.transfer.remote_peers import RemotePeers
 from nixl_kv.transport.base import FromEndpoint, Lost, PeerName
@@ -52,7 +61,6 @@ from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.zmq import ZmqControl
 
 TP: Final = 8
-LEASE_S: Final = 5.0
 RENEW_S: Final = Config(lease_s=LEASE_S).renew_interval_s
 SAMPLES: Final = 200
 ROUNDS: Final = 5
@@ -68,17 +76,12 @@ AT_A_TIME: Final = 500
 ANSWERS_S: Final = 60.0
 """For all of these to answer, on a busy machine."""
 
-CONTEXT: Final = "0" * 32
+PORT: Final = 7000
+"""Of engines that are only spoken of."""
 READER_LIFE: Final = Incarnation("7" * 32)
 READER: Final = messages.Reader(engine=EngineId("d"), incarnation=READER_LIFE, rank=Rank(0))
-MODEL: Final = ModelShape(32, TP, (256, 256), "bfloat16")
-LAYOUT: Final[CacheLayout] = build_layouts(MODEL, EngineShape(tp=TP, num_blocks=1000))[0]
+LAYOUT: Final = layouts(1)[0]
 SHARES: Final = {region.layer: (0, 1) for group in LAYOUT.groups for region in group.regions}
-
-
-def hex32(number: int) -> str:
-    """A name of 32 digits."""
-    return f"{number:032x}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -154,56 +157,6 @@ def draw(costs: Sequence["Growth"], fleets: Sequence[Cost], path: Path) -> None:
 
 
 @dataclass
-class Peer:
-    """A prefill engine of eight ranks, as its description says."""
-
-    number: int
-    description: messages.Description
-    routes: tuple[Route, ...]
-
-    @classmethod
-    def of(cls, number: int, num_read: int = TP) -> "Peer":
-        """`num_read` of its ranks are read."""
-        ranks = tuple(
-            messages.RankDescription(
-                incarnation=Incarnation(hex32(number * 100 + rank)),
-                endpoint=endpoint_at(f"10.{rank}.{number // 250}.{number % 250}", 7000),
-                agent=b"agent",
-                slots=messages.Slots(address=4096, count=64),
-                layout=LAYOUT,
-            )
-            for rank in range(TP)
-        )
-        description = messages.Description(
-            incarnation=Incarnation(hex32(number + 1)),
-            engine=EngineId(f"p{number}"),
-            model={},
-            shape=ParallelShape(TP, 1),
-            ranks=ranks,
-        )
-        routes = tuple(Route(Rank(rank), (Rank(0),), SHARES) for rank in range(num_read))
-        return cls(number, description, routes)
-
-    @property
-    def key(self) -> events.PeerKey:
-        """How decode names it."""
-        ticket = self.ticket(0)
-        return events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
-
-    def ticket(self, request: int) -> Ticket:
-        """Of a prompt that it has."""
-        return Ticket(
-            engine=EngineId(self.description.engine),
-            host="10.0.0.1",
-            port=1 + self.number,
-            incarnation=Incarnation(self.description.incarnation),
-            nonce=Nonce(hex32(request)),
-            num_tokens=100,
-            context=CONTEXT,
-        )
-
-
-@dataclass
 class Decode:
     """A decode rank's machine, and the asks that it has sent."""
 
@@ -211,8 +164,8 @@ class Decode:
     asks: list[events.Send] = field(default_factory=list)
 
     @classmethod
-    def holding(cls, num_requests: int, num_peers: int, num_read: int = TP) -> "Decode":
-        """So many requests have been asked for, in second 0."""
+    def holding(cls, num_requests: int, num_engines: int, tp: int = TP) -> "Decode":
+        """So many requests of engines of `tp` ranks have been asked for, in second 0."""
         one = cls(
             DecodeMachine(
                 READER,
@@ -222,18 +175,16 @@ class Decode:
                 bytes_per_token=1,
             )
         )
-        peers = [Peer.of(number, num_read) for number in range(num_peers)]
         for request in range(num_requests):
-            one.prepare(peers[request % num_peers], request)
+            one.prepare(FleetEngine(request % num_engines, tp, PORT), request)
         return one
 
-    def prepare(self, peer: Peer, request: int) -> None:
+    def prepare(self, engine: FleetEngine, request: int) -> None:
         """A request comes; its engine describes itself at once if it is new."""
-        ticket = peer.ticket(request)
-        command = events.PrepareLoad(RequestId(f"d{request}"), ticket, Claim(hex32(request)))
-        actions = self.machine.handle(command, 0.0)
+        actions = self.machine.handle(engine.prepare_load(request), 0.0)
         if any(isinstance(getattr(one, "message", None), messages.Describe) for one in actions):
-            joined = events.PeerJoined(peer.key, peer.description, peer.routes)
+            routes = tuple(Route(Rank(rank), (Rank(0),), SHARES) for rank in range(engine.tp))
+            joined = events.PeerJoined(engine.key, engine.description(), routes)
             actions = self.machine.handle(joined, 0.0)
         self.asks += [a for a in actions if isinstance(a, events.Send)]
 
@@ -242,16 +193,7 @@ class Decode:
         for number, sent in enumerate(self.asks):
             ask = sent.message
             if isinstance(ask, messages.Ask):
-                grant = messages.Grant(
-                    incarnation=ask.incarnation,
-                    nonce=ask.nonce,
-                    claim=ask.claim,
-                    reader=ask.reader,
-                    lease_s=LEASE_S if number else shortest_s,
-                    tables=(bytes(4 * 7),),
-                    slot=number % 64,
-                    generation=Generation(b"\1" * 16),
-                )
+                grant = grant_of(ask, LEASE_S if number else shortest_s, slot=number % 64)
                 yield events.Answered(sent.endpoint, grant)
 
 
@@ -295,7 +237,7 @@ def decode_costs(held: int) -> dict[str, float]:
         if isinstance(sent.message, messages.Ask)
     ]
     costs["renewed"] = cpu_us([partial(machine.handle, each, 0.2) for each in renewed])
-    cancels = [events.CancelLoad(RequestId(f"d{n}")) for n in range(min(held, SAMPLES))]
+    cancels = [events.CancelLoad(RequestId(str(n))) for n in range(min(held, SAMPLES))]
     costs["cancel"] = cpu_us([partial(machine.handle, cancel, 0.3) for cancel in cancels])
     return costs
 
@@ -313,8 +255,7 @@ def prefill_costs(held: int) -> dict[str, float]:
 
     def offer(number: int) -> None:
         nonce, request = Nonce(hex32(number)), RequestId(f"p{number}")
-        tables = (bytes(4 * 7),)
-        machine.handle(events.PrepareOffer(nonce, request, CONTEXT, 100, tables), 0.0)
+        machine.handle(events.PrepareOffer(nonce, request, CONTEXT, 100, TABLES), 0.0)
         machine.handle(events.PublishOffer(nonce, request), 0.0)
 
     def names(number: int) -> dict[str, object]:
@@ -421,9 +362,9 @@ class CountedTime:
 def storm(num_peers: int = 200, rate: float = 50.0) -> list[Figures]:
     """Engines of one rank that come 50 a second: the longest turn, and time between renewals."""
     clock, fabric, turns, renewed_at = CountedTime(), Fabric(), [0.0], [0.0]
-    decode = Decode.holding(1, 1, num_read=1)
+    decode = Decode.holding(1, 1, tp=1)
     decode.machine.handle(next(decode.grants()), 0.0)
-    peers = RemotePeers(LAYOUT, Rank(0), {})
+    peers = RemotePeers(LAYOUT, Rank(0), FACTS)
     agents = Agents(
         lambda: SlowTransport(fabric, clock),
         peers,
@@ -434,8 +375,8 @@ def storm(num_peers: int = 200, rate: float = 50.0) -> list[Figures]:
     )
     agents.open()
     joins = deque(
-        (number / rate, events.JoinPeer(peer.key, one_rank(peer)))
-        for number, peer in enumerate(map(Peer.of, range(1, num_peers + 1)))
+        (number / rate, events.JoinPeer(engine.key, engine.description()))
+        for number, engine in enumerate(FleetEngine(n, 1, PORT) for n in range(1, num_peers + 1))
     )
     while joins or agents.is_joining:
         begin = clock.now
@@ -453,17 +394,6 @@ def storm(num_peers: int = 200, rate: float = 50.0) -> list[Figures]:
         cost(f"{words} turn", max(turns), "s"),
         cost(f"{words} time between renewals", gap, "s", MOST_GAP_S),
     ]
-
-
-def one_rank(peer: Peer) -> messages.Description:
-    """The same engine with one rank."""
-    return messages.Description(
-        incarnation=peer.description.incarnation,
-        engine=peer.description.engine,
-        model={},
-        shape=ParallelShape(1, 1),
-        ranks=peer.description.ranks[:1],
-    )
 
 
 def short_lease() -> Figures:
@@ -508,7 +438,7 @@ def endpoints(count: int) -> list[Figures]:
         try:
             for first in numbers[::AT_A_TIME]:
                 group = [
-                    endpoint_at(f"127.1.{number // 250}.{number % 250 + 1}", port)
+                    endpoint_at(address(number, 1), port)
                     for number in numbers[first : first + AT_A_TIME]
                 ]
                 talk(control, group)
@@ -539,8 +469,3 @@ def talk(control: ZmqControl, group: Sequence[Endpoint]) -> None:
                 silent.discard(item.endpoint)
             elif isinstance(item, Lost) and item.endpoint in silent:  # too slow: a busy machine
                 control.send(item.endpoint, item.endpoint.encode())
-
-
-def open_files() -> int:
-    """Of this process."""
-    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,4 +1,4 @@
-"""Medians of times, and ratios of what was measured in turn."""
+"""Medians of times, ratios of what was measured in turn, and CPU time."""
 
 import statistics
 import time
@@ -18,6 +18,13 @@ def median_time(step: Callable[[], object], seconds: float) -> float:
         step()
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
+
+
+def cpu_share(seconds: float) -> float:
+    """Of a core, for so many seconds: what all other threads of this process use."""
+    before, begin = time.process_time(), time.monotonic()
+    time.sleep(seconds)
+    return (time.process_time() - before) / (time.monotonic() - begin)
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:

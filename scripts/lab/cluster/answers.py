@@ -1,13 +1,15 @@
 """What a single engine answers to a prompt, and how the answers of others compare with it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from lab.cluster.client import Answer
+from lab.cluster.client import Answer, Client
 from lab.cluster.engines import CPU_DTYPE
 
+AT_A_TIME: Final = 8
 LIKELY: Final = 5
 """For how many tokens to ask the single engine for log probabilities, with each token."""
 TIES: Final[Mapping[str, float]] = {"float32": 0.001, "float16": 0.05, "bfloat16": 0.2}
@@ -23,6 +25,11 @@ class Question:
 
     prompt: str
     expected: Answer
+
+    @classmethod
+    def of(cls, single: Client, prompt: str, num_tokens: int) -> "Question":
+        """Ask the single engine for so many tokens."""
+        return cls(prompt, single.complete(prompt, num_tokens, logprobs=LIKELY))
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +47,12 @@ class Question:
         if len(answer.tokens) != self.num_tokens:
             return "other"
         return likeness(self.expected, answer, TIES[dtype])
+
+
+def questions_of(single: Client, prompts: Sequence[str], num_tokens: int) -> list[Question]:
+    """One for each prompt; the single engine is asked several at a time."""
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return list(pool.map(lambda prompt: Question.of(single, prompt, num_tokens), prompts))
 
 
 def likeness(expected: Answer, answer: Answer, tie: float) -> Likeness:

@@ -1,12 +1,14 @@
 """What engines count: the names of their metrics, and what has changed since a moment."""
 
-import time
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from lab.cluster.client import Client, Counters
 from lab.cluster.engines import Connector
+from lab.cluster.waiting import look_until
 
 PREFIX: Final = "vllm:nixl_kv_"
 LOADS: Final = f"{PREFIX}loads_total"
@@ -115,14 +117,13 @@ class CountersSince:
 
         With `step` the engine is given a token to compute before each look.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
+
+        def look() -> Counters:
             if step:
                 self._client.complete(PROBE, 1)
-            changed = _Zeros(self.changed())
-            if condition(changed) or time.monotonic() > deadline:
-                return changed
-            time.sleep(POLL_S)
+            return _Zeros(self.changed())
+
+        return look_until(look, condition, timeout_s, interval_s=POLL_S)
 
     def wait_for(self, name: str, amount: float = 1, timeout_s: float = 60.0) -> Counters:
         """What has changed once one counter has grown by so much, or time is over."""
@@ -144,3 +145,9 @@ def blocks_in_use(client: Client, num_blocks: int) -> int:
     """
     client.complete(PROBE, 1)
     return round(client.counters()[USAGE] * (num_blocks - 1))
+
+
+def wait_until_free(client: Client, num_blocks: int, timeout_s: float) -> int:
+    """How many blocks an engine still holds when it holds none, or time is over."""
+    held = partial(blocks_in_use, client, num_blocks)
+    return look_until(held, operator.not_, timeout_s, interval_s=POLL_S)

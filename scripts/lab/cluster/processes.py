@@ -6,8 +6,8 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -199,6 +199,19 @@ class ManagedProcess:
             os.killpg(self.pid, number)
 
 
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that only compute."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def _session(pid: int) -> int:
     try:
         return os.getsid(pid)
@@ -215,9 +228,7 @@ def stop_all(processes: Iterable[ManagedProcess], grace_s: float = GRACE_S) -> N
     with delayed_signals():  # an impatient second Ctrl-C must not leave anything behind
         for process in running:
             process.terminate()
-        deadline = time.monotonic() + grace_s
-        while any(p.is_running() for p in running) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: not any(p.is_running() for p in running), grace_s, interval_s=0.05)
         for process in running:
             if process.is_running():
                 kill_descendants(process.pid)

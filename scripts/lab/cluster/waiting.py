@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 INTERVAL_S: Final = 0.2
+
+_Seen = TypeVar("_Seen")
 
 
 def wait_until(
@@ -15,12 +17,40 @@ def wait_until(
     interval_s: float = INTERVAL_S,
 ) -> bool:
     """Ask until it is true; False when time is over. `on_wait` gets the seconds passed."""
+    return look_until(condition, bool, timeout_s, on_wait=on_wait, interval_s=interval_s)
+
+
+def wait_or_fail(
+    condition: Callable[[], bool],
+    timeout_s: float,
+    otherwise: str,
+    *,
+    interval_s: float = INTERVAL_S,
+) -> None:
+    """As wait_until.
+
+    Raises:
+        TimeoutError: says `otherwise`, when time is over.
+    """
+    if not wait_until(condition, timeout_s, interval_s=interval_s):
+        raise TimeoutError(otherwise)
+
+
+def look_until(
+    look: Callable[[], _Seen],
+    is_good: Callable[[_Seen], bool],
+    timeout_s: float,
+    *,
+    on_wait: Callable[[float], None] | None = None,
+    interval_s: float = INTERVAL_S,
+) -> _Seen:
+    """Look until what is seen is good, or time is over: what was seen last."""
     begin = time.monotonic()
-    while not condition():
+    while not is_good(seen := look()):
         passed = time.monotonic() - begin
         if passed > timeout_s:
-            return False
+            break
         if on_wait is not None:
             on_wait(passed)
         time.sleep(interval_s)
-    return True
+    return seen

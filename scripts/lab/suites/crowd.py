@@ -9,39 +9,41 @@ beside. The last line counts the scenes in which all is as it should be.
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
-from lab.cluster.answers import LIKELY, Question
-from lab.cluster.client import Client
+from lab.cluster.answers import Question, questions_of
+from lab.cluster.client import Answer, Client
 from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import Connector, EngineSpec
 from lab.cluster.metrics import FAILURES, LOADS, QUEUED, USAGE, CountersSince
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
+from lab.cluster.processes import busy
 from lab.cluster.prompts import random_prompt
+from lab.cluster.waiting import wait_or_fail, wait_until
 from lab.results import Results, Verdict, say_on_stderr, verdict_of
+from lab.suites.demo import CONNECTORS
 
 ANSWER: Final = 16
 WORDS: Final = 500
 """Of a prompt: four blocks of 128 tokens, and a fifth with the answer."""
 NUM_BLOCKS: Final = 18
 MAX_LENGTH: Final = ("--max-model-len", "640")
-AT_A_TIME: Final = 8
 PATIENCE_S: Final = 100.0
 """For how long a client waits."""
 DRAIN_S: Final = 120
 """For how long an engine that is told to stop lets its requests go on."""
 FULL: Final = 0.9
+POLL_S: Final = 0.05
 HOLD_S: Final = 5.0
 """The connector's, where decode is paused."""
 TALKERS: Final = 4
@@ -51,7 +53,6 @@ TALK: Final = 120
 KEEP: Final[Mapping[str, str | bool]] = {"mode": "keep", "clear_cache": False}
 """How decode is paused: its requests stay where they are."""
 SEED: Final = 4000
-BUSY: Final = "while True: pass"
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,7 @@ Scene = Callable[[Cluster, Path, Connector, Sequence[Question]], Outcome]
 def draw(single: Client, count: int) -> list[Question]:
     """So many prompts, and what one engine answers to each."""
     prompts = [random_prompt(WORDS, SEED + number) for number in range(count)]
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        answers = pool.map(lambda one: single.complete(one, ANSWER, logprobs=LIKELY), prompts)
-        return list(map(Question, prompts, answers))
+    return questions_of(single, prompts, ANSWER)
 
 
 @dataclass
@@ -110,7 +109,7 @@ class _Load:
 
     since: Sequence[CountersSince]
     begin: float
-    asked: list[tuple[Question, Future[tuple[bool, float]]]]
+    asked: list[Future[tuple[bool, float]]]
 
     @classmethod
     def start(
@@ -121,20 +120,19 @@ class _Load:
         load = cls([CountersSince(each) for each in decode.values()], time.monotonic(), [])
         for number, question in enumerate(questions):
             pair = pairs[number % len(pairs)]
-            load.asked.append((question, pool.submit(load.ask, pair, question)))
+            complete = partial(pair.complete, question.prompt, ANSWER)
+            load.asked.append(pool.submit(load.ask, question, complete))
         return load
 
-    def ask(self, pair: Pair, question: Question) -> tuple[bool, float]:
+    def ask(self, question: Question, complete: Callable[[], Answer]) -> tuple[bool, float]:
         """Whether the answer is right, and when it came."""
-        answer = pair.complete(question.prompt, ANSWER)
-        is_right = question.compare(answer) in ("same", "tie")
+        is_right = question.compare(complete()) in ("same", "tie")
         return is_right, time.monotonic() - self.begin
 
     def outcome(self, scene: str, connector: Connector, *faults: str) -> Outcome:
         """When all have ended, or failed."""
-        futures = [asked for _, asked in self.asked]
-        errors = [error for asked in futures if (error := asked.exception()) is not None]
-        ended = [asked.result() for asked in futures if asked.exception() is None]
+        errors = [error for asked in self.asked if (error := asked.exception()) is not None]
+        ended = [asked.result() for asked in self.asked if asked.exception() is None]
         for words in dict.fromkeys(f"{type(error).__name__}: {error}" for error in errors):
             say_on_stderr(f"  {words}")
         changed = [since.changed() for since in self.since]
@@ -204,20 +202,20 @@ def paused(
             pool.submit(pair.to_decode.complete, random_prompt(WORDS, number), TALK)
             for number in range(TALKERS)
         ]
-        _wait(lambda: pair.to_decode.counters()[USAGE] > FULL, "decode is not full")
+        counters, expect = pair.to_decode.counters, partial(wait_or_fail, interval_s=POLL_S)
+        expect(lambda: counters()[USAGE] > FULL, PATIENCE_S, "decode is not full")
         begin = time.monotonic()
         load = _Load([CountersSince(pair.to_decode)], begin, [])
         for question, ticket in zip(questions, tickets, strict=True):
-            one = pool.submit(_decode_late, load, pair, question, ticket)
-            load.asked.append((question, one))
-        _wait(lambda: pair.to_decode.counters()[QUEUED] >= len(questions), "nothing is queued")
+            complete = partial(pair.decode_with, ticket, question.prompt, ANSWER)
+            load.asked.append(pool.submit(load.ask, question, complete))
+        expect(lambda: counters()[QUEUED] >= len(questions), PATIENCE_S, "nothing is queued")
         httpx.post(f"{decode.url}/pause", params=KEEP, timeout=30).raise_for_status()
         told = time.monotonic()
         prefill.signal_leader(signal.SIGTERM)
-        while prefill.is_running() and time.monotonic() < told + DRAIN_S:
-            time.sleep(0.05)
+        has_drained = wait_until(lambda: not prefill.is_running(), DRAIN_S, interval_s=POLL_S)
         drained_s = time.monotonic() - told
-        fault = "prefill did not drain" if drained_s >= DRAIN_S else ""
+        fault = "" if has_drained else "prefill did not drain"
         say_on_stderr(f"  prefill ended {drained_s:.1f} s after it was told to")
         httpx.post(f"{decode.url}/resume", timeout=30).raise_for_status()
         for each in talk:
@@ -225,22 +223,6 @@ def paused(
         outcome = load.outcome(f"paused: drained in {drained_s:.1f} s", connector, fault)
     cluster.end(decode)
     return outcome
-
-
-def _decode_late(
-    load: _Load, pair: Pair, question: Question, ticket: Mapping[str, Any]
-) -> tuple[bool, float]:
-    answer = pair.decode_with(dict(ticket), question.prompt, ANSWER)
-    is_right = question.compare(answer) in ("same", "tie")
-    return is_right, time.monotonic() - load.begin
-
-
-def _wait(condition: Callable[[], bool], why_not: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > end:
-            raise RuntimeError(why_not)
-        time.sleep(0.05)
 
 
 def starved(
@@ -254,24 +236,12 @@ def starved(
     prefill, decode = cluster.start(prefill_spec, EngineSpec(**two))
     with (
         Pair(prefill, decode, timeout_s=PATIENCE_S) as pair,
-        _busy(len(os.sched_getaffinity(0))),
+        busy(len(os.sched_getaffinity(0))),
         ThreadPoolExecutor(2) as pool,
     ):
         outcome = _Load.start((pair,), questions, pool).outcome("starved", connector)
     cluster.end(prefill, decode)
     return outcome
-
-
-@contextmanager
-def _busy(count: int) -> Iterator[None]:
-    """So many processes that only compute."""
-    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 SCENES: Final[Mapping[str, tuple[Scene, int]]] = {
@@ -286,7 +256,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="crowd", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[*SCENES], default=[*SCENES])
-    parser.add_argument("--connector", choices=["nixl-kv", "in-tree", "both"], default="nixl-kv")
+    parser.add_argument("--connector", choices=[*CONNECTORS, "both"], default="nixl-kv")
     parser.add_argument("--prompts", type=int, help="instead of each scene's own number")
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
@@ -296,9 +266,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run; the exit status."""
     options = parse_arguments()
-    connectors: list[Connector] = (
-        ["nixl-kv", "in-tree"] if options.connector == "both" else [options.connector]
-    )
+    connectors = CONNECTORS if options.connector == "both" else (options.connector,)
     results = Results("engines that hold what others wait for", "scenes are good", options.json)
     model = ensure_tiny_model()
     counts = {name: options.prompts or SCENES[name][1] for name in options.only}

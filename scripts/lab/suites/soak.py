@@ -9,14 +9,12 @@ blocks are free at the end, and no engine counted anything that an operator shou
 """
 
 import argparse
-import contextlib
-import multiprocessing
 import random
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -27,10 +25,10 @@ import httpx
 
 from lab.cluster.client import Client, RefusedError
 from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.metrics import PREFIX, CountersSince, blocks_in_use
+from lab.cluster.metrics import PREFIX, CountersSince, wait_until_free
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
-from lab.cluster.processes import ProcessDiedError
+from lab.cluster.processes import ProcessDiedError, busy
 from lab.cluster.prompts import random_prompt
 from lab.results import Figures, Results, verdict_of
 
@@ -104,25 +102,6 @@ def request_of(seed: int) -> tuple[str, int]:
     return random_prompt(chooser.choice(LENGTHS), seed), chooser.choice(ANSWER_TOKENS)
 
 
-def spin() -> None:
-    """Compute, for ever."""
-    while True:
-        pass
-
-
-@contextlib.contextmanager
-def busy(num_processes: int) -> Iterator[None]:
-    """Processes that only compute."""
-    processes = [multiprocessing.Process(target=spin, daemon=True) for _ in range(num_processes)]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.terminate()
-
-
 def measure(pair: Pair, options: argparse.Namespace) -> Figures:
     """Load the pair, then look at what it holds, counts and warns of."""
     before = {engine.name: len(engine.log_text()) for engine in pair.engines}
@@ -134,7 +113,8 @@ def measure(pair: Pair, options: argparse.Namespace) -> Figures:
     with busy(options.busy), ThreadPoolExecutor(options.at_once) as pool:
         for client in [pool.submit(load.run) for _ in range(options.at_once)]:
             client.result()
-    held = wait_until_free(pair)
+    clients = pair.to_prefill, pair.to_decode
+    held = sum(wait_until_free(client, NUM_BLOCKS, FREE_S) for client in clients)
     changed = {
         name: {key: round(now) for key, now in one.changed().items() if now and is_ours(key)}
         for name, one in since.items()
@@ -169,18 +149,6 @@ def judged(
         *(name.removeprefix(PREFIX).removesuffix("_total") for name in unhealthy),
     )
     return Figures(figures, verdict_of(*faults))
-
-
-def wait_until_free(pair: Pair) -> int:
-    """How many blocks both engines hold at last."""
-    deadline = time.monotonic() + FREE_S
-    while True:
-        held = sum(
-            blocks_in_use(client, NUM_BLOCKS) for client in (pair.to_prefill, pair.to_decode)
-        )
-        if not held or time.monotonic() > deadline:
-            return held
-        time.sleep(1)
 
 
 def num_wrong(prefill: Client, ended: Sequence[Ended]) -> int:

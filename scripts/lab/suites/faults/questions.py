@@ -4,16 +4,14 @@ A prompt that no engine has seen is the only one whose KV must be read.
 """
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from lab.cluster.answers import LIKELY, Question
+from lab.cluster.answers import Question, questions_of
 from lab.cluster.client import Client
 from lab.cluster.prompts import random_prompt
 
 SEED: Final = 900
-AT_A_TIME: Final = 8
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,4 @@ class Questions:
     def draw(self, kind: Kind, count: int) -> list[Question]:
         """That many questions that were never drawn."""
         prompts = [random_prompt(kind.num_words, next(self._seeds)) for _ in range(count)]
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
-            answers = pool.map(
-                lambda prompt: self._single.complete(prompt, kind.answer, logprobs=LIKELY), prompts
-            )
-            return list(map(Question, prompts, answers))
+        return questions_of(self._single, prompts, kind.answer)

@@ -13,7 +13,7 @@ import httpx
 from lab.cluster.answers import Question
 from lab.cluster.client import Answer, Client
 from lab.cluster.engines import Engine
-from lab.cluster.metrics import LOADS, CountersSince, blocks_in_use
+from lab.cluster.metrics import LOADS, CountersSince, wait_until_free
 from lab.cluster.netns import PERFECT, Quality, Wire
 from lab.cluster.pair import Pair
 from lab.cluster.router import Router
@@ -31,7 +31,6 @@ RELEASE_S: Final = max(OFFER_TTL_S, LEASE_S) + 1.0
 SERVE_AGAIN_S: Final = 60.0
 WAIT_S: Final = 60.0
 """For what must happen, however busy the machine is."""
-POLL_S: Final = 0.05
 CROWD: Final = 20
 NUM_BLOCKS: Final = 81
 """Of either engine: few enough to run out."""
@@ -130,7 +129,9 @@ class Scene:
 
     def expect_free(self, client: Client, within_s: float) -> None:
         """An engine shall hold no block soon."""
-        held, seconds = wait_until_free(client, within_s)
+        begin = time.monotonic()
+        held = wait_until_free(client, NUM_BLOCKS, within_s)
+        seconds = time.monotonic() - begin
         self.expect(not held, f"{client.url} holds {held} blocks after {seconds:.1f} s")
 
     def loads(self) -> float:
@@ -243,17 +244,6 @@ def run_fault(fault: Fault, stage: Stage, questions: Questions) -> Report:
     return Report(fault.name, fault.deadline_s, ended, loads, leaked, serves_after, troubles)
 
 
-def wait_until_free(client: Client, within_s: float) -> tuple[int, float]:
-    """Wait until an engine holds no block: how many it still does, and the seconds that passed."""
-    begin = time.monotonic()
-    while True:
-        held = blocks_in_use(client, NUM_BLOCKS)
-        passed = time.monotonic() - begin
-        if not held or passed > within_s:
-            return held, passed
-        time.sleep(POLL_S)
-
-
 @contextlib.contextmanager
 def _troubles_noted(scene: Scene) -> Iterator[None]:
     """What a fault's own steps run into is part of the outcome."""
@@ -291,9 +281,8 @@ def _serves(scene: Scene) -> float | None:
 
 def _leaked(scene: Scene) -> tuple[int, int]:
     """Blocks that both engines still hold when all offers and leases have long ended."""
-    on_prefill, _ = wait_until_free(scene.pair.to_prefill, WAIT_S)
-    on_decode, _ = wait_until_free(scene.pair.to_decode, WAIT_S)
-    return on_prefill, on_decode
+    on_prefill = wait_until_free(scene.pair.to_prefill, NUM_BLOCKS, WAIT_S)
+    return on_prefill, wait_until_free(scene.pair.to_decode, NUM_BLOCKS, WAIT_S)
 
 
 def _growth(before: float, after: float) -> int:

@@ -11,9 +11,8 @@ from typing import Any, Final
 import httpx
 
 from lab.cluster.client import RefusedError, Ticket
-from lab.cluster.metrics import blocks_in_use
+from lab.cluster.metrics import wait_until_free
 from lab.cluster.tickets import changed, values
-from lab.cluster.waiting import wait_until
 from lab.suites.hostile.victims import (
     HELD_S,
     NUM_BLOCKS,
@@ -194,7 +193,7 @@ def disconnects(victims: Victims, tally: Tally) -> None:
         victims.pair.to_decode.disconnect_early(prompt, after_s, **extra)
     begin = time.monotonic()
     source = victims.pair.to_prefill
-    freed = wait_until(lambda: not blocks_in_use(source, NUM_BLOCKS), HELD_S * 3)
+    freed = not wait_until_free(source, NUM_BLOCKS, HELD_S * 3)
     words = f"free after {time.monotonic() - begin:.0f} s" if freed else "NEVER free"
     tally.notes.append(f"prefill's blocks {words}")
     tally.counts["right" if freed else "wrong"] += 1

@@ -10,7 +10,7 @@ from typing import Final
 import httpx
 import psutil
 
-from lab.cluster.answers import LIKELY, Question
+from lab.cluster.answers import Question
 from lab.cluster.client import Answer, Prompt, RefusedError, Ticket, is_healthy
 from lab.cluster.cluster import pair_specs
 from lab.cluster.engines import Connector, Engine, EngineSpec
@@ -99,8 +99,8 @@ class Victims:
 
     def is_right(self, prompt: str, answer: Answer) -> bool:
         """Whether prefill gives this answer as well, or thinks it as likely."""
-        expected = self.pair.to_prefill.complete(prompt, ANSWER_TOKENS, logprobs=LIKELY)
-        return Question(prompt, expected).compare(answer) != "other"
+        question = Question.of(self.pair.to_prefill, prompt, ANSWER_TOKENS)
+        return question.compare(answer) != "other"
 
     @contextmanager
     def noted(self, tally: Tally) -> Iterator[None]:

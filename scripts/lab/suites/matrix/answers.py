@@ -23,7 +23,7 @@ from typing import Final
 
 import httpx
 
-from lab.cluster.answers import LIKELY, Question
+from lab.cluster.answers import Question
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
 from lab.cluster.engines import CPU_DTYPE, PATIENT, Device, EngineSpec, halves
@@ -310,17 +310,13 @@ def ask_single(client: Client, seed: int) -> list[Question]:
 
     The last ones extend an earlier prompt and its answer, as a second turn does.
     """
-    first = {length: _question(client, random_prompt(length, seed)) for length in LENGTHS}
+    first = {n: Question.of(client, random_prompt(n, seed), ANSWER_TOKENS) for n in LENGTHS}
     later = [
         f"{first[length].prompt} {first[length].expected.text.strip()} "
         f"{random_prompt(NEW_WORDS, seed)}"
         for length in CONTINUED
     ]
-    return [*first.values(), *(_question(client, prompt) for prompt in later)]
-
-
-def _question(client: Client, prompt: str) -> Question:
-    return Question(prompt, client.complete(prompt, ANSWER_TOKENS, logprobs=LIKELY))
+    return [*first.values(), *(Question.of(client, prompt, ANSWER_TOKENS) for prompt in later)]
 
 
 def compare(outcome: Outcome, pair: Pair, questions: Sequence[Question]) -> Outcome:

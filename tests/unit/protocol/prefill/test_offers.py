@@ -282,7 +282,8 @@ def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: st
         RANK_LIFE, no_record, num_slots=8, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S
     )
     claims: dict[str, list[Claim]] = {}
-    for number, (engine, size, *state) in enumerate(offers.split()):
+    for number, word in enumerate(offers.split()):
+        engine, size, state = word[0], word[1], word[2:]
         nonce, claim, request = Nonce(hex32(number)), Claim(hex32(number)), RequestId(str(number))
         blocks = struct.pack(f"<{size}i", *range(10 * number + 1, 10 * number + 1 + int(size)))
         machine.handle(prepare_offer(nonce=nonce, request=request, tables=(blocks,)), 0.0)
@@ -293,9 +294,9 @@ def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: st
         machine.handle(asked(ask(nonce=nonce, claim=claim, reader=by)), 0.0)
         offer = machine.offers.get(nonce)
         assert offer is not None
-        if state == ["r"]:
+        if state == "r":
             machine.handle(asked(renew(number, claim, *others, reading=1, reader=by)), 0.0)
-        if state == ["c"]:
+        if state == "c":
             machine.offers.recall(offer, Tick(), 0.0)
         others.append(claim)
     assert " ".join(each.request for each in machine.offers.to_reclaim(needed)) == chosen
