@@ -1,8 +1,9 @@
 """The console script `nixl-kv`.
 
 Exit status of `plan`: 0 if decode can read prefill, 1 if it cannot, 2 if the question makes no
-sense; of `status`: 0 if all ranks answered, 1 if some did not, 2 if the engine did not; of
-`keygen`: 0, or 2 if no key was written.
+sense; of `status`: 0 if all ranks answered, 1 if some did not, 2 if the engine did not; of `drain`:
+0 if all was finished, 1 if not in time, 2 if the engine did not answer; of `keygen`: 0, or 2 if no
+key was written.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
-from nixl_kv.cli import comparison_report, model_config, running, status_report
+from nixl_kv.cli import comparison_report, draining, model_config, running, status_report
 from nixl_kv.cli.comparison import Comparison, compare
 from nixl_kv.cli.engines import Engine, engine_from_description, engine_from_numbers
 from nixl_kv.cli.options import (
@@ -28,6 +29,7 @@ from nixl_kv.keys import write_key_file
 
 CANNOT: Final = 1
 NO_ANSWER: Final = 1
+NOT_IN_TIME: Final = 1
 NONSENSE: Final = 2
 
 app = typer.Typer(
@@ -99,6 +101,33 @@ def status(
         status_report.print_status(description, answers, request)
     if any(isinstance(answer, Exception) for _, answer in answers):
         raise typer.Exit(NO_ANSWER)
+
+
+@app.command()
+def drain(
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where the engine is described, as it logs at start."
+        ),
+    ],
+    key_file: Annotated[
+        Path | None, typer.Option(help="The key of the engine, if it has one.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="S", help="How long to wait, in seconds.")
+    ] = 60,
+) -> None:
+    """Let an engine finish what it has begun, before it is stopped.
+
+    It offers nothing that arrives from now on; what it has offered, or will, is read or runs out.
+    """
+    with _errors_exit():
+        left = draining.drain(at, running.read_keys(key_file), timeout, typer.echo)
+    if left:
+        typer.echo(f"not drained within {timeout:g} s", err=True)
+        raise typer.Exit(NOT_IN_TIME)
+    typer.echo("drained")
 
 
 @app.command()

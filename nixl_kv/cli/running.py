@@ -4,16 +4,19 @@ The directory of an engine answers with its description. That has the endpoint o
 rank answers with its status. Engines that have a key answer only those who have it too.
 """
 
+import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
+from nixl_kv.config import KEY_VARIABLE
 from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
-from nixl_kv.keys import Keys, read_key_file
+from nixl_kv.keys import Keys, parse_key, read_key_file
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import FromEndpoint, Lost
 from nixl_kv.transport.zmq import ZmqControl
@@ -25,24 +28,35 @@ ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P
 
 MAX_PORT: Final = 65_535
 
+T = TypeVar("T")
+
 RankAnswer: TypeAlias = tuple[messages.RankDescription, messages.Status | NixlKVError]
 """A rank, and its status; or why there is none."""
 
 
 def read_keys(path: Path | None) -> Keys | None:
-    """The keys of `--key-file`, if it is given.
+    """The keys of `--key-file`, if it is given; else those in the environment, if any.
 
     Raises:
-        ValueError: names the option, the path and what is wrong with the file.
+        ValueError: names the option, or the variable, and what is wrong with it.
     """
+    text = os.environ.get(KEY_VARIABLE)
     try:
-        return None if path is None else read_key_file(path)
+        if path is not None:
+            return read_key_file(path)
+        return parse_key(text, KEY_VARIABLE) if text else None
     except ConfigError as error:
-        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error
+        words = str(error)
+        raise ValueError(words if path is None else f"--{words.replace('_', '-', 1)}") from error
 
 
 def describe_at(where: str, *, option: str, keys: Keys | None) -> messages.Description:
-    """The description of the engine at `HOST:PORT`.
+    """The description of the engine at `HOST:PORT`. See `ask_first`."""
+    return ask_first(where, partial(describe, keys=keys), option=option)
+
+
+def ask_first(where: str, ask: Callable[[Endpoint], T], *, option: str) -> T:
+    """What the first endpoint answers that `HOST:PORT` may mean.
 
     Raises:
         ValueError: names the option, the address and what went wrong.
@@ -50,7 +64,7 @@ def describe_at(where: str, *, option: str, keys: Keys | None) -> messages.Descr
     errors: list[str] = []
     for endpoint in endpoints_at(where, option=option):
         try:
-            return describe(endpoint, keys)
+            return ask(endpoint)
         except NixlKVError as error:  # noqa: PERF203 - the next one may answer
             errors.append(str(error))
     raise ValueError(f"{option} {where}: {'; '.join(dict.fromkeys(errors))}")
@@ -116,14 +130,45 @@ def rank_statuses(
     return [(rank, _status(answers[rank.endpoint])) for rank in description.ranks]
 
 
+def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None) -> int:
+    """Tell the engine whose directory is at this endpoint to offer nothing new.
+
+    Returns how many requests have arrived before and are not offered yet.
+
+    Raises:
+        NixlKVError: if nobody answers, or not that it drains.
+    """
+    question = messages.encode(messages.Drain(incarnation=ANY_INCARNATION))
+    answer = _answer_to_tool(_exchange({endpoint: question}, keys)[endpoint])
+    if not isinstance(answer, messages.Draining):
+        raise TransportError(f"answered with {type(answer).__name__}")
+    return answer.num_awaited
+
+
 def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:
-    if isinstance(answer, TransportError):
-        return answer
     try:
-        status = messages.decode_status(answer)
+        status = _answer_to_tool(answer)
     except NixlKVError as error:
         return error
-    return ForeignVersion(str(status)) if isinstance(status, messages.VersionRefusal) else status
+    if not isinstance(status, messages.Status):
+        return TransportError(f"answered with {type(status).__name__}")
+    return status
+
+
+def _answer_to_tool(
+    answer: bytes | TransportError,
+) -> messages.Status | messages.Draining:
+    """What has come.
+
+    Raises:
+        NixlKVError: if nothing has, or it is no such answer.
+    """
+    if isinstance(answer, TransportError):
+        raise answer
+    message = messages.decode_to_tool(answer)
+    if isinstance(message, messages.VersionRefusal):
+        raise ForeignVersion(str(message))
+    return message
 
 
 def _exchange(

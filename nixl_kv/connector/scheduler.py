@@ -6,6 +6,7 @@ beyond `on_arrival`.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from vllm.config import VllmConfig
@@ -171,7 +172,10 @@ class Scheduler:
                 raise RemoteProtocolError(
                     "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
                 )
-            self._prefill.on_arrival(prompt_of(request))
+            if self._directory is not None and self._directory.is_draining:
+                logger.info("request %s is not offered: this engine drains", request.request_id)
+            else:
+                self._prefill.on_arrival(prompt_of(request))
         else:
             if not self._is_decode:
                 raise RemoteProtocolError(
@@ -195,13 +199,19 @@ class Scheduler:
         # Data-parallel engines of one host have a port each.
         port = port and port + self._vllm_config.parallel_config.data_parallel_index
         control = self._trust.control()
+        listen = partial(
+            DirectoryServer,
+            control,
+            self._config.host,
+            count_awaited=lambda: len(self._prefill.requests),
+        )
         try:
-            return DirectoryServer(control, self._config.host, port)
+            return listen(port)
         except TransportError:
             if self._is_prefill:
                 control.close()
                 raise
-            return DirectoryServer(control, self._config.host, 0)
+            return listen(0)
 
     def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The groups that are transferred."""

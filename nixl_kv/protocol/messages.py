@@ -2,6 +2,7 @@
 
 To the scheduler of an engine:         Describe       -> Description | Refusal
                                        Decline
+                          from a tool: Drain          -> Draining
 To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
                                        Renew          -> Renewed
@@ -105,6 +106,19 @@ class Describe(_Message, frozen=True, kw_only=True):
     """Decode asks an engine who it is. Tools ask with ANY_INCARNATION, whatever the engine."""
 
     engine: _Engine
+
+
+class Drain(_Message, frozen=True, kw_only=True):
+    """A tool says, with ANY_INCARNATION: this engine is to stop, so offer nothing that is new.
+
+    What has arrived before is offered, and read. Said again, it asks how far that is.
+    """
+
+
+class Draining(_Message, frozen=True, kw_only=True):
+    """So be it: `num_awaited` requests that have arrived before are not offered yet."""
+
+    num_awaited: _Count
 
 
 class Slots(_Record, frozen=True, kw_only=True):
@@ -315,12 +329,13 @@ class Status(_Message, frozen=True, kw_only=True):
     story: Annotated[tuple[EventRecord, ...], _LISTED]
 
 
-ToEngine: TypeAlias = Describe | Decline
+ToEngine: TypeAlias = Describe | Decline | Drain
 ToRank: TypeAlias = Ask | DigestRequest | Renew | Release
 Answer: TypeAlias = (
     Description | Refusal | Grant | Deny | DigestReply | Renewed | Recall | VersionRefusal
 )
-Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | Status
+ToTool: TypeAlias = Status | Draining | VersionRefusal
+Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -368,8 +383,8 @@ decode_to_rank: Callable[[bytes], ToRank | StatusRequest] = _decoder(ToRank | St
 """Of a message that came to a rank."""
 decode_answer: Callable[[bytes], Answer] = _decoder(Answer)
 """Of what an engine or a rank of it answers."""
-decode_status: Callable[[bytes], Status | VersionRefusal] = _decoder(Status | VersionRefusal)
-"""Of what a rank answers to a tool."""
+decode_to_tool: Callable[[bytes], ToTool] = _decoder(ToTool)
+"""Of what a rank, or the scheduler of an engine, answers to a tool that does not ask who it is."""
 
 
 def _explained(payload: bytes, error: Exception) -> RemoteProtocolError:

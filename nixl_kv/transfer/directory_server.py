@@ -1,7 +1,8 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
 It sleeps until somebody asks. The description is replaced whole after a wake-up. Decode engines
-also say here which offers they decline; the scheduler pops these with its next step.
+also say here which offers they decline, and tools that the engine is to drain; the scheduler looks
+at that with its next step, or request.
 
 No error ends the thread: an engine whose directory is silent can never be met again.
 """
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -51,13 +52,21 @@ def describe_engine(
 class DirectoryServer:
     """Listens on the engine's host and port."""
 
-    def __init__(self, control: ControlPlane, host: str, port: int) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        host: str,
+        port: int,
+        *,
+        count_awaited: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Listen.
 
         Args:
             control: what to listen with; the server closes it.
             host: an IP literal.
             port: 0 takes any free one.
+            count_awaited: how many requests will be offered that are not yet; on any thread.
 
         Raises:
             TransportError: if the address cannot be bound.
@@ -68,6 +77,9 @@ class DirectoryServer:
         self._description: messages.Description | None = None
         self._waiting: deque[FromPeer] = deque()
         self._declined: deque[Nonce] = deque(maxlen=MAX_DECLINED)
+        self.is_draining = False
+        """Whether a tool has said that nothing more is to be offered."""
+        self.count_awaited = count_awaited
         self._is_stopping = False
         self._is_closed = False
         self._log = LimitedLog(logger, time.monotonic)
@@ -120,9 +132,7 @@ class DirectoryServer:
         except (RemoteProtocolError, TransportError) as error:
             self._log.warning("request for a description dropped: %s", error)
 
-    def _answer(
-        self, payload: bytes
-    ) -> messages.Description | messages.Refusal | messages.VersionRefusal | None:
+    def _answer(self, payload: bytes) -> messages.Answer | messages.Draining | None:
         try:
             message = messages.decode_to_engine(payload)
         except ForeignVersion as error:
@@ -134,7 +144,16 @@ class DirectoryServer:
             )
             self._declined.append(message.nonce)
             return None
+        if isinstance(message, messages.Drain):
+            return self._drain()
         return self._describe(message)
+
+    def _drain(self) -> messages.Draining:
+        if not self.is_draining:
+            logger.warning("this engine drains: what arrives from now on is not offered")
+        self.is_draining = True
+        life = ANY_INCARNATION if self._description is None else self._description.incarnation
+        return messages.Draining(incarnation=life, num_awaited=self.count_awaited())
 
     def _describe(self, message: messages.Describe) -> messages.Description | messages.Refusal:
         description = self._description

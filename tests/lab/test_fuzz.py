@@ -193,7 +193,7 @@ DECODERS = (
     messages.decode_to_engine,
     messages.decode_to_rank,
     messages.decode_answer,
-    messages.decode_status,
+    messages.decode_to_tool,
 )
 
 

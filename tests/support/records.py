@@ -16,12 +16,12 @@ from nixl_kv.protocol.messages import Answer, Description, Message, RankDescript
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
-    **dict.fromkeys((b"\xa8Describe", b"\xa7Decline"), messages.decode_to_engine),
+    **dict.fromkeys((b"\xa8Describe", b"\xa7Decline", b"\xa5Drain"), messages.decode_to_engine),
     **dict.fromkeys(
         (b"\xa3Ask", b"\xadDigestRequest", b"\xa5Renew", b"\xa7Release", b"\xadStatusRequest"),
         messages.decode_to_rank,
     ),
-    b"\xa6Status": messages.decode_status,
+    **dict.fromkeys((b"\xa6Status", b"\xa8Draining"), messages.decode_to_tool),
 }
 
 

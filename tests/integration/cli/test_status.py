@@ -1,55 +1,30 @@
 """`nixl-kv status` asks engines that run: their directories, and then each rank."""
 
-import contextlib
 import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import pytest
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import HOST, LocalEngine
+from lab.local.caches import Sizes
+from lab.local.engine import LocalEngine
 from nixl_kv.cli import running
 from nixl_kv.ids import Endpoint
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.zmq import ZmqControl
+from support.local_engines import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
-from support.pair import CONFIG, MakeTransport
+from support.pair import CONFIG
 
 TIMEOUT_S = 60.0
 TOKENS = 8
 TABLE = [1, 2]
-
-MakeEngine: TypeAlias = Callable[..., LocalEngine]
-
-
-@pytest.fixture
-def make_engine(memory: MakeTransport, fabric: Fabric) -> Iterator[MakeEngine]:
-    """Starts an engine whose ranks, one or two, divide two heads."""
-    kept: list[Cache] = []  # engines read and write their memory
-    with contextlib.ExitStack() as stack:
-
-        def make(name: str, num_ranks: int, **options: Any) -> LocalEngine:
-            heads = 2 // num_ranks
-            caches = [Cache(Sizes(heads=heads), first_head=n * heads) for n in range(num_ranks)]
-            kept.extend(caches)
-            layouts = [cache.fill(1).layout() for cache in caches]
-            engine = LocalEngine(name, layouts, memory, config=CONFIG, **options)
-            stack.callback(engine.close)
-            return engine
-
-        yield make
-        fabric.reads_hang = False
-
-
-def address(engine: LocalEngine) -> str:
-    return f"{HOST}:{engine.directory.port}"
 
 
 def status(engine: LocalEngine, *options: str) -> dict[str, Any]:

@@ -246,6 +246,24 @@ def test_an_offer_that_was_declined_is_revoked_in_the_next_step(make: Make) -> N
     decode.close()
 
 
+# --- an engine that is to stop
+
+
+def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(make: Make) -> None:
+    scheduler = make()
+    directory = scheduler._directory
+    assert directory is not None
+    before, after = new_request(TO_OFFER), new_request(TO_OFFER)
+    scheduler.on_arrival(before)
+    directory.is_draining = True
+    scheduler.on_arrival(after)
+    assert set(scheduler._prefill.requests) == {before.request_id}
+    assert directory.count_awaited() == 1
+    assert scheduler.on_finish(after, [TABLE]) == (False, None)
+    scheduler.on_finish(before, [TABLE])
+    assert directory.count_awaited() == 0
+
+
 # --- two engines that prefill for each other
 
 

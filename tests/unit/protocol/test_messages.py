@@ -18,6 +18,8 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import (
     MAX_LISTED,
     Decline,
+    Drain,
+    Draining,
     EventRecord,
     LinkStatus,
     LoadStatus,
@@ -215,6 +217,12 @@ WIRE = [
         ["StatusRequest", 5, ANY_INCARNATION, "d1"],
         id="status request",
     ),
+    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 5, ANY_INCARNATION], id="drain"),
+    pytest.param(
+        Draining(incarnation=ENGINE_LIFE, num_awaited=3),
+        ["Draining", 5, ENGINE_LIFE, 3],
+        id="draining",
+    ),
     pytest.param(status(), ["Status", 5, RANK_LIFE, *STATUS_WIRE], id="status"),
     pytest.param(Decline(nonce=NONCE), ["Decline", 0, NONCE], id="decline"),
     pytest.param(VersionRefusal(), ["VersionRefusal", 0, 5], id="version refusal"),
@@ -248,7 +256,7 @@ def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
-    messages.decode_to_engine: {"Describe", "Decline"},
+    messages.decode_to_engine: {"Describe", "Decline", "Drain"},
     messages.decode_to_rank: {"Ask", "DigestRequest", "Renew", "Release", "StatusRequest"},
     messages.decode_answer: {
         "Description",
@@ -260,7 +268,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
         "Recall",
         "VersionRefusal",
     },
-    messages.decode_status: {"Status", "VersionRefusal"},
+    messages.decode_to_tool: {"Status", "Draining", "VersionRefusal"},
 }
 
 

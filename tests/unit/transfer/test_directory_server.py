@@ -22,9 +22,13 @@ from nixl_kv.protocol.messages import (
     Answer,
     Decline,
     Describe,
+    Drain,
+    Draining,
     Refusal,
+    ToTool,
     VersionRefusal,
     decode_answer,
+    decode_to_tool,
     encode,
 )
 from nixl_kv.transfer.directory_server import (
@@ -67,12 +71,21 @@ def server(network: MemoryNetwork) -> Iterator[DirectoryServer]:
 
 def answers(network: MemoryNetwork, server: DirectoryServer, *payloads: bytes) -> list[Answer]:
     """What it answers in its next turn."""
+    return list(map(decode_answer, replies(network, server, *payloads)))
+
+
+def told(network: MemoryNetwork, server: DirectoryServer, *payloads: bytes) -> list[ToTool]:
+    """The same, to a tool."""
+    return list(map(decode_to_tool, replies(network, server, *payloads)))
+
+
+def replies(network: MemoryNetwork, server: DirectoryServer, *payloads: bytes) -> list[bytes]:
     asker = MemoryControl(network)
     for payload in payloads:
         asker.send(endpoint_at(server.host, server.port), payload)
     server.turn(0)
     received = asker.poll(0)
-    return [decode_answer(item.payload) for item in received if isinstance(item, FromEndpoint)]
+    return [item.payload for item in received if isinstance(item, FromEndpoint)]
 
 
 def test_an_engine_that_was_asked_for_is_described(
@@ -155,6 +168,23 @@ def test_an_answer_that_cannot_be_sent_is_dropped(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryControl, "reply", refuse)
         assert answers(network, server, encode(describe())) == []
+    assert answers(network, server, encode(describe())) == [description()]
+
+
+# What is to stop
+
+
+def test_an_engine_that_is_to_drain_says_what_it_still_awaits(
+    network: MemoryNetwork, server: DirectoryServer
+) -> None:
+    """Also before it is described, and as often as it is asked."""
+    drain = encode(Drain(incarnation=ANY_INCARNATION))
+    assert not server.is_draining
+    assert told(network, server, drain) == [Draining(incarnation=ANY_INCARNATION, num_awaited=0)]
+    assert server.is_draining
+    server.publish(description())
+    server.count_awaited = lambda: 3
+    assert told(network, server, drain) == [Draining(incarnation=ENGINE_LIFE, num_awaited=3)]
     assert answers(network, server, encode(describe())) == [description()]
 
 

@@ -32,8 +32,8 @@ from nixl_kv.protocol.messages import (
     StatusRequest,
     VersionRefusal,
     decode_answer,
-    decode_status,
     decode_to_rank,
+    decode_to_tool,
     encode,
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
@@ -455,7 +455,7 @@ def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
     tool = Stranger(world, world.prefill)
     assert tool.send(QUESTION) is None
     assert world.prefill.turn() is None  # it does not wait for the tool to read
-    status = decode_status(tool.answer())
+    status = decode_to_tool(tool.answer())
     assert isinstance(status, Status)
     assert status.engine == "prefill"
     assert not world.prefill.results

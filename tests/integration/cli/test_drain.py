@@ -1,0 +1,105 @@
+"""`nixl-kv drain`: an engine that is to stop finishes what it has begun, and offers nothing new."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from nixl_kv.cli import draining
+from nixl_kv.config import KEY_VARIABLE
+from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.transport.memory import Fabric
+from nixl_kv.transport.zmq import ZmqControl
+from support.local_engines import MakeEngine, address
+from support.nixl_kv_command import nixl_kv
+
+TOKENS = 8
+TABLE = [1, 2]
+
+
+def test_an_engine_without_anything_to_do_is_drained_at_once(make_engine: MakeEngine) -> None:
+    engine = make_engine("E", 2)
+    result = nixl_kv("drain --at", address(engine))
+    assert result.stdout == "0 requests that are not offered yet, 0 offers, 0 loads\ndrained\n"
+    assert result.exit_code == 0
+    assert engine.directory.is_draining
+
+
+def test_what_is_not_finished_in_time_is_counted(make_engine: MakeEngine) -> None:
+    engine = make_engine("P", 1)
+    engine.directory.count_awaited = lambda: 3
+    engine.offer("p1", [TABLE], TOKENS)
+    result = nixl_kv("drain --timeout 0 --at", address(engine))
+    assert result.exit_code == 1
+    assert result.stdout == "3 requests that are not offered yet, 1 offers, 0 loads\n"
+    assert result.stderr == "not drained within 0 s\n"
+
+
+def test_it_waits_for_offers_and_loads(make_engine: MakeEngine, fabric: Fabric) -> None:
+    """Of both engines; the read ends when both commands wait for it."""
+    prefill, decode = make_engine("P", 2), make_engine("D", 1)
+    fabric.reads_hang = True
+    decode.prepare_load("d1", prefill.offer("p1", [TABLE], TOKENS))
+    decode.start_load("d1", [TABLE], range(TOKENS))
+    said: dict[str, list[str]] = {"P": [], "D": []}
+    waiting = threading.Semaphore(0)
+
+    def note(name: str, line: str) -> None:
+        said[name].append(line)
+        if line.endswith(("1 offers, 0 loads", "0 offers, 1 loads")):
+            waiting.release()
+
+    left: list[draining.Left] = []
+    threads = [
+        threading.Thread(
+            target=lambda engine=engine, name=name: left.append(
+                draining.drain(address(engine), None, 60.0, lambda line: note(name, line))
+            )
+        )
+        for name, engine in (("P", prefill), ("D", decode))
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert waiting.acquire(timeout=60)
+    fabric.reads_hang = False
+    for thread in threads:
+        thread.join(timeout=60)
+    assert left == [draining.Left(0, 0, 0, ())] * 2
+    assert decode.wait_failure("d1") is None
+    assert all(lines[-1].endswith("0 offers, 0 loads") for lines in said.values())
+
+
+def test_a_rank_that_is_gone_is_not_finished(make_engine: MakeEngine) -> None:
+    engine = make_engine("E", 2)
+    engine.ranks[0].engine.stop()
+    result = nixl_kv("drain --timeout 0 --at", address(engine))
+    assert result.exit_code == 1
+    assert result.stdout.endswith("; rank 0 gives no status: cannot connect\n")
+
+
+def test_an_engine_that_does_not_answer_is_named(make_engine: MakeEngine) -> None:
+    engine = make_engine("E", 1)
+    engine.directory.stop()
+    result = nixl_kv("drain --at", address(engine))
+    assert result.exit_code == 2
+    assert f"error: --at {address(engine)}: cannot connect" in result.stderr
+
+
+@pytest.mark.parametrize("source", ["file", "environment"])
+def test_the_key_comes_from_a_file_or_the_environment(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    path = tmp_path / "key"
+    write_key_file(path)
+    keys = read_key_file(path)
+    engine = make_engine("E", 1, make_control=lambda: ZmqControl(keys))
+    options = [f"--key-file {path}"]
+    if source == "environment":
+        monkeypatch.setenv(KEY_VARIABLE, path.read_text())
+        options = []
+    assert nixl_kv("drain --at", address(engine), *options).exit_code == 0
+    monkeypatch.setenv(KEY_VARIABLE, "no key")
+    result = nixl_kv("drain --at", address(engine))
+    assert result.exit_code == 2
+    assert "error: NIXL_KV_KEY is no key; allowed: 64 hexadecimal digits" in result.stderr
