@@ -69,7 +69,9 @@ class _SchedulerHooks:
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """After each step, with what all workers have reported."""
-        self._scheduler.on_offers_ended(connector_output.finished_sending)
+        self._scheduler.on_ended(
+            connector_output.finished_sending, connector_output.finished_recving
+        )
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -165,7 +167,7 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
 
     def get_kv_connector_stats(self) -> Stats | None:
         """What either role has counted since the last step."""
-        return (self._scheduler_role or self._worker).stats.pop()
+        return (self._scheduler_role or self._worker).pop_stats()
 
     def shutdown(self) -> None:
         """At the end of the process, if vLLM gets to it."""

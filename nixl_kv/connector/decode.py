@@ -3,7 +3,7 @@
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,6 +59,7 @@ class DecodeScheduler:
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
+        self._open: set[RequestId] = set()  # of these, those that have not ended
         self._used: OrderedDict[Nonce, float] = OrderedDict()
         self._commands: list[events.Command] = []
 
@@ -67,6 +68,11 @@ class DecodeScheduler:
         """Whether a request with a ticket came lately."""
         last = next(reversed(self._used.values()), None)
         return last is not None and self._clock() < last + IN_USE_S
+
+    @property
+    def num_open(self) -> int:
+        """How many requests are being loaded, or will be when they have blocks."""
+        return len(self._open)
 
     def on_arrival(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
         """A request brings a ticket: ask for its blocks at once, so that they wait for it.
@@ -95,6 +101,7 @@ class DecodeScheduler:
         self._check(prompt, ticket)
         self._used[ticket.nonce] = self._clock()
         self._loads[prompt.request] = _Load(min(ticket.num_tokens, prompt.num_tokens - 1))
+        self._open.add(prompt.request)
         self._commands.append(prepare)
 
     def count_matched(self, request: RequestId, local: int) -> tuple[int, bool]:
@@ -140,6 +147,10 @@ class DecodeScheduler:
             )
         )
 
+    def on_end(self, requests: Iterable[RequestId]) -> None:
+        """Their loads have ended, well or not."""
+        self._open.difference_update(requests)
+
     def on_finish(self, request: RequestId) -> None:
         """A request is over, perhaps before its load, or during it."""
         if request in self._loads:
@@ -161,6 +172,7 @@ class DecodeScheduler:
     def _release(self, request: RequestId) -> None:
         """To cancel what was loaded and reported long ago does nothing."""
         del self._loads[request]
+        self._open.discard(request)
         self._commands.append(events.CancelLoad(request))
 
     def _check(self, prompt: Prompt, ticket: Ticket) -> None:

@@ -49,10 +49,9 @@ class OfferQuota:
     def __repr__(self) -> str:
         return f"<OfferQuota: {len(self._held)} of {self._allowed} blocks>"
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no offer holds anything."""
-        return not self._offers
+    def __len__(self) -> int:
+        """How many offers hold blocks."""
+        return len(self._offers)
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether a prefill of so many blocks may begin; one that is alone always may."""

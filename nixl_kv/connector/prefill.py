@@ -66,6 +66,11 @@ class PrefillScheduler:
         """Those that will be offered when they have finished."""
         return self._offers.keys()
 
+    @property
+    def num_offers(self) -> int:
+        """How many hold blocks."""
+        return len(self._quota)
+
     def on_arrival(self, prompt: Prompt) -> None:
         """A request asks to be decoded elsewhere. Its nonce is made now; nobody knows it yet."""
         nonce = new_nonce()
@@ -85,7 +90,7 @@ class PrefillScheduler:
 
     def reclaim(self, num_blocks: int) -> None:
         """A request has waited for so many blocks: offers that nobody reads give theirs back."""
-        if not self._quota.is_empty:
+        if self.num_offers:
             logger.info("a request waits for %d blocks: offers are taken back", num_blocks)
             self._commands.append(events.ReclaimBlocks(num_blocks))
 

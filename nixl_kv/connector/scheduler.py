@@ -80,9 +80,16 @@ class Scheduler:
         """Keep the cache manager: offers are made from its block tables."""
         self._blocks.manager = kv_cache_manager
 
-    def on_offers_ended(self, requests: Iterable[str] | None) -> None:
-        """All workers have reported these offers as ended."""
-        self._admission.on_offers_ended(request_ids(requests))
+    def on_ended(self, offers: Iterable[str] | None, loads: Iterable[str] | None) -> None:
+        """All workers have reported these offers and loads as ended."""
+        self._admission.on_offers_ended(request_ids(offers))
+        self._decode.on_end(request_ids(loads))
+
+    def pop_stats(self) -> Stats | None:
+        """What is new since the last time."""
+        self.stats.measure("open_offers", self._prefill.num_offers)
+        self.stats.measure("open_loads", self._decode.num_open)
+        return self.stats.pop()
 
     def on_arrival(self, request: Request) -> None:
         """A request is new. A ticket that is not valid costs a log line and a counter."""

@@ -58,19 +58,30 @@ COUNTERS: Final = {
     "tickets_missing": "Requests on decode without kv_transfer_params; computed locally.",
 }
 
+GAUGES: Final = {
+    "open_offers": "Offers that hold blocks, now.",
+    "open_loads": "Requests whose KV is being read, or will be when they have blocks, now.",
+}
+
 TRANSFER_SECONDS: Final = "transfer_seconds"
 _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 
 
 @dataclass
 class Stats(KVConnectorStats):
-    """`data` holds a number per counter and the list of transfer times in seconds."""
+    """`data` holds a number per counter and gauge, and the list of transfer times in seconds."""
 
     data: dict[str, Any] = field(default_factory=dict)
+    _measured: dict[str, int] = field(default_factory=dict)  # gauges, as they were shown last
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""
         self.data[name] = self.data.get(name, 0) + amount
+
+    def measure(self, name: str, value: int) -> None:
+        """Show a gauge, if it has changed."""
+        if self._measured.get(name, 0) != value:
+            self._measured[name] = self.data[name] = value
 
     def count_commands(self, commands: Iterable[events.Command]) -> None:
         """Count what a step hands to the transfer engine."""
@@ -122,13 +133,17 @@ class Stats(KVConnectorStats):
         for name, value in other.data.items():
             if isinstance(value, list):
                 self.data[name] = [*self.data.get(name, []), *value]
+            elif name in GAUGES:
+                self.data[name] = value
             else:
                 self.count(name, value)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """The numbers of vLLM's log line."""
-        numbers: dict[str, int | float] = {n: v for n, v in self.data.items() if n in COUNTERS}
+        numbers: dict[str, int | float] = {
+            name: value for name, value in self.data.items() if name != TRANSFER_SECONDS
+        }
         seconds = self.data.get(TRANSFER_SECONDS, [])
         if seconds:
             numbers["median transfer ms"] = round(statistics.median(seconds) * 1000, 2)
@@ -141,7 +156,7 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """`vllm:nixl_kv_<counter>_total` and the histogram `vllm:nixl_kv_transfer_seconds`."""
+    """`vllm:nixl_kv_<counter>_total`, `vllm:nixl_kv_<gauge>`, and a histogram of seconds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Register each metric once, with a child per engine. Arguments are the base class's."""
@@ -154,6 +169,18 @@ class PromMetrics(KVConnectorPromMetrics):
                 self.per_engine_labelvalues,
             )
             for name, text in COUNTERS.items()
+        }
+        self._gauges = {
+            name: create_metric_per_engine(
+                self._gauge_cls(
+                    name=f"vllm:nixl_kv_{name}",
+                    documentation=text,
+                    labelnames=self._labelnames,
+                    multiprocess_mode="mostrecent",
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name, text in GAUGES.items()
         }
         self._seconds = create_metric_per_engine(
             self._histogram_cls(
@@ -170,5 +197,7 @@ class PromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)
+            elif name in self._gauges:
+                self._gauges[name][engine_idx].set(value)
         for seconds in transfer_stats_data.get(TRANSFER_SECONDS, []):
             self._seconds[engine_idx].observe(seconds)

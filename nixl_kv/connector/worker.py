@@ -94,6 +94,10 @@ class Worker:
         self.stats.count_results(results)
         return transfer_results(results)
 
+    def pop_stats(self) -> Stats | None:
+        """What was counted since the last time."""
+        return self.stats.pop()
+
     def stop(self) -> None:
         """End the transfer engine; what it owed to vLLM is reported with the next step."""
         if self._engine is not None:

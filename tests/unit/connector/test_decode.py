@@ -147,6 +147,18 @@ def test_a_ticket_is_good_for_one_request(decode: DecodeScheduler) -> None:
     assert command.request == "0_d1"
 
 
+def test_a_load_is_open_until_it_ends_or_its_request_does(decode: DecodeScheduler) -> None:
+    for number, request in enumerate((D1, D2)):
+        decode.on_arrival(prompt_of(request), offered(number).params(None))
+    assert decode.num_open == 2
+    decode.on_finish(D1)
+    assert decode.num_open == 1
+    decode.on_end([D2, D1])
+    assert decode.num_open == 0
+    decode.on_finish(D2)
+    assert decode.num_open == 0
+
+
 def test_a_used_ticket_is_remembered_for_ten_minutes(decode: DecodeScheduler, clock: Clock) -> None:
     decode.on_arrival(prompt_of(), offered().params(None))
     decode.on_finish(D1)

@@ -60,6 +60,7 @@ class Engine:
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.published: set[str] = set()
+        self.ended: set[str] = set()
         self.kinds: Counter[str] = Counter()
 
     def close(self) -> None:
@@ -112,7 +113,8 @@ class Engine:
             set(call[name] or ()) for name in ("finished_sending", "finished_recving")
         )
         self.wait_reported(sent, received)
-        output: Any = SimpleNamespace(finished_sending=sent)
+        self.ended |= sent
+        output: Any = SimpleNamespace(finished_sending=sent, finished_recving=received)
         self.scheduler.update_connector_output(output)
 
     def wait_reported(self, sent: set[str], received: set[str]) -> None:
@@ -183,4 +185,6 @@ def test_a_recorded_run_leads_to_the_same_commands_and_moves_the_kv(engine: Engi
     assert stats.data["loads"] == 1
     assert stats.data["tokens_loaded"] == 99
     assert stats.data["offers"] == engine.kinds["PublishOffer"]
-    assert engine.scheduler.get_kv_connector_stats() is None
+    shown = engine.scheduler.get_kv_connector_stats()
+    assert shown is not None
+    assert shown.data == {"open_offers": len(engine.published - engine.ended)}

@@ -264,6 +264,26 @@ def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(mak
     assert directory.count_awaited() == 0
 
 
+def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
+    """As they are shown when they change."""
+    scheduler = make()
+    offered, loaded = new_request(TO_OFFER), with_ticket()
+
+    def shown() -> dict[str, Any]:
+        stats = scheduler.pop_stats()
+        return {} if stats is None else stats.data
+
+    assert shown() == {}
+    scheduler._prefill._quota.add(offered.request_id, NONCE, TABLE)
+    scheduler.on_arrival(loaded)
+    assert shown() == {"open_offers": 1, "open_loads": 1}
+    assert shown() == {}
+    scheduler.on_ended(None, [loaded.request_id])
+    assert shown() == {"open_loads": 0}
+    scheduler.on_ended([offered.request_id], None)
+    assert shown() == {"open_offers": 0}
+
+
 # --- two engines that prefill for each other
 
 
@@ -294,7 +314,7 @@ def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_d
     assert scheduler.count_matched(decoded, 0) == (NUM_TOKENS - 1, True)
     for request in (first, second):
         scheduler.on_finish(request, [TABLE])
-    scheduler.on_offers_ended({first.request_id, second.request_id})
+    scheduler.on_ended({first.request_id, second.request_id}, None)
     assert scheduler.count_matched(third, 0) == (0, False)
 
 
@@ -314,7 +334,7 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
     assert wait() + wait() == []  # there is no offer
     scheduler._prefill._quota.add(RequestId("offered"), NONCE, TABLE)
     assert wait() == [ReclaimBlocks(4)]
-    scheduler.on_offers_ended(["offered"])
+    scheduler.on_ended(["offered"], None)
     assert wait() + wait() == []
 
 

@@ -134,6 +134,15 @@ def test_stats_of_workers_and_steps_add_up() -> None:
     assert second.data[TRANSFER_SECONDS] == [0.25]
 
 
+def test_a_gauge_is_shown_when_it_changes_and_the_latest_counts() -> None:
+    stats, later = Stats(), Stats()
+    stats.measure("open_loads", 0)
+    assert stats.pop() is None
+    stats.measure("open_loads", 2)
+    later.measure("open_loads", 1)
+    assert stats.aggregate(later).reduce() == {"open_loads": 1}
+
+
 def test_the_log_line_has_counts_and_the_median_time() -> None:
     stats = Stats()
     stats.count_results([good_load(0.001), good_load(0.003), good_load(0.002)])
@@ -179,7 +188,8 @@ def registry() -> Iterator[Any]:
 def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
     prom = metrics(2)
     prom.observe({"loads": 3, TRANSFER_SECONDS: [0.004, 0.2], "unknown": 7}, 1)
-    prom.observe({"loads": 1}, 0)
+    prom.observe({"loads": 1, "open_loads": 2}, 0)
+    prom.observe({"open_loads": 1}, 0)
 
     def value(name: str, engine: int, **labels: str) -> float | None:
         labels = {"model_name": "tiny", "engine": str(engine), **labels}
@@ -188,6 +198,7 @@ def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
 
     assert [value("loads_total", engine) for engine in (0, 1)] == [1, 3]
     assert all(value(f"{name}_total", 0) is not None for name in NAMES)
+    assert [value("open_loads", engine) for engine in (0, 1)] == [1, 0]
     assert value("transfer_seconds_count", 1) == 2
     assert value("transfer_seconds_bucket", 1, le="0.005") == 1
     assert value("transfer_seconds_count", 0) == 0
