@@ -92,6 +92,12 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     "a KV buffer on another device (kv_buffer_device)": lambda vllm, _: (
         vllm.kv_transfer_config.kv_buffer_device != current_platform.device_type
     ),
+    "the experts of each token in the answer (--enable-return-routed-experts): those of the prompt "
+    "stay on prefill": lambda vllm, _: getattr(
+        getattr(vllm, "aux_output_config", None) or vllm.model_config,
+        "enable_return_routed_experts",
+        False,
+    ),
     "KV scales measured at run time (calculate_kv_scales): they are not transferred": (
         lambda vllm, _: getattr(vllm.cache_config, "calculate_kv_scales", False)
     ),

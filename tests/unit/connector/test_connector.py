@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -195,3 +196,14 @@ def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     vllms.addHandler(logging.NullHandler())
     module._log_like_vllm()
     assert ours.handlers == [handler], "who has handlers of his own keeps them"
+
+
+def test_it_has_the_name_by_which_platforms_know_what_speaks_nixl() -> None:
+    """As vLLM's factory finds it, which has another class under that name without a path."""
+    transfer: Any = SimpleNamespace(
+        kv_connector="NixlConnector", kv_connector_module_path="nixl_kv.connector"
+    )
+    assert KVConnectorFactory.get_connector_class(transfer) is NixlKVConnector
+    assert KVConnectorFactory.supports_hma_config(transfer)
+    transfer.kv_connector_module_path = None
+    assert KVConnectorFactory.get_connector_class(transfer) is not NixlKVConnector

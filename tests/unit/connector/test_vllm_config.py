@@ -126,6 +126,12 @@ REFUSED = [
         id="buffer",
     ),
     pytest.param(
+        changing("aux_output_config", SimpleNamespace(enable_return_routed_experts=True)),
+        cache_of(FULL),
+        "the experts of each token",
+        id="experts",
+    ),
+    pytest.param(
         changing("cache_config.calculate_kv_scales", True),  # noqa: FBT003 - a value
         cache_of(FULL),
         "KV scales measured at run time",
