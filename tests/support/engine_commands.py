@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import yaml
 
+REPO: Final = Path(__file__).resolve().parents[2]
 KEY: Final = "5f" * 32
 POD_IP: Final = "10.0.0.1"
 OPTION: Final = "--kv-transfer-config"
@@ -51,7 +52,7 @@ def mentions(path: Path) -> int:
 
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Markdown's blocks of code, each with the language after its fence; indented ones have none."""
+    """Markdown's blocks of code, each with the language after its fence, if it has one."""
     fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     yield from fence.findall(text)
     for block in re.findall(r"(?:^(?: {4}.*)?\n)+", fence.sub("", text), re.MULTILINE):
@@ -66,6 +67,7 @@ def in_code(kind: str, code: str) -> Iterator[EngineCommand]:
 def in_shell(text: str) -> Iterator[EngineCommand]:
     """In a script; variables that stand before a command are its own."""
     code = re.sub(r"^[ \t]*#.*", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    code = re.sub(r'"\$\(cat ([\w./-]+)\)"', lambda match: _quoted(REPO / match[1]), code)
     for start in STARTS.finditer(code):
         before = code[code.rfind("\n", 0, start.start()) + 1 : start.start()]
         assigned = [word.partition("=") for word in shlex.split(before) if "=" in word]
@@ -85,8 +87,10 @@ def _in_value(value: Any, environment: Mapping[str, str]) -> Iterator[EngineComm
         kwargs = value.get("engine_kwargs")
         if isinstance(kwargs, dict):
             pairs = ((name.replace("_", "-"), given) for name, given in kwargs.items())
-            options = [f"--{name}={given if isinstance(given, str) else json.dumps(given)}"
-                       for name, given in pairs]
+            options = [
+                f"--{name}={given if isinstance(given, str) else json.dumps(given)}"
+                for name, given in pairs
+            ]
             yield EngineCommand(("MODEL", *options), inner)
         for key, entry in value.items():
             if key != "engine_kwargs":
@@ -132,6 +136,10 @@ def _interpolated(text: str) -> str:
     )
 
 
+def _quoted(path: Path) -> str:
+    return shlex.quote(path.read_text(encoding="utf-8"))
+
+
 def _words(text: str) -> Iterator[str]:
     """A shell's words, up to the end of the command."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=SEPARATORS)
@@ -143,7 +151,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _arguments(words: Any) -> tuple[str, ...]:
-    """With a model before them, where what starts the engine gives it, and without Dynamo's own."""
+    """With a model, where what starts the engine adds it, and without what is Dynamo's own."""
     given = iter(words)
     kept: list[str] = []
     for word in given:
@@ -153,4 +161,5 @@ def _arguments(words: Any) -> tuple[str, ...]:
             kept.append(word)
     if kept[:2] == ["vllm", "serve"]:
         kept = kept[2:]
-    return ("MODEL", *kept) if kept[0].startswith("--") else tuple(kept)
+    has_model = "--model" in kept or not kept[0].startswith("--")
+    return tuple(kept) if has_model else ("MODEL", *kept)
