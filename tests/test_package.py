@@ -107,9 +107,9 @@ def test_vllm_finds_the_plugin(said: Any) -> None:
 
 
 def test_the_command_says_what_it_can_do(installed: Path) -> None:
-    said = run(installed, "./nixl-kv", "--help")
-    for command in ("plan", "status", "drain", "keygen"):
-        assert command in said
+    lines = run(installed, "./nixl-kv", "--help").splitlines()
+    first_words = {(line.strip("│ ").split() or [""])[0] for line in lines}
+    assert {"plan", "status", "drain", "keygen"} <= first_words
 
 
 def test_a_transfer_is_planned(installed: Path) -> None:
