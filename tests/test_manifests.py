@@ -325,7 +325,7 @@ def drain_options(line: str) -> dict[str, Any]:
     words = shlex.split(line)
     assert words[1] == "drain"
     given = parameters(words)
-    assert given["at"] == "$(hostname):5600"
+    assert given["at"] == "$(uname -n):5600"
     return given
 
 
