@@ -92,6 +92,8 @@ class EngineSpec:
     connector_config: Mapping[str, object] = field(default_factory=dict)
     by_name: bool = False
     """Let the installed entry point find our connector."""
+    drop_in: bool = False
+    """Configure it as vLLM's own connector, with our module's path as all that is new."""
     module: str = "nixl_kv.connector"
     """Where else it is found, or a class that stands for it."""
     engine_id: str | None = None
@@ -259,7 +261,7 @@ class Engine(ManagedProcess):
     def environment(self) -> dict[str, str]:
         """The spec's, and what vLLM's own connector wants to know about ports."""
         env = self.spec.environment()
-        if self.spec.connector == "in-tree":
+        if self.spec.connector == "in-tree" or self.spec.drop_in:
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
         return env
@@ -276,6 +278,9 @@ class Engine(ManagedProcess):
         if spec.connector == "in-tree":
             config["kv_connector"] = "NixlConnector"
             config["kv_load_failure_policy"] = "recompute"
+        elif spec.drop_in:
+            config["kv_connector"] = "NixlConnector"
+            config["kv_connector_module_path"] = spec.module
         else:
             config["kv_connector"] = "NixlKVConnector"
             if not spec.by_name:
