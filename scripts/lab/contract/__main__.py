@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.contract.check import Report, check
-from lab.contract.index import IndexUnreachableError, fetch_wheel
+from lab.contract.index import NoWheelError, fetch_wheel
 from lab.contract.source import Read, in_folder, in_wheel
 
 REPO = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ def check_published(version: str) -> Report:
     """A release of the package `vllm`.
 
     Raises:
-        IndexUnreachableError: if pip cannot fetch it.
+        NoWheelError: if pip cannot fetch it.
     """
     with tempfile.TemporaryDirectory() as folder:
         return check(ours(), in_wheel(fetch_wheel(f"vllm=={version}", Path(folder))))
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for version in versions:
             reports[f"vllm {version}"] = check_published(version)
-    except IndexUnreachableError as error:
+    except NoWheelError as error:
         print(error, file=sys.stderr)
         return 2
     if not versions:

@@ -178,6 +178,8 @@ class Classes:
         self, module: Module, node: ast.Call, names: Mapping[str, Type]
     ) -> Type | None:
         match node:
+            case ast.Call(func=ast.Name(id="super"), args=[]):
+                return names.get("super")
             case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=name), *_]):
                 member = self.member_of(self.type_of(module, value, names), str(name))
                 return None if member is None else self.type_of_member(member)

@@ -44,6 +44,7 @@ class Reads(ast.NodeVisitor):
         outer, self._names = self._names, dict(self._names)
         if self._owner is not None and node.args.args and "staticmethod" not in decorators(node):
             self._names[node.args.args[0].arg] = self._owner
+            self._names["super"] = Type(self._owner.owner, "super")
         self._names |= self._classes.parameters(self._module, node)
         self.generic_visit(node)
         self._names = outer
@@ -149,9 +150,6 @@ class Reads(ast.NodeVisitor):
             self._note(node, f"{ast.unparse(node.func)} at {definition.where}: {reason}")
 
     def _type(self, node: ast.AST) -> Type | None:
-        match node:
-            case ast.Call(func=ast.Name(id="super"), args=[]) if self._owner is not None:
-                return Type(self._owner.owner, "super")
         return self._classes.type_of(self._module, node, self._names)
 
     def _bind(self, target: ast.AST, kind: Type | None) -> None:

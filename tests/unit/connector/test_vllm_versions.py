@@ -37,7 +37,8 @@ def test_a_vllm_without_sources_of_hits_is_served(
 
 def test_loaded_tokens_are_counted_as_a_peers() -> None:
     pytest.importorskip(SOURCES, reason="this vLLM tells no sources of hits apart")
-    assert NixlKVConnector._cache_hit_source.value == "p2p"
+    source: Any = NixlKVConnector._cache_hit_source
+    assert source.value == "p2p"
 
 
 @pytest.mark.parametrize(
