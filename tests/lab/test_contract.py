@@ -10,6 +10,8 @@ from lab.contract.check import Report, check
 from lab.contract.index import IndexUnreachableError, NoWheelError, fetch_wheel
 from lab.contract.source import in_texts
 
+REPO = Path(__file__).resolve().parents[2]
+
 VLLM = {
     "vllm/__init__.py": "",
     "vllm/config/__init__.py": "from vllm.config.vllm import VllmConfig\n",
@@ -315,6 +317,22 @@ LACKS: dict[str, set[str]] = {
     "0.33.0": set(),
 }
 """What the connector has for later versions; see connector/vllm_versions.py."""
+
+
+def test_all_documents_name_these_versions() -> None:
+    minors = [int(version.split(".")[1]) for version in LACKS]
+    text = {
+        name: (REPO / name).read_text(encoding="utf-8")
+        for name in ("pyproject.toml", "README.md", "docs/compatibility.md")
+    }
+    assert f'"vllm>=0.{minors[0]},<0.{minors[-1] + 1}"' in text["pyproject.toml"]
+    for version, minor in zip(LACKS, minors, strict=True):
+        assert f"\n| {version} |" in text["docs/compatibility.md"]
+        assert f"0.{minor}" in text["README.md"]
+    rows = [row for row in text["docs/compatibility.md"].splitlines() if "published package" in row]
+    assert [row.split()[1] for row in rows] == ["0.33.0"]
+    for name in ("README.md", "pyproject.toml"):
+        assert "0.33 is checked against the published package only" in text[name]
 
 
 def expect_fit(report: Report) -> None:
