@@ -189,8 +189,9 @@ class Scheduler:
                     "kv_transfer_params: do_remote_decode is not true; "
                     "allowed on a kv_producer: true"
                 )
-            is_rejected = bool(getattr(request, "abort_immediately", False))
-            self._decode.on_arrival(prompt_of(request), params, is_rejected=is_rejected)
+            self._decode.on_arrival(
+                prompt_of(request), params, is_rejected=request.abort_immediately
+            )
 
     def _note_plain(self, request: Request) -> None:
         """On an engine that only decodes, a request without parameters is worth a line."""

