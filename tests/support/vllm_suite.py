@@ -56,7 +56,7 @@ class Adapter:
         children = (kwargs.get("kv_connector_extra_config") or {}).get("connectors", [])
         for child in children:
             if child["kv_connector"] == NAME:
-                child |= OURS | {"kv_connector_extra_config": dict(FREE_PORT)}
+                child.update(OURS, kv_connector_extra_config=dict(FREE_PORT))
         if not args and kwargs.get("model", HUB_MODEL) == HUB_MODEL:
             kwargs["model"] = self._model
         return make(*args, **kwargs)
