@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
+import vllm
+from packaging.version import Version
 from transformers import OPTConfig
 from vllm import SamplingParams
 from vllm.config import (
@@ -90,6 +92,10 @@ def multi(*children: Any, policy: str = "recompute") -> KVTransferConfig:
     )
 
 
+def prompt_from(first: int) -> list[int]:
+    return list(range(first, first + PROMPT))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     folder = tmp_path_factory.mktemp("model")
@@ -101,7 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 class Engine:
     """vLLM's scheduler with a MultiConnector; the test is its workers."""
 
-    def __init__(self, model: ModelConfig, transfer: KVTransferConfig) -> None:
+    def __init__(self, model: ModelConfig, transfer: KVTransferConfig, num_blocks: int) -> None:
         config = VllmConfig(
             model_config=model,
             scheduler_config=SchedulerConfig(
@@ -116,9 +122,9 @@ class Engine:
             device_config=DeviceConfig("cpu"),
         )
         config.cache_config.kv_cache_layout = "LBHNC"
-        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=model.dtype)
-        cache = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         kv_cache_utils.init_none_hash(sha256)
         self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
         self.vllm = Scheduler(
@@ -137,13 +143,13 @@ class Engine:
     def free_blocks(self) -> int:
         return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def request(self, name: str, params: Any = None, *, max_tokens: int = 1) -> Request:
-        """Of the one prompt; it is waiting."""
+    def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
+        """Of a prompt, by its first token; it is waiting."""
         extra = None if params is None else {"kv_transfer_params": params}
         request = Request(
             request_id=name,
-            prompt_token_ids=list(range(PROMPT)),
-            sampling_params=SamplingParams(max_tokens=max_tokens, extra_args=extra),
+            prompt_token_ids=prompt_from(first),
+            sampling_params=SamplingParams(max_tokens=1, extra_args=extra),
             pooling_params=None,
             block_hasher=self._hasher,
         )
@@ -193,9 +199,9 @@ class Engine:
         meta[child] = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1))
         return MultiKVConnectorWorkerMetadata(tuple(meta))
 
-    def ticket(self) -> dict[str, Any]:
-        """Of another engine, for the one prompt."""
-        request = Request("any", list(range(PROMPT)), SamplingParams(max_tokens=1), None)
+    def ticket(self, first: int = 0) -> dict[str, Any]:
+        """Of another engine, for such a prompt."""
+        request = Request("any", prompt_from(first), SamplingParams(max_tokens=1), None)
         prompt, nonce = prompt_of(request), new_nonce()
         return Ticket(
             engine=EngineId("prefill"),
@@ -215,8 +221,8 @@ Make = Callable[..., Engine]
 def engine(model: ModelConfig) -> Iterator[Make]:
     engines: list[Engine] = []
 
-    def new(*children: Any, policy: str = "recompute") -> Engine:
-        engines.append(Engine(model, multi(*children, policy=policy)))
+    def new(*children: Any, policy: str = "recompute", num_blocks: int = NUM_BLOCKS) -> Engine:
+        engines.append(Engine(model, multi(*children, policy=policy), num_blocks))
         return engines[-1]
 
     yield new
@@ -317,6 +323,29 @@ def test_no_policy_is_missed_where_no_load_has_failed(
     with caplog.at_level(logging.WARNING, "nixl_kv"):
         decode.end_step(decode.schedule(), **failed if policy == "fail" else {})
     assert "MultiConnector" not in caplog.text
+
+
+FENCED: Final = pytest.mark.xfail(
+    Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it"
+)
+
+
+@FENCED
+def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None:
+    """See docs/compatibility.md: why OffloadingConnector is not for decode with vLLM 0.32."""
+    decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
+    decode.request("first")
+    output = decode.schedule()
+    held = set(decode.vllm.kv_cache_manager.get_block_ids("first")[0])
+    jobs = decode.tier_jobs(output, "store")
+    decode.end_step(output)
+    decode.request("second", decode.ticket(first=1000), first=1000)
+    output = decode.schedule()
+    jobs += decode.tier_jobs(output, "store")
+    assert jobs, "to be copied with the next step"
+    assert isinstance(decode.commands(output)[-1], StartLoad)
+    assert held & set(decode.vllm.kv_cache_manager.get_block_ids("second")[0])
+    assert output.kv_connector_metadata.metadata[1].jobs_to_flush >= set(jobs)
 
 
 def test_parameters_of_another_connector_are_no_ticket(engine: Make) -> None:
