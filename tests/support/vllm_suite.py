@@ -12,11 +12,13 @@ are. What their helpers make is replaced:
   a NixlConnector in a MultiConnector is ours too;
 - the engine is described, as by the handshake of its worker;
 - a request for decode brings a ticket that is valid for its prompt;
+- where a test of engines counts the bytes that vLLM's connector has read, it counts ours;
 - the model is a folder with the configuration of `facebook/opt-125m`: no hub is asked.
 """
 
 import functools
 import importlib
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -38,6 +40,8 @@ HUB_MODEL: Final = "facebook/opt-125m"
 NAME: Final = "NixlConnector"
 OURS: Final = {"kv_connector_module_path": "nixl_kv.connector", "kv_role": "kv_both"}
 FREE_PORT: Final = {"port": 0}
+BYTES_EXPRESSION: Final = "_NIXL_BYTES_RE"
+BYTES_READ: Final = re.compile(r"^vllm:nixl_kv_bytes_read_total\{.*\} (.+)$", re.MULTILINE)
 
 Make = Callable[..., Any]
 
@@ -121,6 +125,13 @@ def pytest_configure(config: pytest.Config) -> None:
         ("create_request", adapter.request),
     ):
         setattr(utils, name, functools.partial(replace, getattr(utils, name)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The edge cases of a MultiConnector look for a metric by this expression."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        if hasattr(module, BYTES_EXPRESSION):
+            setattr(module, BYTES_EXPRESSION, BYTES_READ)
 
 
 class _Stopper:
