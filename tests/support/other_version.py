@@ -16,8 +16,8 @@ CHANGES: Final[Mapping[str, Mapping[str, str]]] = {
         "    num_tokens: Annotated[int,": "    mood: str = 'good'\n    num_tokens: Annotated[int,",
     },
     "protocol/messages.py": {
-        "    engine: _Engine\n\n\nclass Slots": "    engine: _Engine\n    mood: str = 'good'\n\n\n"
-        "class Slots",
+        "    engine: _Engine\n\n\nclass Drain": "    engine: _Engine\n    mood: str = 'good'\n\n\n"
+        "class Drain",
     },
 }
 """By file: what is replaced by what. A ticket and a question have a field more."""

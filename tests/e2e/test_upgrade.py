@@ -1,0 +1,24 @@
+"""A rolling upgrade of four engines under load: see lab.suites.upgrade."""
+
+from pathlib import Path
+
+import pytest
+
+from lab.cluster.cluster import Cluster
+from lab.cluster.models.files import ensure_tiny_model
+from lab.suites.upgrade import upgrade
+from support.other_version import copy_package
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("crosses", [False, True], ids=["one wire version", "two wire versions"])
+def test_no_request_is_lost_while_each_engine_is_drained_and_restarted(
+    tmp_path: Path, *, crosses: bool
+) -> None:
+    to = copy_package(tmp_path) if crosses else None
+    with Cluster(tmp_path / "logs", warm=to is None) as cluster:
+        outcome = upgrade(cluster, ensure_tiny_model(), to)
+    assert outcome.verdict.words == "ok"
+    computed = int(outcome.figures["computed on decode"])
+    assert computed > 0 if crosses else computed == 0
