@@ -18,9 +18,13 @@ def __getattr__(name: str) -> Any:
     """Import the connector when vLLM's factory asks for it.
 
     It also has the name of vLLM's own, by which platforms, and vLLM itself, know what speaks NIXL.
+    Who asks here may have no plugins (`VLLM_PLUGINS`); vLLM's MultiConnector looks up by name what
+    its children count.
     """
     if name in __all__:
         from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
+        from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above
 
+        register()
         return NixlKVConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

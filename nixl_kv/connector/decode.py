@@ -147,6 +147,11 @@ class DecodeScheduler:
             )
         )
 
+    def has_begun(self, request: RequestId) -> bool:
+        """Whether its load was started, whatever came of it."""
+        load = self._loads.get(request)
+        return load is not None and load.is_started
+
     def on_end(self, requests: Iterable[RequestId]) -> None:
         """Their loads have ended, well or not."""
         self._open.difference_update(requests)

@@ -2,7 +2,7 @@
 
 vLLM runs this in every process of every start in the environment, whether the connector is wanted
 or not, and lets an exception end that start. So a vLLM that is missing, or has another factory,
-costs a line in the log.
+costs a line in the log. Where vLLM runs no plugins, the module runs this that has the connector.
 """
 
 import logging

@@ -25,6 +25,7 @@ from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_config import (
     choose_load_failure_policy,
+    has_failed,
     model_facts,
     pagings,
     parallel_shape,
@@ -35,7 +36,7 @@ from nixl_kv.connector.vllm_config import (
     why_not_offered,
     writes_late,
 )
-from nixl_kv.errors import RemoteProtocolError, TransportError
+from nixl_kv.errors import ConfigError, RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import decode_rank
@@ -43,6 +44,17 @@ from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transfer.trust import Trust
 
 logger = logging.getLogger(__name__)
+
+OTHERS_HANDSHAKE: Final = (
+    "the workers' handshake is another connector's: of the connectors of a MultiConnector, "
+    "NixlKVConnector has to be the first, and the only one with a handshake of its own"
+)
+OUTER_POLICY: Final = (
+    "request %s has failed with its load, although on_load_failure is 'recompute': of a "
+    "MultiConnector, vLLM looks at kv_load_failure_policy of the whole, which has to say the same"
+)
+OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
+"""Of the fields of `kv_transfer_params` that a prefill engine or a router writes for decode."""
 
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
@@ -73,6 +85,7 @@ class Scheduler:
         transfer = vllm_config.kv_transfer_config
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
         policy = choose_load_failure_policy(vllm_config)
+        self._recomputes = policy == "recompute"
         if self._is_decode:
             logger.info("a request whose KV cannot be read %s (on_load_failure)", OUTCOMES[policy])
 
@@ -129,15 +142,24 @@ class Scheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether to keep the blocks, and the ticket for them; `tables` are those of all groups."""
         request_id = RequestId(request.request_id)
+        if self._recomputes and self._decode.has_begun(request_id) and has_failed(request):
+            logger.warning(OUTER_POLICY, request_id)
         self._decode.on_finish(request_id)
         return self._prefill.on_finish(
             request_id, self._select(tables), reason=why_not_offered(request)
         )
 
     def publish(self, handshakes: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
-        """The workers' parts are here, by (pp, tp) rank: for each other, and for peers."""
+        """The workers' parts are here, by (pp, tp) rank: for each other, and for peers.
+
+        Raises:
+            ConfigError: if they are another connector's.
+        """
         if not handshakes:
             return
+        if not all(isinstance(each, HandshakeMetadata) for each in handshakes.values()):
+            # MultiConnector passes on what the first of its children has.
+            raise ConfigError(OTHERS_HANDSHAKE)
         ranks = [decode_rank(handshakes[key].rank_description) for key in sorted(handshakes)]
         self._next_step = [events.SetEngineLayouts(tuple(rank.layout for rank in ranks))]
         description = describe_engine(
@@ -172,7 +194,7 @@ class Scheduler:
     def _dispatch(self, request: Request) -> None:
         """By what a request asks for, if this engine does that."""
         params = request.kv_transfer_params
-        if params is None:
+        if params is None or _are_anothers(params):
             self._note_plain(request)
         elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:
             if not self._is_prefill:
@@ -194,11 +216,12 @@ class Scheduler:
             )
 
     def _note_plain(self, request: Request) -> None:
-        """On an engine that only decodes, a request without parameters is worth a line."""
+        """On an engine that only decodes, a request without a ticket is worth a line."""
         if not self._is_prefill:
             self.stats.count("tickets_missing")
             logger.info(
-                "request %s is computed here: it has no kv_transfer_params", request.request_id
+                "request %s is computed here: its kv_transfer_params have no ticket",
+                request.request_id,
             )
 
     def _listen(self) -> DirectoryServer:
@@ -224,3 +247,15 @@ class Scheduler:
     def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The groups that are transferred."""
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
+
+
+def _are_anothers(params: object) -> bool:
+    """Whether `kv_transfer_params` say nothing to us, but to another connector of a MultiConnector.
+
+    Of ours, and of vLLM's, one field at least is left by every router that has lost others.
+    """
+    return (
+        isinstance(params, Mapping)
+        and bool(params)
+        and not any(str(name).startswith(OUR_PREFIXES) for name in params)
+    )

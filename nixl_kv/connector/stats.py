@@ -55,7 +55,7 @@ COUNTERS: Final = {
     "agents_recycled": "NIXL agents that were destroyed to stop a read, per rank.",
     "thread_restarts": "Deaths of the transfer thread that it survived, per rank.",
     "tickets_refused": "Requests whose kv_transfer_params do not hold; computed locally.",
-    "tickets_missing": "Requests on decode without kv_transfer_params; computed locally.",
+    "tickets_missing": "Requests on decode without a ticket; computed locally.",
 }
 
 GAUGES: Final = {

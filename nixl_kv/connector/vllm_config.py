@@ -146,7 +146,8 @@ def counts_media(vllm_config: VllmConfig) -> bool:
 def choose_load_failure_policy(vllm_config: VllmConfig) -> str:
     """Set what vLLM does with a request whose KV cannot be read; the answer is the policy.
 
-    vLLM's scheduler looks at its own `kv_load_failure_policy` after it has made the connector.
+    vLLM's scheduler looks at its own `kv_load_failure_policy` after it has made the connector. Of a
+    MultiConnector's configuration each child has only its own part, so there this has no effect.
     """
     policy = parse_config(vllm_config).on_load_failure
     vllm_config.kv_transfer_config.kv_load_failure_policy = policy
@@ -359,6 +360,11 @@ def why_not_offered(request: Request) -> str:
     if request.num_computed_tokens < request.num_prompt_tokens:
         return f"{request.num_computed_tokens} of {request.num_prompt_tokens} tokens computed"
     return ""
+
+
+def has_failed(request: Request) -> bool:
+    """Whether vLLM ends a request with an error: for a load that failed, if its policy says so."""
+    return bool(request.status is RequestStatus.FINISHED_ERROR)
 
 
 def request_ids(ids: Iterable[str] | None) -> list[RequestId]:

@@ -18,8 +18,8 @@ try:
         warnings.simplefilter("ignore")  # what its modules warn of while they are imported
         import vllm.v1.core.kv_cache_manager  # noqa: F401
 except ImportError:
-    subjects = "connector deployment_commands kv_layout recorded_run scheduler stats vllm_config"
-    subjects += " windows worker"
+    subjects = "connector deployment_commands kv_layout multi_connector recorded_run scheduler"
+    subjects += " stats vllm_config windows worker"
     collect_ignore = [f"test_{subject}.py" for subject in subjects.split()]
 
 

@@ -163,7 +163,7 @@ def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:
 
 def test_what_a_step_counted_is_shown(make: Make) -> None:
     scheduler = make(KVConnectorRole.SCHEDULER)
-    scheduler.on_new_request(recorded.new_request({"not": "a ticket"}))
+    scheduler.on_new_request(recorded.new_request({"nixl_kv_ticket": "none"}))
     stats = scheduler.get_kv_connector_stats()
     assert isinstance(stats, Stats)
     assert stats.data == {"tickets_refused": 1}

@@ -198,7 +198,7 @@ def test_only_decode_misses_a_ticket(
     with caplog.at_level(logging.INFO):
         scheduler.on_arrival(new_request())
     assert counted(scheduler) == ({"tickets_missing": 1} if missing else {})
-    assert ("it has no kv_transfer_params" in caplog.text) is bool(missing)
+    assert ("its kv_transfer_params have no ticket" in caplog.text) is bool(missing)
 
 
 def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make) -> None:

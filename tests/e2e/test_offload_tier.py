@@ -1,0 +1,131 @@
+"""Beside vLLM's OffloadingConnector, on prefill and on decode, with the files in configs/.
+
+vLLM's own copies refuse to run on CPU: `lab.cluster.host_tier` stands for them. On decode it stands
+also for SimpleCPUOffloadConnector, which is made of CUDA streams.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from lab.cluster.answers import Question
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.metrics import LOADS, TICKETS_REFUSED, CountersSince
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
+from support.engines import PATIENT, Accounts, connect, expect, started
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CONFIGS: Final = Path(__file__).resolve().parents[2] / "configs"
+HOST_TIER: Final = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 64 << 20,
+        "spec_name": "HostTierSpec",
+        "spec_module_path": "lab.cluster.host_tier",
+    },
+}
+EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"
+"""Tokens that any connector has given."""
+
+BLOCK: Final = 128
+NUM_TOKENS: Final = 400
+IN_TIER: Final = NUM_TOKENS // BLOCK * BLOCK
+
+
+def multi_spec(name: str) -> EngineSpec:
+    """An engine with configs/multi-NAME.json, but for what this machine has not."""
+    transfer: dict[str, Any] = json.loads((CONFIGS / f"multi-{name}.json").read_text("utf-8"))
+    connectors = transfer["kv_connector_extra_config"]["connectors"]
+    extra = connectors[0]["kv_connector_extra_config"]
+    for name_of_place in ("host", "key_file"):
+        extra.pop(name_of_place, None)
+    extra |= {"port": 0, "verify": "all", **PATIENT}
+    connectors[1] = HOST_TIER
+    return EngineSpec(
+        f"multi-{name}",
+        ensure_tiny_model(),
+        kv_cache_bytes=256 << 20,
+        block_size=BLOCK,
+        extra_args=("--kv-transfer-config", json.dumps(transfer)),
+        extra_env={"VLLM_SERVER_DEV_MODE": "1"},  # for `forget`
+    )
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: Cluster) -> Iterator[list[Engine]]:
+    with started(cluster, multi_spec("prefill"), multi_spec("decode")) as engines:
+        connect(*engines)
+        yield engines
+
+
+@pytest.fixture
+def tiered(cluster: Cluster, engines: list[Engine]) -> Iterator[Pair]:
+    prefill, decode = engines
+    with Pair(prefill, decode, cluster.route([prefill], [decode])) as pair:
+        yield pair
+        Accounts(pair).expect_free()
+
+
+def forget(engine: Engine) -> None:
+    """Its own prefix cache is empty; what the tier has stays."""
+    httpx.post(f"{engine.url}/reset_prefix_cache", trust_env=False).raise_for_status()
+
+
+def ask(client: Client, question: Question) -> None:
+    assert question.compare(client.complete(question.prompt)) != "other"
+
+
+def test_what_prefill_has_from_its_tier_is_read_by_decode(tiered: Pair, single: Client) -> None:
+    question = Question.of(single, random_prompt(NUM_TOKENS, seed=50), 16)
+    accounts = Accounts(tiered)
+    ask(tiered.to_router, question)
+    accounts.expect_loaded(NUM_TOKENS - 1)
+    accounts.expect_free()
+    for engine in tiered.engines:
+        forget(engine)
+    accounts = Accounts(tiered)
+    ask(tiered.to_router, question)
+    expect(accounts.prefill, {EXTERNAL: IN_TIER})
+    accounts.expect_loaded(NUM_TOKENS - 1)
+    accounts.expect_offers(1, read=1)
+
+
+def test_what_decode_has_read_comes_back_from_its_tier(tiered: Pair, single: Client) -> None:
+    question = Question.of(single, random_prompt(NUM_TOKENS, seed=51), 16)
+    ask(tiered.to_router, question)
+    Accounts(tiered).expect_free()
+    forget(tiered.decode)
+    accounts, since = Accounts(tiered), CountersSince(tiered.to_decode)
+    ask(tiered.to_decode, question)
+    expect(since, {EXTERNAL: IN_TIER})
+    accounts.expect_loaded()
+
+
+def test_decode_reads_what_its_own_cache_lacks(tiered: Pair, single: Client) -> None:
+    prompt = random_prompt(NUM_TOKENS, seed=52)
+    question = Question.of(single, f"{prompt} {random_prompt(200, seed=53)}", 16)
+    ask(tiered.to_router, Question.of(single, prompt, 16))
+    accounts = Accounts(tiered)
+    ask(tiered.to_router, question)
+    accounts.expect_loaded(NUM_TOKENS + 200 - 1 - IN_TIER)
+
+
+def test_the_tier_serves_a_request_whose_ticket_is_of_no_use(tiered: Pair, single: Client) -> None:
+    question = Question.of(single, random_prompt(NUM_TOKENS, seed=54), 16)
+    ticket = tiered.to_prefill.ticket(question.prompt)
+    assert question.compare(tiered.decode_with(ticket, question.prompt)) != "other"
+    Accounts(tiered).expect_free()
+    forget(tiered.decode)
+    accounts = Accounts(tiered)
+    assert question.compare(tiered.decode_with(ticket, question.prompt)) != "other"
+    expect(accounts.decode, {TICKETS_REFUSED: 1, EXTERNAL: IN_TIER, LOADS: 0})

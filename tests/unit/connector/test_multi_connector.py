@@ -1,0 +1,444 @@
+"""Beside another connector in vLLM's MultiConnector: the hooks as vLLM's scheduler calls them."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import vllm
+from packaging.version import Version
+from transformers import OPTConfig
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+import nixl_kv.connector.vllm_config as module
+from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
+from nixl_kv.connector.vllm_config import prompt_of
+from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.blocks import block_ids
+from nixl_kv.ids import EngineId, new_incarnation, new_nonce
+from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
+from nixl_kv.protocol.messages import encode
+from nixl_kv.protocol.ticket import FIELD, Ticket
+from nixl_kv.transport.memory import Fabric
+from support import recorded_vllm as recorded
+from support.records import rank_description
+
+CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
+BLOCK: Final = 16
+NUM_BLOCKS: Final = 32
+PROMPT: Final = 100
+"""Tokens: six blocks and a bit."""
+
+WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+TIER: Final = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
+}
+HOST_TIER: Final = {"spec_name": "HostTierSpec", "spec_module_path": "lab.cluster.host_tier"}
+
+
+def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "NixlKVConnector",
+        "kv_connector_module_path": "nixl_kv.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"port": 0, **extra},
+    }
+
+
+def multi(*children: Any, policy: str = "recompute") -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"connectors": [dict(child) for child in children]},
+    )
+
+
+def prompt_from(first: int) -> list[int]:
+    return list(range(first, first + PROMPT))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder)
+    return ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
+
+
+class Engine:
+    """vLLM's scheduler with a MultiConnector; the test is its workers."""
+
+    def __init__(self, model: ModelConfig, transfer: KVTransferConfig, num_blocks: int) -> None:
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=4,
+                max_num_batched_tokens=256,
+                max_model_len=512,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            kv_transfer_config=transfer,
+            device_config=DeviceConfig("cpu"),
+        )
+        config.cache_config.kv_cache_layout = "LBHNC"
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=model.dtype)
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        kv_cache_utils.init_none_hash(sha256)
+        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+        self.vllm = Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.connector: MultiConnector = self.vllm.connector
+        described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
+        self.idle = self.free_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
+        """Of a prompt, by its first token; it is waiting."""
+        extra = None if params is None else {"kv_transfer_params": params}
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt_from(first),
+            sampling_params=SamplingParams(max_tokens=1, extra_args=extra),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.vllm.add_request(request)
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        return self.vllm.schedule()
+
+    def end_step(self, output: SchedulerOutput, **connector: Any) -> list[Any]:
+        """Every request that was scheduled gets a token; what came out."""
+        ids = list(output.num_scheduled_tokens)
+        result = EMPTY_MODEL_RUNNER_OUTPUT
+        if ids or connector:
+            result = ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={name: index for index, name in enumerate(ids)},
+                sampled_token_ids=[[7] for _ in ids],
+                kv_connector_output=KVConnectorOutput(**connector) if connector else None,
+            )
+        outputs = self.vllm.update_from_output(output, result)
+        return [each for client in outputs.values() for each in client.outputs]
+
+    def commands(self, output: SchedulerOutput, child: int = 0) -> list[Any]:
+        """What our child tells its workers."""
+        commands: list[Any] = output.kv_connector_metadata.metadata[child].commands
+        return commands
+
+    def tier_jobs(self, output: SchedulerOutput, kind: str, child: int = 1) -> list[int]:
+        """What vLLM's child tells its workers to load or store."""
+        return list(getattr(output.kv_connector_metadata.metadata[child], f"{kind}_jobs"))
+
+    def fill_tier(self, child: int = 1) -> None:
+        """Compute the prompt, let the tier keep it, and forget it everywhere else."""
+        self.request("first")
+        jobs: list[int] = []
+        for _ in range(3):
+            output = self.schedule()
+            jobs += self.tier_jobs(output, "store", child)
+            self.end_step(output)
+        assert jobs
+        self.end_step(self.schedule(), kv_connector_worker_meta=self.completed(jobs, child))
+        assert self.vllm.kv_cache_manager.reset_prefix_cache()
+
+    def completed(self, jobs: list[int], child: int = 1) -> MultiKVConnectorWorkerMetadata:
+        meta: list[Any] = [None, None]
+        meta[child] = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1))
+        return MultiKVConnectorWorkerMetadata(tuple(meta))
+
+    def ticket(self, first: int = 0) -> dict[str, Any]:
+        """Of another engine, for such a prompt."""
+        request = Request("any", prompt_from(first), SamplingParams(max_tokens=1), None)
+        prompt, nonce = prompt_of(request), new_nonce()
+        return Ticket(
+            engine=EngineId("prefill"),
+            host="127.0.0.1",
+            port=5600,
+            incarnation=new_incarnation(),
+            nonce=nonce,
+            num_tokens=PROMPT,
+            context=prompt.context(nonce),
+        ).params(None)
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def engine(model: ModelConfig) -> Iterator[Make]:
+    engines: list[Engine] = []
+
+    def new(*children: Any, policy: str = "recompute", num_blocks: int = NUM_BLOCKS) -> Engine:
+        engines.append(Engine(model, multi(*children, policy=policy), num_blocks))
+        return engines[-1]
+
+    yield new
+    for one in engines:
+        one.connector.shutdown()
+
+
+# --- prefill
+
+
+def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
+    prefill = engine(ours("kv_producer"), TIER)
+    prefill.fill_tier()
+    request = prefill.request("second", WANT_TICKET)
+    loading = prefill.schedule()
+    (job,) = prefill.tier_jobs(loading, "load")
+    assert prefill.commands(loading) == [], "not before its prompt is complete"
+    done = prefill.completed([job])
+    prefill.end_step(loading, finished_recving={"second"}, kv_connector_worker_meta=done)
+    computing = prefill.schedule()
+    assert computing.num_scheduled_tokens == {"second": PROMPT - 96}, "the tier has whole blocks"
+    (offer,) = prefill.commands(computing)
+    assert isinstance(offer, PrepareOffer)
+    table = prefill.vllm.kv_cache_manager.get_block_ids("second")[0]
+    assert list(block_ids(offer.tables[0])) == table
+    (answer,) = prefill.end_step(computing)
+    assert FIELD in answer.kv_transfer_params
+    assert request.is_finished()
+    assert prefill.free_blocks == prefill.idle - len(table), "held for whoever reads them"
+    publishing = prefill.schedule()
+    assert prefill.commands(publishing) == [PublishOffer(offer.nonce, offer.request)]
+    prefill.end_step(publishing, finished_sending={"second"})
+    assert prefill.free_blocks == prefill.idle
+
+
+# --- decode
+
+
+def test_the_first_connector_that_has_tokens_loads(engine: Make) -> None:
+    decode = engine(ours("kv_consumer"), TIER)
+    decode.fill_tier()
+    decode.request("second", decode.ticket())
+    output = decode.schedule()
+    start = decode.commands(output)[-1]
+    assert isinstance(start, StartLoad)
+    assert (start.begin, start.end) == (0, PROMPT - 1)
+    assert decode.tier_jobs(output, "load") == []
+    decode.end_step(output, finished_recving={"second"})
+    running = decode.schedule()
+    assert running.num_scheduled_tokens == {"second": 1}
+    (answer,) = decode.end_step(running)
+    assert answer.finished
+    assert not decode.connector._requests_to_connector
+
+
+def test_where_the_tier_comes_first_prefill_is_released(engine: Make) -> None:
+    decode = engine(TIER, ours("kv_consumer"))
+    decode.fill_tier(child=0)
+    decode.request("second", decode.ticket())
+    output = decode.schedule()
+    (job,) = decode.tier_jobs(output, "load", child=0)
+    assert isinstance(decode.commands(output, child=1)[-1], CancelLoad)
+    done = decode.completed([job], child=0)
+    decode.end_step(output, finished_recving={"second"}, kv_connector_worker_meta=done)
+    assert decode.schedule().num_scheduled_tokens == {"second": PROMPT - 96}
+
+
+def test_after_a_load_that_failed_the_tier_is_asked(engine: Make) -> None:
+    decode = engine(ours("kv_consumer"), TIER)
+    decode.fill_tier()
+    decode.request("second", decode.ticket())
+    failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
+    decode.end_step(decode.schedule(), **failed)
+    output = decode.schedule()
+    assert len(decode.tier_jobs(output, "load")) == 1
+    assert decode.commands(output) == []
+
+
+def test_the_policy_of_the_whole_counts_and_ours_is_missed_in_words(
+    engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = engine(ours("kv_consumer"), TIER, policy="fail")
+    decode.request("second", decode.ticket())
+    failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
+    with caplog.at_level(logging.WARNING, "nixl_kv"):
+        (answer,) = decode.end_step(decode.schedule(), **failed)
+    assert str(answer.finish_reason) == "error"
+    assert "of a MultiConnector, vLLM looks at kv_load_failure_policy of the whole" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_no_policy_is_missed_where_no_load_has_failed(
+    engine: Make, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    decode = engine(ours("kv_consumer", on_load_failure=policy), TIER, policy="fail")
+    decode.request("second", decode.ticket() if policy == "fail" else None)
+    failed = {"finished_recving": {"second"}, "failed_recving": {"second"}}
+    with caplog.at_level(logging.WARNING, "nixl_kv"):
+        decode.end_step(decode.schedule(), **failed if policy == "fail" else {})
+    assert "MultiConnector" not in caplog.text
+
+
+FENCED: Final = pytest.mark.xfail(
+    Version(vllm.__version__) < Version("0.33"), reason="vLLM 0.33 has mended it"
+)
+
+
+@FENCED
+def test_a_tier_has_copied_what_is_about_to_be_loaded_into(engine: Make) -> None:
+    """See docs/compatibility.md: why OffloadingConnector is not for decode with vLLM 0.32."""
+    decode = engine(ours("kv_consumer"), TIER, num_blocks=1 + 7)
+    decode.request("first")
+    output = decode.schedule()
+    held = set(decode.vllm.kv_cache_manager.get_block_ids("first")[0])
+    jobs = decode.tier_jobs(output, "store")
+    decode.end_step(output)
+    decode.request("second", decode.ticket(first=1000), first=1000)
+    output = decode.schedule()
+    jobs += decode.tier_jobs(output, "store")
+    assert jobs, "to be copied with the next step"
+    assert isinstance(decode.commands(output)[-1], StartLoad)
+    assert held & set(decode.vllm.kv_cache_manager.get_block_ids("second")[0])
+    assert output.kv_connector_metadata.metadata[1].jobs_to_flush >= set(jobs)
+
+
+def test_parameters_of_another_connector_are_no_ticket(engine: Make) -> None:
+    for role in ("kv_producer", "kv_consumer"):
+        one = engine(ours(role), TIER)
+        one.request("first", {"max_offload_tokens": 32})
+        counted = one.connector.sub_connectors[0].get_kv_connector_stats()
+        assert "tickets_refused" not in (counted.data if counted else {})
+
+
+# --- what is made at the start
+
+
+def test_another_connectors_handshake_ends_the_start_in_words(engine: Make) -> None:
+    one = engine(ours(), TIER)
+    with pytest.raises(ConfigError, match="NixlKVConnector has to be the first"):
+        one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
+
+
+def test_what_it_counts_is_found_by_its_name_without_plugins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in an API server that is started with VLLM_PLUGINS of others."""
+    monkeypatch.delitem(KVConnectorFactory._registry, "NixlKVConnector", raising=False)
+    config: Any = SimpleNamespace(kv_transfer_config=multi(ours()))
+    assert MultiConnector.get_required_kvcache_layout(recorded_with(config)) is None
+    stats = MultiConnector.build_kv_connector_stats({"NixlKVConnector": {"loads": 2}})
+    assert stats is not None
+    assert stats.reduce() == {"NixlKVConnector": {"loads": 2}}
+
+
+def recorded_with(config: Any) -> Any:
+    whole = recorded.vllm_config()
+    whole.kv_transfer_config = config.kv_transfer_config
+    return whole
+
+
+def example(name: str) -> KVTransferConfig:
+    return KVTransferConfig(**json.loads((CONFIGS / name).read_text(encoding="utf-8")))
+
+
+def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By itself ours would want another one than vLLM's, and the start would end."""
+    monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(module, "_backend", lambda _: "FLASH_ATTN")
+    config = recorded.vllm_config()
+    config.kv_transfer_config = example("multi-prefill.json")
+    assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
+    ours_by_itself = config.kv_transfer_config.kv_connector_extra_config["connectors"][0]
+    del ours_by_itself["kv_connector_extra_config"]["layout"]
+    with pytest.raises(ValueError, match="layout mismatch"):
+        MultiConnector.get_required_kvcache_layout(config)
+
+
+# --- workers
+
+
+def stored(job: int, block: int, chunk: int) -> dict[int, TransferJob]:
+    return {job: TransferJob("r", in_cache(block), CPULoadStoreSpec([chunk]))}
+
+
+def loaded(job: int, chunk: int, block: int) -> dict[int, TransferJob]:
+    return {job: TransferJob("r", CPULoadStoreSpec([chunk]), in_cache(block))}
+
+
+def in_cache(block: int) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec([block], group_sizes=[1], block_indices=[0])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_workers_of_both_have_the_same_cache(fabric: Fabric) -> None:
+    """And a tier on CPU keeps and gives back what is in a block."""
+    tier = dict(TIER, kv_connector_extra_config=HOST_TIER | {"cpu_bytes_to_use": 1 << 24})
+    config, caches = recorded.vllm_config(), recorded.kv_caches()
+    config.kv_transfer_config = multi(ours(), tier)
+    config.model_config.get_total_num_kv_heads = lambda: 4
+    config.model_config.model = "tiny"
+    worker = MultiConnector(config, KVConnectorRole.WORKER, recorded.kv_cache_config())
+    worker.register_kv_caches(caches)
+    assert fabric.transports
+    assert isinstance(worker.get_handshake_metadata(), HandshakeMetadata)
+    for cache in caches.values():
+        cache[3] = 5.0
+    for jobs in ({"store_jobs": stored(1, 3, 0)}, {}, {"load_jobs": loaded(2, 0, 4)}):
+        meta = OffloadingConnectorMetadata(**{"load_jobs": {}, "store_jobs": {}} | jobs)
+        worker.bind_connector_metadata(MultiKVConnectorMetadata((StepMetadata(), meta)))
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set())
+        worker.clear_connector_metadata()
+    assert results.finished_recving == {"r"}
+    assert all((cache[4] == 5.0).all() and (cache[5] == 0).all() for cache in caches.values())
+    worker.shutdown()
+    assert fabric.transports == {}
