@@ -63,6 +63,9 @@ MAX_FACT: Final = 1000
 SLEEP_HOOKS: Final = ("unregister_kv_caches", "restore_kv_caches")
 """By which vLLM tells a connector that the memory behind the cache goes, and is back."""
 
+THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
+"""As --master-addr: nodes that are processes of one machine."""
+
 SUPPORTED_SPECS: Final = frozenset(
     (
         "FullAttentionSpec",
@@ -308,6 +311,12 @@ def parallel_shape(vllm_config: VllmConfig) -> ParallelShape:
     """How this engine is cut."""
     parallel = vllm_config.parallel_config
     return ParallelShape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+
+def spans_machines(vllm_config: VllmConfig) -> bool:
+    """Whether the ranks of this engine run on several machines, by vLLM's own executor."""
+    parallel = vllm_config.parallel_config
+    return parallel.nnodes_within_dp > 1 and parallel.master_addr not in THIS_MACHINE
 
 
 def writes_late(vllm_config: VllmConfig) -> bool:
