@@ -35,8 +35,8 @@ UNHEARD_SEED: Final = 10_000
 """Of prompts whose answers nobody waits for."""
 SOONEST_S: Final = 0.03
 """Decode has heard of the request by then, where nothing else runs."""
-LATEST_S: Final = 0.3
-"""It has read the KV by then, and generates."""
+LEGS: Final = 2.0
+"""After so many times what decode needs for a first token, it has read the KV, and generates."""
 LONG_ANSWER: Final = 200
 ATTEMPTS: Final = 4
 """For each hang-up: on a busy machine a client may be gone before decode has heard of it."""
@@ -44,10 +44,11 @@ ATTEMPTS: Final = 4
 
 def hang_up(scene: Scene, times: int = HANG_UPS) -> None:
     """Clients disconnect before, during and after the transfer, and while prefill computes."""
-    heard = 0
+    heard, before = 0, scene.loads()
+    latest_s = LEGS * seconds_on_decode(scene)
     for number in range(times * ATTEMPTS):
         late = number // times  # who was not heard tries again, and stays for longer
-        after_s = SOONEST_S + (LATEST_S - SOONEST_S) * (number % times) / times + 0.2 * late
+        after_s = SOONEST_S + (latest_s - SOONEST_S) * (number % times) / times + 0.2 * late
         prompt = random_prompt(LONG.num_words, UNHEARD_SEED + number)
         if number % 3 == 0:
             hang_up_on_prefill(scene, prompt, after_s)
@@ -55,6 +56,16 @@ def hang_up(scene: Scene, times: int = HANG_UPS) -> None:
         if heard == times:
             break
     scene.expect(heard == times, f"decode has heard of {heard} of {times} requests")
+    scene.expect(scene.loads() > before + 1, "all were gone before the KV was read")
+
+
+def seconds_on_decode(scene: Scene) -> float:
+    """How long decode needs for the first token of a long prompt that it reads, here and now."""
+    prompt = random_prompt(LONG.num_words, UNHEARD_SEED - 1)
+    ticket = scene.pair.to_prefill.ticket(prompt)
+    begin = time.monotonic()
+    scene.pair.decode_with(ticket, prompt, 1)
+    return time.monotonic() - begin
 
 
 def hang_up_on_prefill(scene: Scene, prompt: str, after_s: float) -> None:
