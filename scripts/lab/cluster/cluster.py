@@ -117,14 +117,20 @@ class Cluster:
                 raise ProcessDiedError(f"{spec.name} did not start: {reason}")
         return engines
 
-    def route(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> Router:
-        """A router before these engines, which must run; the same one for the same engines."""
+    def route(
+        self, prefill: Sequence[Engine], decode: Sequence[Engine], host: Namespace | None = None
+    ) -> Router:
+        """A router before these engines, which must run; the same one for the same engines.
+
+        It runs on `host`; None: on this machine.
+        """
+        wanted = tuple(prefill), tuple(decode), host
         for running in self.routers:
-            same = (running.prefill, running.decode) == (tuple(prefill), tuple(decode))
+            same = (running.prefill, running.decode, running.host) == wanted
             if same and running.is_running():
                 return running
         name = f"router-{len(self.routers)}" if self.routers else "router"
-        started = Router(name, prefill, decode, log_dir=self.log_dir, ports=self._ports)
+        started = Router(name, prefill, decode, log_dir=self.log_dir, ports=self._ports, host=host)
         self.routers.append(started)
         started.start()
         started.wait_ready(router.START_TIMEOUT_S)

@@ -60,6 +60,8 @@ class Launch:
     folder: str
     cores: tuple[int, ...] = ()
     """Where it may run; none: everywhere."""
+    main: str | None = None
+    """The module whose function of that name it runs; None: the API server's."""
 
 
 class ForkedProcess:
@@ -197,7 +199,7 @@ def main() -> None:
     launch = serve(socket.socket(fileno=int(sys.argv[1])))
     if launch is not None:
         become(launch)
-        importlib.import_module(MAIN).main()
+        importlib.import_module(launch.main or MAIN).main()
 
 
 if __name__ == "__main__":
