@@ -73,7 +73,8 @@ class Namespace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove it; its interfaces go with it."""
+        """Remove it, and the interface here now: it would go with it, but some time later."""
+        run_ip("link", "del", self._outer)
         run_ip("netns", "del", self.name)
 
     def ip(self, *arguments: str) -> None:
