@@ -197,6 +197,7 @@ class Engine(ManagedProcess):
             str(self.log_path.absolute()),
             str(apart(self.log_path.parent) or Path.cwd()),
             tuple(sorted(self.spec.cores)),
+            self.spec.host.name if self.spec.host else None,
             HEADLESS if self.spec.headless else None,
         )
         self.adopt(warm.fork(launch))

@@ -7,6 +7,7 @@ not every kernel has `tc netem`. The switch joins any number, at full speed: the
 and a pair of veth devices for each host.
 """
 
+import ctypes
 import fcntl
 import os
 import random
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from typing_extensions import Self
@@ -31,6 +33,12 @@ BITS: Final = 8
 TUN_DEVICE: Final = "/dev/net/tun"
 TUNSETIFF: Final = 0x400454CA
 IFF_TUN_NO_PI: Final = 0x1001  # whole IP packets, nothing before them
+
+CLONE_NEWNS: Final = 0x20000
+CLONE_NEWNET: Final = 0x40000000
+MNT_DETACH: Final = 2
+MS_REC: Final = 1 << 14
+MS_SLAVE: Final = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,22 @@ def _open_tun(end: Namespace) -> int:
     run_ip("link", "set", name, "netns", end.name, "name", WIRE)
     end.set_up_link()
     return device
+
+
+def enter(name: str) -> None:
+    """Move this process, which has one thread, into a namespace, as `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: object) -> None:
+        if getattr(libc, function)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{function} for namespace {name}")
+
+    with Path("/run/netns", name).open(encoding="utf-8") as namespace:
+        call("setns", namespace.fileno(), CLONE_NEWNET)
+    call("unshare", CLONE_NEWNS)  # /sys shows the interfaces of whoever has mounted it
+    call("mount", b"", b"/", b"none", MS_REC | MS_SLAVE, None)
+    call("umount2", b"/sys", MNT_DETACH)
+    call("mount", name.encode(), b"/sys", b"sysfs", 0, None)
 
 
 def run_ip(*arguments: str) -> None:
