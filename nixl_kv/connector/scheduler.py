@@ -161,9 +161,10 @@ class Scheduler:
             # MultiConnector passes on what the first of its children has.
             raise ConfigError(OTHERS_HANDSHAKE)
         ranks = [decode_rank(handshakes[key].rank_description) for key in sorted(handshakes)]
-        self._next_step = [events.SetEngineLayouts(tuple(rank.layout for rank in ranks))]
+        engine = self._vllm_config.kv_transfer_config.engine_id
+        self._next_step = [events.SetEngine(engine, tuple(rank.layout for rank in ranks))]
         description = describe_engine(
-            self._vllm_config.kv_transfer_config.engine_id,
+            engine,
             model_facts(self._vllm_config),
             parallel_shape(self._vllm_config),
             ranks,

@@ -60,6 +60,9 @@ LONG_TEMPERATURE: Final = 32768
 MAX_FACT: Final = 1000
 """Characters of a fact; of a longer one a digest is compared."""
 
+THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
+"""As --master-addr: nodes that are processes of one machine."""
+
 SUPPORTED_SPECS: Final = frozenset(
     (
         "FullAttentionSpec",
@@ -294,6 +297,12 @@ def parallel_shape(vllm_config: VllmConfig) -> ParallelShape:
     """How this engine is cut."""
     parallel = vllm_config.parallel_config
     return ParallelShape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+
+
+def spans_machines(vllm_config: VllmConfig) -> bool:
+    """Whether the ranks of this engine run on several machines, by vLLM's own executor."""
+    parallel = vllm_config.parallel_config
+    return parallel.nnodes_within_dp > 1 and parallel.master_addr not in THIS_MACHINE
 
 
 def writes_late(vllm_config: VllmConfig) -> bool:
