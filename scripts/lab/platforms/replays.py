@@ -70,6 +70,7 @@ class Replay:
     """One platform, in one of its modes."""
 
     name: str
+    version: str
     to_prefill: ToPrefill
     to_decode: ToDecode
     moves_kv: bool = True
@@ -131,7 +132,7 @@ def vllm_router_to_decode(request: Request, reply: Mapping[str, Any]) -> Message
 def _vllm_router_headers(request: Request) -> Headers:
     prefill, decode = map(_without_scheme, (request.prefill, request.decode))
     return {
-        "Authorization": "Bearer ",
+        "Authorization": "Bearer",
         REQUEST_ID: f"___prefill_addr_{prefill}___decode_addr_{decode}_{request.id}",
     }
 
@@ -283,34 +284,40 @@ def ray_to_decode(request: Request, reply: Mapping[str, Any]) -> Message:
 
 
 REPLAYS: Final = (
-    Replay("vllm-router 0.1.17", vllm_router_to_prefill, vllm_router_to_decode),
-    Replay("llm-d sidecar v0.10.0", llm_d_sidecar_to_prefill, llm_d_sidecar_to_decode),
+    Replay("vllm-router", "0.1.17", vllm_router_to_prefill, vllm_router_to_decode),
+    Replay("llm-d sidecar", "v0.10.0", llm_d_sidecar_to_prefill, llm_d_sidecar_to_decode),
     Replay(
-        "llm-d coordinator v0.10.0",
+        "llm-d coordinator",
+        "v0.10.0",
         llm_d_coordinator_to_prefill,
         llm_d_coordinator_to_decode,
         tokenizes=True,
     ),
     Replay(
-        "KServe (llm-d sidecar v0.7.1)",
+        "KServe",
+        "llm-d sidecar v0.7.1",
         kserve_to_prefill,
         llm_d_sidecar_to_decode,
         keeps_fewest=True,
     ),
     Replay(
-        "production-stack 0.1.12, orchestrated",
+        "production-stack, orchestrated",
+        "0.1.12",
         production_stack_to_prefill,
         production_stack_to_decode,
         keeps_fewest=True,
     ),
     Replay(
-        "production-stack 0.1.12, not orchestrated",
+        "production-stack, not orchestrated",
+        "0.1.12",
         production_stack_plain_to_prefill,
         production_stack_plain_to_decode,
         moves_kv=False,
     ),
-    Replay("AIBrix v0.7.0, default", aibrix_to_prefill, aibrix_to_decode),
-    Replay("AIBrix v0.7.0, nixl", aibrix_nixl_to_prefill, aibrix_nixl_to_decode, moves_kv=False),
-    Replay("Dynamo 1.6.1", dynamo_to_prefill, dynamo_to_decode, tokenizes=True, takes_chat=False),
-    Replay("Ray Serve LLM 2.60.0", ray_to_prefill, ray_to_decode, keeps_fewest=True),
+    Replay("AIBrix, default", "v0.7.0", aibrix_to_prefill, aibrix_to_decode),
+    Replay("AIBrix, nixl", "v0.7.0", aibrix_nixl_to_prefill, aibrix_nixl_to_decode, moves_kv=False),
+    Replay(
+        "Dynamo", "1.6.1", dynamo_to_prefill, dynamo_to_decode, tokenizes=True, takes_chat=False
+    ),
+    Replay("Ray Serve LLM", "2.60.0", ray_to_prefill, ray_to_decode, keeps_fewest=True),
 )
