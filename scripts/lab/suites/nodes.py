@@ -56,12 +56,13 @@ COUNTED_S: Final = 30.0
 """How long a busy engine's counters may lag its answers."""
 AGAIN_S: Final = 60.0
 CONFIG: Final[Mapping[str, object]] = {
-    "lease_s": 15,
-    "offer_ttl_s": 20,
+    "lease_s": 30,
+    "offer_ttl_s": 60,
     "paced_reads": True,  # UCX has nothing but TCP here
-    "peer_timeout_s": 5,
-    "request_timeout_s": 10,
+    "peer_timeout_s": 10,
+    "request_timeout_s": 60,
 }
+"""Patient: few cores make everything slow."""
 RUN_STATUS: Final = "from nixl_kv.cli.main import app; app()"
 NUM_SCENES: Final = 5
 
