@@ -1,12 +1,13 @@
 """Which of this machine's addresses others can reach."""
 
+import contextlib
 import ipaddress
 import socket
 from typing import Final
 
 import psutil
 
-ROUTES: Final = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
+ELSEWHERE: Final = ("198.51.100.1", "2001:db8::1")
 """Hosts that are nowhere (RFC 5737, RFC 3849): nothing is sent, only the route to them is asked."""
 
 PORT: Final = 9
@@ -29,19 +30,27 @@ def of_interface(name: str) -> str:
     return addresses[0]
 
 
+def towards(host: str) -> str:
+    """The address that this machine has for another one, which an IP literal names.
+
+    Raises:
+        OSError: if there is no route to it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, PORT))
+        return str(probe.getsockname()[0])
+
+
 def of_default_route() -> str:
     """The address that this machine has for hosts elsewhere; or the only one that it has.
 
     Raises:
         ValueError: if there is no route, and not one address; names those that there are.
     """
-    for family, elsewhere in ROUTES:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((elsewhere, PORT))
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
+    for elsewhere in ELSEWHERE:
+        with contextlib.suppress(OSError):
+            return towards(elsewhere)
     found = {name: addresses for name in psutil.net_if_addrs() if (addresses := _addresses(name))}
     if len(found) != 1:
         words = ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))

@@ -31,6 +31,7 @@ HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 KEY_VARIABLE: Final = "NIXL_KV_KEY"
 AUTO: Final = "auto"
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - not listened to
 MAX_PORT_DIGITS: Final = 5
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
@@ -344,8 +345,10 @@ def needless(extra: Mapping[str, Any]) -> list[str]:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
     """Defaults that vLLM's variables give, each with the name to blame for it."""
     defaults: dict[str, tuple[str, Any]] = {}
-    if environ.get(HOST_VARIABLE):
-        defaults["host"] = (HOST_VARIABLE, environ[HOST_VARIABLE])
+    host = environ.get(HOST_VARIABLE)
+    if host:
+        # vLLM's own connector listens there, and samples of platforms say so; a ticket cannot.
+        defaults["host"] = (HOST_VARIABLE, AUTO if host in WILDCARDS else host)
     text = environ.get(PORT_VARIABLE)
     if text:
         number = text.isdecimal() and len(text) <= MAX_PORT_DIGITS

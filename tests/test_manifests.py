@@ -280,8 +280,7 @@ def test_an_engine_of_compose_has_what_it_needs(name: str) -> None:
     assert environment["NIXL_KV_KEY"] == engine_commands.KEY
     assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "auto"
     ((hook,),) = [[one["command"] for one in service[LATER_THAN_SCHEMA]]]
-    assert hook[:2] == ["sh", "-c"]
-    draining = float(drain_options(hook[2].replace("$$", "$"))["timeout"])
+    draining = float(drain_options(shlex.join(hook))["timeout"])
     (running,) = [word.split("=")[1] for word in service["command"] if "shutdown" in word]
     assert draining + float(running) + 10 <= float(service["stop_grace_period"].removesuffix("s"))
 
@@ -325,7 +324,7 @@ def drain_options(line: str) -> dict[str, Any]:
     words = shlex.split(line)
     assert words[1] == "drain"
     given = parameters(words)
-    assert given["at"] == "$(uname -n):5600"
+    assert given["at"] is None, "the engine's own variables say where it is"
     return given
 
 

@@ -8,6 +8,7 @@ key was written.
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -106,11 +107,12 @@ def status(
 @app.command()
 def drain(
     at: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="HOST:PORT", help="Where the engine is described, as it logs at start."
+            metavar="HOST:PORT",
+            help="Where the engine is described. Default: as an engine with this environment.",
         ),
-    ],
+    ] = None,
     key_file: Annotated[
         Path | None, typer.Option(help="The key of the engine, if it has one.")
     ] = None,
@@ -123,7 +125,8 @@ def drain(
     It offers nothing that arrives from now on; what it has offered, or will, is read or runs out.
     """
     with _errors_exit():
-        left = draining.drain(at, running.read_keys(key_file), timeout, typer.echo)
+        where = at or running.own_address(os.environ)
+        left = draining.drain(where, running.read_keys(key_file), timeout, typer.echo)
     if left:
         typer.echo(f"not drained within {timeout:g} s", err=True)
         raise typer.Exit(NOT_IN_TIME)

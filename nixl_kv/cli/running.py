@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
-from nixl_kv.config import KEY_VARIABLE
+from nixl_kv.config import KEY_VARIABLE, Config
 from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
 from nixl_kv.keys import Keys, parse_key, read_key_file
@@ -53,6 +53,16 @@ def read_keys(path: Path | None) -> Keys | None:
 def describe_at(where: str, *, option: str, keys: Keys | None) -> messages.Description:
     """The description of the engine at `HOST:PORT`. See `ask_first`."""
     return ask_first(where, partial(describe, keys=keys), option=option)
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The `HOST:PORT` of an engine that is configured by these variables alone.
+
+    Raises:
+        ConfigError: names the variable, its value and what is allowed.
+    """
+    config = Config.parse({"insecure": True}, environ)
+    return endpoint_at(config.host, config.port).removeprefix("tcp://")
 
 
 def ask_first(where: str, ask: Callable[[Endpoint], T], *, option: str) -> T:

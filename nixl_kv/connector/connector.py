@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
-from nixl_kv.connector.vllm_config import is_told_of_sleep, required_layout
+from nixl_kv.connector.vllm_config import required_layout
+from nixl_kv.connector.vllm_versions import HIT_SOURCE, is_told_of_sleep
 from nixl_kv.connector.worker import Worker
 from nixl_kv.errors import LocalProtocolError
 
@@ -144,7 +144,7 @@ class _WorkerHooks:
 class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, SupportsHMA):
     """Disaggregated prefill and decode over NIXL. See README.md for its configuration."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = HIT_SOURCE
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -152,12 +152,10 @@ class _Backends:
 
     def _isa(self, spec: Any) -> str:
         """Which code path CPU_ATTN takes, by which it lays out its blocks."""
-        try:
-            from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - CPU only
-                _get_attn_isa,
-            )
-        except ImportError:
-            return "of an unknown version"
+        from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - CPU only
+            _get_attn_isa,
+        )
+
         dtype = self.vllm_config.model_config.dtype
         return str(_get_attn_isa(dtype, spec.block_size, spec.head_size))
 

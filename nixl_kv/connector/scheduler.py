@@ -161,9 +161,10 @@ class Scheduler:
             # MultiConnector passes on what the first of its children has.
             raise ConfigError(OTHERS_HANDSHAKE)
         ranks = [decode_rank(handshakes[key].rank_description) for key in sorted(handshakes)]
-        self._next_step = [events.SetEngineLayouts(tuple(rank.layout for rank in ranks))]
+        engine = self._vllm_config.kv_transfer_config.engine_id
+        self._next_step = [events.SetEngine(engine, tuple(rank.layout for rank in ranks))]
         description = describe_engine(
-            self._vllm_config.kv_transfer_config.engine_id,
+            engine,
             model_facts(self._vllm_config),
             parallel_shape(self._vllm_config),
             ranks,
@@ -211,8 +212,9 @@ class Scheduler:
                     "kv_transfer_params: do_remote_decode is not true; "
                     "allowed on a kv_producer: true"
                 )
-            is_rejected = bool(getattr(request, "abort_immediately", False))
-            self._decode.on_arrival(prompt_of(request), params, is_rejected=is_rejected)
+            self._decode.on_arrival(
+                prompt_of(request), params, is_rejected=request.abort_immediately
+            )
 
     def _note_plain(self, request: Request) -> None:
         """On an engine that only decodes, a request without a ticket is worth a line."""

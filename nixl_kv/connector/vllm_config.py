@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_kv.config import Config
 from nixl_kv.connector.block_pinning import Paging
 from nixl_kv.connector.prompt import Prompt
+from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Rank, RequestId
@@ -60,8 +60,8 @@ LONG_TEMPERATURE: Final = 32768
 MAX_FACT: Final = 1000
 """Characters of a fact; of a longer one a digest is compared."""
 
-SLEEP_HOOKS: Final = ("unregister_kv_caches", "restore_kv_caches")
-"""By which vLLM tells a connector that the memory behind the cache goes, and is back."""
+THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
+"""As --master-addr: nodes that are processes of one machine."""
 
 SUPPORTED_SPECS: Final = frozenset(
     (
@@ -93,16 +93,9 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
         vllm.kv_transfer_config.kv_buffer_device != current_platform.device_type
     ),
     "the experts of each token in the answer (--enable-return-routed-experts): those of the prompt "
-    "stay on prefill": lambda vllm, _: getattr(
-        getattr(vllm, "aux_output_config", None) or vllm.model_config,
-        "enable_return_routed_experts",
-        False,
-    ),
-    "KV scales measured at run time (calculate_kv_scales): they are not transferred": (
-        lambda vllm, _: getattr(vllm.cache_config, "calculate_kv_scales", False)
-    ),
+    "stay on prefill": lambda vllm, _: vllm.aux_output_config.enable_return_routed_experts,
     "sleep mode (--enable-sleep-mode): this vLLM does not tell connectors of it": lambda vllm, _: (
-        getattr(vllm.model_config, "enable_sleep_mode", False) and not is_told_of_sleep()
+        vllm.model_config.enable_sleep_mode and not is_told_of_sleep()
     ),
     "images, audio and video that are not told apart by their content, as with "
     "--mm-processor-cache-gb 0 and without prefix caching: turn one of these on, or all media off "
@@ -137,11 +130,6 @@ def parse_config(vllm_config: VllmConfig) -> Config:
     return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
 
 
-def is_told_of_sleep() -> bool:
-    """Whether this version of vLLM has the hooks that sleep mode needs."""
-    return all(hasattr(KVConnectorBase_V1, hook) for hook in SLEEP_HOOKS)
-
-
 def counts_media(vllm_config: VllmConfig) -> bool:
     """Whether vLLM numbers a request's images and so on, and does not hash them.
 
@@ -149,7 +137,7 @@ def counts_media(vllm_config: VllmConfig) -> bool:
     coincidence like that of another image.
     """
     model = vllm_config.model_config
-    media = getattr(model, "multimodal_config", None)
+    media = model.multimodal_config
     return bool(
         media is not None
         and media.mm_processor_cache_gb == 0
@@ -185,7 +173,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     facts["paced_reads"] = str(parse_config(vllm_config).paced_reads)
     facts["config digest"] = _digest([values, model.hf_config.to_dict()])
     facts |= _length_facts(model.max_model_len, values)
-    if getattr(model, "multimodal_config", None) is not None:
+    if model.multimodal_config is not None:
         facts |= _media_facts(model.multimodal_config)
     facts |= _draft_facts(vllm_config.speculative_config)
     return {
@@ -311,6 +299,12 @@ def parallel_shape(vllm_config: VllmConfig) -> ParallelShape:
     return ParallelShape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
 
+def spans_machines(vllm_config: VllmConfig) -> bool:
+    """Whether the ranks of this engine run on several machines, by vLLM's own executor."""
+    parallel = vllm_config.parallel_config
+    return parallel.nnodes_within_dp > 1 and parallel.master_addr not in THIS_MACHINE
+
+
 def writes_late(vllm_config: VllmConfig) -> bool:
     """Whether a step's output may leave before its last KV is written: that of draft layers.
 
@@ -346,7 +340,7 @@ def _extras(request: Any) -> Iterator[bytes]:
         yield f"mm {position.offset} {position.length} {feature.identifier}".encode()
     if request.prompt_embeds is not None:
         yield b"embeds" + request.prompt_embeds.contiguous().view(torch.uint8).numpy().tobytes()
-    if getattr(request, "prompt_is_token_ids", None) is not None:
+    if request.prompt_is_token_ids is not None:
         yield b"mask" + bytes(request.prompt_is_token_ids)
 
 

@@ -1,14 +1,15 @@
 """The worker role: swaps commands and results with the transfer engine on vLLM's step thread."""
 
+import ipaddress
 import logging
 from collections.abc import Iterable, Mapping
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.utils.network_utils import get_ip
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from nixl_kv import addresses
 from nixl_kv.connector.kv_layout import cache_layout
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.stats import Stats
@@ -17,9 +18,10 @@ from nixl_kv.connector.vllm_config import (
     check_supported,
     model_facts,
     parse_config,
+    spans_machines,
     worker_rank,
 )
-from nixl_kv.errors import LocalProtocolError
+from nixl_kv.errors import ConfigError, LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
@@ -109,11 +111,8 @@ class Worker:
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     """What this worker's transfer engine is made of; to be called in a worker only.
 
-    All ranks get the same configuration, but the ranks of one engine may run on several nodes:
-    where the configured host is not this node's, the rank listens on an address of its own node.
-
     Raises:
-        ConfigError: if the key file is not one.
+        ConfigError: if the key file is not one, or peers could not reach this rank.
     """
     config = parse_config(vllm_config)
     transfer = vllm_config.kv_transfer_config
@@ -129,12 +128,34 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         layout=layout,
         model=model_facts(vllm_config),
         config=config,
-        host=config.host if is_local(config.host) else get_ip(),
+        host=rank_host(config.host, spans_machines=spans_machines(vllm_config)),
         is_prefill=transfer.is_kv_producer,
         is_decode=transfer.is_kv_consumer,
         make_transport=make_transport,
         make_control=Trust.of(config).control,
     )
+
+
+def rank_host(host: str, *, spans_machines: bool) -> str:
+    """The address on which a rank listens, as an IP literal.
+
+    The ranks of one engine may run on several machines, which may all have been given the `host` of
+    one. The others take the address that they have for that one: it is in the same network.
+
+    Raises:
+        ConfigError: if there is no way to that one, or `host` is reached by its own machine alone.
+    """
+    if spans_machines and ipaddress.ip_address(host).is_loopback:
+        raise ConfigError(
+            f"host is {host!r}; allowed for an engine on several machines: 'auto', or an address "
+            "or a network interface that the other engines reach"
+        )
+    if is_local(host):
+        return host
+    try:
+        return addresses.towards(host)
+    except OSError as error:
+        raise ConfigError(f"host is {host!r}, which is not this machine's: {error}") from error
 
 
 def transfer_results(results: Iterable[events.Result]) -> KVConnectorTransferResults:

@@ -89,9 +89,14 @@ class DeclineOffer(msgspec.Struct, frozen=True):
     nonce: Nonce
 
 
-class SetEngineLayouts(msgspec.Struct, frozen=True):
-    """The caches of all ranks of this engine, in rank order; comes before any request."""
+class SetEngine(msgspec.Struct, frozen=True):
+    """What all ranks of this engine must know alike; comes before any request.
 
+    `engine` is its name: a rank on another node may have been started with another one. `layouts`
+    are the caches of all ranks, in rank order.
+    """
+
+    engine: EngineId
     layouts: tuple[CacheLayout, ...]
 
 
@@ -447,7 +452,7 @@ DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad | DeclineOffer
 PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )
-Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngineLayouts
+Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
 ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
 DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick

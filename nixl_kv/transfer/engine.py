@@ -48,7 +48,7 @@ class RankSpec:
     """One rank of an engine, and what its transfer engine is made of."""
 
     engine: EngineId
-    """The same for all ranks, and different from every other engine's."""
+    """Different from every other engine's. The same for all ranks, or `SetEngine` makes it so."""
 
     rank: Rank
     layout: CacheLayout
@@ -144,7 +144,7 @@ class TransferEngine:
         """On the transfer thread, which owns all of it."""
         spec = self.spec
         parts = build_parts(spec)
-        status = StatusReporter(parts, spec.engine, spec.rank, spec.roles, spec.clock)
+        status = StatusReporter(parts, spec.rank, spec.roles, spec.clock)
         return Loop(
             parts,
             self._commands,

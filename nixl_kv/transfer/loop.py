@@ -245,8 +245,9 @@ class Loop:
     # --- what comes in
 
     def _on_command(self, command: events.Command) -> None:
-        if isinstance(command, events.SetEngineLayouts):
+        if isinstance(command, events.SetEngine):
             self.parts.agents.peers.engine_layouts = command.layouts
+            self.parts.decode.loads.set_engine(command.engine)
             return
         is_admitted, report = self.outstanding.admit(command)
         if report is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import TypeVar
 
-from nixl_kv.ids import EngineId, Rank, short
+from nixl_kv.ids import Rank, short
 from nixl_kv.protocol import messages
 from nixl_kv.transfer.loop import Parts
 
@@ -15,12 +15,9 @@ _Item = TypeVar("_Item")
 class StatusReporter:
     """Answers a tool from what the machines hold. Nothing of it changes them."""
 
-    def __init__(
-        self, parts: Parts, engine: EngineId, rank: Rank, roles: str, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, parts: Parts, rank: Rank, roles: str, clock: Callable[[], float]) -> None:
         """`roles` is for people; `clock` is in monotonic seconds."""
         self._parts = parts
-        self._engine = engine
         self._rank = rank
         self._roles = roles
         self._clock = clock
@@ -33,7 +30,7 @@ class StatusReporter:
         offers, loads = parts.prefill.offers.all(), parts.decode.loads.all()
         return messages.Status(
             incarnation=parts.description.incarnation,
-            engine=self._engine,
+            engine=parts.decode.loads.reader.engine,
             rank=self._rank,
             roles=self._roles,
             uptime_s=now - self._started_at,

@@ -10,7 +10,7 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import LocalEngine
-from nixl_kv.protocol.events import OfferEnd, SetEngineLayouts
+from nixl_kv.protocol.events import OfferEnd, SetEngine
 from nixl_kv.transport.base import ControlPlane
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.transport.zmq import ZmqControl
@@ -139,7 +139,7 @@ def test_a_cut_that_is_not_known_yet_is_refused(make_world: MakeWorld) -> None:
     """A rank that was not told of the others takes itself for the whole engine."""
     world = make_world((1, 2))
     layout = world.caches[1][0].layout()
-    world.decode.ranks[0].engine.submit([SetEngineLayouts((layout,))])
+    world.decode.ranks[0].engine.submit([SetEngine(world.decode.name, (layout,))])
     world.decode.prepare_load("d1", world.prefill.offer("p1", [[1]], 4))
     world.decode.start_load("d1", [[1]], range(4))
     failures = [report.failure for report in world.decode.wait_load("d1")]

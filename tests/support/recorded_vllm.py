@@ -57,6 +57,7 @@ def vllm_config(extra: Record | None = None, **transfer: Any) -> VllmConfig:
     hf_config = SimpleNamespace(to_dict=lambda: dict(text_config))
     config.model_config = SimpleNamespace(
         architecture=model["architecture"],
+        enable_sleep_mode=False,
         max_model_len=model["max_model_len"],
         multimodal_config=None,
         served_model_name=model["served_model_name"],
@@ -145,6 +146,7 @@ def output_of(record: Record) -> SchedulerOutput:
         scheduled_spec_decode_tokens={},
         scheduled_encoder_inputs={},
         finished_req_ids=set(record["finished_req_ids"]),
+        num_common_prefix_blocks=[],  # vLLM 0.31 has no default for it
         free_encoder_mm_hashes=[],
         preempted_req_ids=set(record["preempted_req_ids"] or ()),
     )

@@ -330,7 +330,7 @@ def test_vllms_variables_are_the_defaults_of_host_and_port(
             for text in ("65536", "-1", "5600 ", "http", "0x10", "1e3", "²")
         ],
         pytest.param(PORT_VARIABLE, "9" * 5000, NO_PORT, id="port of 5000 digits"),
-        pytest.param(HOST_VARIABLE, "0.0.0.0", NO_HOST, id="wildcard"),  # noqa: S104 - refused
+        pytest.param(HOST_VARIABLE, "224.0.0.1", NO_HOST, id="multicast"),
     ],
 )
 def test_a_variable_with_a_value_that_is_not_allowed_is_refused(
@@ -338,6 +338,15 @@ def test_a_variable_with_a_value_that_is_not_allowed_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"allowed: {allowed}$"):
         Config.parse({}, {variable: value})
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])  # noqa: S104 - not listened to
+def test_a_wildcard_in_vllms_variable_means_the_address_of_the_default_route(
+    monkeypatch: pytest.MonkeyPatch, wildcard: str
+) -> None:
+    monkeypatch.setattr(addresses, "of_default_route", lambda: "10.0.0.9")
+    config = Config.parse({"insecure": True}, {HOST_VARIABLE: wildcard})
+    assert config.host == "10.0.0.9"
 
 
 def test_the_variables_are_those_of_vllm() -> None:

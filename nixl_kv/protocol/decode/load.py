@@ -238,7 +238,7 @@ class Load:
         if self.overdue_since is None:
             times.append(self._late_at)
         elif any(read.state in POSTED and not read.abandoned for read in self.rank_reads):
-            times.append(max(self._late_at, self.overdue_since + DRAIN_S))
+            times.append(self.overdue_since + DRAIN_S)
         return min((when for when in times if when < math.inf), default=None)
 
     @property
@@ -480,8 +480,8 @@ class Load:
         return [] if self.reads is None else self.cancel(DROPPED)
 
     def late_failure(self, now: float) -> Failure | None:
-        """Why its time is over; None while it is not."""
-        if now < self._late_at:
+        """Why its time is over; None while it is not. What moves later gives it none back."""
+        if self.overdue_since is None and now < self._late_at:
             return None
         if now < self.deadline or self.lacks_only_blocks:
             return Failure(FailureKind.LATE, "prefill fell silent while it was read")

@@ -8,8 +8,10 @@ import math
 from collections import Counter
 from typing import Final, TypeAlias
 
+import msgspec
+
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import Claim, Endpoint, Incarnation, RequestId
+from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.decode.load import Load, RankRead, State
@@ -43,7 +45,8 @@ class LoadBook:
         self.timeout_s = timeout_s
         self._bytes_per_token = bytes_per_token
         self._queue = ReadQueue()
-        self._reader = reader
+        self.reader = reader
+        """This rank, as prefill knows it."""
         self._record = record
         self._renew_interval_s = renew_interval_s
         self.last_number = 0  # of asks and renews alike
@@ -55,6 +58,10 @@ class LoadBook:
         self._silent: set[Endpoint] = set()  # where a read may have its rank unreachable
         self._due = Deadlines[Claim]()
         self._renewals = Deadlines[Endpoint]()
+
+    def set_engine(self, engine: EngineId) -> None:
+        """The name that all ranks of this engine ask by; before any load."""
+        self.reader = msgspec.structs.replace(self.reader, engine=engine)
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -68,7 +75,7 @@ class LoadBook:
     def add(self, command: events.PrepareLoad, peer: events.PeerKey, now: float) -> Load:
         """Add a load; the request must not have one, unless nobody knows that one any more."""
         load = Load(
-            reader=self._reader,
+            reader=self.reader,
             request=command.request,
             ticket=command.ticket,
             claim=command.claim,
@@ -311,7 +318,7 @@ class LoadBook:
                 endpoint,
                 messages.Renew(
                     incarnation=incarnation,
-                    reader=self._reader,
+                    reader=self.reader,
                     number=self._next_number(),
                     claims=(*reading.get(incarnation, ()), *others.get(incarnation, ())),
                     num_reading=len(reading.get(incarnation, ())),

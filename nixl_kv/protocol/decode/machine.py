@@ -30,7 +30,6 @@ class DecodeMachine:
         bytes_per_token: int,
     ) -> None:
         """Start with no load and no peer. `record` keeps each transition."""
-        self._reader = reader
         self.loads = LoadBook(
             reader,
             record,
@@ -114,7 +113,7 @@ class DecodeMachine:
 
     def _decline(self, command: events.DeclineOffer) -> list[events.Action]:
         """Once for the whole engine."""
-        if self._reader.rank != 0:
+        if self.loads.reader.rank != 0:
             return []
         return [events.Send(command.endpoint, messages.Decline(nonce=command.nonce))]
 
@@ -207,7 +206,7 @@ class DecodeMachine:
         now: float,
     ) -> list[events.Action]:
         """A grant for a claim that this side does not hold is released: nobody waits for us."""
-        if message.reader != self._reader:
+        if message.reader != self.loads.reader:
             return []
         claimed = self.loads.claimed(message.claim, endpoint)
         if claimed is None:
@@ -237,7 +236,7 @@ class DecodeMachine:
         An ask on its way is not lost, and a renew may have overtaken it: what prefill did not hold
         then, it may have granted since.
         """
-        if message.reader != self._reader:
+        if message.reader != self.loads.reader:
             return []
         self.loads.note_answer(endpoint, Incarnation(message.incarnation))
         actions: list[events.Action] = []

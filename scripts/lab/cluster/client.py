@@ -73,8 +73,14 @@ class Streamed:
 class Client:
     """Greedy answers over one kept connection, so that no request pays for a new one."""
 
-    def __init__(self, url: str, model: str = "tiny", timeout_s: float = TIMEOUT_S) -> None:
-        """For the base URL of an engine or of a router."""
+    def __init__(
+        self,
+        url: str,
+        model: str = "tiny",
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """For the base URL of an engine or of a router; or for what stands in its place."""
         self.url = url
         self.model = model
         # Proxies of the environment are for the world outside, not for our own engines.
@@ -84,6 +90,7 @@ class Client:
             timeout=timeout_s,
             trust_env=False,
             verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+            transport=transport,
         )
 
     def __enter__(self) -> Self:

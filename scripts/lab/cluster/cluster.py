@@ -82,7 +82,7 @@ class Cluster:
         self._say = say
         self._ports = Ports()
         self._broken: list[tuple[EngineSpec, str]] = []
-        self._warm_servers: list[tuple[Namespace | None, WarmServer]] = []
+        self._warm_server: WarmServer | None = None
         self._handlers_before: Handlers = {}
 
     def __enter__(self) -> Self:
@@ -117,14 +117,20 @@ class Cluster:
                 raise ProcessDiedError(f"{spec.name} did not start: {reason}")
         return engines
 
-    def route(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> Router:
-        """A router before these engines, which must run; the same one for the same engines."""
+    def route(
+        self, prefill: Sequence[Engine], decode: Sequence[Engine], host: Namespace | None = None
+    ) -> Router:
+        """A router before these engines, which must run; the same one for the same engines.
+
+        It runs on `host`; None: on this machine.
+        """
+        wanted = tuple(prefill), tuple(decode), host
         for running in self.routers:
-            same = (running.prefill, running.decode) == (tuple(prefill), tuple(decode))
+            same = (running.prefill, running.decode, running.host) == wanted
             if same and running.is_running():
                 return running
         name = f"router-{len(self.routers)}" if self.routers else "router"
-        started = Router(name, prefill, decode, log_dir=self.log_dir, ports=self._ports)
+        started = Router(name, prefill, decode, log_dir=self.log_dir, ports=self._ports, host=host)
         self.routers.append(started)
         started.start()
         started.wait_ready(router.START_TIMEOUT_S)
@@ -149,9 +155,9 @@ class Cluster:
         processes: list[ManagedProcess] = [*self.routers, *self.engines]
         try:
             stop_all(processes)
-            for _, server in self._warm_servers:
-                server.close()
-            self._warm_servers.clear()
+            if self._warm_server is not None:
+                self._warm_server.close()
+                self._warm_server = None
         finally:
             restore_handlers(self._handlers_before)
 
@@ -215,16 +221,12 @@ class Cluster:
             raise
 
     def _find_warm(self, spec: EngineSpec) -> WarmServer | None:
-        """The process that forks engines on a host; it is started for the first one."""
+        """The process that forks engines; it is started for the first one."""
         if not self._warm or not spec.can_be_forked():
             return None
-        for host, server in self._warm_servers:
-            if host is spec.host:
-                return server
-        name = "warm" if spec.host is None else f"warm-{spec.host.name}"
-        usual = replace(spec, extra_env={}, without_env=frozenset())
-        server = WarmServer(name, self.log_dir)
-        self._warm_servers.append((spec.host, server))
-        server.start(usual.environment(), spec.host.inside([]) if spec.host else ())
-        self._say("importing vLLM, once for all engines")
-        return server
+        if self._warm_server is None:
+            usual = replace(spec, extra_env={}, without_env=frozenset(), host=None)
+            self._warm_server = WarmServer("warm", self.log_dir)
+            self._warm_server.start(usual.environment())
+            self._say("importing vLLM, once for all engines")
+        return self._warm_server

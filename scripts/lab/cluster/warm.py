@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
+from lab.cluster import netns
 from lab.cluster.processes import ManagedProcess, ProcessDiedError
 
 MAIN: Final = "vllm.entrypoints.launchers.api_server.entry"
@@ -60,6 +61,10 @@ class Launch:
     folder: str
     cores: tuple[int, ...] = ()
     """Where it may run; none: everywhere."""
+    namespace: str | None = None
+    """Where it runs; None: on this machine."""
+    main: str | None = None
+    """The module whose function of that name it runs; None: the API server's."""
 
 
 class ForkedProcess:
@@ -94,13 +99,13 @@ class WarmServer(ManagedProcess):
         self._socket, self._theirs = socket.socketpair()
         self._replies = self._socket.makefile("r", encoding="utf-8")
 
-    def start(self, env: Mapping[str, str], within: Sequence[str] = ()) -> None:
-        """Begin to import vLLM; `within` is a command that runs others in another place."""
+    def start(self, env: Mapping[str, str]) -> None:
+        """Begin to import vLLM."""
         path = os.pathsep.join(filter(None, (str(SCRIPTS), env.get("PYTHONPATH"))))
         with self._theirs:
             descriptor = self._theirs.fileno()
             self.launch(
-                [*within, sys.executable, "-m", __name__, str(descriptor)],
+                [sys.executable, "-m", __name__, str(descriptor)],
                 {**env, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 self.log_path.parent,
                 pass_fds=[descriptor],
@@ -182,6 +187,8 @@ def become(launch: Launch) -> None:
         os.dup2(log, descriptor)
     os.close(log)
     os.chdir(launch.folder)
+    if launch.namespace is not None:
+        netns.enter(launch.namespace)
     if launch.cores:
         os.sched_setaffinity(0, launch.cores)
     os.environ.clear()
@@ -197,7 +204,7 @@ def main() -> None:
     launch = serve(socket.socket(fileno=int(sys.argv[1])))
     if launch is not None:
         become(launch)
-        importlib.import_module(MAIN).main()
+        importlib.import_module(launch.main or MAIN).main()
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ class LocalEngine:
         self.ranks: list[LocalRank] = []
         for number, layout in enumerate(layouts):
             spec = RankSpec(
-                engine=self.name,
+                # As on nodes of their own, until they are told of each other.
+                engine=EngineId(f"{name} on node {number}"),
                 rank=Rank(number),
                 layout=layout,
                 model=MODEL,
@@ -133,7 +134,7 @@ class LocalEngine:
 
     def set_layouts(self, layouts: Sequence[CacheLayout]) -> None:
         """Tell each rank of all ranks' caches."""
-        self.submit(events.SetEngineLayouts(tuple(layouts)))
+        self.submit(events.SetEngine(self.name, tuple(layouts)))
 
     def submit(self, *commands: events.Command) -> None:
         """Hand commands to all ranks."""

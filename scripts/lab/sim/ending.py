@@ -34,6 +34,7 @@ from nixl_kv.transfer.loop import LINGER_S, LINK_KEPT_S
 PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0
 ALL_S: Final = 60.0
+LONGEST_ANSWER: Final = 4  # in steps; of those that schedules ask prefill for
 IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
 """The last commands are submitted, carried out, and what they sent is handled; then all wait."""
 ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps", "prefill drains")
@@ -51,11 +52,13 @@ class Allowed:
         """A load: its time, the drain, making an agent and destroying one, each perhaps twice.
 
         And what it waits for: peers that are joined before, and reads that share its link. An
-        offer: until somebody asks, until it begins to read, and then that one's load and a lease.
+        offer: from its prompt's last step on until the whole answer is there, until somebody asks,
+        until it begins to read, and then that one's load and a lease.
         """
         config = world.environment.config
         load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
-        offer = max(config.offer_ttl_s, config.lease_s) + SLACK_S
+        answer = LONGEST_ANSWER * world.shape.tick * sum(1 for _ in world.ranks())
+        offer = answer + max(config.offer_ttl_s, config.lease_s) + SLACK_S
         granted = config.hold_s + RECALL_S + load + config.lease_s
         return cls(load, offer + (granted if world.decodes() else 0))
 

@@ -150,7 +150,7 @@ class Engine:
         self.ranks = [RankLife(seat, self._environment) for seat in self._seats]
         self.description = self._describe()
         layouts = tuple(rank.parts.description.layout for rank in self.ranks)
-        self._first: list[events.Command] = [events.SetEngineLayouts(layouts)]
+        self._first: list[events.Command] = [events.SetEngine(EngineId(self.name), layouts)]
         if self._directory is not None:
             self._directory.publish(self.description)
             engine, life = EngineId(self.name), self.description.incarnation

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nixl_kv.cli import draining
-from nixl_kv.config import KEY_VARIABLE
+from nixl_kv.config import HOST_VARIABLE, KEY_VARIABLE, PORT_VARIABLE
 from nixl_kv.keys import read_key_file, write_key_file
 from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.zmq import ZmqControl
@@ -84,6 +84,21 @@ def test_an_engine_that_does_not_answer_is_named(make_engine: MakeEngine) -> Non
     result = nixl_kv("drain --at", address(engine))
     assert result.exit_code == 2
     assert f"error: --at {address(engine)}: cannot connect" in result.stderr
+
+
+def test_in_an_engines_own_container_its_variables_say_where_it_is(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("E", 1)
+    host, _, port = address(engine).rpartition(":")
+    monkeypatch.setenv(HOST_VARIABLE, host)
+    monkeypatch.setenv(PORT_VARIABLE, port)
+    assert nixl_kv("drain").exit_code == 0
+    assert engine.directory.is_draining
+    monkeypatch.setenv(PORT_VARIABLE, "http")
+    result = nixl_kv("drain")
+    assert result.exit_code == 2
+    assert "error: VLLM_NIXL_SIDE_CHANNEL_PORT is 'http'; allowed: " in result.stderr
 
 
 @pytest.mark.parametrize("source", ["file", "environment"])

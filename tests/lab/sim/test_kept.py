@@ -17,6 +17,16 @@ OFFERED_EACH_WAY = ";".join(
 
 GRANTED = "prefill 8 1;step p;step p;step p;turn p.0;decode d0 0 0;step d0;turn d0.0"
 
+HANGING = ";".join(
+    [
+        *["decode d0 0 0", "step d0", "turn d0.0", "deliver 0", "piece p", "deliver 0"],
+        *["turn d0.0", "deliver 0", "turn p.0", "deliver 0", "turn d0.0", "hang 0"],
+        *["prefill 1 4", "piece p", "prefill 8 1", "decode d0 1 0", "step d0", "turn d0.0"],
+        *["step p", "step p", "decode d0 3 0"],
+    ]
+)
+"""Of three reads over one link the first hangs, and the others end."""
+
 SCHEDULES = [
     (
         "caches full of each other's offers",
@@ -37,6 +47,10 @@ SCHEDULES = [
     (
         "decode falls asleep with a load",
         f"world;{GRANTED};freeze d0;end calm",
+    ),
+    (
+        "a read that hangs while others beside it land",
+        f"world;prefill 9 4;step p;prefill 13 3;step p;{HANGING};end calm",
     ),
     (
         "seven reads that share a slow link",

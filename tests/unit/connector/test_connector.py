@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from nixl_kv.connector import connector as module
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.vllm_versions import LATER_HOOKS
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.transport.memory import Fabric
 from support import recorded_vllm as recorded
@@ -49,8 +50,6 @@ HOOKS = sorted(
     for name, value in vars(owner).items()
     if not name.startswith("_") and callable(getattr(owner, name)) and value is not None
 )
-LATER = {"restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"}
-"""Hooks of vLLM 0.33."""
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -60,7 +59,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 @pytest.mark.parametrize("name", HOOKS)
 def test_each_hook_is_one_of_vllms_with_its_parameters(name: str) -> None:
     """vLLM would never call another one, and end the engine for others."""
-    if name in LATER and not hasattr(KVConnectorBase_V1, name):
+    if name in LATER_HOOKS and not hasattr(KVConnectorBase_V1, name):
         pytest.skip("this version of vLLM has no such hook")
     base = SupportsHMA if name == "request_finished_all_groups" else KVConnectorBase_V1
     ours, vllms = (getattr(owner, name) for owner in (NixlKVConnector, base))

@@ -14,13 +14,13 @@ from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import Nonce, RequestId, endpoint_at, new_incarnation
+from nixl_kv.ids import EngineId, Nonce, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
     ReclaimBlocks,
     RevokeOffer,
-    SetEngineLayouts,
+    SetEngine,
 )
 from nixl_kv.protocol.messages import Decline, Describe, Description, decode_answer, encode
 from nixl_kv.protocol.ticket import Ticket, context_hash
@@ -366,7 +366,7 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     assert list(ask(scheduler).ranks) == in_order
     scheduler.on_arrival(with_ticket())
     first, second = commands(scheduler)
-    assert first == SetEngineLayouts(tuple(rank.layout for rank in in_order))
+    assert first == SetEngine(EngineId("recorded"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
     assert commands(scheduler) == []
 
@@ -377,7 +377,7 @@ def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make)
     after = publish(scheduler)
     assert after.incarnation != before.incarnation
     assert scheduler._prefill.address.port == port  # type: ignore[union-attr]
-    assert [type(command) for command in commands(scheduler)] == [SetEngineLayouts]
+    assert [type(command) for command in commands(scheduler)] == [SetEngine]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from vllm.config import MultiModalConfig, SpeculativeConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -38,6 +37,7 @@ from nixl_kv.connector.vllm_config import (
     window,
     worker_rank,
 )
+from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import RequestId
@@ -132,19 +132,11 @@ REFUSED = [
         id="experts",
     ),
     pytest.param(
-        changing("cache_config.calculate_kv_scales", True),  # noqa: FBT003 - a value
-        cache_of(FULL),
-        "KV scales measured at run time",
-        id="scales",
-    ),
-    pytest.param(
         changing("model_config.enable_sleep_mode", True),  # noqa: FBT003 - a value
         cache_of(FULL),
         "sleep mode",
         id="sleep mode",
-        marks=pytest.mark.skipif(
-            hasattr(KVConnectorBase_V1, "unregister_kv_caches"), reason="this vLLM tells of it"
-        ),
+        marks=pytest.mark.skipif(is_told_of_sleep(), reason="this vLLM tells of it"),
     ),
     pytest.param(
         media(), cache_of(FULL), "images, audio and video that are not told apart", id="media"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nixl_kv import addresses
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.worker import Worker, rank_spec, transfer_results
 from nixl_kv.errors import ConfigError, TransportError
@@ -194,17 +195,57 @@ def test_a_rank_has_the_roles_of_its_engine(role: str, roles: str) -> None:
     assert spec.model["served_model_name"] == "tiny"
 
 
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To one other machine."""
+
+    def towards(host: str) -> str:
+        if host != "192.0.2.7":
+            raise OSError("Network is unreachable")
+        return "10.0.0.9"
+
+    monkeypatch.setattr(addresses, "towards", towards)
+
+
+@pytest.mark.usefixtures("routes")
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        pytest.param("127.0.0.1", "127.0.0.1", id="this node's"),
-        pytest.param("192.0.2.7", "10.0.0.9", id="another node's"),
+        pytest.param("127.0.0.1", "127.0.0.1", id="this machine's"),
+        pytest.param("192.0.2.7", "10.0.0.9", id="another machine's"),
     ],
 )
-def test_a_rank_on_another_node_listens_on_its_own(
-    host: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks of an engine have one configuration."""
-    monkeypatch.setattr("nixl_kv.connector.worker.get_ip", lambda: "10.0.0.9")
+def test_a_rank_on_another_machine_listens_on_its_own(host: str, expected: str) -> None:
+    """All ranks of an engine have one configuration. Others reach this one where it reaches them,
+    whatever address vLLM uses within the engine."""
     config = recorded.vllm_config({"host": host, "insecure": True})
     assert rank_spec(config, layout()).host == expected
+
+
+@pytest.mark.usefixtures("routes")
+def test_a_host_that_no_way_leads_to_ends_the_start() -> None:
+    config = recorded.vllm_config({"host": "192.0.2.8", "insecure": True})
+    with pytest.raises(ConfigError, match=r"host is '192.0.2.8', which is not .* unreachable$"):
+        rank_spec(config, layout())
+
+
+@pytest.mark.usefixtures("routes")
+@pytest.mark.parametrize(
+    ("host", "master", "is_allowed"),
+    [
+        pytest.param("127.0.0.1", "192.0.2.7", False, id="loopback, two machines"),
+        pytest.param("192.0.2.7", "192.0.2.7", True, id="an address, two machines"),
+        pytest.param("127.0.0.1", "127.0.0.1", True, id="loopback, one machine"),
+    ],
+)
+def test_an_engine_on_two_machines_is_reached_beyond_them(
+    host: str, master: str, *, is_allowed: bool
+) -> None:
+    """Else decode engines would compute every prompt, and only their logs said why."""
+    config = recorded.vllm_config({"host": host, "insecure": True})
+    config.parallel_config.nnodes, config.parallel_config.master_addr = 2, master
+    if is_allowed:
+        rank_spec(config, layout())
+    else:
+        with pytest.raises(ConfigError, match=r"host is '127.0.0.1'; allowed .* 'auto'"):
+            rank_spec(config, layout())

@@ -125,7 +125,7 @@ def test_a_rank_describes_itself(planes: Planes, step: Step, *, is_prefill: bool
     assert described.layout == CACHE.layout()
     assert (described.slots.address, described.slots.count) == (parts.slots.address, MIN_SLOTS)
     assert described.agent == (parts.serving.metadata() if parts.serving is not None else b"")
-    assert described.incarnation == parts.decode._reader.incarnation
+    assert described.incarnation == parts.decode.loads.reader.incarnation
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, RequestId
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, RequestId
 from nixl_kv.protocol.events import (
     Action,
     CancelLoad,
@@ -20,7 +20,7 @@ from nixl_kv.protocol.events import (
     ReadFailed,
     ReclaimBlocks,
     RevokeOffer,
-    SetEngineLayouts,
+    SetEngine,
     StartLoad,
 )
 from nixl_kv.protocol.messages import (
@@ -346,9 +346,20 @@ def test_a_message_that_cannot_be_sent_is_a_loss(
 
 def test_the_engines_layouts_are_for_the_agents(world: World) -> None:
     layouts = (world.decode.cache.layout(), world.prefill.cache.layout())
-    world.decode.submit(SetEngineLayouts(layouts))
+    world.decode.submit(SetEngine(EngineId("other"), layouts))
     world.decode.turn()
     assert world.decode.parts.agents.peers.engine_layouts == layouts
+
+
+def test_a_rank_asks_in_the_name_that_all_ranks_of_its_engine_have(world: World) -> None:
+    """On a node of its own it may have been started with another one."""
+    world.decode.submit(SetEngine(EngineId("other"), (world.decode.cache.layout(),)))
+    granted(world)
+    (offer,) = world.prefill.parts.prefill.offers.all()
+    assert offer.waits_for == "engine 'other', ranks 0"
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
 
 
 def test_a_revoked_offer_ends_and_is_reported(world: World) -> None:

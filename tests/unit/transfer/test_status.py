@@ -14,7 +14,7 @@ def status(rank: Stepped, request: str = "") -> Status:
     """What it says when it has run for ten seconds."""
     spec, now = rank.engine.spec, rank.world.clock()
     clock = iter((now - 10, now)).__next__
-    reporter = StatusReporter(rank.parts, spec.engine, Rank(0), spec.roles, clock)
+    reporter = StatusReporter(rank.parts, Rank(0), spec.roles, clock)
     return reporter.report(StatusRequest(incarnation=ANY_INCARNATION, request=request))
 
 

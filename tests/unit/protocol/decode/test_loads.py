@@ -374,6 +374,18 @@ def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
     assert now == 110.0 + MOST_TIMEOUTS * TIMEOUT_S
 
 
+def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None:
+    machine = loading(READING)
+    for event in (prepare_load(D2, RIVAL), answered(READ_2.grant), START_2):
+        machine.handle(event, END - 1)
+    machine.handle(Tick(), END)
+    machine.handle(read_done(request=D2), END + DRAIN_S / 2)
+    assert machine.next_due is not None
+    assert machine.next_due <= END + DRAIN_S
+    assert ABANDON not in machine.handle(Tick(), END + DRAIN_S - 0.01)
+    assert ABANDON in machine.handle(Tick(), END + DRAIN_S)
+
+
 # What the book says of itself
 
 
