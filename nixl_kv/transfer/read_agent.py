@@ -86,6 +86,7 @@ class ReadAgent:
         self._free_slots = list(range(slots.count))
         self._slot_list = transport.prepare(slots.rows(), "DRAM", None)
         self._indices = IndexBuffer()
+        self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
 
     def __repr__(self) -> str:
         return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
@@ -94,6 +95,7 @@ class ReadAgent:
         """Post the data read of one load from one rank; what is known of it at once."""
         request, rank, load = action.load.request, action.rank, action.load
         try:
+            self._drop_broken()
             prepared = self.peers.get(action.peer, rank)
             reads = prepared.plan.reads(
                 [blocks.block_ids(table) for table in load.tables],
@@ -107,6 +109,7 @@ class ReadAgent:
             indices = (reads.local, reads.remote)
             handle = self.transport.read(prepared.local, prepared.remote, indices)
         except (TransportError, ValueError) as error:
+            self._note(error, action.peer)
             return [events.ReadFailed(request, rank, str(error))]
         self.reads.append(
             ActiveRead(
@@ -132,6 +135,7 @@ class ReadAgent:
             prepared = self.peers.get(action.peer, action.rank)
             handle = self.transport.read(self._slot_list, prepared.slots, indices)
         except TransportError as error:
+            self._note(error, action.peer)
             self._free_slots.append(slot)
             return [events.ReadFailed(action.request, action.rank, str(error))]
         self.reads.append(
@@ -164,11 +168,23 @@ class ReadAgent:
             for read in reads
         ]
 
+    def _note(self, error: Exception, peer: events.PeerKey) -> None:
+        """NIXL does not connect again by itself: all later reads of that peer would fail, too."""
+        if isinstance(error, PeerLost):
+            self._broken.add(peer)
+
+    def _drop_broken(self) -> None:
+        """Those of which nothing is read any more; who reads them next prepares them anew."""
+        for peer in [peer for peer in self._broken if all(r.peer != peer for r in self.reads)]:
+            self._broken.remove(peer)
+            self.peers.drop(peer)
+
     def _poll_read(self, read: ActiveRead) -> events.DataEvent | None:
         try:
             if not self.transport.poll(read.handle):
                 return None
         except PeerLost as error:
+            self._note(error, read.peer)
             if read.slot is not None:
                 self._free_slots.append(read.slot)
             return events.ReadFailed(read.request, read.rank, str(error))

@@ -1,12 +1,14 @@
 """One agent that reads: data and slots, what becomes of them, and what cannot be read."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL, wire_tables
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
 from nixl_kv.protocol.events import (
@@ -197,3 +199,42 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
     assert "is gone" in str(events[0])
     assert reading.agent.reads == []
     assert len(reading.agent._free_slots) == MAX_SLOT_READS
+
+
+def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_read(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL says 'disconnected' for ever of a peer whose connection failed once."""
+    transport, name = reading.agent.transport, reading.prefill.transport.name
+    broken, dropped = {name}, list[str]()
+    post, add = transport.read, transport.add_peer
+
+    def read(local: Any, remote: Any, indices: Any) -> Any:
+        if name in broken:
+            raise PeerLost("posting 4 pieces: NIXL_ERR_REMOTE_DISCONNECT")
+        return post(local, remote, indices)
+
+    def connect(metadata: bytes) -> Any:
+        broken.discard(metadata.decode())
+        return add(metadata)
+
+    reading.fabric.reads_hang = True
+    broken.clear()
+    assert reading.read_slot(3) == []
+    monkeypatch.setattr(transport, "read", read)
+    monkeypatch.setattr(transport, "add_peer", connect)
+    monkeypatch.setattr(transport, "drop_peer", dropped.append)
+    broken.add(name)
+    for _ in range(2):
+        (event,) = reading.start([2], [7], range(4))
+        assert isinstance(event, ReadFailed)
+        assert "NIXL_ERR_REMOTE_DISCONNECT" in event.reason
+    assert dropped == [], "its slot is being read"
+    reading.fabric.reads_hang = False
+    assert len(reading.agent.poll()) == 1
+    assert reading.start([2], [7], range(4)) == []
+    assert dropped == [name]
+    (done,) = reading.agent.poll()
+    assert isinstance(done, ReadDone)
+    assert reading.start([2], [7], range(4)) == []
+    assert dropped == [name]
