@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import typer
 
@@ -32,6 +32,11 @@ CANNOT: Final = 1
 NO_ANSWER: Final = 1
 NOT_IN_TIME: Final = 1
 NONSENSE: Final = 2
+
+KeyFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(help="The key of the engine, if it has one; default: what NIXL_KV_KEY holds."),
+]
 
 app = typer.Typer(
     name="nixl-kv",
@@ -75,9 +80,7 @@ def status(
             metavar="HOST:PORT", help="Where the engine is described, as it logs at start."
         ),
     ],
-    key_file: Annotated[
-        Path | None, typer.Option(help="The key of the engine, if it has one.")
-    ] = None,
+    key_file: KeyFile = None,
     request: Annotated[
         str | None,
         typer.Option(
@@ -113,9 +116,7 @@ def drain(
             help="Where the engine is described. Default: as an engine with this environment.",
         ),
     ] = None,
-    key_file: Annotated[
-        Path | None, typer.Option(help="The key of the engine, if it has one.")
-    ] = None,
+    key_file: KeyFile = None,
     timeout: Annotated[
         float, typer.Option(min=0, metavar="S", help="How long to wait, in seconds.")
     ] = 60,

@@ -107,12 +107,7 @@ def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Descripti
     question = messages.encode(
         messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
     )
-    payload = _exchange({endpoint: question}, keys)[endpoint]
-    if isinstance(payload, TransportError):
-        raise payload
-    message = messages.decode_answer(payload)
-    if isinstance(message, messages.VersionRefusal):
-        raise ForeignVersion(str(message))
+    message = _decode(_exchange({endpoint: question}, keys)[endpoint], messages.decode_answer)
     if isinstance(message, messages.Refusal):
         raise TransportError(f"refused: {message.reason}")
     if not isinstance(message, messages.Description):
@@ -149,7 +144,7 @@ def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None) -> int:
         NixlKVError: if nobody answers, or not that it drains.
     """
     question = messages.encode(messages.Drain(incarnation=ANY_INCARNATION))
-    answer = _answer_to_tool(_exchange({endpoint: question}, keys)[endpoint])
+    answer = _decode(_exchange({endpoint: question}, keys)[endpoint], messages.decode_to_tool)
     if not isinstance(answer, messages.Draining):
         raise TransportError(f"answered with {type(answer).__name__}")
     return answer.num_awaited
@@ -157,7 +152,7 @@ def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None) -> int:
 
 def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:
     try:
-        status = _answer_to_tool(answer)
+        status = _decode(answer, messages.decode_to_tool)
     except NixlKVError as error:
         return error
     if not isinstance(status, messages.Status):
@@ -165,9 +160,9 @@ def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:
     return status
 
 
-def _answer_to_tool(
-    answer: bytes | TransportError,
-) -> messages.Status | messages.Draining:
+def _decode(
+    answer: bytes | TransportError, decode: Callable[[bytes], T | messages.VersionRefusal]
+) -> T:
     """What has come.
 
     Raises:
@@ -175,7 +170,7 @@ def _answer_to_tool(
     """
     if isinstance(answer, TransportError):
         raise answer
-    message = messages.decode_to_tool(answer)
+    message = decode(answer)
     if isinstance(message, messages.VersionRefusal):
         raise ForeignVersion(str(message))
     return message

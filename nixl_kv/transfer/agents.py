@@ -190,7 +190,7 @@ class Agents:
             join.steps.close()
         self.peers.descriptions.pop(peer, None)
         for agent in self.polled:
-            if all(read.peer != peer for read in agent.reads):
+            if not agent.is_reading(peer):
                 agent.peers.drop(peer)
 
     def _replace_current(self) -> None:

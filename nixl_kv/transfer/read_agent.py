@@ -91,6 +91,10 @@ class ReadAgent:
     def __repr__(self) -> str:
         return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
 
+    def is_reading(self, peer: events.PeerKey) -> bool:
+        """Whether something of a peer is being read: then it must not be dropped."""
+        return any(read.peer == peer for read in self.reads)
+
     def start_read(self, action: events.StartRead) -> list[events.DataEvent]:
         """Post the data read of one load from one rank; what is known of it at once."""
         request, rank, load = action.load.request, action.rank, action.load
@@ -175,7 +179,7 @@ class ReadAgent:
 
     def _drop_broken(self) -> None:
         """Those of which nothing is read any more; who reads them next prepares them anew."""
-        for peer in [peer for peer in self._broken if all(r.peer != peer for r in self.reads)]:
+        for peer in [peer for peer in self._broken if not self.is_reading(peer)]:
             self._broken.remove(peer)
             self.peers.drop(peer)
 

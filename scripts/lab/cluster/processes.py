@@ -199,6 +199,11 @@ class ManagedProcess:
             os.killpg(self.pid, number)
 
 
+def nixl_kv_command(*arguments: str) -> list[str]:
+    """The command line of `nixl-kv`, of the package that runs here, installed or not."""
+    return [sys.executable, "-c", "from nixl_kv.cli.main import app; app()", *arguments]
+
+
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
     """So many processes that only compute."""

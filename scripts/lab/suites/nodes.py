@@ -31,12 +31,12 @@ import httpx
 from lab.cluster.answers import Question, questions_of
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.engines import PATIENT, Engine, EngineSpec
 from lab.cluster.metrics import FAILURES, LOADS, CountersSince
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.netns import WIRE, Namespace, Switch
 from lab.cluster.pair import Pair
-from lab.cluster.processes import Ports, ProcessDiedError
+from lab.cluster.processes import Ports, ProcessDiedError, nixl_kv_command
 from lab.cluster.prompts import random_prompt
 from lab.results import Results, Verdict, say_on_stderr, verdict_of
 
@@ -56,14 +56,12 @@ COUNTED_S: Final = 30.0
 """How long a busy engine's counters may lag its answers."""
 AGAIN_S: Final = 60.0
 CONFIG: Final[Mapping[str, object]] = {
-    "lease_s": 30,
-    "offer_ttl_s": 60,
+    **PATIENT,
     "paced_reads": True,  # UCX has nothing but TCP here
     "peer_timeout_s": 10,
     "request_timeout_s": 60,
 }
-"""Patient: few cores make everything slow."""
-RUN_STATUS: Final = "from nixl_kv.cli.main import app; app()"
+"""A link that is cut has to be noticed."""
 NUM_SCENES: Final = 5
 
 
@@ -237,9 +235,9 @@ class Stage:
     def _ranks(self, host: Namespace, port: int) -> list[str]:
         """Where the ranks listen that answer with their status, on the router's host."""
         address = f"[{host.wire_address}]" if ":" in host.wire_address else host.wire_address
-        arguments = ["-c", RUN_STATUS, "status", "--at", f"{address}:{port}", "--json"]
+        command = nixl_kv_command("status", "--at", f"{address}:{port}", "--json")
         done = subprocess.run(
-            self.hosts.router.inside([sys.executable, *arguments]),
+            self.hosts.router.inside(command),
             env=os.environ | KEY_VARIABLE,
             capture_output=True,
             text=True,

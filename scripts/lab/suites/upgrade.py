@@ -30,7 +30,7 @@ from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import HOST, PATIENT, Engine, EngineSpec
 from lab.cluster.metrics import LOADS
 from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.processes import ProcessDiedError
+from lab.cluster.processes import ProcessDiedError, nixl_kv_command
 from lab.cluster.waiting import wait_or_fail
 from lab.results import Figures, Results, say_on_stderr, verdict_of
 from lab.suites.soak import Ended, num_wrong, request_of
@@ -163,8 +163,8 @@ def upgrade(cluster: Cluster, model: Path, to: Path | None = None) -> Figures:
 def _take_leave(engine: Engine, rotation: Rotation) -> list[str]:
     """As an operator takes an engine out; what went wrong."""
     rotation.remove(engine)
-    command = [str(Path(sys.executable).with_name("nixl-kv")), "drain"]
-    command += ["--at", f"{HOST}:{engine.side_port}", "--timeout", str(STOP_S)]
+    where, patience = f"{HOST}:{engine.side_port}", str(STOP_S)
+    command = nixl_kv_command("drain", "--at", where, "--timeout", patience)
     begin = time.monotonic()
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     say_on_stderr(f"  {engine.name} drained in {time.monotonic() - begin:.1f} s")
