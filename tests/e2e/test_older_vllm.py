@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 REPO = Path(__file__).resolve().parents[2]
 OLDEST = "0.31.0"
 THIS = "this"
+START_S = 900
+"""Two of vLLM are imported side by side, and their code for the CPU is loaded."""
 LENGTHS = (5, 127, 128, 129, 300, 700, 1100, 1500)
 """Of the prompts, in tokens; a block has 128."""
 
@@ -49,7 +51,7 @@ def engines(
         for version, python in ((OLDEST, oldest_python), (THIS, Path(sys.executable)))
         for spec in base
     }
-    with Cluster(tmp_path_factory.mktemp("engines")) as cluster:
+    with Cluster(tmp_path_factory.mktemp("engines"), start_timeout_s=START_S) as cluster:
         yield dict(zip(specs, cluster.start(*specs.values()), strict=True))
 
 

@@ -35,9 +35,8 @@ def engines(tmp_path: Path) -> Iterator[list[Engine]]:
         kv_cache_bytes=64 << 20,
         connector_config={**PATIENT, "offer_ttl_s": LONG_S},
     )
-    # Not forked from a process that has imported this package.
     with (
-        Cluster(tmp_path / "logs", warm=False) as cluster,
+        Cluster(tmp_path / "logs") as cluster,
         started(cluster, prefill, replace(decode, extra_env=env)) as engines,
     ):
         yield engines

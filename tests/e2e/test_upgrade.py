@@ -17,7 +17,7 @@ def test_no_request_is_lost_while_each_engine_is_drained_and_restarted(
     tmp_path: Path, *, crosses: bool
 ) -> None:
     to = copy_package(tmp_path) if crosses else None
-    with Cluster(tmp_path / "logs", warm=to is None) as cluster:
+    with Cluster(tmp_path / "logs") as cluster:
         outcome = upgrade(cluster, ensure_tiny_model(), to)
     assert outcome.verdict.words == "ok"
     computed = int(outcome.figures["computed on decode"])

@@ -82,7 +82,7 @@ class Cluster:
         self._say = say
         self._ports = Ports()
         self._broken: list[tuple[EngineSpec, str]] = []
-        self._warm_server: WarmServer | None = None
+        self._warm_servers: dict[Path, WarmServer] = {}
         self._handlers_before: Handlers = {}
 
     def __enter__(self) -> Self:
@@ -155,9 +155,9 @@ class Cluster:
         processes: list[ManagedProcess] = [*self.routers, *self.engines]
         try:
             stop_all(processes)
-            if self._warm_server is not None:
-                self._warm_server.close()
-                self._warm_server = None
+            for server in self._warm_servers.values():
+                server.close()
+            self._warm_servers.clear()
         finally:
             restore_handlers(self._handlers_before)
 
@@ -221,12 +221,13 @@ class Cluster:
             raise
 
     def _find_warm(self, spec: EngineSpec) -> WarmServer | None:
-        """The process that forks engines; it is started for the first one."""
+        """What forks engines of one environment; it is started for the first of them."""
         if not self._warm or not spec.can_be_forked():
             return None
-        if self._warm_server is None:
+        if spec.python not in self._warm_servers:
+            name = f"warm-{len(self._warm_servers)}"
             usual = replace(spec, extra_env={}, without_env=frozenset(), host=None)
-            self._warm_server = WarmServer("warm", self.log_dir)
-            self._warm_server.start(usual.environment())
-            self._say("importing vLLM, once for all engines")
-        return self._warm_server
+            server = self._warm_servers[spec.python] = WarmServer(name, self.log_dir)
+            server.start(usual.environment(), spec.python)
+            self._say(f"importing vLLM, once for all engines of {spec.python}")
+        return self._warm_servers[spec.python]

@@ -67,6 +67,7 @@ PATIENT: Final[Mapping[str, object]] = {
 READ_AT_IMPORT: Final = (
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
+    "PYTHONPATH",
     "TORCH_COMPILE_DISABLE",
     "TRANSFORMERS_OFFLINE",
 )
@@ -162,8 +163,8 @@ class EngineSpec:
         """Whether a process that has imported vLLM for other engines can become this one."""
         usual = os.environ | QUIET_ENV | CPU_ENV
         env = self.environment()
-        same = all(env.get(name) == usual[name] for name in READ_AT_IMPORT)
-        return self.device == "cpu" and same and self.python == Path(sys.executable)
+        same = all(env.get(name) == usual.get(name) for name in READ_AT_IMPORT)
+        return self.device == "cpu" and same
 
 
 class Engine(ManagedProcess):

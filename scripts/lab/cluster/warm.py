@@ -99,13 +99,13 @@ class WarmServer(ManagedProcess):
         self._socket, self._theirs = socket.socketpair()
         self._replies = self._socket.makefile("r", encoding="utf-8")
 
-    def start(self, env: Mapping[str, str]) -> None:
-        """Begin to import vLLM."""
+    def start(self, env: Mapping[str, str], python: Path) -> None:
+        """Begin to import the vLLM of `python`'s environment."""
         path = os.pathsep.join(filter(None, (str(SCRIPTS), env.get("PYTHONPATH"))))
         with self._theirs:
             descriptor = self._theirs.fileno()
             self.launch(
-                [sys.executable, "-m", __name__, str(descriptor)],
+                [str(python), "-m", __name__, str(descriptor)],
                 {**env, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 self.log_path.parent,
                 pass_fds=[descriptor],

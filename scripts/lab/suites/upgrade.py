@@ -232,7 +232,7 @@ def main() -> int:
     options = parser.parse_args()
     results = Results("a rolling upgrade of 2 prefill and 2 decode engines", "good", options.json)
     try:
-        with Cluster(options.log_dir, warm=options.to is None) as cluster:
+        with Cluster(options.log_dir) as cluster:
             results.add(upgrade(cluster, ensure_tiny_model(), options.to))
     except (ProcessDiedError, TimeoutError) as error:
         print(error, file=sys.stderr)

@@ -44,7 +44,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmServ
         launch([sys.executable, str(script), command[-1]], *arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(server, "launch", launch_script)
-    server.start({**os.environ, "PYTHONPATH": str(tmp_path)})
+    server.start({**os.environ, "PYTHONPATH": str(tmp_path)}, Path(sys.executable))
     yield server
     server.close()
 
