@@ -165,9 +165,13 @@ class Client:
 
     def counters(self) -> Counters:
         """All samples of /metrics by name, added up over their labels."""
+        return parse_counters(self.metrics())
+
+    def metrics(self) -> str:
+        """What /metrics says."""
         reply = self._http.get("/metrics")
         _check(reply)
-        return parse_counters(reply.text)
+        return reply.text
 
     def _post(self, path: str, body: Body) -> httpx.Response:
         reply = self._http.post(path, json=body)

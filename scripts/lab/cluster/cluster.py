@@ -5,7 +5,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,7 +81,7 @@ class Cluster:
         self._say = say
         self._ports = Ports()
         self._broken: list[tuple[EngineSpec, str]] = []
-        self._warm_servers: dict[Path, WarmServer] = {}
+        self._warm_servers: dict[object, WarmServer] = {}
         self._handlers_before: Handlers = {}
 
     def __enter__(self) -> Self:
@@ -118,19 +117,24 @@ class Cluster:
         return engines
 
     def route(
-        self, prefill: Sequence[Engine], decode: Sequence[Engine], host: Namespace | None = None
+        self,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        host: Namespace | None = None,
+        options: Sequence[str] = router.IN_TURNS,
     ) -> Router:
         """A router before these engines, which must run; the same one for the same engines.
 
         It runs on `host`; None: on this machine.
         """
-        wanted = tuple(prefill), tuple(decode), host
+        wanted = tuple(prefill), tuple(decode), host, tuple(options)
         for running in self.routers:
-            same = (running.prefill, running.decode, running.host) == wanted
+            same = (running.prefill, running.decode, running.host, running.options) == wanted
             if same and running.is_running():
                 return running
         name = f"router-{len(self.routers)}" if self.routers else "router"
-        started = Router(name, prefill, decode, log_dir=self.log_dir, ports=self._ports, host=host)
+        log_path = self.log_dir / f"{name}.log"
+        started = Router(log_path, prefill, decode, ports=self._ports, host=host, options=options)
         self.routers.append(started)
         started.start()
         started.wait_ready(router.START_TIMEOUT_S)
@@ -221,13 +225,13 @@ class Cluster:
             raise
 
     def _find_warm(self, spec: EngineSpec) -> WarmServer | None:
-        """What forks engines of one environment; it is started for the first of them."""
-        if not self._warm or not spec.can_be_forked():
-            return None
-        if spec.python not in self._warm_servers:
+        """What forks engines that import the same; it is started for the first of them."""
+        if not self._warm or spec.device != "cpu" or spec.pipeline_parallel > 1:
+            return None  # CUDA cannot be forked, nor can what compiles
+        imports = spec.imports()
+        if imports not in self._warm_servers:
             name = f"warm-{len(self._warm_servers)}"
-            usual = replace(spec, extra_env={}, without_env=frozenset(), host=None)
-            server = self._warm_servers[spec.python] = WarmServer(name, self.log_dir)
-            server.start(usual.environment(), spec.python)
-            self._say(f"importing vLLM, once for all engines of {spec.python}")
-        return self._warm_servers[spec.python]
+            server = self._warm_servers[imports] = WarmServer(name, self.log_dir)
+            server.start(spec.importing_environment(), spec.python)
+            self._say(f"importing vLLM, once for all engines like {spec.name}")
+        return self._warm_servers[imports]

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -159,12 +159,17 @@ class EngineSpec:
             env |= {"VLLM_HOST_IP": HOST} if is_alone else {"GLOO_SOCKET_IFNAME": WIRE}
         return env | dict(self.extra_env)
 
-    def can_be_forked(self) -> bool:
-        """Whether a process that has imported vLLM for other engines can become this one."""
-        usual = os.environ | QUIET_ENV | CPU_ENV
+    def imports(self) -> tuple[str | None, ...]:
+        """What decides which modules it imports, and how: engines alike in it can be forked."""
         env = self.environment()
-        same = all(env.get(name) == usual.get(name) for name in READ_AT_IMPORT)
-        return self.device == "cpu" and same
+        return str(self.python), *(env.get(name) for name in READ_AT_IMPORT)
+
+    def importing_environment(self) -> dict[str, str]:
+        """For a process that imports what this engine and others like it need."""
+        usual = replace(self, extra_env={}, without_env=frozenset(), host=None).environment()
+        env = self.environment()
+        wanted = {name: env[name] for name in READ_AT_IMPORT if name in env}
+        return {name: usual[name] for name in usual.keys() - READ_AT_IMPORT} | wanted
 
 
 class Engine(ManagedProcess):

@@ -14,6 +14,8 @@ from lab.cluster.processes import ManagedProcess, Ports
 START_TIMEOUT_S: Final = 60.0
 NO_PROXY: Final = ("no_proxy", "NO_PROXY")
 LOCAL_HOSTS: Final = ("127.0.0.1", "localhost")
+IN_TURNS: Final = ("--policy", "round_robin")
+"""The default policy first asks both engines to tokenize: two more requests each time."""
 
 
 class Router(ManagedProcess):
@@ -21,21 +23,25 @@ class Router(ManagedProcess):
 
     def __init__(
         self,
-        name: str,
+        log_path: Path,
         prefill: Sequence[Engine],
         decode: Sequence[Engine],
         *,
-        log_dir: Path,
         ports: Ports,
         host: Namespace | None = None,
+        options: Sequence[str] = IN_TURNS,
     ) -> None:
-        """The engines must be up when start() is called. It runs on `host`, or on this machine."""
-        super().__init__(name, log_dir / f"{name}.log")
+        """The engines must be up when start() is called. It runs on `host`, or on this machine.
+
+        `options` are those of its command line that say which engine gets which request.
+        """
+        super().__init__(log_path.stem, log_path)
         self.prefill = tuple(prefill)
         self.decode = tuple(decode)
         self.port = ports.next_free()
         self._prometheus_port = ports.next_free()  # its default is one fixed port
         self.host = host
+        self.options = tuple(options)
         self.url = f"http://{host.address if host else HOST}:{self.port}"
 
     def start(self) -> None:
@@ -55,8 +61,7 @@ class Router(ManagedProcess):
         # By its module: an interpreter may find the package without a command beside itself.
         command = [sys.executable, "-m", "vllm_router.launch_router"]
         command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-        # The default policy first asks both engines to tokenize: two more requests each time.
-        command += ["--policy", "round_robin"]
+        command += self.options
         command += ["--host", listening_address(self.host), "--port", str(self.port)]
         command += ["--prometheus-port", str(self._prometheus_port)]
         for engine in self.prefill:

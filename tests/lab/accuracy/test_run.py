@@ -140,7 +140,7 @@ def test_decode_computed_what_it_neither_had_nor_read(
     monkeypatch.setattr(CountersSince, "changed", lambda _: changed)
     monkeypatch.setattr(Evaluation, "run", lambda *_: score())
     _, (spec,) = pair_specs(job())
-    router = Router("r", [], [engine_of(spec)] * 2, log_dir=Path("logs"), ports=Ports())
+    router = Router(Path("logs/r.log"), [], [engine_of(spec)] * 2, ports=Ports())
     outcome, _ = judge_pair(job(), router)
     assert (outcome.computed, outcome.counters) == (40, {"loads_total": 10.0})
     assert (outcome.accuracy, outcome.items) == (0.9, 10)

@@ -55,7 +55,7 @@ def test_lm_eval_and_the_router_ask_past_a_proxy(
     monkeypatch.setenv("no_proxy", "example.org")
     given: list[Mapping[str, str]] = [environment(SUBJECT)]
     monkeypatch.setattr(ManagedProcess, "launch", lambda _, *launched: given.append(launched[1]))
-    Router("router", [], [], log_dir=tmp_path, ports=Ports()).start()
+    Router(tmp_path / "router.log", [], [], ports=Ports()).start()
     assert len(given) == 2
     for env in given:
         assert "example.org" in env["no_proxy"]

@@ -91,10 +91,18 @@ def test_engines_outlive_the_server_and_can_still_be_ended(
     assert not process.is_running()
 
 
-def test_only_what_is_read_at_import_keeps_an_engine_from_being_forked(tmp_path: Path) -> None:
-    spec = EngineSpec("a", tmp_path, extra_env={"UCX_TLS": "tcp"})
-    assert spec.can_be_forked()
-    online = EngineSpec("a", tmp_path, extra_env={"HF_HUB_OFFLINE": "0"})
-    assert not online.can_be_forked()
-    assert not EngineSpec("a", tmp_path, pipeline_parallel=2).can_be_forked()
-    assert not EngineSpec("a", tmp_path, device="cuda").can_be_forked()
+def test_only_what_is_read_at_import_keeps_two_engines_from_one_server(tmp_path: Path) -> None:
+    spec = EngineSpec("a", tmp_path)
+    assert spec.imports() == EngineSpec("b", tmp_path, extra_env={"UCX_TLS": "tcp"}).imports()
+    for other in (
+        EngineSpec("a", tmp_path, extra_env={"HF_HUB_OFFLINE": "0"}),
+        EngineSpec("a", tmp_path, extra_env={"PYTHONPATH": str(tmp_path)}),
+        EngineSpec("a", tmp_path, python=tmp_path / "python"),
+    ):
+        assert other.imports() != spec.imports()
+
+
+def test_a_server_imports_what_its_engines_would(tmp_path: Path) -> None:
+    online = {"HF_HUB_OFFLINE": "0", "UCX_TLS": "tcp"}
+    env = EngineSpec("a", tmp_path, extra_env=online).importing_environment()
+    assert (env["HF_HUB_OFFLINE"], env.get("UCX_TLS")) == ("0", os.environ.get("UCX_TLS"))

@@ -1,0 +1,1 @@
+"""Does KV move on the platforms that people run prefill and decode on?"""

