@@ -79,10 +79,15 @@ class PrefillProcess:
         ticket: Ticket = self._pipe.recv()
         return ticket
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        assert self.process.pid is not None
+        return self.process.pid
+
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        os.kill(self.pid, number)
 
 
 @contextmanager

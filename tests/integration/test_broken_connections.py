@@ -1,0 +1,97 @@
+"""Connections that break under a read cost decode that read alone: real NIXL, over TCP.
+
+They may cost prefill its process, whatever the reader does: UCX's `ucp_request.inl:356 Fatal:
+unexpected error: Endpoint timeout`, where it answers over a connection that has just failed.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+from lab.local.caches import Cache
+from support.pair import SmallEngine
+from support.processes import (
+    SIZES,
+    TABLE,
+    TOKENS,
+    PrefillProcess,
+    has_landed,
+    paced_over_tcp,
+    prefill_blocks,
+    prefill_process,
+)
+
+pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.nixl,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ss") is None, reason="needs root and ss of iproute2"
+    ),
+]
+
+
+@pytest.fixture
+def broken() -> Iterator[PrefillProcess]:
+    with prefill_process(paced_over_tcp) as started:
+        yield started
+
+
+@pytest.fixture
+def healthy() -> Iterator[PrefillProcess]:
+    with prefill_process(paced_over_tcp) as started:
+        yield started
+
+
+@pytest.fixture
+def decode() -> Iterator[SmallEngine]:
+    engine = SmallEngine("decode", Cache(SIZES), paced_over_tcp, roles="decode")
+    yield engine
+    engine.close()
+
+
+def cut(pid: int) -> int:
+    """Break all TCP connections that this process has with another; how many.
+
+    This end is told at once, the other one by a reset, as from a network that forgets connections.
+    """
+    theirs = {one.laddr.port for one in psutil.Process(pid).net_connections("tcp")}
+    ours = [
+        (one.laddr.port, one.raddr.port)
+        for one in psutil.Process().net_connections("tcp")
+        if one.status == psutil.CONN_ESTABLISHED and one.raddr.port in theirs
+    ]
+    which = " or ".join(f"( sport = :{here} and dport = :{there} )" for here, there in ours)
+    command = ["ss", "--kill", "--tcp", "state", "established", f"( {which} )"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return len(ours)
+
+
+def start_load(decode: SmallEngine, prefill: PrefillProcess, name: str) -> None:
+    decode.cache.memory[...] = 0
+    decode.prepare_load(name, prefill.offer(f"p-{name}"))
+    decode.load(name, TABLE, end=TOKENS)
+
+
+def expect_loaded(decode: SmallEngine, name: str) -> None:
+    assert decode.wait_failure(name) is None
+    assert np.array_equal(decode.cache.blocks(TABLE), prefill_blocks())
+
+
+def test_after_a_break_decode_reads_on(
+    decode: SmallEngine, broken: PrefillProcess, healthy: PrefillProcess
+) -> None:
+    start_load(decode, broken, "broken")
+    decode.wait(lambda: has_landed(decode))
+    assert cut(broken.pid) > 0
+    assert "reading prefill rank 0 failed" in (decode.wait_failure("broken") or "")
+    start_load(decode, healthy, "other")
+    expect_loaded(decode, "other")
+    broken.process.join(1.0)
+    if broken.process.is_alive():  # UCX has spared it: it is connected to anew
+        start_load(decode, broken, "again")
+        expect_loaded(decode, "again")
