@@ -115,7 +115,7 @@ class _Backends:
         plain = self._backend(layer) == "CPU_ATTN" and not spec.kv_quant_mode
         return plain and self._isa(spec) in TRANSPOSED_K
 
-    def opaque_kind(self, layer: str, spec: Any) -> str:
+    def opaque_kind(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
         """What makes a layer's blocks meaningful to its like only; empty if nothing does."""
         backend = self._backend(layer)
         latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
@@ -125,9 +125,10 @@ class _Backends:
             return ""
         kind = f"{backend} {self._isa(spec)}" if backend == "CPU_ATTN" else backend
         shards = self.shards.number(layer, spec)
-        return f"in {kind} blocks of {spec.block_size} tokens and {shards} shards"
+        order = f" in the order {_order(tensor)}" if tensor.shape[1] > 1 else ""
+        return f"in {kind} blocks of {tensor.shape[2]} tokens and {shards} shards{order}"
 
-    def element(self, layer: str, spec: Any) -> str:
+    def element(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
         """The stored type, such as 'bfloat16' or 'float8_e4m3fn', and what kind of block has it."""
         name = getattr(self._module(layer), "kv_cache_dtype", None)
         if not spec.kv_quant_mode:
@@ -136,7 +137,7 @@ class _Backends:
             name = f"{dtype_name(spec.dtype)} {spec.kv_quant_mode.name}"
         elif name in FP8:
             name = FP8[name][current_platform.is_fp8_fnuz()]
-        return " ".join(filter(None, (name, self.opaque_kind(layer, spec))))
+        return " ".join(filter(None, (name, self.opaque_kind(layer, spec, tensor))))
 
     def scales(self, layer: str, spec: Any) -> tuple[str, ...]:
         """What K and V are divided by before they are quantised: for all heads, or for each.
@@ -163,7 +164,10 @@ class _Backends:
         return self.vllm_config.compilation_config.static_forward_context.get(layer)
 
     def _backend(self, layer: str) -> str:
-        backend = getattr(self._module(layer), "attn_backend", None)
+        module = self._module(layer)
+        backend = getattr(module, "attn_backend", None)
+        if backend is None and hasattr(module, "get_attn_backend"):
+            backend = module.get_attn_backend()
         return str(backend.get_name()) if backend is not None else "an unknown backend"
 
 
@@ -195,8 +199,8 @@ def _region(layer: str, tensor: torch.Tensor, spec: Any, *, backends: _Backends)
     region = _bytes_of(layer, tensor, spec, backends)
     return replace(
         region,
-        opaque=bool(backends.opaque_kind(layer, spec)),
-        element=backends.element(layer, spec),
+        opaque=bool(backends.opaque_kind(layer, spec, tensor)),
+        element=backends.element(layer, spec, tensor),
         scales=backends.scales(layer, spec),
     )
 
@@ -214,6 +218,12 @@ def _bytes_of(layer: str, tensor: torch.Tensor, spec: Any, backends: _Backends) 
         region_from_tensor(layer, key, "BHCN", first_head=first_head),
         region_from_tensor(layer, value, AXES, first_head=first_head),
     )
+
+
+def _order(tensor: torch.Tensor) -> str:
+    """The axes of a block of this view, by falling stride."""
+    strides = zip(tensor.stride()[1:], AXES[1:], strict=True)
+    return "".join(axis for _, axis in sorted(strides, key=lambda pair: -pair[0]))
 
 
 def _content(spec: Any, content: int) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
         type(spec).__name__ not in SUPPORTED_SPECS for spec in specs(kv)
     ),
     "several tokens in one stored state": lambda _, kv: any(
-        spec.tokens_per_state != 1 for spec in specs(kv)
+        spec.tokens_per_state > 1 for spec in specs(kv)
     ),
 }
 """What this connector cannot serve, by the words of the error."""
@@ -247,6 +247,8 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
         return wanted
     if not current_platform.is_cuda() or vllm_config.model_config.use_mla:
         return None
+    if vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
+        return None  # FlashInfer takes dense pages only
     block_size = vllm_config.cache_config.block_size or 0
     good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
     return "BHLNC" if good else None

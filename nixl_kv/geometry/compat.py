@@ -62,6 +62,9 @@ def layout_mismatches(
     unmatched = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
     if any(unmatched):
         mismatches.append(Mismatch("layer that one side lacks", *map(_shorten, unmatched)))
+    shared = [_shorten(sorted(_shared(side))) for side in (local, remote)]
+    if shared != ["nothing", "nothing"]:
+        mismatches.append(Mismatch("layer that several pipeline stages have", *shared))
     layers: dict[Mismatch, list[str]] = {}
     for layer in sorted(mine.keys() & theirs.keys()):
         for mismatch in _layer_mismatches(mine[layer], theirs[layer]):
@@ -131,6 +134,15 @@ def _layers(layouts: Sequence[CacheLayout]) -> dict[str, _Layer]:
             for region in group.regions:
                 layers.setdefault(region.layer, _Layer()).add(region, group)
     return layers
+
+
+def _shared(layouts: Sequence[CacheLayout]) -> set[str]:
+    """Layers of one name that are not copies: ranks with copies have all their layers in common.
+
+    vLLM counts the layers of some draft models from those of the last stage on.
+    """
+    held = {frozenset(r.layer for g in layout.groups for r in g.regions) for layout in layouts}
+    return {layer for one, other in itertools.combinations(held, 2) for layer in one & other}
 
 
 def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:

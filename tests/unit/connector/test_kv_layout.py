@@ -1,7 +1,7 @@
 """Where a rank's KV is, by its tensors; and what a backend's own kernel writes into its blocks."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -186,9 +186,49 @@ def test_a_backend_that_is_not_known_is_exchanged_in_whole_blocks() -> None:
     layout = kv_layout.cache_layout(config, recorded.kv_cache_config(), recorded.kv_caches())
     regions = layout.groups[0].regions
     assert {region.element for region in regions} == {
-        "float32 in NEW_ATTN blocks of 32 tokens and 1 shards"
+        "float32 in NEW_ATTN blocks of 32 tokens and 1 shards in the order HNC"
     }
     assert all(region.opaque for region in regions)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_other"),
+    [
+        pytest.param(lambda t: t.clone(), False, id="same"),
+        pytest.param(
+            lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), True, id="tokens before heads"
+        ),
+        pytest.param(
+            lambda t: t.reshape(2 * len(t), t.shape[1], -1, t.shape[3]), True, id="kernel blocks"
+        ),
+        pytest.param(
+            lambda t: t[:, :1].transpose(1, 2).contiguous().transpose(1, 2), None, id="one head"
+        ),
+    ],
+)
+def test_whole_blocks_are_read_by_engines_with_the_same_order_and_kernel_blocks_only(
+    change: Callable[[torch.Tensor], torch.Tensor], *, is_other: bool | None
+) -> None:
+    config = recorded.vllm_config()
+    for layer in config.compilation_config.static_forward_context.values():
+        layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
+    caches = recorded.kv_caches()
+    (group,) = recorded.kv_cache_config().transfer_groups
+    backends, spec = kv_layout._Backends(config), group.kv_cache_spec
+    name, tensor = next(iter(caches.items()))
+    words = [backends.element(name, spec, one) for one in (tensor, change(tensor))]
+    if is_other is None:
+        assert "order" not in words[1]
+    else:
+        assert (words[0] != words[1]) == is_other
+
+
+def test_a_cache_without_attention_names_its_own_backend() -> None:
+    config = recorded.vllm_config()
+    name, layer = next(iter(config.compilation_config.static_forward_context.items()))
+    del layer.attn_backend
+    layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
+    assert kv_layout._Backends(config)._backend(name) == "INDEXER"
 
 
 # --- what the bytes mean
@@ -243,7 +283,9 @@ def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
         dtype=torch.uint8,
         kv_quant_mode=get_kv_quant_mode("fp8"),
     )
-    assert backends.element("indexer", spec).startswith("uint8 FP8_PER_TENSOR in an unknown")
+    tensor = torch.zeros(3, 2, 32, 128, dtype=torch.uint8)
+    words = backends.element("indexer", spec, tensor)
+    assert words.startswith("uint8 FP8_PER_TENSOR in an unknown")
     assert backends.scales("indexer", spec) == ()
 
 

@@ -442,6 +442,18 @@ def test_vllm_chooses_where_its_default_is_not_known(
     assert required_layout(config) is None
 
 
+def test_a_packed_cache_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9)
+    )
+    monkeypatch.setattr(module, "current_platform", platform)
+    config = recorded.vllm_config()
+    config.attention_config = SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))
+    assert required_layout(config) == "BHLNC"
+    config.cache_config.cache_dtype = "nvfp4"
+    assert required_layout(config) is None
+
+
 def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recorded.vllm_config()
     config.parallel_config.tensor_parallel_size = 4

@@ -71,7 +71,7 @@ def tp(count: int, **changes: Any) -> list[CacheLayout]:
 
 
 def pp(*stages: str) -> list[CacheLayout]:
-    return [cache(group(*map(region, names))) for names in stages]
+    return [cache(Group(16, 10, 1, tuple(map(region, names)))) for names in stages]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,11 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
             pp("ax", "y"),
             [Mismatch("layer that one side lacks", "b", "x and 1 more")],
             id="other layers",
+        ),
+        pytest.param(
+            pp("ab", "b"),
+            [Mismatch("layer that several pipeline stages have", "nothing", "b")],
+            id="two layers of one name",
         ),
         pytest.param(
             ranks(cache(group(*(region(n, num_heads=8) for n in "ab")))),
