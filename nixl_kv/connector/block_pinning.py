@@ -9,37 +9,10 @@ from the step that fills it, until the offer has ended. The range begins at a wh
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from nixl_kv.geometry import blocks
-from nixl_kv.geometry.blocks import ABSENT
-from nixl_kv.geometry.layout import WINDOW_EDGE
+from nixl_kv.connector.paging import NULL_BLOCK, Paging, table_bytes
 from nixl_kv.ids import RequestId
-
-NULL_BLOCK: Final = 0
-"""vLLM's placeholder in a block table, where a sliding window has passed. See `table_bytes`."""
-
-
-@dataclass(frozen=True)
-class Paging:
-    """How vLLM pages one cache group: its number, tokens per block, the window (0: all)."""
-
-    group: int
-    block_size: int
-    window: int
-
-    def wanted(self, num_tokens: int) -> range:
-        """The entries of a block table that decode may ask for, of a prompt of so many tokens."""
-        start = num_tokens - self.window if self.window else 0
-        begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
-        return blocks.entries(begin, num_tokens - begin, self.block_size)
-
-
-def table_bytes(block_ids: Sequence[int]) -> bytes:
-    """A block table of vLLM's as the protocol has it: ABSENT in place of the null block."""
-    ids = [ABSENT if block == NULL_BLOCK else block for block in block_ids]
-    return blocks.to_bytes(blocks.block_ids(ids))
 
 
 class PinnedBlocks:
@@ -61,7 +34,7 @@ class PinnedBlocks:
 
     def count(self, num_tokens: int) -> int:
         """How many blocks so many tokens take, in all groups; a window may make do with fewer."""
-        return sum(-(-num_tokens // paging.block_size) for paging in self._pagings)
+        return sum(paging.count(num_tokens) for paging in self._pagings)
 
     def pin(self, request: RequestId, num_tokens: int) -> None:
         """Pin what the table has by now of the windows' blocks; to be called with each step."""
@@ -82,19 +55,19 @@ class PinnedBlocks:
         """The tables to offer: what is certain to stay until the offer ends."""
         tables = self.manager.get_block_ids(request)
         return tuple(
-            table_bytes(
-                self._window_ids(request, paging, num_tokens)
-                if paging.window
-                else tables[paging.group][: paging.wanted(num_tokens).stop]
-            )
+            table_bytes(self._window_ids(request, paging, num_tokens))
+            if paging.window
+            else paging.table(tables[paging.group], range(num_tokens))
             for paging in self._pagings
         )
 
-    def have_changed(self, prepared: Sequence[bytes], tables: Sequence[Sequence[int]]) -> bool:
+    def have_changed(
+        self, prepared: Sequence[bytes], tables: Sequence[Sequence[int]], num_tokens: int
+    ) -> bool:
         """Whether vLLM's tables are others by now. What is pinned may leave them: it stays."""
         pairs = zip(self._pagings, prepared, tables, strict=True)
         return any(
-            before != table_bytes(ids)[: len(before)]
+            before != paging.table(ids, range(num_tokens))
             for paging, before, ids in pairs
             if not paging.window
         )

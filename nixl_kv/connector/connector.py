@@ -161,6 +161,14 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
         else:
             self._worker_role = Worker(vllm_config, kv_cache_config)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether decode may reuse its own KV of a prompt though it has no state of it: we load it.
+
+        Else vLLM would hardly ever: it keeps few states.
+        """
+        return bool(self._kv_cache_config.has_mamba_layers)
+
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All transferred groups are overwritten by a load, so vLLM need not zero their blocks."""
         return tuple(self._kv_cache_config.transfer_group_ids)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.connector.block_pinning import table_bytes
+from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
-from nixl_kv.geometry import blocks
 from nixl_kv.ids import Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
@@ -32,11 +31,11 @@ class _Load:
 
 
 class DecodeScheduler:
-    """Decides loads. `entry_sizes` are the tokens per block table entry, per group."""
+    """Decides loads."""
 
     def __init__(
         self,
-        entry_sizes: Sequence[int],
+        pagings: Sequence[Paging],
         check: Callable[[object], SealedTicket],
         *,
         verify: float = 0.0,
@@ -46,14 +45,14 @@ class DecodeScheduler:
         """Start with nothing to load.
 
         Args:
-            entry_sizes: see above.
+            pagings: of the groups that are transferred.
             check: finds the ticket in `kv_transfer_params`, of any version; it raises
                 RemoteProtocolError for one that is not to be trusted.
             verify: the share of loads that are verified.
             clock: monotonic seconds.
             draw: a random number from 0 to 1 (excluded), for that share.
         """
-        self._entry_sizes = entry_sizes
+        self._pagings = pagings
         self._check_trust = check
         self._verify = verify
         self._clock = clock
@@ -133,16 +132,14 @@ class DecodeScheduler:
             self._release(request)
             return
         load.is_started = True
-        spans = [blocks.entries(load.local, num_tokens, size) for size in self._entry_sizes]
+        tokens = range(load.local, load.local + num_tokens)
+        pairs = zip(self._pagings, tables, strict=True)
         self._commands.append(
             events.StartLoad(
                 request,
-                load.local,
-                load.local + num_tokens,
-                tuple(
-                    table_bytes(table[span.start : span.stop])
-                    for table, span in zip(tables, spans, strict=True)
-                ),
+                tokens.start,
+                tokens.stop,
+                tuple(paging.table(table, tokens) for paging, table in pairs),
                 verify=self._draw() < self._verify,  # one decision for all ranks
             )
         )

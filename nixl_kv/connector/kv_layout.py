@@ -14,9 +14,16 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+)
 
+from nixl_kv.connector.state_layout import Place, state_regions
 from nixl_kv.connector.vllm_config import (
+    block_tokens,
     dtype_name,
     layer_spec,
     parallel_shape,
@@ -110,6 +117,19 @@ class _Backends:
         self.vllm_config = vllm_config
         self.shards = _HeadShards(vllm_config)
 
+    def regions(self, layer: str, tensor: torch.Tensor, spec: Any) -> Iterator[Region]:
+        """One for a layer's KV; of a recurrent layer one for each part of its state."""
+        _check_shape(layer, tensor)
+        if isinstance(spec, MambaSpec):
+            yield from state_regions(layer, tensor, spec, self._module(layer), self.shards.place)
+            return
+        yield replace(
+            _bytes_of(layer, tensor, spec, self),
+            opaque=bool(self.opaque_kind(layer, spec, tensor)),
+            element=self.element(layer, spec, tensor),
+            scales=self.scales(layer, spec),
+        )
+
     def is_transposed(self, layer: str, spec: Any) -> bool:
         """Whether K is transposed within each head's block."""
         plain = self._backend(layer) == "CPU_ATTN" and not spec.kv_quant_mode
@@ -166,8 +186,8 @@ class _Backends:
     def _backend(self, layer: str) -> str:
         module = self._module(layer)
         backend = getattr(module, "attn_backend", None)
-        if backend is None and hasattr(module, "get_attn_backend"):
-            backend = module.get_attn_backend()
+        if backend is None:
+            backend = getattr(module, "get_attn_backend", lambda: None)()
         return str(backend.get_name()) if backend is not None else "an unknown backend"
 
 
@@ -177,32 +197,26 @@ def _group(
     sizes = {(tensor.shape[0], tensor.shape[2]) for tensor in layers.values()}
     if len(sizes) > 1:
         raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
-    blocks, tokens = sizes.pop() if sizes else (num_entries, spec.block_size)
+    blocks, tokens = sizes.pop() if sizes else (num_entries, block_tokens(spec))
     return Group(
         block_size=tokens,
         num_blocks=blocks,
         blocks_per_entry=blocks // num_entries,
         regions=tuple(
-            _region(name, tensor, layer_spec(spec, name), backends=backends)
+            region
             for name, tensor in layers.items()
+            for region in backends.regions(name, tensor, layer_spec(spec, name))
         ),
         window=window(spec),
     )
 
 
-def _region(layer: str, tensor: torch.Tensor, spec: Any, *, backends: _Backends) -> Region:
+def _check_shape(layer: str, tensor: torch.Tensor) -> None:
     if tensor.dim() != len(AXES):
         raise ConfigError(
             f"the KV cache of layer {layer!r} has the shape {tuple(tensor.shape)}; "
             "allowed: [blocks, heads, tokens, content]"
         )
-    region = _bytes_of(layer, tensor, spec, backends)
-    return replace(
-        region,
-        opaque=bool(backends.opaque_kind(layer, spec, tensor)),
-        element=backends.element(layer, spec, tensor),
-        scales=backends.scales(layer, spec),
-    )
 
 
 def _bytes_of(layer: str, tensor: torch.Tensor, spec: Any, backends: _Backends) -> Region:
@@ -250,7 +264,7 @@ class _HeadShards:
         """To be made in a worker only."""
         self._model = vllm_config.model_config
         self._tp = parallel_shape(vllm_config).tp
-        self._place = worker_rank(vllm_config) % self._tp
+        self.place = Place(worker_rank(vllm_config) % self._tp, self._tp)
 
     def first_head(self, layer: str, spec: Any, *, num_heads: int) -> int:
         """The model's number of the first head in a layer's cache, which has `num_heads`.
@@ -258,7 +272,7 @@ class _HeadShards:
         Raises:
             ConfigError: if the model's configuration leaves open how many heads there are.
         """
-        return self._place * self.number(layer, spec) // self._tp * num_heads
+        return self.place.rank * self.number(layer, spec) // self._tp * num_heads
 
     def number(self, layer: str, spec: Any) -> int:
         """How many different sets of heads the tensor-parallel ranks hold of a layer."""

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nixl_kv.connector.block_pinning import NULL_BLOCK, PinnedBlocks
+from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.paging import NULL_BLOCK
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
@@ -71,11 +72,15 @@ class PrefillScheduler:
         """How many hold blocks."""
         return len(self._quota)
 
-    def on_arrival(self, prompt: Prompt) -> None:
-        """A request asks to be decoded elsewhere. Its nonce is made now; nobody knows it yet."""
+    def on_arrival(self, prompt: Prompt, num_tokens: int | None = None) -> None:
+        """A request asks to be decoded elsewhere. Its nonce is made now; nobody knows it yet.
+
+        Of the prompt so many tokens are computed here, and offered; None: all.
+        """
         nonce = new_nonce()
         context = prompt.context(nonce)
-        self._offers[prompt.request] = _Offer(prompt.request, prompt.num_tokens, nonce, context)
+        num_tokens = prompt.num_tokens if num_tokens is None else num_tokens
+        self._offers[prompt.request] = _Offer(prompt.request, num_tokens, nonce, context)
 
     def has_room(self, request: RequestId) -> bool:
         """Whether a request may begin, as far as offers may hold blocks; if it is none, it may."""
@@ -184,6 +189,6 @@ class PrefillScheduler:
             return "this engine is not described yet"
         if not offer.tables:
             return "its prompt was not computed in a step"
-        if self._blocks.have_changed(offer.tables, tables):
+        if self._blocks.have_changed(offer.tables, tables, offer.num_tokens):
             return "its blocks changed since its prompt was computed"
         return ""

@@ -33,7 +33,9 @@ from nixl_kv.connector.vllm_config import (
     progress,
     prompt_of,
     request_ids,
+    shorten,
     why_not_offered,
+    why_not_shortened,
     writes_late,
 )
 from nixl_kv.errors import ConfigError, RemoteProtocolError, TransportError
@@ -76,9 +78,9 @@ class Scheduler:
         self._prefill = PrefillScheduler(
             self._blocks, quota, self._trust.seal, writes_late=writes_late(vllm_config)
         )
-        sizes = [paging.block_size for paging in groups]
-        self._decode = DecodeScheduler(sizes, self._trust.check, verify=self._config.verify)
+        self._decode = DecodeScheduler(groups, self._trust.check, verify=self._config.verify)
         self._admission = Admission(self._blocks, self._prefill, self._decode, BlockShortage())
+        self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
         self._next_step: list[events.Command] = []
         self.stats = Stats()
@@ -202,10 +204,7 @@ class Scheduler:
                 raise RemoteProtocolError(
                     "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
                 )
-            if self._directory is not None and self._directory.is_draining:
-                logger.info("request %s is not offered: this engine drains", request.request_id)
-            else:
-                self._prefill.on_arrival(prompt_of(request))
+            self._begin_offer(request)
         else:
             if not self._is_decode:
                 raise RemoteProtocolError(
@@ -215,6 +214,20 @@ class Scheduler:
             self._decode.on_arrival(
                 prompt_of(request), params, is_rejected=request.abort_immediately
             )
+
+    def _begin_offer(self, request: Request) -> None:
+        """With state, decode needs that before the token which it computes itself."""
+        prompt, reason = prompt_of(request), ""
+        if self._directory is not None and self._directory.is_draining:
+            reason = "this engine drains"
+        elif self._has_state:
+            reason = why_not_shortened(request)
+        if reason:
+            logger.info("request %s is not offered: %s", request.request_id, reason)
+            return
+        if self._has_state:
+            shorten(request)
+        self._prefill.on_arrival(prompt, request.num_prompt_tokens)
 
     def _note_plain(self, request: Request) -> None:
         """On an engine that only decodes, a request without a ticket is worth a line."""

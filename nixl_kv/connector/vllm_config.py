@@ -18,12 +18,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import Config
-from nixl_kv.connector.block_pinning import Paging
+from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
@@ -67,12 +68,16 @@ SUPPORTED_SPECS: Final = frozenset(
     (
         "FullAttentionSpec",
         "MLAAttentionSpec",
+        "MambaSpec",
         "SlidingWindowSpec",
         "SlidingWindowMLASpec",
         "ChunkedLocalAttentionSpec",
     )
 )
 """What a layer's cache may be, by the names of vLLM's records."""
+
+STATE_KINDS: Final = {"GDN_ATTN": 2, "LINEAR": 1, "MAMBA1": 2, "MAMBA2": 2, "SHORT_CONV": 1}
+"""Kinds of recurrent layers, by the names of vLLM's backends, and how many states each keeps."""
 
 
 def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
@@ -100,7 +105,10 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     "images, audio and video that are not told apart by their content, as with "
     "--mm-processor-cache-gb 0 and without prefix caching: turn one of these on, or all media off "
     "(--language-model-only)": lambda vllm, _: counts_media(vllm),
-    "recurrent state beside KV (Mamba and its kin)": lambda _, kv: kv.has_mamba_layers,
+    f"recurrent state of other kinds than {', '.join(STATE_KINDS)}": lambda _, kv: any(
+        isinstance(spec, MambaSpec) and len(spec.shapes) != STATE_KINDS.get(spec.mamba_type.name)
+        for spec in specs(kv)
+    ),
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
     f"other caches than of {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
         type(spec).__name__ not in SUPPORTED_SPECS for spec in specs(kv)
@@ -249,6 +257,8 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
         return None
     if vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
         return None  # FlashInfer takes dense pages only
+    if vllm_config.model_config.is_hybrid:
+        return None  # vLLM does not pack pages of several kinds
     block_size = vllm_config.cache_config.block_size or 0
     good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
     return "BHLNC" if good else None
@@ -267,9 +277,29 @@ def pagings(kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
     numbers = kv_cache_config.transfer_group_ids
     groups = kv_cache_config.transfer_groups
     return tuple(
-        Paging(number, group.kv_cache_spec.block_size, window(group.kv_cache_spec))
-        for number, group in zip(numbers, groups, strict=True)
+        _paging(number, group.kv_cache_spec) for number, group in zip(numbers, groups, strict=True)
     )
+
+
+def _paging(number: int, spec: Any) -> Paging:
+    if holds_state(spec):
+        return StatePaging(number, spec.block_size)
+    return Paging(number, spec.block_size, window(spec))
+
+
+def holds_state(spec: Any) -> bool:
+    """Whether a group's layers keep a recurrent state, and nothing for each token."""
+    return isinstance(_first(spec), MambaSpec)
+
+
+def block_tokens(spec: Any) -> int:
+    """How many tokens a block of a group has, as the layout counts them: a state is one."""
+    return 1 if holds_state(spec) else int(spec.block_size)
+
+
+def _first(spec: Any) -> Any:
+    """Of one of the layers, if they have specs of their own."""
+    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 def layer_spec(spec: Any, layer: str) -> Any:
@@ -280,9 +310,12 @@ def layer_spec(spec: Any, layer: str) -> Any:
 def window(spec: Any) -> int:
     """How many tokens before the next one a group's layers look at; 0 for all of them.
 
-    Of a full-attention group vLLM keeps all tokens, whatever its layers look at.
+    Of a full-attention group vLLM keeps all tokens, whatever its layers look at. A state stands for
+    all tokens, and is kept as if it were the last one's.
     """
-    inner = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    inner = _first(spec)
+    if holds_state(inner):
+        return 1
     if isinstance(inner, SlidingWindowSpec):
         return int(inner.sliding_window + inner.extra_retained_tokens)
     if isinstance(inner, ChunkedLocalAttentionSpec):
@@ -359,6 +392,36 @@ def progress(
         if request in wanted:
             after = before + output.num_scheduled_tokens[request]
             yield RequestId(request), range(before, after)
+
+
+def why_not_shortened(request: Request) -> str:
+    """Why a request must compute its prompt's last token, in words; empty if it need not."""
+    last = request.num_prompt_tokens - 1
+    if not last:
+        return "its prompt has one token"
+    if request.get_skip_reading_prefix_cache():
+        return "its client wants the prompt's log probabilities"
+    if request.resumable:
+        return "it goes on with more input"
+    if any(one.mm_position.offset + one.mm_position.length > last for one in request.mm_features):
+        return "its prompt ends within an image, audio or video"
+    return ""
+
+
+def shorten(request: Request) -> None:
+    """Let a request that has just arrived compute all of its prompt but the last token.
+
+    Its answer is then of no use to anybody, so it has one token.
+    """
+    if request.prompt_token_ids is not None:
+        request.prompt_token_ids = request.prompt_token_ids[:-1]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
+    del request._all_token_ids[-1:]  # noqa: SLF001 - vLLM has no way to shorten a prompt
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
 
 
 def why_not_offered(request: Request) -> str:

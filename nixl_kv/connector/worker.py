@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from nixl_kv import addresses
 from nixl_kv.connector.kv_layout import cache_layout
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
+from nixl_kv.connector.stale_tails import StaleTails
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.unwritten import UnwrittenOffers
 from nixl_kv.connector.vllm_config import (
@@ -44,6 +45,7 @@ class Worker:
         self._engine: TransferEngine | None = None
         self._kv_caches: Mapping[str, torch.Tensor] | None = None
         self._unwritten = UnwrittenOffers()
+        self._stale_tails = StaleTails(kv_cache_config, {})
         self.handshake: HandshakeMetadata | None = None
         """What the scheduler publishes of this rank, once it is registered."""
         self._left: list[events.Result] = []  # of the former life
@@ -57,15 +59,16 @@ class Worker:
         """
         self.stop()
         self._kv_caches = kv_caches
+        self._stale_tails = StaleTails(self._kv_cache_config, kv_caches)
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
         self.handshake = HandshakeMetadata(encode(self._engine.start()))
         logger.info(
             "registered %.2f GiB of KV cache: %d layers, %d blocks of %d tokens, %s",
             sum(span.length for span in layout.spans) / 2**30,
-            sum(len(group.regions) for group in layout.groups),
-            layout.groups[0].num_blocks,
-            layout.groups[0].block_size,
+            len(kv_caches),
+            max(group.num_entries for group in layout.groups),
+            max(group.entry_size for group in layout.groups),
             ", ".join(sorted({r.element for group in layout.groups for r in group.regions})),
         )
 
@@ -82,6 +85,7 @@ class Worker:
     def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""
         if self._engine is not None:
+            self._stale_tails.clear(step.commands)
             self._engine.submit([*self._unwritten.pop_written(), *step.commands])
             self._unwritten.add(step.commands)
             self.stats.count_commands(step.commands)

@@ -58,6 +58,7 @@ def vllm_config(extra: Record | None = None, **transfer: Any) -> VllmConfig:
     config.model_config = SimpleNamespace(
         architecture=model["architecture"],
         enable_sleep_mode=False,
+        is_hybrid=False,
         max_model_len=model["max_model_len"],
         multimodal_config=None,
         served_model_name=model["served_model_name"],

@@ -20,9 +20,10 @@ import nixl_kv
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, NAP_S, LocalEngine
 from nixl_kv.config import Config
-from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import RemoteProtocolError
@@ -57,7 +58,7 @@ class ScheduledEngine:
         self._prefill = PrefillScheduler(pinned, OfferQuota(sizes.blocks, 1.0), trust.seal)
         description, port = self.local.description, self.local.directory.port
         self._prefill.address = Address(description.engine, description.incarnation, HOST, port)
-        self._decode = DecodeScheduler([sizes.tokens], trust.check)
+        self._decode = DecodeScheduler([Paging(0, sizes.tokens, 0)], trust.check)
 
     def about(self) -> dict[str, Any]:
         """Its wire version, where its code is, and where it listens."""

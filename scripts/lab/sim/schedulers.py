@@ -15,10 +15,11 @@ from lab.sim.tickets import IssuedTicket, newer
 from lab.sim.vllm import BlockManager, Forward, Request, Status
 from nixl_kv.config import Config
 from nixl_kv.connector.admission import Admission
-from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Nonce, RequestId
@@ -94,11 +95,12 @@ class EngineScheduler:
     ) -> None:
         """Start without requests, as the engine of this seat."""
         self.blocks = blocks
-        pinned = PinnedBlocks([Paging(0, BLOCK_TOKENS, blocks.window)], blocks)
+        pagings = [Paging(0, BLOCK_TOKENS, blocks.window)]
+        pinned = PinnedBlocks(pagings, blocks)
         trust, quota = Trust.of(config), OfferQuota(seat.cache.num_blocks, config.offer_share)
         prefill = PrefillScheduler(pinned, quota, trust.seal)
         decode = DecodeScheduler(
-            [BLOCK_TOKENS],
+            pagings,
             trust.check,
             verify=config.verify,
             clock=clock,

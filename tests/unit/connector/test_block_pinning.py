@@ -2,37 +2,13 @@
 
 import pytest
 
-from nixl_kv.connector.block_pinning import Paging, PinnedBlocks, table_bytes
+from nixl_kv.connector.block_pinning import PinnedBlocks
+from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.geometry.blocks import block_ids
 from support.cache_manager import CacheManager
 from support.records import P1, P2
 
 FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
-
-
-@pytest.mark.parametrize(
-    ("paging", "num_tokens", "wanted"),
-    [
-        pytest.param(Paging(0, 4, 0), 20, range(5), id="all"),
-        pytest.param(Paging(0, 4, 0), 21, range(6), id="all, and a begun block"),
-        pytest.param(Paging(0, 4, 16), 60, range(15), id="a window, and all before it"),
-        pytest.param(Paging(0, 64, 16), 300, range(4, 5), id="a window, from an edge on"),
-        pytest.param(Paging(0, 64, 16), 513, range(4, 9), id="a window across an edge"),
-        pytest.param(Paging(0, 64, 16), 528, range(8, 9), id="a window from the edge itself on"),
-        pytest.param(Paging(0, 1024, 16), 2000, range(1, 2), id="one large block"),
-        pytest.param(Paging(0, 4, 16), 3, range(1), id="a prompt shorter than the window"),
-    ],
-)
-def test_decode_may_ask_for_the_blocks_of_the_window(
-    paging: Paging, num_tokens: int, wanted: range
-) -> None:
-    """From a multiple of 256 tokens on: its own blocks may be as large."""
-    assert paging.wanted(num_tokens) == wanted
-
-
-def test_the_null_block_is_an_absent_one() -> None:
-    assert block_ids(table_bytes([0, 7, 0, 2])).tolist() == [-1, 7, -1, 2]
-    assert table_bytes([]) == b""
 
 
 def blocks_of(manager: CacheManager, *pagings: Paging) -> PinnedBlocks:
@@ -121,4 +97,17 @@ def test_tables_have_changed_if_blocks_are_others(
     blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])}))
     blocks.pin(P1, 20)
     prepared = blocks.tables(P1, 20)
-    assert blocks.have_changed(prepared, tables) is have_changed
+    assert blocks.have_changed(prepared, tables, 20) is have_changed
+
+
+def test_of_states_the_last_one_is_offered_and_nothing_is_pinned() -> None:
+    manager = CacheManager({P1: ([0, 7],)})
+    blocks = PinnedBlocks([StatePaging(0, 16)], manager)
+    blocks.pin(P1, 20)
+    prepared = blocks.tables(P1, 20)
+    assert block_ids(prepared[0]).tolist() == [-1] * 19 + [7]
+    assert manager.block_pool.freed == []
+    assert not blocks.have_changed(prepared, ([0, 7],), 20)
+    assert blocks.have_changed(prepared, ([7, 8],), 20)
+    assert blocks.have_changed(prepared, ([7],), 20)
+    assert blocks.count(20) == 1

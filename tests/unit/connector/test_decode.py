@@ -8,6 +8,7 @@ import pytest
 
 from nixl_kv.config import Config
 from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler
+from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.ids import Endpoint, Nonce, RequestId
@@ -20,6 +21,7 @@ from support.stepped import Clock
 TOKEN_IDS = list(range(20, 40))
 SIZE = 4
 """Tokens of a block."""
+PAGING = Paging(0, SIZE, 0)
 
 TABLE = [11, 12, 13, 14, 15]
 
@@ -55,7 +57,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def decode(clock: Clock) -> DecodeScheduler:
-    return DecodeScheduler([SIZE], accept, clock=clock)
+    return DecodeScheduler([PAGING], accept, clock=clock)
 
 
 def started(decode: DecodeScheduler) -> list[StartLoad]:
@@ -115,7 +117,7 @@ def test_a_ticket_that_is_not_valid_asks_nobody(
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
 def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> None:
     trust = Trust.of(Config.parse({}, {}))
-    decode = DecodeScheduler([SIZE], trust.check)
+    decode = DecodeScheduler([PAGING], trust.check)
     for forged in (offered(host="10.0.0.1").params(None), offered().params(b"x" * 32)):
         for params in (forged, {**forged, FIELD: forged[FIELD].replace("5.", "6.", 1)}):
             with pytest.raises(RemoteProtocolError):
@@ -124,7 +126,7 @@ def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> 
 
 
 def test_a_ticket_that_is_refused_does_not_burn_the_true_one() -> None:
-    decode = DecodeScheduler([SIZE], Trust.of(Config.parse({}, {})).check)
+    decode = DecodeScheduler([PAGING], Trust.of(Config.parse({}, {})).check)
     with pytest.raises(RemoteProtocolError, match="another prompt"):
         decode.on_arrival(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params(None))
     with pytest.raises(RemoteProtocolError, match="mac"):
@@ -283,12 +285,22 @@ def test_blocks_are_those_of_the_tokens_that_are_loaded(
 
 def test_the_null_block_is_an_absent_one() -> None:
     """And each group's table is cut by that group's own block size."""
-    decode = DecodeScheduler([SIZE, 8], accept)
+    decode = DecodeScheduler([PAGING, Paging(1, 8, 0)], accept)
     decode.on_arrival(prompt_of(), offered().params(None))
     decode.count_matched(D1, 4)
     decode.on_allocation(D1, [TABLE, [0, 0, 23]], 15)
     (load,) = started(decode)
     assert load.tables == (packed(12, 13, 14, 15), packed(-1, -1, 23))
+
+
+def test_of_a_state_the_last_one_is_loaded_whatever_is_here() -> None:
+    decode = DecodeScheduler([PAGING, StatePaging(1, 16)], accept)
+    decode.on_arrival(prompt_of(), offered(num_tokens=19).params(None))
+    decode.count_matched(D1, 12)
+    decode.on_allocation(D1, [TABLE, [0, 23]], 7)
+    (load,) = started(decode)
+    assert (load.begin, load.end) == (12, 19)
+    assert load.tables == (packed(14, 15), packed(*[-1] * 6, 23))
 
 
 def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
@@ -341,7 +353,7 @@ def test_a_request_that_ends_cancels_its_load_once(
 def verified(share: float, draws: Sequence[float]) -> list[bool]:
     """Whether each load is, by these random numbers."""
     draw: Callable[[], float] = iter(draws).__next__
-    decode = DecodeScheduler([SIZE], accept, verify=share, draw=draw)
+    decode = DecodeScheduler([PAGING], accept, verify=share, draw=draw)
     for number in range(len(draws)):
         request = RequestId(f"d{number}")
         decode.on_arrival(prompt_of(request), offered(number).params(None))

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from nixl_kv.connector.block_pinning import Paging, PinnedBlocks
+from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.ids import Nonce, RequestId

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.config import MultiModalConfig, SpeculativeConfig, VllmConfig
 from vllm.renderers.base import BaseRenderer
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -20,9 +21,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from nixl_kv.connector import vllm_config as module
-from nixl_kv.connector.block_pinning import Paging
+from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.vllm_config import (
     REFUSALS,
+    STATE_KINDS,
     check_supported,
     counts_media,
     model_facts,
@@ -33,7 +35,9 @@ from nixl_kv.connector.vllm_config import (
     prompt_of,
     request_ids,
     required_layout,
+    shorten,
     why_not_offered,
+    why_not_shortened,
     window,
     worker_rank,
 )
@@ -56,8 +60,13 @@ def sliding(tokens: int = 64) -> SlidingWindowSpec:
     return SlidingWindowSpec(**ATTENTION, sliding_window=tokens)
 
 
-def mamba() -> MambaSpec:
-    return MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
+def mamba(kind: str = "MAMBA2", num_states: int = 2) -> MambaSpec:
+    return MambaSpec(
+        block_size=32,
+        shapes=((2, 2),) * num_states,
+        dtypes=(torch.float32,) * num_states,
+        mamba_type=MambaAttentionBackendEnum[kind],
+    )
 
 
 def cache_of(*specs: Any, **changed: Any) -> KVCacheConfig:
@@ -141,7 +150,12 @@ REFUSED = [
     pytest.param(
         media(), cache_of(FULL), "images, audio and video that are not told apart", id="media"
     ),
-    pytest.param(unchanged, cache_of(FULL, mamba()), "recurrent state beside KV", id="Mamba"),
+    pytest.param(
+        unchanged,
+        cache_of(FULL, mamba("GDN_ATTN", 4)),
+        "recurrent state of other kinds than GDN_ATTN, LINEAR, MAMBA1",
+        id="more states",
+    ),
     pytest.param(unchanged, cache_of(STATES), "several tokens in one stored state", id="states"),
 ]
 
@@ -210,6 +224,13 @@ def test_a_kind_of_cache_that_is_not_known_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="other caches than of ChunkedLocalAttentionSpec, Full"):
         check_supported(recorded.vllm_config(), cache_of(NewSpec(**ATTENTION)))
+
+
+@pytest.mark.parametrize(("kind", "num_states"), STATE_KINDS.items())
+def test_recurrent_state_of_the_known_kinds_is_served(kind: str, num_states: int) -> None:
+    cache = cache_of(FULL, mamba(kind, num_states))
+    check_supported(recorded.vllm_config(), cache)
+    assert pagings(cache) == (Paging(0, 32, 0), StatePaging(1, 32))
 
 
 def test_groups_that_are_not_transferred_are_not_looked_at() -> None:
@@ -452,6 +473,53 @@ def test_a_packed_cache_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) 
     assert required_layout(config) == "BHLNC"
     config.cache_config.cache_dtype = "nvfp4"
     assert required_layout(config) is None
+
+
+def test_pages_of_several_kinds_keep_vllms_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9)
+    )
+    monkeypatch.setattr(module, "current_platform", platform)
+    config = recorded.vllm_config()
+    config.attention_config = SimpleNamespace(backend=None)
+    assert required_layout(config) == "BHLNC"
+    config.model_config.is_hybrid = True
+    assert required_layout(config) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param({"num_tokens": 1}, "its prompt has one token", id="one token"),
+        pytest.param({"resumable": True}, "it goes on with more input", id="a session"),
+        pytest.param({"skip": True}, "its client wants the prompt's log prob", id="log probs"),
+        pytest.param({"media": (90, 10)}, "its prompt ends within an image", id="media at the end"),
+        pytest.param({"media": (80, 10)}, "", id="media before"),
+        pytest.param({}, "", id="any other"),
+    ],
+)
+def test_a_request_that_needs_its_last_token_computes_it(change: Record, words: str) -> None:
+    request = new_request(num_tokens=change.get("num_tokens", 100))
+    if change.get("skip"):
+        request.sampling_params.skip_reading_prefix_cache = True
+    if change.get("resumable"):
+        request.resumable = True
+    if "media" in change:
+        offset, length = change["media"]
+        position = SimpleNamespace(offset=offset, length=length)
+        request.mm_features = [SimpleNamespace(mm_position=position)]
+    assert why_not_shortened(request).startswith(words)
+    assert bool(why_not_shortened(request)) == bool(words)
+
+
+def test_a_shortened_request_has_no_last_token() -> None:
+    request = new_request(num_tokens=3)
+    ids, request.prompt_is_token_ids = request.prompt_token_ids, [True, True, True]
+    shorten(request)
+    assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (2, 2, 1)
+    assert list(request.prompt_token_ids) == list(request.all_token_ids) == [0, 1]
+    assert request.prompt_is_token_ids == [True, True]
+    assert ids == [0, 1, 2]  # that of the prompt's context
 
 
 def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch) -> None:

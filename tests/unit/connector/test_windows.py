@@ -107,7 +107,7 @@ class Engine:
         request.append_output_token_ids(7)
         self.manager.remove_skipped_blocks(P, prompt, prompt)
         tables = self.manager.get_block_ids_for_computed_tokens(P, prompt)
-        assert not blocks.have_changed(offered, tables)
+        assert not blocks.have_changed(offered, tables, prompt)
         self.manager.free(request)  # what the offer keeps of the other group is vLLM's to keep
         return offered
 

@@ -1,0 +1,74 @@
+"""How vLLM pages a cache group, and which part of a block table a transfer is told of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.geometry import blocks
+from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.layout import WINDOW_EDGE
+
+NULL_BLOCK: Final = 0
+"""vLLM's placeholder in a block table, where a sliding window has passed."""
+
+
+@dataclass(frozen=True)
+class Paging:
+    """A group that keeps something for each token: its number, tokens per block, the window.
+
+    A window of 0 is all tokens.
+    """
+
+    group: int
+    block_size: int
+    window: int
+
+    def wanted(self, num_tokens: int) -> range:
+        """The entries of a block table that decode may ask for, of a prompt of so many tokens."""
+        start = num_tokens - self.window if self.window else 0
+        begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
+        return blocks.entries(begin, num_tokens - begin, self.block_size)
+
+    def count(self, num_tokens: int) -> int:
+        """How many blocks so many tokens take at most."""
+        return -(-num_tokens // self.block_size)
+
+    def table(self, ids: Sequence[int], tokens: range) -> bytes:
+        """Of a whole block table of vLLM's the part for these tokens, as the protocol has it.
+
+        The entries are those of the group in the `CacheLayout`.
+        """
+        span = blocks.entries(tokens.start, len(tokens), self.block_size)
+        return table_bytes(ids[span.start : span.stop])
+
+
+@dataclass(frozen=True)
+class StatePaging(Paging):
+    """A group that keeps one state for all tokens before, not something for each.
+
+    The state after t tokens is in the entry of token t - 1, and the other entries are empty, or
+    states of no use to decode. In the `CacheLayout` a block of such a group has one token, and the
+    window is one token.
+    """
+
+    window: int = 0
+    """Nothing is to be pinned: vLLM keeps the last state until the request's blocks come free."""
+
+    def wanted(self, num_tokens: int) -> range:
+        """See `Paging.wanted`."""
+        last = (num_tokens - 1) // self.block_size
+        return range(last, last + 1)
+
+    def count(self, num_tokens: int) -> int:
+        """See `Paging.count`."""
+        return min(num_tokens, 1)
+
+    def table(self, ids: Sequence[int], tokens: range) -> bytes:
+        """See `Paging.table`. Without the state it is too short, so that nobody reads by it."""
+        states = [ids[entry] for entry in self.wanted(tokens.stop) if entry < len(ids)]
+        return table_bytes([NULL_BLOCK] * (len(tokens) - 1) + [id_ for id_ in states if id_])
+
+
+def table_bytes(ids: Sequence[int]) -> bytes:
+    """A block table of vLLM's as the protocol has it: ABSENT in place of the null block."""
+    return blocks.to_bytes(blocks.block_ids([ABSENT if id_ == NULL_BLOCK else id_ for id_ in ids]))

@@ -1,0 +1,226 @@
+"""Where the states of recurrent layers are, against pages that are filled as vLLM's layers do."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateShapeCalculator,
+    is_conv_state_dim_first,
+)
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from nixl_kv.connector import state_layout
+from nixl_kv.connector.state_layout import Place, state_regions
+from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.layout import Region
+from support.recorded_vllm import torch
+
+ROWS, BLOCKS, PADDING = 3, 4, 64
+CONV, STATE = torch.bfloat16, torch.float32
+"""Their types."""
+
+Truth = dict[str, np.ndarray]
+"""For each region its content in the whole model: axes [unit, row, bytes]."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One recurrent layer."""
+
+    kind: str
+    projections: Mapping[str, tuple[int, int]]
+    """Of the convolution, in their order: units and channels of each."""
+    state: tuple[int, ...] = ()
+    """The whole model's temporal state."""
+    copied: frozenset[str] = frozenset()
+    """Projections that all ranks have."""
+    unit: int = 1
+    """How many of the state's first axis are one unit."""
+
+    def shapes(self, tp: int, spare: int, by_channel: bool) -> list[tuple[int, ...]]:  # noqa: FBT001
+        """Of a rank's states."""
+        channels = sum(
+            number * size // (1 if name in self.copied else tp)
+            for name, (number, size) in self.projections.items()
+        )
+        rows = ROWS + spare
+        conv = (channels, rows) if by_channel else (rows, channels)
+        shapes: list[tuple[int, ...]] = [conv] if self.projections else []
+        return [*shapes, (self.state[0] // tp, *self.state[1:])] if self.state else shapes
+
+    def truth(self) -> Truth:
+        """Random bytes."""
+        rng = np.random.default_rng(0)
+        truth = {
+            name: rng.integers(0, 256, (number, ROWS, size * CONV.itemsize), np.uint8)
+            for name, (number, size) in self.projections.items()
+        }
+        if self.state:
+            number = self.state[0] // self.unit
+            nbytes = int(np.prod(self.state)) * STATE.itemsize // number
+            truth["state"] = rng.integers(0, 256, (number, 1, nbytes), np.uint8)
+        return truth
+
+
+MODELS = [
+    pytest.param(
+        Model("GDN_ATTN", {"query": (4, 32), "key": (4, 32), "value": (8, 16)}, (8, 16, 32)),
+        id="gated delta net",
+    ),
+    pytest.param(
+        Model("GDN_ATTN", {"query": (4, 32), "key": (4, 32), "value": (4, 32)}, (4, 32, 32)),
+        id="Kimi's delta attention",
+    ),
+    pytest.param(
+        Model("MAMBA2", {"x": (8, 16), "B": (4, 32), "C": (4, 32)}, (8, 16, 32)), id="Mamba2"
+    ),
+    pytest.param(
+        Model(
+            "MAMBA2",
+            {"x": (8, 16), "B": (1, 32), "C": (1, 32)},
+            (8, 16, 32),
+            copied=frozenset("BC"),
+        ),
+        id="Mamba2, one group",
+    ),
+    pytest.param(Model("MAMBA1", {"convolution": (64, 4)}, (256, 8), unit=4), id="Mamba1"),
+    pytest.param(Model("SHORT_CONV", {"convolution": (64, 4)}), id="short convolution"),
+    pytest.param(Model("LINEAR", {}, (8, 16, 16)), id="linear attention"),
+]
+
+
+def share(content: np.ndarray, place: Place, *, is_copied: bool) -> np.ndarray:
+    if is_copied:
+        return content
+    size = len(content) // place.size
+    return content[place.rank * size :][:size]
+
+
+def page_of(model: Model, truth: Truth, place: Place, *, spare: int, by_channel: bool) -> bytes:
+    """As vLLM's layers write it."""
+    page = b""
+    if model.projections:
+        projections = [
+            share(truth[name], place, is_copied=name in model.copied) for name in model.projections
+        ]
+        # [rows, channels, bytes of a channel]
+        rows = np.concatenate(
+            [p.swapaxes(0, 1).reshape(ROWS, -1, CONV.itemsize) for p in projections], axis=1
+        )
+        rows = np.concatenate([rows, np.full((spare, *rows.shape[1:]), 255, np.uint8)])
+        page += (rows.swapaxes(0, 1) if by_channel else rows).tobytes()
+    if model.state:
+        page += share(truth["state"], place, is_copied=False).tobytes()
+    return page
+
+
+def content(region: Region, head: int, block: int, memory: np.ndarray) -> list[bytes]:
+    """By the region's own formula: for each part its pieces."""
+    start = region.base - memory.ctypes.data + block * region.block_stride
+    start += region.head_offset(head)
+    return [
+        b"".join(
+            memory[start + part.offset + n * part.stride :][: part.length].tobytes()
+            for n in range(part.count)
+        )
+        for part in region.parts
+    ]
+
+
+def spec_of(model: Model, tp: int, *, spare: int, by_channel: bool) -> MambaSpec:
+    shapes = model.shapes(tp, spare, by_channel)
+    return MambaSpec(
+        block_size=16,
+        shapes=tuple(shapes),
+        dtypes=(CONV, STATE)[-len(shapes) :] if model.state else (CONV,),
+        mamba_type=MambaAttentionBackendEnum[model.kind],
+        num_speculative_blocks=spare,
+    )
+
+
+def layer_of(model: Model) -> Any:
+    groups = model.projections.get("B", (0, 0))[0]
+    return SimpleNamespace(norm=SimpleNamespace(n_groups=groups))
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["SD", "DS"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("spare", [0, 2], ids="{} spare rows".format)
+@pytest.mark.parametrize("model", MODELS)
+def test_all_ranks_together_have_each_unit_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, model: Model, tp: int, spare: int, *, by_channel: bool
+) -> None:
+    if model.kind == "MAMBA1" and spare:
+        pytest.skip("it has no rows for speculation")
+    monkeypatch.setattr(state_layout, "is_conv_state_dim_first", lambda: by_channel)
+    truth, found = model.truth(), {name: set[int]() for name in model.truth()}
+    spec = spec_of(model, tp, spare=spare, by_channel=by_channel)
+    for rank in range(tp):
+        place = Place(rank, tp)
+        page = page_of(model, truth, place, spare=spare, by_channel=by_channel)
+        assert len(page) == spec.state_content_size_bytes
+        memory = torch.zeros(BLOCKS, len(page) + PADDING, dtype=torch.int8)
+        memory[2, : len(page)] = torch.frombuffer(bytearray(page), dtype=torch.int8)
+        view = memory[:, None, None, : len(page)]
+        flat = memory.view(-1).view(torch.uint8).numpy()
+        for region in state_regions("layers.0", view, spec, layer_of(model), place):
+            name = region.layer.removeprefix("layers.0 ")
+            for head in range(*region.heads):
+                assert content(region, head, 2, flat) == [
+                    row.tobytes() for row in truth[name][head]
+                ]
+                found[name].add(head)
+    assert found == {name: set(range(len(units))) for name, units in truth.items()}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_shapes_here_are_vllms(tp: int) -> None:
+    """In whichever order this process keeps a convolution's state."""
+    by_channel = is_conv_state_dim_first()
+    calculate = MambaStateShapeCalculator
+    model = MODELS[0].values[0]
+    assert isinstance(model, Model)
+    vllms = calculate.gated_delta_net_state_shape(tp, 4, 8, 32, 16, ROWS + 1, 2)
+    assert list(vllms) == model.shapes(tp, 2, by_channel)
+    model = MODELS[2].values[0]
+    assert isinstance(model, Model)
+    vllms = calculate.mamba2_state_shape(tp, 128, 4, 8, 16, 32, ROWS + 1, 2)
+    assert list(vllms) == model.shapes(tp, 2, by_channel)
+
+
+def test_copies_and_groups_that_ranks_divide_are_told_apart() -> None:
+    model = MODELS[3].values[0]
+    assert isinstance(model, Model)
+    spec = spec_of(model, 4, spare=0, by_channel=False)
+    view = torch.zeros(1, 1, 1, spec.state_content_size_bytes, dtype=torch.int8)
+
+    def groups(number: int | None) -> list[int]:
+        layer = SimpleNamespace(norm=SimpleNamespace(n_groups=number))
+        regions = state_regions("layers.0", view, spec, layer, Place(3, 4))
+        return [one.first_head for one in regions if one.layer.endswith(("B", "C"))]
+
+    assert groups(1) == [0, 0]
+    assert groups(4) == [3, 3]
+    with pytest.raises(ConfigError, match="its model None; allowed: 1, or 4"):
+        groups(None)
+
+
+@pytest.mark.parametrize(
+    ("on_rank", "place", "size"),
+    [
+        pytest.param(8192, Place(0, 1), 128, id="many"),
+        pytest.param(1024, Place(3, 8), 128, id="the same, cut"),
+        pytest.param(5120, Place(0, 1), 16, id="no power of two"),
+        pytest.param(640, Place(7, 8), 16, id="that, cut"),
+        pytest.param(30, Place(0, 1), 1, id="few"),
+    ],
+)
+def test_engines_of_other_sizes_make_units_of_the_same_channels(
+    on_rank: int, place: Place, size: int
+) -> None:
+    assert state_layout._channels(on_rank, place) == size
