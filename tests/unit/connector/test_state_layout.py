@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
     is_conv_state_dim_first,
@@ -17,7 +20,12 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from nixl_kv.connector import state_layout
 from nixl_kv.connector.state_layout import Place, state_regions
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.layout import Region
+from nixl_kv.geometry import compat
+from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
+from nixl_kv.geometry.plan import plan
+from nixl_kv.geometry.ranks import assign, held_heads
+from support.oracle import copy_pieces
 from support.recorded_vllm import torch
 
 ROWS, BLOCKS, PADDING = 3, 4, 64
@@ -224,3 +232,85 @@ def test_engines_of_other_sizes_make_units_of_the_same_channels(
     on_rank: int, place: Place, size: int
 ) -> None:
     assert state_layout._channels(on_rank, place) == size
+
+
+# --- two engines
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one of two engines keeps the states of a layer."""
+
+    tp: int
+    spare: int
+    by_channel: bool
+    block: int
+    """Which of its blocks has the state."""
+
+
+class Rank:
+    """One rank of it, with a page in its block, or with other bytes there."""
+
+    def __init__(self, model: Model, side: Side, rank: int, truth: Truth | None) -> None:
+        self.model, self.side, self.place = model, side, Place(rank, side.tp)
+        self.spec = spec_of(model, side.tp, spare=side.spare, by_channel=side.by_channel)
+        size = self.spec.state_content_size_bytes
+        self.memory = torch.full((BLOCKS, size + PADDING), 77, dtype=torch.int8)
+        if truth is not None:
+            self.memory[side.block, :size] = torch.frombuffer(
+                bytearray(self.page(truth)), dtype=torch.int8
+            )
+        with patch.object(state_layout, "is_conv_state_dim_first", lambda: side.by_channel):
+            view = self.memory[:, None, None, :size]
+            regions = state_regions("layers.0", view, self.spec, layer_of(model), self.place)
+            group = Group(1, BLOCKS, 1, tuple(regions), window=1)
+        span = Span(self.memory.data_ptr(), self.memory.nbytes)
+        self.layout = CacheLayout((group,), "DRAM", 0, (span,))
+
+    def page(self, truth: Truth) -> bytes:
+        side = self.side
+        return page_of(self.model, truth, self.place, spare=side.spare, by_channel=side.by_channel)
+
+    def check(self, truth: Truth) -> None:
+        """It has the model's state, and nothing else has changed."""
+        expected = np.full(self.memory.shape, 77, np.uint8)
+        page = np.frombuffer(self.page(truth), np.uint8)
+        spare = self._spare()
+        expected[self.side.block, : len(page)] = np.where(spare, 77, page)
+        assert np.array_equal(self.memory.view(torch.uint8).numpy(), expected)
+
+    def _spare(self) -> np.ndarray:
+        """Which bytes of a page belong to no row of the convolution that is looked back at."""
+        nothing = {name: np.zeros_like(content) for name, content in self.model.truth().items()}
+        return np.frombuffer(self.page(nothing), np.uint8) == 255
+
+
+def sides(model: Model) -> st.SearchStrategy[Side]:
+    spare = st.just(0) if model.kind == "MAMBA1" else st.integers(0, 3)
+    return st.builds(
+        Side, st.sampled_from([1, 2, 4]), spare, st.booleans(), st.integers(1, BLOCKS - 1)
+    )
+
+
+@given(st.data())
+def test_any_two_engines_exchange_a_state(data: st.DataObject) -> None:
+    model = data.draw(st.sampled_from([case.values[0] for case in MODELS]))
+    assert isinstance(model, Model)
+    prefill, decode = data.draw(sides(model)), data.draw(sides(model))
+    local = data.draw(st.integers(0, 40))
+    tokens = range(local, data.draw(st.integers(local + 1, 60)))
+    truth = model.truth()
+    remotes = [Rank(model, prefill, rank, truth) for rank in range(prefill.tp)]
+    readers = [Rank(model, decode, rank, None) for rank in range(decode.tp)]
+    layouts = [[rank.layout for rank in side] for side in (readers, remotes)]
+    assert compat.layout_mismatches(*layouts) == []
+    shares = assign(*([held_heads(layout) for layout in side] for side in layouts))
+    tables = [
+        np.array([ABSENT] * (count - 1) + [side.block], np.int32)
+        for side, count in ((decode, len(tokens)), (prefill, tokens.stop))
+    ]
+    for reader, share in zip(readers, shares, strict=True):
+        for number, heads in share.items():
+            planned = plan(reader.layout, remotes[number].layout, heads)
+            copy_pieces(planned, planned.reads(tables[:1], tables[1:], tokens))
+        reader.check(truth)

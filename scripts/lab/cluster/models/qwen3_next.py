@@ -26,7 +26,10 @@ DECAY: Final = (-6.0, -3.0)
 
 @dataclass(frozen=True)
 class Qwen3Next(Family):
-    """Full attention in the last layer of each `period`; the first layer has experts."""
+    """Full attention in the last layer of each `period`; the first layer has experts.
+
+    All of them compute each token: a choice among them would turn a rounding into another answer.
+    """
 
     family = "qwen3-next"
     architecture = "Qwen3NextForCausalLM"
@@ -64,7 +67,7 @@ class Qwen3Next(Family):
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(1, self.layers)),
             "num_experts": self.experts,
-            "num_experts_per_tok": 1,
+            "num_experts_per_tok": self.experts,
             "moe_intermediate_size": self.expert_dim,
             "shared_expert_intermediate_size": self.expert_dim,
             "norm_topk_prob": True,

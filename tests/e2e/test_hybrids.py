@@ -1,0 +1,186 @@
+"""A model with recurrent state: decode reads the state before the token that it computes itself.
+
+Three layers of a tiny Qwen3-Next keep a state, and one KV. vLLM computes them in bfloat16, so that
+an answer may part from the single engine's where two tokens are as good as equally likely.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lab.cluster.answers import Question
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster, pair_specs
+from lab.cluster.engines import Engine
+from lab.cluster.metrics import CACHED_TOKENS, LOADS, PREEMPTIONS, VERIFIED, CountersSince
+from lab.cluster.models.files import ensure_tiny_model
+from lab.cluster.models.qwen3_next import Qwen3Next
+from lab.cluster.pair import Pair
+from lab.cluster.prompts import random_prompt
+from support.engines import EVENT_S, PATIENT, Accounts, connect, started
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TESTS = Path(__file__).resolve().parents[1]
+BLOCK = 384
+"""Tokens of KV in a page as large as a state."""
+ANSWER = 16
+DTYPE = "bfloat16"
+STATE_ARGS = ("--mamba-ssm-cache-dtype", "float32")
+CHUNK = 512
+"""Tokens that are computed in a step at most."""
+LENGTHS = (2, 17, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1)
+TALKERS, TALK = 8, 40
+FEW_BLOCKS = 46  # a talker has 5, and needs more after a few words
+SEEDS = itertools.count(140_000)
+"""No prompt is in a cache before."""
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: Cluster) -> Iterator[Mapping[str, Engine]]:
+    """Prefill and decode of one and of two ranks, decode with few blocks, and a single engine."""
+    prefill, decode = pair_specs(
+        ensure_tiny_model(model=Qwen3Next()),
+        suffix="-hybrid",
+        dtype=DTYPE,
+        kv_cache_bytes=96 << 20,
+        connector_config=PATIENT,
+        extra_args=(*STATE_ARGS, "--max-num-batched-tokens", str(CHUNK)),
+    )
+    single = replace(
+        decode, name="single-hybrid", role="single", connector="none", connector_config={}
+    )
+    specs = {
+        "prefill": prefill,
+        "decode": decode,
+        "crowded decode": replace(decode, name=f"{decode.name}-crowded", num_blocks=FEW_BLOCKS),
+        "prefill of 2": replace(prefill, name=f"{prefill.name}-tp2", tensor_parallel=2),
+        "decode of 2": replace(decode, name=f"{decode.name}-tp2", tensor_parallel=2),
+        "decode without state": replace(
+            decode,
+            name=f"{decode.name}-stateless",
+            module="support.without_state",
+            extra_env={"PYTHONPATH": str(TESTS)},
+        ),
+        "single": single,
+    }
+    with started(cluster, *specs.values()) as running:
+        yield dict(zip(specs, running, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(engines: Mapping[str, Engine]) -> Iterator[Client]:
+    with Client(engines["single"].url) as client:
+        yield client
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("prefill", "decode"), ("prefill", "decode of 2"), ("prefill of 2", "decode")],
+    ids=["TP 1 to 1", "TP 1 to 2", "TP 2 to 1"],
+)
+def hybrids(engines: Mapping[str, Engine], request: pytest.FixtureRequest) -> Iterator[Pair]:
+    prefill, decode = (engines[name] for name in request.param)
+    connect(prefill, decode)
+    with Pair(prefill, decode) as pair:
+        yield pair
+        Accounts(pair).expect_free()
+
+
+def expect_answers(pair: Pair, alone: Client, *prompts: str) -> None:
+    """Each as a single engine's, or where that could as well have said another token."""
+    for prompt in prompts:
+        question = Question.of(alone, prompt, ANSWER)
+        assert question.compare(pair.complete(prompt, ANSWER), DTYPE) != "other"
+
+
+def expect_loaded(pair: Pair, accounts: Accounts, *tokens: int) -> None:
+    """By each rank of decode; and each digest was right."""
+    ranks = pair.decode.spec.ranks
+    changed = accounts.expect_loaded(*[one for one in tokens for _ in range(ranks)])
+    assert changed[VERIFIED] == changed[LOADS]
+
+
+def test_prompts_of_any_length_are_read_but_for_their_last_token(
+    hybrids: Pair, alone: Client
+) -> None:
+    accounts = Accounts(hybrids)
+    expect_answers(hybrids, alone, *(random_prompt(n, seed=next(SEEDS)) for n in LENGTHS))
+    expect_loaded(hybrids, accounts, *(n - 1 for n in LENGTHS))
+
+
+def test_a_prompt_of_one_token_is_computed_on_decode(hybrids: Pair, alone: Client) -> None:
+    prompt, accounts = random_prompt(1, seed=next(SEEDS)), Accounts(hybrids)
+    got = hybrids.to_decode.complete(prompt, ANSWER, kv_transfer_params=None)
+    assert Question.of(alone, prompt, ANSWER).compare(got, DTYPE) != "other"
+    hybrids.to_prefill.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True})
+    accounts.expect_offers(0, read=0)
+    assert "its prompt has one token" in hybrids.prefill.log_text()
+
+
+def test_what_is_cached_on_either_side_is_not_computed_or_read_again(
+    hybrids: Pair, alone: Client
+) -> None:
+    """Decode has the KV of whole blocks, and reads the state all the same."""
+    head = random_prompt(2 * BLOCK + 10, seed=next(SEEDS))
+    tails = [random_prompt(100, seed=next(SEEDS)) for _ in range(2)]
+    accounts, cached = Accounts(hybrids), CountersSince(hybrids.to_prefill)
+    expect_answers(hybrids, alone, *(f"{head} {tail}" for tail in tails))
+    all_tokens = 2 * BLOCK + 10 + 100 - 1
+    expect_loaded(hybrids, accounts, all_tokens, all_tokens - 2 * BLOCK)
+    # Of the prompt alone, which vLLM has kept a state of before its last block.
+    expect_answers(hybrids, alone, f"{head} {tails[0]}")
+    assert cached.wait_for(CACHED_TOKENS, BLOCK, EVENT_S)
+
+
+def test_two_answers_and_a_stream(hybrids: Pair, alone: Client) -> None:
+    prompt = random_prompt(BLOCK + 50, seed=next(SEEDS))
+    ticket = hybrids.to_prefill.ticket(prompt)
+    asked = {"n": 2, "temperature": 1, "top_k": 1, "kv_transfer_params": ticket}
+    question = Question.of(alone, prompt, ANSWER)
+    answers = hybrids.to_decode.answers(prompt, ANSWER, **asked)
+    assert [question.compare(one, DTYPE) == "other" for one in answers] == [False, False]
+
+
+def test_without_the_state_every_answer_is_another(
+    engines: Mapping[str, Engine], alone: Client
+) -> None:
+    """So what the other tests see is not the KV's doing alone."""
+    prefill, decode = engines["prefill"], engines["decode without state"]
+    with Pair(prefill, decode) as pair:
+        accounts, lengths = Accounts(pair), (100, BLOCK, BLOCK + 1, 900)
+        for length in lengths:
+            prompt = random_prompt(length, seed=next(SEEDS))
+            question = Question.of(alone, prompt, ANSWER)
+            assert question.compare(pair.complete(prompt, ANSWER), DTYPE) == "other"
+        accounts.expect_loaded(*(length - 1 for length in lengths))
+
+
+def test_many_at_once_with_hang_ups_and_preemptions(
+    engines: Mapping[str, Engine], alone: Client
+) -> None:
+    """All answers are right, and nothing is held after it."""
+    prefill, decode = engines["prefill"], engines["crowded decode"]
+    connect(prefill, decode)
+    with Pair(prefill, decode) as pair:
+        preempted = CountersSince(pair.to_decode)
+        prompts = [random_prompt(2 * BLOCK - 20 + n, seed=next(SEEDS)) for n in range(TALKERS)]
+        questions = [Question.of(alone, prompt, TALK) for prompt in prompts]
+
+        def talk(number: int) -> str:
+            with Pair(prefill, decode) as own:
+                if number % 4 == 3:
+                    ticket = own.to_prefill.ticket(prompts[number])
+                    own.to_decode.abandon(prompts[number], TALK, kv_transfer_params=ticket)
+                    return "hung up"
+                return questions[number].compare(own.complete(prompts[number], TALK), DTYPE)
+
+        with ThreadPoolExecutor(TALKERS) as pool:
+            came = list(pool.map(talk, range(TALKERS)))
+        assert "other" not in came
+        assert preempted.wait_for(PREEMPTIONS)[PREEMPTIONS] > 0
+        Accounts(pair).expect_free()
