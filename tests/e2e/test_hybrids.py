@@ -34,8 +34,8 @@ STATE_ARGS = ("--mamba-ssm-cache-dtype", "float32")
 CHUNK = 512
 """Tokens that are computed in a step at most."""
 LENGTHS = (2, 17, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1)
-TALKERS, TALK = 8, 40
-FEW_BLOCKS = 46  # a talker has 5, and needs more after a few words
+TALKERS, TALK = 8, 200
+FEW_BLOCKS = 34  # a talker has 5, and needs more after a few words
 SEEDS = itertools.count(140_000)
 """No prompt is in a cache before."""
 

@@ -17,4 +17,4 @@ def _nothing(_: StatePaging, ids: Sequence[int], tokens: range) -> bytes:
     return table_bytes([NULL_BLOCK] * len(tokens))
 
 
-StatePaging.table = _nothing  # type: ignore[method-assign]
+StatePaging.table = _nothing  # type: ignore[assignment, method-assign]

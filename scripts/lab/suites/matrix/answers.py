@@ -26,7 +26,7 @@ import httpx
 from lab.cluster.answers import Question
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
-from lab.cluster.engines import CPU_DTYPE, PATIENT, Device, EngineSpec, halves
+from lab.cluster.engines import PATIENT, Device, EngineSpec, halves
 from lab.cluster.metrics import FAILURES, LOADS, CountersSince, Loaded
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
@@ -204,7 +204,7 @@ class Specs:
             name,
             self._paths[model],
             device=place.device,
-            dtype=place.dtype or (CPU_DTYPE if on_cpu else served.cuda_dtype),
+            dtype=place.dtype or (served.cpu_dtype if on_cpu else served.cuda_dtype),
             tensor_parallel=shape.tp,
             pipeline_parallel=shape.pp,
             block_size=shape.block,

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from lab.cluster.engines import Device
+from lab.cluster.engines import CPU_DTYPE, Device
 from lab.cluster.models import FAMILIES
 from lab.cluster.models.files import REPO
 from lab.cluster.models.recipe import Family
@@ -81,6 +81,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     family: str
     numbers: dict[str, int] = msgspec.field(default_factory=dict)
+    cpu_dtype: str = CPU_DTYPE
     cuda_dtype: str = "float16"
     """Eight times finer than bfloat16: fewer ties between tokens."""
     cpu_flags: tuple[str, ...] = ()
