@@ -196,10 +196,7 @@ class Specs:
         if model not in self._paths:
             self._paths[model] = ensure_tiny_model(model=served.recipe())
         arguments = ["--attention-backend", shape.backend] if shape.backend else []
-        if on_cpu:
-            arguments += served.cpu_flags
-        else:
-            arguments += ["--enforce-eager"]
+        arguments += served.cpu_flags if on_cpu else ("--enforce-eager", *served.cuda_flags)
         return EngineSpec(
             name,
             self._paths[model],

@@ -85,6 +85,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuda_dtype: str = "float16"
     """Eight times finer than bfloat16: fewer ties between tokens."""
     cpu_flags: tuple[str, ...] = ()
+    cuda_flags: tuple[str, ...] = ()
     """Of every engine."""
 
     def recipe(self) -> Family:
