@@ -81,7 +81,7 @@ def state_regions(
                 base=page.data_ptr(),
                 block_stride=page.stride(0),
                 head_stride=stride,
-                token_stride=1,
+                token_stride=page.stride(0),  # there is one
                 first_head=first,
                 num_heads=units.number,
                 parts=rows,
