@@ -71,4 +71,5 @@ class StatePaging(Paging):
 
 def table_bytes(ids: Sequence[int]) -> bytes:
     """A block table of vLLM's as the protocol has it: ABSENT in place of the null block."""
-    return blocks.to_bytes(blocks.block_ids([ABSENT if id_ == NULL_BLOCK else id_ for id_ in ids]))
+    ids = [ABSENT if block == NULL_BLOCK else block for block in ids]
+    return blocks.to_bytes(blocks.block_ids(ids))

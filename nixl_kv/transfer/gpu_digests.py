@@ -29,6 +29,10 @@ TILE: Final = digest.MIN_COLUMN
 CHUNK: Final = 64
 """Words that a program takes at a time: 256 bytes, K or V of one head and token of most models."""
 
+MAX_PART: Final = 1 << 13
+"""Bytes of a part: the kernel is compiled for each length, in a time that grows with it. For the
+64 KiB of a recurrent state it is minutes."""
+
 VECTOR: Final = 16
 """Bytes that a thread loads at a time, where the cache is aligned to so many."""
 
@@ -211,11 +215,12 @@ def _check(region: Region) -> None:
     for part in region.parts:
         strides = region.block_stride, region.head_stride, region.token_stride
         places = (region.base, part.offset, part.length, part.token_stride, *strides)
-        if part.count > 1 or any(place % digest.WORD for place in places):
+        is_long = part.length > MAX_PART
+        if part.count > 1 or is_long or any(place % digest.WORD for place in places):
             raise DigestError(
                 f"the KV cache of layer {region.layer!r} has {part.count} pieces of "
                 f"{part.length} bytes for each head and token, which cannot be digested on a "
-                f"GPU; allowed: one piece of whole {digest.WORD}-byte words"
+                f"GPU; allowed: one piece of whole {digest.WORD}-byte words, up to {MAX_PART} bytes"
             )
 
 

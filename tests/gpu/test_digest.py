@@ -156,8 +156,14 @@ def test_each_flipped_bit_changes_one_row_and_one_column() -> None:
     assert same(both.digests(wanted, list(range(8)), 128))
 
 
-def test_what_the_kernel_cannot_read_is_refused_in_words() -> None:
-    parts = (Part(0, 2, 128, 32, 2),)
-    region = Region("layer.0", 1 << 20, 4096, 4096, 256, 0, 1, parts)
-    with pytest.raises(DigestError, match=r"layer\.0.*128 pieces of 2 bytes"):
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        pytest.param(Part(0, 2, 128, 32, 2), "128 pieces of 2 bytes", id="pieces"),
+        pytest.param(Part(0, 1 << 16), "1 pieces of 65536 bytes.*up to 8192 bytes", id="long"),
+    ],
+)
+def test_what_the_kernel_cannot_read_is_refused_in_words(part: Part, words: str) -> None:
+    region = Region("layer.0", 1 << 20, 1 << 16, 1 << 16, 1 << 16, 0, 1, (part,))
+    with pytest.raises(DigestError, match=rf"layer\.0.*{words}"):
         gpu_digests._check(region)

@@ -7,7 +7,7 @@ from typing import Final
 from unittest.mock import patch
 
 from nixl_kv import ids
-from nixl_kv.connector import block_pinning
+from nixl_kv.connector import paging
 from nixl_kv.geometry import digest
 from nixl_kv.protocol.decode import read_queue
 
@@ -61,7 +61,7 @@ def repeatable(seed: int = 0) -> Iterator[None]:
     with (
         patch.object(ids, "secrets", _SeededSecrets(seed)),
         patch.object(digest, "STEP_BYTES", 1),
-        patch.object(block_pinning, "WINDOW_EDGE", WINDOW_EDGE),
+        patch.object(paging, "WINDOW_EDGE", WINDOW_EDGE),
         patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),
     ):
         yield
