@@ -42,8 +42,10 @@ class StaleTails:
 
     def clear(self, commands: Iterable[events.Command]) -> None:
         """Clear the last block of each group of these loads, which have not begun."""
+        if not self._groups:
+            return
         loads = [one for one in commands if isinstance(one, events.StartLoad)]
-        if not loads or not self._groups:
+        if not loads:
             return
         # Not behind the forward under way, and no longer than the memory takes.
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():

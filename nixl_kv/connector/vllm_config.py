@@ -313,9 +313,9 @@ def window(spec: Any) -> int:
     Of a full-attention group vLLM keeps all tokens, whatever its layers look at. A state stands for
     all tokens, and is kept as if it were the last one's.
     """
-    inner = _first(spec)
-    if holds_state(inner):
+    if holds_state(spec):
         return 1
+    inner = _first(spec)
     if isinstance(inner, SlidingWindowSpec):
         return int(inner.sliding_window + inner.extra_retained_tokens)
     if isinstance(inner, ChunkedLocalAttentionSpec):

@@ -12,12 +12,12 @@ from support.pair import SmallEngine
 from support.processes import (
     SIZES,
     TABLE,
-    TOKENS,
     PrefillProcess,
     has_landed,
     over_tcp,
     prefill_blocks,
     prefill_process,
+    start_load,
 )
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
@@ -42,11 +42,6 @@ def decode() -> Iterator[SmallEngine]:
     engine = SmallEngine("decode", Cache(SIZES), over_tcp, roles="decode")
     yield engine
     engine.close()
-
-
-def start_load(decode: SmallEngine, prefill: PrefillProcess, name: str) -> None:
-    decode.prepare_load(name, prefill.offer(f"p-{name}"))
-    decode.load(name, TABLE, end=TOKENS)
 
 
 def test_a_read_from_a_stopped_process_ends_and_nothing_lands_after_it(

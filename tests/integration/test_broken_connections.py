@@ -4,6 +4,7 @@ They may cost prefill its process, whatever the reader does: UCX's `ucp_request.
 unexpected error: Endpoint timeout`, where it answers over a connection that has just failed.
 """
 
+import logging
 import os
 import shutil
 import subprocess
@@ -18,12 +19,12 @@ from support.pair import SmallEngine
 from support.processes import (
     SIZES,
     TABLE,
-    TOKENS,
     PrefillProcess,
     has_landed,
     paced_over_tcp,
     prefill_blocks,
     prefill_process,
+    start_load,
 )
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
@@ -33,6 +34,9 @@ pytestmark = [
         os.geteuid() != 0 or shutil.which("ss") is None, reason="needs root and ss of iproute2"
     ),
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 @pytest.fixture
@@ -71,13 +75,9 @@ def cut(pid: int) -> int:
     return len(ours)
 
 
-def start_load(decode: SmallEngine, prefill: PrefillProcess, name: str) -> None:
+def expect_load(decode: SmallEngine, prefill: PrefillProcess, name: str) -> None:
     decode.cache.memory[...] = 0
-    decode.prepare_load(name, prefill.offer(f"p-{name}"))
-    decode.load(name, TABLE, end=TOKENS)
-
-
-def expect_loaded(decode: SmallEngine, name: str) -> None:
+    start_load(decode, prefill, name)
     assert decode.wait_failure(name) is None
     assert np.array_equal(decode.cache.blocks(TABLE), prefill_blocks())
 
@@ -89,9 +89,8 @@ def test_after_a_break_decode_reads_on(
     decode.wait(lambda: has_landed(decode))
     assert cut(broken.pid) > 0
     assert "reading prefill rank 0 failed" in (decode.wait_failure("broken") or "")
-    start_load(decode, healthy, "other")
-    expect_loaded(decode, "other")
+    expect_load(decode, healthy, "other")
     broken.process.join(1.0)
+    logger.info("prefill %s", "lives" if broken.process.is_alive() else "died")
     if broken.process.is_alive():  # UCX has spared it: it is connected to anew
-        start_load(decode, broken, "again")
-        expect_loaded(decode, "again")
+        expect_load(decode, broken, "again")

@@ -11,12 +11,12 @@ from support.pair import SmallEngine
 from support.processes import (
     SIZES,
     TABLE,
-    TOKENS,
     PrefillProcess,
     paced_over_tcp,
     prefill_blocks,
     prefill_process,
     reader_process,
+    start_load,
 )
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
@@ -50,8 +50,7 @@ def test_a_killed_reader_takes_nobody_with_it(
                 prefill.send(signal.SIGSTOP)
         prefill.send(signal.SIGCONT)
         name = f"next{attempt}"
-        decode.prepare_load(name, prefill.offer(f"p-{name}"))
-        decode.load(name, TABLE, end=TOKENS)
+        start_load(decode, prefill, name)
         assert decode.wait_failure(name, timeout_s=120) is None
         assert np.array_equal(decode.cache.blocks(TABLE), prefill_blocks())
         decode.cache.memory[...] = 0

@@ -54,6 +54,12 @@ def has_landed(engine: SmallEngine) -> bool:
     return bool(view[:, TABLE[0]].any() or view[:, TABLE[-1]].any())
 
 
+def start_load(decode: SmallEngine, prefill: "PrefillProcess", name: str) -> None:
+    """Begin to read all that the process offers."""
+    decode.prepare_load(name, prefill.offer(f"p-{name}"))
+    decode.load(name, TABLE, end=TOKENS)
+
+
 def _serve(pipe: Connection, make_transport: MakeTransport) -> None:
     engine = SmallEngine("prefill", Cache(SIZES).fill(7), make_transport, roles="prefill")
     pipe.send("ready")

@@ -18,20 +18,7 @@ from lab.suites.platforms.environments import NEVER, Environment
 DYNAMO: Final = "1.6.1"
 VLLM: Final = "0.31.0"
 ENVIRONMENT: Final = Environment(
-    "dynamo",
-    VLLM,
-    (f"ai-dynamo=={DYNAMO}",),
-    (
-        "certifi>=2026.1",
-        f"aisimulate {NEVER}",
-        f"vllm {NEVER}",
-        f"torchvision {NEVER}",
-        f"torchaudio {NEVER}",
-        f"torchcodec {NEVER}",
-        "nixl==1.5.1",
-        "nixl-cu12==1.5.1",
-        "nixl-cu13==1.5.1",
-    ),
+    "dynamo", VLLM, (f"ai-dynamo=={DYNAMO}",), ("certifi>=2026.1", f"aisimulate {NEVER}")
 )
 WORKER: Final = Path(__file__).parent / "inside" / "dynamo_worker.py"
 DISCOVERY: Final = ("--discovery-backend", "file")

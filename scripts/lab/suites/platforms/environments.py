@@ -14,6 +14,16 @@ INSTALLED: Final = ".nixl-kv-installed"
 STAMP: Final = ".platform-installed"
 NEVER: Final = '; sys_platform == "never"'
 """A marker: the package is not installed. CPU builds stand in for some, and some are not needed."""
+FOR_CPU: Final = (
+    f"vllm {NEVER}",
+    f"torchvision {NEVER}",
+    f"torchaudio {NEVER}",
+    f"torchcodec {NEVER}",
+    "nixl==1.5.1",
+    "nixl-cu12==1.5.1",
+    "nixl-cu13==1.5.1",
+)
+"""What counts instead of what any platform's packages say."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +33,8 @@ class Environment:
     name: str
     vllm: str
     packages: tuple[str, ...]
-    overrides: tuple[str, ...]
-    """Requirements that count instead of what packages say."""
+    overrides: tuple[str, ...] = ()
+    """Such requirements beside FOR_CPU."""
 
     def ensure(self) -> Path:
         """Its interpreter; what is missing is installed now, in minutes at the first time."""
@@ -32,12 +42,13 @@ class Environment:
         install = REPO / "scripts" / "install"
         subprocess.run([install, "--quiet", "--vllm", self.vllm, "--venv", folder], check=True)
         python, stamp = folder / "bin" / "python", folder / STAMP
-        lines = [(folder / INSTALLED).read_text(), *self.packages, "overrides", *self.overrides]
+        overridden = "\n".join((*FOR_CPU, *self.overrides))
+        lines = [(folder / INSTALLED).read_text(), *self.packages, "overrides", overridden]
         wanted = "\n".join(lines)
         if not stamp.exists() or stamp.read_text() != wanted:
             say_on_stderr(f"installing {', '.join(self.packages)} into {folder}")
             overrides = folder / "platform-overrides"
-            overrides.write_text("\n".join(self.overrides) + "\n")
+            overrides.write_text(overridden + "\n")
             command = [str(folder / "bin" / "uv"), "pip", "install", "--quiet"]
             command += ["--python", str(python), "--compile-bytecode"]
             command += ["--override", str(overrides), *self.packages]

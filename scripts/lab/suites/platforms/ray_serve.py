@@ -16,24 +16,11 @@ from lab.cluster.engines import CPU_DTYPE, CPU_ENV, HOST, MODEL_NAME, QUIET_ENV
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.processes import ManagedProcess, Ports, stop_all
 from lab.suites.platforms.asking import START_S, WITH_KEY, Engines, Outcome, ask
-from lab.suites.platforms.environments import NEVER, Environment
+from lab.suites.platforms.environments import Environment
 
 RAY: Final = "2.60.0"
 VLLM: Final = "0.32.0"
-ENVIRONMENT: Final = Environment(
-    "ray",
-    VLLM,
-    (f"ray[serve,llm]=={RAY}",),
-    (
-        f"vllm {NEVER}",
-        f"torchvision {NEVER}",
-        f"torchaudio {NEVER}",
-        f"torchcodec {NEVER}",
-        "nixl==1.5.1",
-        "nixl-cu12==1.5.1",
-        "nixl-cu13==1.5.1",
-    ),
-)
+ENVIRONMENT: Final = Environment("ray", VLLM, (f"ray[serve,llm]=={RAY}",))
 APP: Final = Path(__file__).parent / "inside" / "ray_app.py"
 NUM_PREFILL: Final = 2
 END_S: Final = 60.0
