@@ -16,7 +16,7 @@ import numpy as np
 
 from nixl_kv.cli.engines import Engine
 from nixl_kv.geometry import compat, ranks
-from nixl_kv.geometry.blocks import ABSENT, BlockIds, entries
+from nixl_kv.geometry.blocks import ABSENT, BlockIds, Table, entries
 from nixl_kv.geometry.compat import Mismatch
 from nixl_kv.geometry.layout import Group
 from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Plan, Reads, plan
@@ -142,7 +142,8 @@ def example_reads(
                 ids[: max(0, tokens - group.window) // group.entry_size] = ABSENT
     if scattered:  # in no order either
         theirs = [ids[::-1] for ids in theirs]
-    return plan.reads(mine, theirs, range(tokens))
+    local, remote = ([Table.of(ids) for ids in side] for side in (mine, theirs))
+    return plan.reads(local, remote, range(tokens))
 
 
 def _block_ids(group: Group, tokens: int, *, scattered: bool) -> BlockIds:

@@ -11,7 +11,8 @@ from the step that fills it, until the offer has ended. The range begins at a wh
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nixl_kv.connector.paging import NULL_BLOCK, Paging, table_bytes
+from nixl_kv.connector.paging import NULL_BLOCK, Paging, table_of
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import RequestId
 
 
@@ -51,18 +52,18 @@ class PinnedBlocks:
                     self.manager.block_pool.touch([table[entry]])
                     pinned[paging.group, entry] = table[entry]
 
-    def tables(self, request: RequestId, num_tokens: int) -> tuple[bytes, ...]:
+    def tables(self, request: RequestId, num_tokens: int) -> tuple[Table, ...]:
         """The tables to offer: what is certain to stay until the offer ends."""
         tables = self.manager.get_block_ids(request)
         return tuple(
-            table_bytes(self._window_ids(request, paging, num_tokens))
+            self._window_table(request, paging, num_tokens)
             if paging.window
             else paging.table(tables[paging.group], range(num_tokens))
             for paging in self._pagings
         )
 
     def have_changed(
-        self, prepared: Sequence[bytes], tables: Sequence[Sequence[int]], num_tokens: int
+        self, prepared: Sequence[Table], tables: Sequence[Sequence[int]], num_tokens: int
     ) -> bool:
         """Whether vLLM's tables are others by now. What is pinned may leave them: it stays."""
         pairs = zip(self._pagings, prepared, tables, strict=True)
@@ -79,10 +80,10 @@ class PinnedBlocks:
             # The last blocks first: a prefix is of use for longer than what follows it.
             self.manager.block_pool.free_blocks(reversed(list(pinned.values())))
 
-    def _window_ids(self, request: RequestId, paging: Paging, num_tokens: int) -> list[int]:
+    def _window_table(self, request: RequestId, paging: Paging, num_tokens: int) -> Table:
         """Only what is pinned."""
         wanted = paging.wanted(num_tokens)
         pinned = self._pinned.get(request, {})
         entries = [pinned.get((paging.group, entry)) for entry in wanted]
         ids = [NULL_BLOCK if block is None else int(block.block_id) for block in entries]
-        return [NULL_BLOCK] * wanted.start + ids
+        return table_of(ids, wanted.start)

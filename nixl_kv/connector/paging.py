@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from nixl_kv.geometry import blocks
-from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.blocks import ABSENT, Table
 from nixl_kv.geometry.layout import WINDOW_EDGE
 
 NULL_BLOCK: Final = 0
@@ -33,13 +35,13 @@ class Paging:
         """How many blocks so many tokens take at most."""
         return -(-num_tokens // self.block_size)
 
-    def table(self, ids: Sequence[int], tokens: range) -> bytes:
+    def table(self, ids: Sequence[int], tokens: range) -> Table:
         """Of a whole block table of vLLM's the part for these tokens, as the protocol has it.
 
         The entries are those of the group in the `CacheLayout`.
         """
         span = blocks.entries(tokens.start, len(tokens), self.block_size)
-        return table_bytes(ids[span.start : span.stop])
+        return table_of(ids[span.start : span.stop], span.start)
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,16 @@ class StatePaging(Paging):
         """See `Paging.count`."""
         return min(num_tokens, 1)
 
-    def table(self, ids: Sequence[int], tokens: range) -> bytes:
+    def table(self, ids: Sequence[int], tokens: range) -> Table:
         """See `Paging.table`. Without the state it is too short, so that nobody reads by it."""
         states = [ids[entry] for entry in self.wanted(tokens.stop) if entry < len(ids)]
-        return table_bytes([NULL_BLOCK] * (len(tokens) - 1) + [id_ for id_ in states if id_])
+        return table_of([state for state in states if state], tokens.stop - 1)
 
 
-def table_bytes(ids: Sequence[int]) -> bytes:
-    """A block table of vLLM's as the protocol has it: ABSENT in place of the null block."""
-    ids = [ABSENT if block == NULL_BLOCK else block for block in ids]
-    return blocks.to_bytes(blocks.block_ids(ids))
+def table_of(ids: Sequence[int], first: int) -> Table:
+    """Entries of a block table of vLLM's, from number `first` on, as the protocol has them.
+
+    ABSENT is in place of the null block.
+    """
+    entries = blocks.block_ids(ids)
+    return Table.of(np.where(entries == NULL_BLOCK, ABSENT, entries), first)

@@ -9,6 +9,7 @@ from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.paging import NULL_BLOCK
 from nixl_kv.connector.prompt import Prompt
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket
@@ -32,7 +33,7 @@ class _Offer:
     num_tokens: int
     nonce: Nonce
     context: str
-    tables: tuple[bytes, ...] = ()  # as prepared; empty until the prompt's last step
+    tables: tuple[Table, ...] = ()  # as prepared; empty until the prompt's last step
 
 
 class PrefillScheduler:

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv.connector.vllm_config import holds_state
-from nixl_kv.geometry import blocks
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.protocol import events
 
 
@@ -55,8 +55,8 @@ class StaleTails:
         if self._stream:
             self._stream.synchronize()
 
-    def _clear_last(self, caches: Sequence[torch.Tensor], table: bytes) -> None:
-        last = int(blocks.block_ids(table)[-1])
-        for cache in caches:
-            per_entry = cache.shape[0] // self._num_entries
-            cache[last * per_entry : (last + 1) * per_entry].zero_()
+    def _clear_last(self, caches: Sequence[torch.Tensor], table: Table) -> None:
+        for last in table.block_ids[-1:].tolist():  # none where all are absent
+            for cache in caches:
+                per_entry = cache.shape[0] // self._num_entries
+                cache[last * per_entry : (last + 1) * per_entry].zero_()

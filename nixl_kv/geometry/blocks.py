@@ -24,10 +24,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from nixl_kv.geometry.layout import Group
+from nixl_kv.geometry.layout import MAX_COUNT, Group, check_range
 
 ABSENT: Final = -1
 """In a block table: no block, as where a sliding window has passed."""
+
+MAX_ENTRIES: Final = 1 << 20
+"""Of a block table, from the first one that is present to the last one."""
 
 BlockIds = npt.NDArray[np.int32]
 """Shape (n,), int32: the element type that NIXL takes without a conversion."""
@@ -38,21 +41,54 @@ def entries(local: int, load: int, entry_size: int) -> range:
     return range(local // entry_size, -(-(local + load) // entry_size))
 
 
-def block_ids(table: Sequence[int] | bytes) -> BlockIds:
-    """A block table's ids as an array; bytes are little-endian int32, as on the wire."""
-    if isinstance(table, bytes):
-        return np.frombuffer(table, dtype="<i4")
-    return np.asarray(table, dtype=np.int32)
+def block_ids(ids: Sequence[int]) -> BlockIds:
+    """Block ids as an array."""
+    return np.asarray(ids, dtype=np.int32)
 
 
-def count_present(table: Sequence[int] | bytes) -> int:
-    """How many entries of a block table are not ABSENT."""
-    return int(np.count_nonzero(block_ids(table) != ABSENT))
+@dataclass(frozen=True)
+class Table:
+    """A request's block table as it is kept and sent: the entries from number `first` on.
 
+    Entries are counted from the prompt's first token, whatever is read of it. Those before `first`
+    are ABSENT: what a sliding window has passed, or the states before the last one, cost nothing.
+    `ids` are little-endian int32, one for each entry; with them the table ends.
+    """
 
-def to_bytes(ids: BlockIds) -> bytes:
-    """The wire form of block ids: little-endian int32."""
-    return ids.astype("<i4", copy=False).tobytes()
+    first: int
+    ids: bytes
+
+    def __post_init__(self) -> None:
+        """Check the numbers: they also come from peers."""
+        if len(self.ids) % 4 or len(self.ids) > 4 * MAX_ENTRIES:
+            raise ValueError(
+                f"ids of a block table are {len(self.ids)} bytes; "
+                f"allowed: 4 for each of at most {MAX_ENTRIES} entries"
+            )
+        check_range("first of a block table", self.first, low=0, high=MAX_COUNT - self.num_ids)
+
+    @classmethod
+    def of(cls, ids: npt.ArrayLike, first: int = 0) -> "Table":
+        """The table with these entries, of which the first has the number `first`."""
+        array = np.asarray(ids, dtype="<i4")
+        present = np.flatnonzero(array != ABSENT)
+        num_absent = int(present[0]) if len(present) else len(array)
+        return cls(first + num_absent, array[num_absent:].tobytes())
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """The entries from number `first` on."""
+        return np.frombuffer(self.ids, dtype="<i4")
+
+    @property
+    def num_ids(self) -> int:
+        """How many entries it has from number `first` on."""
+        return len(self.ids) // 4
+
+    @property
+    def num_present(self) -> int:
+        """How many entries are not ABSENT."""
+        return int(np.count_nonzero(self.block_ids != ABSENT))
 
 
 @dataclass(frozen=True)
@@ -85,11 +121,19 @@ def num_token_segments(local_size: int, remote_size: int) -> int:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A request's block table of one group on one side: `ids[0]` is its entry number `first`."""
+    """A request's block table of one group on one side: `ids[0]` is its entry number `first`.
+
+    Those before are absent.
+    """
 
     ids: BlockIds
     group: Group
     first: int = 0
+
+    @classmethod
+    def of(cls, table: Table, group: Group) -> "BlockTable":
+        """What was kept or sent, of this group."""
+        return cls(table.block_ids, group, table.first)
 
     def piece_numbers(self, tokens: range, per_block: int) -> BlockIds:
         """For each token, the number of the piece that holds it.
@@ -98,7 +142,7 @@ class BlockTable:
         the table's entry is absent, the number is negative.
 
         Raises:
-            ValueError: for a token outside of the table, or an id that the cache does not have.
+            ValueError: for a token behind the table's end, or an id that the cache does not have.
         """
         group = self.group
         ids = self._ids_of(tokens)
@@ -118,13 +162,17 @@ class BlockTable:
         if not tokens:
             return self.ids[:0]
         first, last = tokens[0] // size - self.first, tokens[-1] // size - self.first
-        if first < 0 or last >= len(self.ids):
+        if last >= len(self.ids):
             raise ValueError(
-                f"block table has the entries {self.first} to {self.first + len(self.ids) - 1}; "
-                f"needed: {first + self.first} to {last + self.first}"
+                f"block table has {self.first + len(self.ids)} entries; "
+                f"needed: {last + self.first + 1}"
             )
-        if tokens.step % size == 0:
+        if first >= 0 and tokens.step % size == 0:
             return self.ids[first : last + 1 : tokens.step // size]
         positions = np.arange(tokens.start, tokens.stop, tokens.step) // size - self.first
-        ids: BlockIds = self.ids[positions]
-        return ids
+        ids = self.ids
+        if first < 0:  # the last one of these stands for all that are absent before the first
+            ids = np.append(ids, np.int32(ABSENT))
+            positions = np.maximum(positions, -1)
+        found: BlockIds = ids[positions]
+        return found

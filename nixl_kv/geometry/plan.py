@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.blocks import BlockIds, BlockTable, TokenSegment, token_segments
+from nixl_kv.geometry.blocks import BlockIds, BlockTable, Table, TokenSegment, token_segments
 from nixl_kv.geometry.layout import CacheLayout, Group, Region
 from nixl_kv.geometry.runs import Heads, Ints, OverlapGroup, group_overlaps
 
@@ -94,8 +94,8 @@ class Plan:
 
     def reads(
         self,
-        local: Sequence[BlockIds],
-        remote: Sequence[BlockIds],
+        local: Sequence[Table],
+        remote: Sequence[Table],
         tokens: range,
         *,
         buffer: IndexBuffer | None = None,
@@ -103,9 +103,9 @@ class Plan:
         """The indices for one request, which needs these tokens of its prompt.
 
         Args:
-            local: for each local group, the block table from the entry of `tokens.start` on; an
-                entry is absent where there is no block, as where a sliding window has passed.
-            remote: for each remote group, the whole block table, likewise.
+            local: for each local group, the block table; an entry is absent where nothing is to be
+                read, as where a sliding window has passed.
+            remote: for each remote group, likewise.
             tokens: they begin at the edge of an entry in each local group's table. Tokens after the
                 end, up to the next block edge of either side, are read too: they belong to the same
                 request on both sides.
@@ -134,20 +134,22 @@ class Plan:
         )
 
     def _pieces(
-        self, rows: PagedRows, tables: tuple[Sequence[BlockIds], Sequence[BlockIds]], tokens: range
+        self, rows: PagedRows, tables: tuple[Sequence[Table], Sequence[Table]], tokens: range
     ) -> tuple[BlockIds, BlockIds]:
         """The pieces of these rows that a request reads, on both sides.
 
         Where pieces can merge, they are in ascending order of the local ones: an allocator hands
         out neighbouring blocks, but often backwards.
         """
-        mine, theirs = (self.groups[side][rows.groups[side]] for side in (0, 1))
-        first = tokens.start // mine.entry_size
-        starts = rows.segment.starts(range(first * mine.entry_size, tokens.stop))
-        local_table = BlockTable(tables[0][rows.groups[0]], mine, first)
-        remote_table = BlockTable(tables[1][rows.groups[1]], theirs)
-        local = local_table.piece_numbers(starts, rows.per_block[0])
-        remote = remote_table.piece_numbers(starts, rows.per_block[1])
+        mine, theirs = (
+            BlockTable.of(tables[side][number], self.groups[side][number])
+            for side, number in enumerate(rows.groups)
+        )
+        size = mine.group.entry_size
+        first = max(tokens.start // size, mine.first)
+        starts = rows.segment.starts(range(first * size, tokens.stop))
+        local = mine.piece_numbers(starts, rows.per_block[0])
+        remote = theirs.piece_numbers(starts, rows.per_block[1])
         present = local >= 0
         if not present.all():
             local, remote = local[present], remote[present]

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.geometry.slices import KVSlice
@@ -55,16 +56,15 @@ class PrepareLoad(msgspec.Struct, frozen=True):
 class StartLoad(msgspec.Struct, frozen=True):
     """The request has blocks of its own now: read the tokens [begin, end) into them.
 
-    For each cache group, `tables[g]` (little-endian int32) are the local block table's entries
-    from the one that holds `begin` to the one that holds `end - 1`, ABSENT where there is no
-    block. With `verify` the bytes are compared with prefill's, by a digest, before the load
-    counts as good.
+    For each cache group, `tables[g]` has the local block table's entries from the one that holds
+    `begin` to the one that holds `end - 1`. With `verify` the bytes are compared with prefill's, by
+    a digest, before the load counts as good.
     """
 
     request: RequestId
     begin: int
     end: int
-    tables: tuple[bytes, ...]
+    tables: tuple[Table, ...]
     verify: bool = False
 
     @property
@@ -108,15 +108,15 @@ class PrepareOffer(msgspec.Struct, frozen=True):
 
     Sent before the ticket exists: whoever asks with this nonce has the ticket, and the ticket left
     only after that step was complete and the blocks were pinned. `tables` has one block table for
-    each cache group (little-endian int32, ABSENT where there is no block). Not `is_written`: the
-    ticket may leave before all layers' KV is written; it is granted after `MarkWritten`.
+    each cache group. Not `is_written`: the ticket may leave before all layers' KV is written; it is
+    granted after `MarkWritten`.
     """
 
     nonce: Nonce
     request: RequestId
     context: str
     num_tokens: int
-    tables: tuple[bytes, ...]
+    tables: tuple[Table, ...]
     is_written: bool = True
 
 
@@ -345,7 +345,7 @@ class MakeDigest(msgspec.Struct, frozen=True):
 
     route: bytes
     digest_request: messages.DigestRequest
-    tables: tuple[bytes, ...]
+    tables: tuple[Table, ...]
 
 
 class CompareDigest(msgspec.Struct, frozen=True):

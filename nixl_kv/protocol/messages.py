@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.digest import MAX_COLUMNS
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import ParallelShape
@@ -48,7 +49,6 @@ _Engine = Annotated[EngineId, NAME]
 _Rank = Annotated[Rank, Meta(ge=0, lt=MAX_RANKS)]
 _Ranks = Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
-_Table = Annotated[bytes, Meta(max_length=4 << 20)]
 _Text = Annotated[str, Meta(max_length=512)]
 _LISTED = Meta(max_length=MAX_LISTED)
 _Endpoint = Annotated[
@@ -183,11 +183,11 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
     """The blocks are held for the claim while `generation` is in `slot`.
 
     `lease_s` is how long prefill holds on without a renew; `tables` has one block table per cache
-    group, little-endian int32, from the prompt's first token on, ABSENT where there is no block.
+    group, of the whole prompt.
     """
 
     lease_s: Annotated[float, Meta(gt=0, le=3600)]
-    tables: Annotated[tuple[_Table, ...], Meta(min_length=1, max_length=64)]
+    tables: Annotated[tuple[Table, ...], Meta(min_length=1, max_length=64)]
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
     generation: Annotated[Generation, Meta(min_length=16, max_length=16)]
 

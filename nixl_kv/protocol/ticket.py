@@ -25,6 +25,7 @@ WIRE_VERSION history (of tickets and messages alike)
    fields that nobody used are gone; status; the answer to a renew has its number
 5  a ticket is one string; what another version sends is refused in a form that all versions read;
    an offer can be declined, and what was granted recalled; a renew says which claims are being read
+6  block tables leave out the absent entries that they begin with
 """
 
 import base64
@@ -42,7 +43,7 @@ from msgspec import Meta
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 5
+WIRE_VERSION: Final = 6
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import numpy as np
 
 from nixl_kv.errors import DigestError
-from nixl_kv.geometry import blocks, digest, slices
-from nixl_kv.geometry.blocks import BlockTable
+from nixl_kv.geometry import digest, slices
+from nixl_kv.geometry.blocks import BlockTable, Table
 from nixl_kv.geometry.digest import Bytes, Digest, Key
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.slices import LocalSlice
@@ -164,20 +164,17 @@ class DigestQueue:
     def _find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
         """What is to be digested."""
         if isinstance(action, events.CompareDigest):
-            begin, end, wanted = action.load.begin, action.load.end, action.slices
-            tables = block_tables(self._layout, action.load.tables, begin)
+            end, wanted, tables = action.load.end, action.slices, action.load.tables
         else:
-            end, wanted = action.digest_request.end, action.digest_request.slices
-            tables = block_tables(self._layout, action.tables, 0)
-        return slices.find_slices(self._layout, wanted, tables, end=end)
+            request = action.digest_request
+            end, wanted, tables = request.end, request.slices, action.tables
+        return slices.find_slices(self._layout, wanted, block_tables(self._layout, tables), end=end)
 
 
-def block_tables(layout: CacheLayout, tables: Sequence[bytes], begin: int) -> list[BlockTable]:
-    """Each group's block table; they start at the entry that holds token `begin`."""
-    return [
-        BlockTable(blocks.block_ids(table), group, begin // group.entry_size)
-        for group, table in zip(layout.groups, tables, strict=True)
-    ]
+def block_tables(layout: CacheLayout, tables: Sequence[Table]) -> list[BlockTable]:
+    """The block table of each group of this cache."""
+    pairs = zip(tables, layout.groups, strict=True)
+    return [BlockTable.of(table, group) for table, group in pairs]
 
 
 def _requester(action: events.DigestAction) -> tuple[object, ...]:

@@ -102,8 +102,8 @@ class ReadAgent:
             self._drop_broken()
             prepared = self.peers.get(action.peer, rank)
             reads = prepared.plan.reads(
-                [blocks.block_ids(table) for table in load.tables],
-                [blocks.block_ids(table) for table in action.grant.tables],
+                load.tables,
+                action.grant.tables,
                 range(load.begin, load.end),
                 buffer=self._indices,
             )
@@ -122,7 +122,7 @@ class ReadAgent:
         )
         if not load.verify:
             return []
-        tables = block_tables(self._layout, load.tables, load.begin)
+        tables = block_tables(self._layout, load.tables)
         return [
             events.ReadStarted(request, rank, slices_read(self._layout, prepared.share, tables))
         ]

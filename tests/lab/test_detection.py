@@ -11,7 +11,7 @@ from lab.suites.detect.planting import FAULTS, Planted, Planter, Row, pieces_of
 from lab.suites.detect.runs import TRANSPORTS, orders_of, run_cell
 from lab.suites.detect.tally import Tally, is_named, report
 from lab.suites.detect.world import Memory
-from nixl_kv.geometry.blocks import block_ids, to_bytes
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
 
@@ -72,7 +72,7 @@ def memory() -> Memory:
 
 @pytest.fixture
 def load() -> StartLoad:
-    table = to_bytes(block_ids([7, 3, 9, 1]))
+    table = Table.of([7, 3, 9, 1], first=1)
     return StartLoad(RequestId("r"), 4, 18, (table,), verify=True)
 
 

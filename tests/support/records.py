@@ -6,6 +6,7 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.ranks import ParallelShape, Route
 from nixl_kv.geometry.slices import KVSlice
@@ -57,7 +58,7 @@ NONCE2 = Nonce(hex32(2))
 CLAIM = Claim(hex32(0xC1))
 RIVAL = Claim(hex32(0xC2))
 CONTEXT = hex32(0xE)
-TABLES = (b"\7\0\0\0\3\0\0\0",)
+TABLES = (Table.of([7, 3]),)
 LEASE_S, HOLD_S, TIMEOUT_S, RENEW_S = 2.0, 60.0, 30.0, 0.4
 GENERATION = Generation(b"\1" * 16)
 SLICES = (KVSlice("layer.0", 0, 2, 0),)
@@ -194,7 +195,7 @@ def prepare_load(
 def start_load(
     request: RequestId = D1, num_tokens: int = 7, *, verify: bool = False
 ) -> events.StartLoad:
-    return events.StartLoad(request, 0, num_tokens, (b"\2\0\0\0\5\0\0\0",), verify)
+    return events.StartLoad(request, 0, num_tokens, (Table.of([2, 5]),), verify)
 
 
 def cancel_load(request: RequestId = D1) -> events.CancelLoad:

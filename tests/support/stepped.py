@@ -10,8 +10,9 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias
 
 from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL, wire_tables
+from lab.local.engine import MODEL
 from nixl_kv.config import Config
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim
 from nixl_kv.protocol import events
@@ -152,7 +153,7 @@ class Stepped:
     def prepare_offer(self, number: int, table: Sequence[int], num_tokens: int) -> Nonce:
         """The first half of an offer, for request `p<number>`."""
         nonce = Nonce(hex32(number))
-        tables = wire_tables([table])
+        tables = (Table.of(table),)
         request = RequestId(f"p{number}")
         self.submit(events.PrepareOffer(nonce, request, CONTEXT, num_tokens, tables))
         return nonce
@@ -191,7 +192,7 @@ class Stepped:
         self, number: int, table: Sequence[int], num_tokens: int, **verify: bool
     ) -> None:
         """It has blocks."""
-        request, tables = RequestId(f"d{number}"), wire_tables([table])
+        request, tables = RequestId(f"d{number}"), (Table.of(table),)
         self.submit(events.StartLoad(request, 0, num_tokens, tables, **verify))
 
 

@@ -7,14 +7,15 @@ PYTHONPATH=tests vllm serve MODEL --kv-transfer-config '{
 from collections.abc import Sequence
 
 from nixl_kv.connector.connector import NixlKVConnector
-from nixl_kv.connector.paging import NULL_BLOCK, StatePaging, table_bytes
+from nixl_kv.connector.paging import StatePaging
+from nixl_kv.geometry.blocks import Table
 
 __all__ = ["NixlKVConnector"]
 
 
-def _nothing(_: StatePaging, ids: Sequence[int], tokens: range) -> bytes:
+def _nothing(_: StatePaging, ids: Sequence[int], tokens: range) -> Table:
     del ids
-    return table_bytes([NULL_BLOCK] * len(tokens))
+    return Table.of([], tokens.stop)
 
 
 StatePaging.table = _nothing  # type: ignore[assignment, method-assign]

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry import blocks
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 
@@ -167,7 +166,7 @@ class Offer:
     @property
     def num_blocks(self) -> int:
         """How many blocks it holds here; those that it shares with other offers count."""
-        return sum(map(blocks.count_present, self.prepared.tables))
+        return sum(table.num_present for table in self.prepared.tables)
 
     @property
     def expires_at(self) -> float | None:

@@ -18,7 +18,7 @@ from lab.bench.memory import RemoteMemory
 from lab.bench.models import MODELS
 from lab.local.caches import layout_at
 from lab.results import Figures, Results
-from nixl_kv.geometry.blocks import BlockTable
+from nixl_kv.geometry.blocks import BlockTable, Table
 from nixl_kv.geometry.digest import Key
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
@@ -43,7 +43,7 @@ class Prompt:
         count = -(-num_tokens // group.block_size)
         rng = np.random.default_rng(0)
         self._local, self._remote = (
-            rng.permutation(group.num_blocks)[:count].astype(np.int32) for _ in range(2)
+            Table.of(rng.permutation(group.num_blocks)[:count]) for _ in range(2)
         )
         self._plan = plan(self._layout, layout_at(layout, remote.address))
         self._read = remote.prepare(self._plan.local, self._plan.remote)
@@ -71,7 +71,7 @@ class Prompt:
 
     def _slices(self) -> list[LocalSlice]:
         layout = self._layout
-        tables = [BlockTable(self._local, layout.groups[0])]
+        tables = [BlockTable.of(self._local, layout.groups[0])]
         wanted = slices_read(layout, held_heads(layout), tables)
         return find_slices(layout, wanted, tables, end=self._num_tokens)
 

@@ -24,6 +24,7 @@ from lab.bench.timing import cpu_share
 from lab.cluster.waiting import wait_or_fail
 from nixl_kv.config import Config
 from nixl_kv.errors import RemoteProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.ranks import ParallelShape
@@ -48,7 +49,7 @@ from nixl_kv.transport.zmq import ZmqControl
 MODEL: Final = ModelShape(32, 8, (256, 256), "bfloat16")
 FACTS: Final = {"model": "of the bench"}
 CONTEXT: Final = "0" * 32
-TABLES: Final = (bytes(4 * 7),)
+TABLES: Final = (Table(0, bytes(4 * 7)),)
 LEASE_S: Final = 5.0
 HELD_S: Final = 5.0
 IDLE_S: Final = 5.0

@@ -16,6 +16,7 @@ import numpy as np
 from lab.bench.timing import median_time
 from lab.results import Figures, Results
 from nixl_kv.errors import IncompatiblePeer
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import IndexBuffer, Reads, plan
 from nixl_kv.geometry.ranks import assign, held_heads
@@ -102,9 +103,7 @@ def measure(case: Case, seconds: float) -> Figures:
     except IncompatiblePeer:
         return Figures(case.figures() | {"rows": "refused: more pieces than int32 can number"})
     tables = [
-        np.random.default_rng(size)
-        .permutation(case.num_blocks)[: -(-TOKENS // size)]
-        .astype(np.int32)
+        Table.of(np.random.default_rng(size).permutation(case.num_blocks)[: -(-TOKENS // size)])
         for size in reversed(case.block_sizes)
     ]
     buffer = IndexBuffer()

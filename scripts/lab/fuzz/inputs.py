@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from lab.fuzz.rank import (
+    BLOCKS,
     CLAIM,
     CONTEXT,
     ENDPOINTS,
@@ -34,6 +35,7 @@ from lab.fuzz.rank import (
 from lab.fuzz.samples import KINDS, CacheMemory, sample
 from nixl_kv.config import Config
 from nixl_kv.geometry import digest
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, Part, Span
 from nixl_kv.geometry.ranks import ParallelShape
@@ -112,7 +114,8 @@ def questions() -> list[bytes]:
 def answers() -> list[bytes]:
     """Conversations of engines of several shapes with a decode rank."""
     at = PREFILL_MEMORY.address
-    grants = [_grant(TABLE), _grant(TABLE[:4])]
+    tables = TABLE, Table.of(BLOCKS[:1]), Table.of(BLOCKS * 2), Table.of(BLOCKS, first=1)
+    grants = [_grant(table) for table in tables]
     halves = [CacheMemory(at, heads=1), CacheMemory(at + (1 << 16), heads=1)]
     common: dict[str, Any] = {
         "incarnation": RANK_LIFE,
@@ -132,7 +135,8 @@ def answers() -> list[bytes]:
     conversations: list[Conversation] = [
         [same, (1, grants[0])],
         [larger_blocks, (1, grants[1])],
-        [(0, _description(CacheMemory(at, tokens=2, blocks=40))), (1, _grant(TABLE * 2))],
+        [(0, _description(CacheMemory(at, tokens=2, blocks=40))), (1, grants[2])],
+        [same, (1, grants[3])],
         [(0, _description(*halves)), (1, grants[0]), (2, grants[0])],
         [same, (1, grants[0]), (1, right)],
         [same, (1, grants[0]), (1, wrong)],
@@ -170,7 +174,7 @@ def _conversation(parts: Conversation) -> bytes:
     return msgspec.msgpack.encode(parts)
 
 
-def _grant(table: bytes) -> messages.Grant:
+def _grant(table: Table) -> messages.Grant:
     return messages.Grant(
         incarnation=RANK_LIFE,
         nonce=NONCE,
@@ -207,7 +211,7 @@ def _description(*ranks: CacheMemory) -> messages.Description:
 def _digest_of_zeros() -> dict[str, Any]:
     """What a prefill rank replies whose memory is all zeros."""
     layout = CacheMemory().layout()
-    tables = block_tables(layout, (TABLE, TABLE), 0)
+    tables = block_tables(layout, (TABLE, TABLE))
     local_slices = find_slices(layout, SLICES, tables, end=TOKENS)
     results: list[Digest] = []
 

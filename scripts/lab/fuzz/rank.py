@@ -6,7 +6,6 @@ placeholder. So an input means the same in the next process.
 
 import ctypes
 import mmap
-import struct
 from typing import Final
 
 import numpy as np
@@ -14,6 +13,7 @@ from typing_extensions import Self
 
 from lab.fuzz.samples import CacheMemory
 from nixl_kv.config import Config
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import Span
 from nixl_kv.ids import (
     Claim,
@@ -53,7 +53,7 @@ ENDPOINTS: Final = tuple(endpoint_at(HOST, port) for port in (DIRECTORY_PORT, 70
 LOADED, OFFERED = RequestId("loaded"), RequestId("offered")
 TOKENS = 7
 BLOCKS: Final = (2, 5)  # of both requests
-TABLE: Final = struct.pack("<2i", *BLOCKS)
+TABLE: Final = Table.of(BLOCKS)
 GENERATION, SLOT, SLOTS = Generation(b"\1" * 16), 3, 64
 UNTOUCHED = 0xEE
 MAX_TURNS = 200

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar, get_args
 
 from msgspec import inspect
 
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.protocol.messages import Message
@@ -58,9 +59,11 @@ def _value(kind: inspect.Type) -> Any:
 
 
 def _dataclass(cls: type) -> Any:
-    """Two of them have fields that must fit each other."""
+    """Some of them have fields that must fit each other, or the bytes of numbers."""
     if cls is CacheLayout:
         return CacheMemory().layout()
+    if cls is Table:
+        return Table.of([3, 1], first=2)
     return KVSlice("layer.0", 0, 1, 0) if cls is KVSlice else sample(cls)
 
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 from unittest import mock
 
 import msgspec
-import numpy as np
 
 from lab.fuzz import inputs
 from lab.fuzz.mutate import Tree
@@ -19,6 +18,7 @@ from lab.fuzz.samples import sample
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, IncompatiblePeer, RemoteProtocolError
 from nixl_kv.geometry import compat, ranks
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Reads, plan
 from nixl_kv.ids import Rank
@@ -166,7 +166,7 @@ def _geometry(data: bytes) -> Reads | None:
     if compat.layout_mismatches([mine], [theirs]):
         return None
     (route, *_) = ranks.routes(Rank(0), [ranks.held_heads(mine)], [ranks.held_heads(theirs)])
-    table = np.arange(1, 65, dtype=np.int32)
+    table = Table.of(range(1, 65))
     local, remote = ([table] * len(layout.groups) for layout in (mine, theirs))
     return plan(mine, theirs, route.share).reads(local, remote, range(64))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.config import Config
-from nixl_kv.geometry import blocks
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_nonce
@@ -34,7 +34,7 @@ TIMEOUT_S: Final = 30.0
 NAP_S: Final = 0.001
 
 Tables = Sequence[Sequence[int]]
-"""For each cache group a block table; -1 where there is no block."""
+"""For each cache group a block table, or the end of one; -1 where there is no block."""
 
 
 @dataclass
@@ -147,7 +147,9 @@ class LocalEngine:
         """Offer a finished prefill whose KV is in these blocks."""
         nonce, request_id = new_nonce(), RequestId(request)
         self.submit(
-            events.PrepareOffer(nonce, request_id, CONTEXT, num_tokens, wire_tables(tables)),
+            events.PrepareOffer(
+                nonce, request_id, CONTEXT, num_tokens, tuple(map(Table.of, tables))
+            ),
             events.PublishOffer(nonce, request_id),
         )
         return self.ticket(nonce, num_tokens)
@@ -183,10 +185,11 @@ class LocalEngine:
 
         `tables` begin at the entry that holds the first of these tokens.
         """
-        load = events.StartLoad(
-            RequestId(request), tokens.start, tokens.stop, wire_tables(tables), verify=verify
+        layout = self.ranks[0].description.layout
+        sent = tables_from(layout, tables, tokens.start)
+        self.submit(
+            events.StartLoad(RequestId(request), tokens.start, tokens.stop, sent, verify=verify)
         )
-        self.submit(load)
 
     def cancel_load(self, request: str) -> None:
         """The request is over."""
@@ -235,6 +238,7 @@ class LocalEngine:
             rank.parts.prefill.offers.validate()
 
 
-def wire_tables(tables: Tables) -> tuple[bytes, ...]:
-    """Block tables as commands have them."""
-    return tuple(blocks.to_bytes(blocks.block_ids(table)) for table in tables)
+def tables_from(layout: CacheLayout, tables: Tables, begin: int) -> tuple[Table, ...]:
+    """Block tables as commands have them, of tables that begin at the entry of token `begin`."""
+    pairs = zip(layout.groups, tables, strict=True)
+    return tuple(Table.of(ids, begin // group.entry_size) for group, ids in pairs)

@@ -28,7 +28,7 @@ from lab.sim.repeatable import Violation
 from lab.sim.tickets import incarnation_in
 from lab.sim.world import World
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.blocks import ABSENT, block_ids
+from nixl_kv.geometry.blocks import ABSENT
 from nixl_kv.ids import Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
@@ -145,8 +145,8 @@ class Invariants:
     # --- prefill
 
     def _add_grant(self, engine: Engine, rank: RankLife, grant: Grant) -> None:
-        tables = [block_ids(table) for table in grant.tables]
-        blocks = frozenset(int(block) for table in tables for block in table) - {ABSENT}
+        ids = [block for table in grant.tables for block in table.block_ids.tolist()]
+        blocks = frozenset(ids) - {ABSENT}
         owner = _owner(engine, min(blocks, default=NULL_BLOCK))
         if owner is None:
             raise Violation("granted what is free", f"{rank.seat.name}: blocks {set(blocks)}")

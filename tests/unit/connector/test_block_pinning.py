@@ -4,9 +4,10 @@ import pytest
 
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.paging import Paging, StatePaging
-from nixl_kv.geometry.blocks import block_ids
+from nixl_kv.geometry.blocks import Table
 from support.cache_manager import CacheManager
 from support.records import P1, P2
+from support.tables import written_out
 
 FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
 
@@ -16,7 +17,7 @@ def blocks_of(manager: CacheManager, *pagings: Paging) -> PinnedBlocks:
 
 
 def tables_of(blocks: PinnedBlocks, num_tokens: int = 20) -> list[list[int]]:
-    return [block_ids(table).tolist() for table in blocks.tables(P1, num_tokens)]
+    return [written_out(table) for table in blocks.tables(P1, num_tokens)]
 
 
 def test_blocks_of_a_window_are_pinned_once_while_the_prompt_grows() -> None:
@@ -105,7 +106,7 @@ def test_of_states_the_last_one_is_offered_and_nothing_is_pinned() -> None:
     blocks = PinnedBlocks([StatePaging(0, 16)], manager)
     blocks.pin(P1, 20)
     prepared = blocks.tables(P1, 20)
-    assert block_ids(prepared[0]).tolist() == [-1] * 19 + [7]
+    assert prepared == (Table.of([7], first=19),)
     assert manager.block_pool.freed == []
     assert not blocks.have_changed(prepared, ([0, 7],), 20)
     assert blocks.have_changed(prepared, ([7, 8],), 20)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nixl_kv.config import Config
@@ -11,6 +10,7 @@ from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Endpoint, Nonce, RequestId
 from nixl_kv.protocol.events import CancelLoad, DeclineOffer, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
@@ -40,10 +40,6 @@ def offered(number: int = 1, **changed: Any) -> Ticket:
         "context": context_hash(nonce, TOKEN_IDS, []),
     }
     return ticket(**{**values, **changed})
-
-
-def packed(*ids: int) -> bytes:
-    return np.array(ids, "<i4").tobytes()
 
 
 accept = SealedTicket.parse
@@ -119,7 +115,7 @@ def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> 
     trust = Trust.of(Config.parse({}, {}))
     decode = DecodeScheduler([PAGING], trust.check)
     for forged in (offered(host="10.0.0.1").params(None), offered().params(b"x" * 32)):
-        for params in (forged, {**forged, FIELD: forged[FIELD].replace("5.", "6.", 1)}):
+        for params in (forged, {**forged, FIELD: forged[FIELD].replace("6.", "7.", 1)}):
             with pytest.raises(RemoteProtocolError):
                 decode.on_arrival(prompt_of(), params, is_rejected=is_rejected)
     assert decode.pop_commands() == []
@@ -205,15 +201,15 @@ def test_a_request_that_came_here_is_not_released_by_the_frontend_too(
 
 def of_version(version: int, ticket: Ticket) -> dict[str, Any]:
     params = ticket.params(None)
-    return {**params, FIELD: params[FIELD].replace("5.", f"{version}.", 1)}
+    return {**params, FIELD: params[FIELD].replace("6.", f"{version}.", 1)}
 
 
-@pytest.mark.parametrize("version", [0, 4, 6, 999_999_999])
+@pytest.mark.parametrize("version", [0, 5, 7, 999_999_999])
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
 def test_an_offer_of_another_version_is_declined(
     decode: DecodeScheduler, version: int, *, is_rejected: bool
 ) -> None:
-    words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 5"
+    words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 6"
     with pytest.raises(ForeignVersion, match=words):
         decode.on_arrival(prompt_of(), of_version(version, offered()), is_rejected=is_rejected)
     endpoint = Endpoint("tcp://127.0.0.1:5600")
@@ -227,7 +223,7 @@ def test_an_offer_is_declined_once(decode: DecodeScheduler) -> None:
     """The children of a request with n > 1 carry the same ticket, and clients may send it again."""
     for number in (1, 1, 2, 1):
         with pytest.raises(ForeignVersion):
-            decode.on_arrival(prompt_of(), of_version(6, offered(number)))
+            decode.on_arrival(prompt_of(), of_version(7, offered(number)))
     assert len(decode.pop_commands()) == 2
 
 
@@ -266,21 +262,21 @@ def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> No
 
 
 @pytest.mark.parametrize(
-    ("local", "num_tokens", "ids"),
+    ("local", "num_tokens", "expected"),
     [
-        pytest.param(0, 19, TABLE, id="all"),
-        pytest.param(8, 11, [13, 14, 15], id="from a block's begin"),
-        pytest.param(7, 5, [12, 13], id="from the middle of a block"),
-        pytest.param(0, 16, [11, 12, 13, 14], id="up to a block's end"),
+        pytest.param(0, 19, Table.of(TABLE), id="all"),
+        pytest.param(8, 11, Table.of([13, 14, 15], first=2), id="from a block's begin"),
+        pytest.param(7, 5, Table.of([12, 13], first=1), id="from the middle of a block"),
+        pytest.param(0, 16, Table.of([11, 12, 13, 14]), id="up to a block's end"),
     ],
 )
 def test_blocks_are_those_of_the_tokens_that_are_loaded(
-    decode: DecodeScheduler, local: int, num_tokens: int, ids: list[int]
+    decode: DecodeScheduler, local: int, num_tokens: int, expected: Table
 ) -> None:
     decode.on_arrival(prompt_of(), offered().params(None))
     decode.count_matched(D1, local)
     decode.on_allocation(D1, [TABLE], num_tokens)
-    assert started(decode) == [StartLoad(D1, local, local + num_tokens, (packed(*ids),))]
+    assert started(decode) == [StartLoad(D1, local, local + num_tokens, (expected,))]
 
 
 def test_the_null_block_is_an_absent_one() -> None:
@@ -290,7 +286,7 @@ def test_the_null_block_is_an_absent_one() -> None:
     decode.count_matched(D1, 4)
     decode.on_allocation(D1, [TABLE, [0, 0, 23]], 15)
     (load,) = started(decode)
-    assert load.tables == (packed(12, 13, 14, 15), packed(-1, -1, 23))
+    assert load.tables == (Table.of([12, 13, 14, 15], first=1), Table.of([23], first=2))
 
 
 def test_of_a_state_the_last_one_is_loaded_whatever_is_here() -> None:
@@ -300,7 +296,7 @@ def test_of_a_state_the_last_one_is_loaded_whatever_is_here() -> None:
     decode.on_allocation(D1, [TABLE, [0, 23]], 7)
     (load,) = started(decode)
     assert (load.begin, load.end) == (12, 19)
-    assert load.tables == (packed(14, 15), packed(*[-1] * 6, 23))
+    assert load.tables == (Table.of([14, 15], first=3), Table.of([23], first=18))
 
 
 def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
@@ -308,7 +304,7 @@ def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
     decode.count_matched(D1, 0)
     decode.count_matched(D1, 12)
     decode.on_allocation(D1, [TABLE], 7)
-    assert started(decode) == [StartLoad(D1, 12, 19, (packed(14, 15),))]
+    assert started(decode) == [StartLoad(D1, 12, 19, (Table.of([14, 15], first=3),))]
 
 
 def test_a_load_is_started_once(decode: DecodeScheduler) -> None:

@@ -50,7 +50,6 @@ import nixl_kv.connector.vllm_config as module
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.blocks import block_ids
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
 from nixl_kv.protocol.messages import encode
@@ -58,6 +57,7 @@ from nixl_kv.protocol.ticket import FIELD, Ticket
 from nixl_kv.transport.memory import Fabric
 from support import recorded_vllm as recorded
 from support.records import rank_description
+from support.tables import written_out
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
 BLOCK: Final = 16
@@ -247,7 +247,7 @@ def test_what_the_tier_has_given_is_offered(engine: Make) -> None:
     (offer,) = prefill.commands(computing)
     assert isinstance(offer, PrepareOffer)
     table = prefill.vllm.kv_cache_manager.get_block_ids("second")[0]
-    assert list(block_ids(offer.tables[0])) == table
+    assert written_out(offer.tables[0]) == table
     (answer,) = prefill.end_step(computing)
     assert FIELD in answer.kv_transfer_params
     assert request.is_finished()

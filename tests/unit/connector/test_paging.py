@@ -2,14 +2,10 @@
 
 import pytest
 
-from nixl_kv.connector.paging import Paging, StatePaging, table_bytes
-from nixl_kv.geometry.blocks import block_ids
+from nixl_kv.connector.paging import Paging, StatePaging, table_of
+from nixl_kv.geometry.blocks import Table
 
 STATES = StatePaging(0, 16)
-
-
-def ids(table: bytes) -> list[int]:
-    return block_ids(table).tolist()
 
 
 @pytest.mark.parametrize(
@@ -33,39 +29,47 @@ def test_decode_may_ask_for_the_blocks_of_the_window(
 
 
 def test_the_null_block_is_absent() -> None:
-    assert ids(table_bytes([0, 7, 0, 2])) == [-1, 7, -1, 2]
-    assert table_bytes([]) == b""
+    assert table_of([0, 7, 0, 2], 0) == Table.of([7, -1, 2], first=1)
+    assert table_of([7, 0], 3) == Table.of([7, -1], first=3)
+    assert table_of([0, 0], 3) == Table.of([], first=5)
+    assert table_of([], 0) == Table.of([])
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        pytest.param(range(20), [11, 12, 13, 14, 15], id="all"),
-        pytest.param(range(19), [11, 12, 13, 14, 15], id="a begun block"),
-        pytest.param(range(8, 13), [13, 14], id="from a block's edge on"),
-        pytest.param(range(24), [11, 12, 13, 14, 15], id="more than it has"),
+        pytest.param(range(20), Table.of([11, 12, 13, 14, 15]), id="all"),
+        pytest.param(range(19), Table.of([11, 12, 13, 14, 15]), id="a begun block"),
+        pytest.param(range(8, 13), Table.of([13, 14], first=2), id="from a block's edge on"),
+        pytest.param(range(24), Table.of([11, 12, 13, 14, 15]), id="more than it has"),
     ],
 )
-def test_of_a_group_with_tokens_the_entries_of_these(tokens: range, expected: list[int]) -> None:
-    assert ids(Paging(0, 4, 0).table([11, 12, 13, 14, 15], tokens)) == expected
+def test_of_a_group_with_tokens_the_entries_of_these(tokens: range, expected: Table) -> None:
+    assert Paging(0, 4, 0).table([11, 12, 13, 14, 15], tokens) == expected
 
 
 @pytest.mark.parametrize(
     ("table", "tokens", "expected"),
     [
-        pytest.param([7], range(3), [-1, -1, 7], id="one block for all"),
-        pytest.param([7, 9], range(3), [-1, -1, 7], id="a block for what is to come"),
-        pytest.param([0, 9], range(14, 17), [-1, -1, 9], id="the second block's first token"),
-        pytest.param([8, 9], range(14, 16), [-1, 8], id="the first block's last token"),
-        pytest.param([0, 0, 5], range(40), [-1] * 39 + [5], id="earlier states are gone"),
-        pytest.param([0, 0], range(17), [-1] * 16, id="no state: too short to read by"),
-        pytest.param([3], range(17), [-1] * 16, id="a table without the entry"),
+        pytest.param([7], range(3), Table.of([7], first=2), id="one block for all"),
+        pytest.param([7, 9], range(3), Table.of([7], first=2), id="a block for what is to come"),
+        pytest.param(
+            [0, 9], range(14, 17), Table.of([9], first=16), id="the second block's first token"
+        ),
+        pytest.param(
+            [8, 9], range(14, 16), Table.of([8], first=15), id="the first block's last token"
+        ),
+        pytest.param([0, 0, 5], range(40), Table.of([5], first=39), id="earlier states are gone"),
+        pytest.param(
+            [0, 0], range(17), Table.of([], first=16), id="no state: too short to read by"
+        ),
+        pytest.param([3], range(17), Table.of([], first=16), id="a table without the entry"),
     ],
 )
 def test_of_a_group_with_states_the_last_one(
-    table: list[int], tokens: range, expected: list[int]
+    table: list[int], tokens: range, expected: Table
 ) -> None:
-    assert ids(STATES.table(table, tokens)) == expected
+    assert STATES.table(table, tokens) == expected
 
 
 @pytest.mark.parametrize(

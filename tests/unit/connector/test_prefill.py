@@ -4,7 +4,6 @@ import logging
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from nixl_kv.connector.block_pinning import PinnedBlocks
@@ -12,6 +11,7 @@ from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.prompt import Prompt
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import (
     Command,
@@ -30,10 +30,6 @@ FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
 TABLES = ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])
 KEY = b"k" * 32
 ADDRESS = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600)
-
-
-def packed(*ids: int) -> bytes:
-    return np.array(ids, "<i4").tobytes()
 
 
 class Side:
@@ -100,7 +96,7 @@ def test_an_offer_is_prepared_by_the_step_that_completes_the_prompt(side: Side) 
     (prepare,) = side.step((P1, range(19, 20)))
     assert isinstance(prepare, PrepareOffer)
     assert (prepare.request, prepare.num_tokens) == (P1, NUM_TOKENS)
-    assert prepare.tables == (packed(1, 2, 3, 4, 5), packed(-1, -1, 8, 9, 10))
+    assert prepare.tables == (Table.of([1, 2, 3, 4, 5]), Table.of([8, 9, 10], first=2))
     assert prepare.context == context_hash(prepare.nonce, TOKEN_IDS, [b"lora a"])
     assert side.step((P1, range(20, 21))) == []
 
@@ -246,7 +242,7 @@ def test_a_preempted_request_is_unpinned_and_offered_with_its_new_blocks(side: S
     side.manager.tables["p1"] = ([6, 7, 8, 9, 10], [0, 0, 11, 12, 13])
     second = side.compute()
     assert second.nonce == first.nonce
-    assert second.tables == (packed(6, 7, 8, 9, 10), packed(-1, -1, 11, 12, 13))
+    assert second.tables == (Table.of([6, 7, 8, 9, 10]), Table.of([11, 12, 13], first=2))
     ticket, _ = side.finish(tables=side.manager.tables["p1"])
     assert ticket is not None
     assert side.manager.block_pool.pinned == {11, 12, 13}

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -13,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from nixl_kv.connector.stale_tails import StaleTails
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.protocol.events import CancelLoad, StartLoad
 from support.recorded_vllm import torch
 from support.records import D1
@@ -28,7 +28,7 @@ def cache_of(*specs: KVCacheSpec) -> KVCacheConfig:
 
 
 def load(*tables: list[int]) -> StartLoad:
-    return StartLoad(D1, 0, 20, tuple(np.array(table, "<i4").tobytes() for table in tables))
+    return StartLoad(D1, 0, 20, tuple(map(Table.of, tables)))
 
 
 @pytest.fixture
@@ -52,6 +52,12 @@ def test_beside_state_the_last_block_of_attention_is_cleared(
     tails.clear([CancelLoad(D1), load([3, 1], [-1] * 19 + [2])])
     assert cleared(caches["layers.0"]) == [2, 3]
     assert cleared(caches["layers.1"]) == []
+
+
+@pytest.mark.parametrize("ids", [[], [-1, -1], [3, -1]], ids=["no entry", "all absent", "the last"])
+def test_what_is_absent_is_not_cleared(caches: dict[str, torch.Tensor], ids: list[int]) -> None:
+    StaleTails(cache_of(FULL, STATE), caches).clear([load(ids, [])])
+    assert cleared(caches["layers.0"]) == []
 
 
 def test_without_state_nothing_is_touched(caches: dict[str, torch.Tensor]) -> None:

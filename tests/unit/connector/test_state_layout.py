@@ -21,7 +21,7 @@ from nixl_kv.connector import state_layout
 from nixl_kv.connector.state_layout import Place, state_regions
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry import compat
-from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
 from nixl_kv.geometry.plan import plan
 from nixl_kv.geometry.ranks import assign, held_heads
@@ -305,10 +305,7 @@ def test_any_two_engines_exchange_a_state(data: st.DataObject) -> None:
     layouts = [[rank.layout for rank in side] for side in (readers, remotes)]
     assert compat.layout_mismatches(*layouts) == []
     shares = assign(*([held_heads(layout) for layout in side] for side in layouts))
-    tables = [
-        np.array([ABSENT] * (count - 1) + [side.block], np.int32)
-        for side, count in ((decode, len(tokens)), (prefill, tokens.stop))
-    ]
+    tables = [Table.of([side.block], first=tokens.stop - 1) for side in (decode, prefill)]
     for reader, share in zip(readers, shares, strict=True):
         for number, heads in share.items():
             planned = plan(reader.layout, remotes[number].layout, heads)

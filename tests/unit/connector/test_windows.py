@@ -21,8 +21,9 @@ from vllm.v1.request import Request
 
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.vllm_config import pagings
-from nixl_kv.geometry.blocks import ABSENT, block_ids
+from nixl_kv.geometry.blocks import ABSENT, Table
 from nixl_kv.ids import RequestId
+from support.tables import written_out
 
 P = RequestId("p")
 MEMORY = 2 << 20
@@ -89,13 +90,13 @@ class Engine:
             block_hasher=self.hasher,
         )
 
-    def prefill(self, blocks: PinnedBlocks, prompt: int, chunk: int) -> tuple[bytes, ...]:
+    def prefill(self, blocks: PinnedBlocks, prompt: int, chunk: int) -> tuple[Table, ...]:
         """Compute a prompt in chunks as the scheduler does; the tables that are offered."""
         request = self.request(prompt)
         hit, local, _ = self.manager.get_computed_blocks(request)
         computed = local
         first: tuple[Any, ...] = (local, hit)
-        offered: tuple[bytes, ...] = ()
+        offered: tuple[Table, ...] = ()
         while computed < prompt:
             count = min(chunk, prompt - computed)
             self.manager.new_step_starts()
@@ -161,7 +162,7 @@ def test_all_that_decode_wants_of_a_window_is_offered(
     pool = prefill.manager.block_pool
     for prompt in PROMPTS:
         offered = prefill.prefill(blocks, prompt, chunk)
-        table = block_ids(offered[WINDOW]).tolist()
+        table = written_out(offered[WINDOW])
         assert all(pool.blocks[block].ref_cnt == 1 for block in table if block > 0), prompt
         wanted = decode.wanted(prompt) if prompt > 1 else []
         assert missing(wanted, table, sizes, prompt - 1) == [], prompt
@@ -205,6 +206,6 @@ def test_all_is_offered_of_a_prompt_that_prefill_has_in_its_cache(
     wanted = decode.wanted(prompt) if prompt > 1 else []
     for _ in range(2):
         offered = prefill.prefill(blocks, prompt, 512)
-        table = block_ids(offered[WINDOW]).tolist()
+        table = written_out(offered[WINDOW])
         assert missing(wanted, table, (16, 16), prompt - 1) == []
         blocks.unpin([P])

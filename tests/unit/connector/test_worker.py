@@ -8,6 +8,7 @@ from nixl_kv import addresses
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.worker import Worker, rank_spec, transfer_results
 from nixl_kv.errors import ConfigError, TransportError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.protocol.events import (
     Command,
     Counts,
@@ -102,7 +103,7 @@ def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> Non
 def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
     worker.register(recorded.kv_caches())
-    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (b"\1\0\0\0",))
+    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
     load = prepare_load(host="127.0.0.1", port=1)  # where nobody listens
     worker.on_step(StepMetadata([prepare, PublishOffer(NONCE, P1), load, start_load(load.request)]))
     worker.stop()
@@ -138,7 +139,7 @@ def test_a_transport_that_fails_stops_the_start(
 
 def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
     worker.register(recorded.kv_caches())
-    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (b"\1\0\0\0",))
+    prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
     worker.on_step(StepMetadata([prepare, PublishOffer(NONCE, P1), start_load(D1)]))
     received: set[str] = set()
     failed: set[str] = set()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from nixl_kv.geometry.blocks import ABSENT, BlockIds, block_ids
+from nixl_kv.geometry.blocks import ABSENT, Table
 from nixl_kv.geometry.compat import layout_mismatches
 from nixl_kv.geometry.plan import IndexBuffer, Plan, plan
 from nixl_kv.geometry.ranks import held_heads, routes
@@ -72,12 +72,15 @@ class Pair:
         self.held = [list(map(held_heads, layouts)) for layouts in self.layouts]
         self.buffer = IndexBuffer()
 
-    def tables(self) -> tuple[list[BlockIds], list[BlockIds]]:
+    def tables(self) -> tuple[list[Table], list[Table]]:
         """The arguments of `Plan.reads`."""
         start = self.case.tokens.start
         return (
-            [block_ids(g.table[start // g.entry_size :]) for g in self.case.decode.groups],
-            [block_ids(group.table) for group in self.case.prefill.groups],
+            [
+                Table.of(g.table[start // g.entry_size :], start // g.entry_size)
+                for g in self.case.decode.groups
+            ],
+            [Table.of(group.table) for group in self.case.prefill.groups],
         )
 
     def read(self, number: int) -> Iterator[tuple[int, RunCounts]]:

@@ -1,8 +1,10 @@
 """Arithmetic on tokens and block ids: entries, token segments, piece numbers."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,14 +13,14 @@ from hypothesis import strategies as st
 from nixl_kv.geometry.blocks import (
     ABSENT,
     BlockTable,
+    Table,
     block_ids,
-    count_present,
     entries,
     num_token_segments,
-    to_bytes,
     token_segments,
 )
 from nixl_kv.geometry.layout import Group
+from support.tables import written_out
 
 properties = settings(deadline=None, database=None, derandomize=True)
 
@@ -33,40 +35,65 @@ def test_entries_are_exactly_those_that_contain_a_loaded_token(
     assert list(entries(local, load, size)) == sorted({token // size for token in tokens})
 
 
+@pytest.mark.parametrize("ids", [[], [3, 1, 2], (3, 1, 2), [2**31 - 1], [ABSENT]], ids=str)
+def test_block_ids_are_an_array_of_int32(ids: Sequence[int]) -> None:
+    array = block_ids(ids)
+    assert array.tolist() == list(ids)
+    assert array.dtype == np.int32
+    assert array.ndim == 1
+
+
+# --- tables
+
+
 @pytest.mark.parametrize(
-    ("table", "expected"),
+    ("ids", "first", "expected"),
     [
-        pytest.param([], [], id="empty list"),
-        pytest.param(b"", [], id="empty bytes"),
-        pytest.param([3, 1, 2], [3, 1, 2], id="list"),
-        pytest.param((3, 1, 2), [3, 1, 2], id="tuple"),
-        pytest.param(b"\x03\x00\x00\x00\x00\x01\x00\x00", [3, 256], id="little-endian bytes"),
-        pytest.param([2**31 - 1], [2**31 - 1], id="largest"),
-        pytest.param(b"\xff\xff\xff\xff", [ABSENT], id="absent"),
+        pytest.param([], 0, (0, b""), id="nothing"),
+        pytest.param([], 7, (7, b""), id="nothing up to an entry"),
+        pytest.param([3, 256], 0, (0, b"\3\0\0\0\0\1\0\0"), id="little-endian"),
+        pytest.param([3, 256], 5, (5, b"\3\0\0\0\0\1\0\0"), id="from an entry on"),
+        pytest.param([ABSENT, ABSENT, 3], 0, (2, b"\3\0\0\0"), id="absent at first"),
+        pytest.param([ABSENT, 3], 5, (6, b"\3\0\0\0"), id="absent at first, from an entry on"),
+        pytest.param([3, ABSENT], 0, (0, b"\3\0\0\0\xff\xff\xff\xff"), id="absent at last"),
+        pytest.param([ABSENT] * 4, 2, (6, b""), id="all absent"),
+        pytest.param([0], 0, (0, bytes(4)), id="block 0 is there"),
     ],
 )
-def test_block_ids_of_lists_and_bytes(table: list[int] | bytes, expected: list[int]) -> None:
-    ids = block_ids(table)
-    assert ids.tolist() == expected
-    assert ids.dtype == np.int32
-    assert ids.ndim == 1
+def test_a_table_begins_with_the_first_entry_that_is_present(
+    ids: list[int], first: int, expected: tuple[int, bytes]
+) -> None:
+    made = Table.of(ids, first)
+    assert (made.first, made.ids) == expected
+    assert made == Table.of(np.array(ids, dtype=np.int64), first)
 
 
-def test_what_is_absent_does_not_count() -> None:
-    assert count_present([3, ABSENT, 0, ABSENT]) == 2
-    assert count_present(to_bytes(block_ids([ABSENT, 7]))) == 1
+TABLES = st.builds(
+    lambda absent, ids: [ABSENT] * absent + ids,
+    st.integers(0, 50),
+    st.lists(st.integers(ABSENT, 2**31 - 1), max_size=20),
+)
+"""Of some the first entries are absent, as a window leaves them."""
 
 
-def test_bytes_that_end_within_an_id_are_refused() -> None:
-    with pytest.raises(ValueError, match="buffer size"):
-        block_ids(b"\x00\x00\x00")
+@properties
+@given(ids=TABLES, begin=st.integers(0, 20))
+def test_a_table_comes_back_whole(ids: list[int], begin: int) -> None:
+    """Whether it was cut, and where."""
+    made = Table.of(ids[begin:], min(begin, len(ids)))
+    assert written_out(made)[begin:] == ids[begin:]
+    assert len(written_out(made)) == len(ids)
+    assert made.num_present == sum(block != ABSENT for block in ids[begin:])
+    assert made.num_ids == len(made.block_ids)
+    assert not made.num_ids or made.block_ids[0] != ABSENT
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Table) == made
+    assert Table.of(written_out(made)) == made
 
 
-@pytest.mark.parametrize("ids", [[], [0], [7, 1, 2**31 - 1, 256]], ids=str)
-def test_the_wire_form_is_little_endian_and_reversible(ids: list[int]) -> None:
-    wire = to_bytes(block_ids(ids))
-    assert wire == b"".join(number.to_bytes(4, "little") for number in ids)
-    assert block_ids(wire).tolist() == ids
+def test_what_is_absent_at_first_costs_nothing() -> None:
+    """The state after the last of 128k tokens."""
+    made = Table.of([7], first=(1 << 17) - 1)
+    assert len(msgspec.msgpack.encode(made)) < 32
 
 
 # --- token segments
@@ -118,23 +145,29 @@ def table(ids: list[int], *, first: int = 0, **changes: Any) -> BlockTable:
         pytest.param(
             table([1, 2]),
             range(4, 12, 4),
-            "block table has the entries 0 to 1; needed: 1 to 2",
+            "block table has 2 entries; needed: 3",
             id="beyond the end",
         ),
         pytest.param(
             table([1, 2], first=3),
-            range(8, 16, 4),
-            "block table has the entries 3 to 4; needed: 2 to 3",
-            id="before the first",
+            range(16, 24, 4),
+            "block table has 5 entries; needed: 6",
+            id="beyond the end, with absent entries",
         ),
         pytest.param(
             table([1, 2]),
             range(5, 12, 3),
-            "block table has the entries 0 to 1; needed: 1 to 2",
+            "block table has 2 entries; needed: 3",
             id="beyond the end, not at a block's edge",
         ),
         pytest.param(
-            table([]), range(1), "block table has the entries 0 to -1", id="an empty table"
+            table([]), range(1), "block table has 0 entries; needed: 1", id="an empty table"
+        ),
+        pytest.param(
+            table([], first=3),
+            range(13),
+            "block table has 3 entries; needed: 4",
+            id="a table of absent entries",
         ),
         pytest.param(table([12]), range(1), "block id 12; allowed: 0 to 11", id="large id"),
         pytest.param(
@@ -169,7 +202,7 @@ def test_ids_of_other_tokens_are_not_checked() -> None:
 @settings(properties, max_examples=150)
 @given(
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
-    ids=st.lists(st.integers(ABSENT, 5), min_size=1, max_size=6),
+    ids=st.lists(st.integers(ABSENT, 5), max_size=6),
     first=st.integers(0, 3),
     step=st.integers(1, 30),
     data=st.data(),
@@ -177,32 +210,30 @@ def test_ids_of_other_tokens_are_not_checked() -> None:
 def test_each_token_has_the_piece_of_a_table_written_out(
     sizes: tuple[int, int, int], ids: list[int], first: int, step: int, data: st.DataObject
 ) -> None:
-    """All pieces of an absent entry have negative numbers."""
+    """All pieces of an absent entry have negative numbers; before the first all are absent."""
     size, per_block, per_entry = sizes
-    written_out = [
+    numbers = [ABSENT] * (first * size * per_block * per_entry) + [
         ABSENT if entry < 0 else (entry * per_entry + block) * per_block + piece
         for entry in ids
         for block in range(per_entry)
         for piece in range(per_block)
         for _ in range(size)
     ]
-    before = first * size * per_block * per_entry
-    begin = data.draw(st.integers(before, before + len(written_out)))
-    tokens = range(begin, data.draw(st.integers(begin, before + len(written_out))), step)
-    numbers = table(
+    begin = data.draw(st.integers(0, len(numbers)))
+    tokens = range(begin, data.draw(st.integers(begin, len(numbers))), step)
+    found = table(
         ids,
         first=first,
         block_size=size * per_block,
         num_blocks=6 * per_entry,
         blocks_per_entry=per_entry,
     ).piece_numbers(tokens, per_block)
-    expected = [written_out[token - before] for token in tokens]
-    assert np.maximum(numbers, ABSENT).tolist() == expected
-    assert numbers.dtype == np.int32
+    assert np.maximum(found, ABSENT).tolist() == [numbers[token] for token in tokens]
+    assert found.dtype == np.int32
 
 
 def test_piece_numbers_do_not_change_the_table() -> None:
     """The ids may be a view of a message."""
-    ids = block_ids(b"\x01\x00\x00\x00" * 3)
+    ids = Table.of([1, 1, 1]).block_ids
     BlockTable(ids, Group(4, 8, 2, ())).piece_numbers(range(24), 4)
     assert ids.tolist() == [1, 1, 1]

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.blocks import ABSENT, block_ids
+from nixl_kv.geometry.blocks import ABSENT, Table, block_ids
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.model_layouts import PACKED
 from nixl_kv.geometry.plan import (
@@ -72,7 +74,7 @@ class Case:
         local, remote = self.sides
         first = self.tokens.start // self.layouts[0].groups[0].entry_size
         return self.plan.reads(
-            [block_ids(local.table[first:])], [block_ids(remote.table)], self.tokens
+            [Table.of(local.table[first:], first)], [Table.of(remote.table)], self.tokens
         )
 
     def pairs(self, tokens: range) -> np.ndarray:
@@ -409,8 +411,8 @@ def test_rows_and_indices_written_out() -> None:
         [9000, 16, 7, 16, 6],
     ]
     reads = planned.reads(
-        [block_ids([0, 1, 3]), block_ids([0, 1, ABSENT])],
-        [block_ids([2, 3, 4]), block_ids([4, 5, 0])],
+        [Table.of([0, 1, 3]), Table.of([0, 1, ABSENT])],
+        [Table.of([2, 3, 4]), Table.of([4, 5, 0])],
         range(3),
     )
     assert reads.local.tolist() == [0, 1, 3, 4, 5, 7, 8, 9]
@@ -425,8 +427,8 @@ def test_rows_and_indices_written_out() -> None:
 def test_indices_of_dense_rows_are_in_the_order_of_local_blocks() -> None:
     """An allocator hands out neighbours, but often backwards: they merge in this order only."""
     reads = plan_of_two_groups().reads(
-        [block_ids([3, 2, 0]), block_ids([ABSENT] * 3)],
-        [block_ids([4, 3, 0]), block_ids([0] * 3)],
+        [Table.of([3, 2, 0]), Table.of([ABSENT] * 3)],
+        [Table.of([4, 3, 0]), Table.of([0] * 3)],
         range(3),
     )
     assert reads.local.tolist() == [0, 2, 3, 7, 6, 4]
@@ -436,7 +438,7 @@ def test_indices_of_dense_rows_are_in_the_order_of_local_blocks() -> None:
 
 def test_an_index_buffer_is_used_again_and_grows() -> None:
     planned, buffer = equal_ranks().plan, IndexBuffer()
-    local, remote = [block_ids([4, 1, 3])], [block_ids([2, 6, 4])]
+    local, remote = [Table.of([4, 1, 3])], [Table.of([2, 6, 4])]
     for end in (8, 4, 12, 12):
         alone = planned.reads(local, remote, range(end))
         reads = planned.reads(local, remote, range(end), buffer=buffer)
@@ -455,7 +457,7 @@ def test_groups_in_the_same_memory_share_rows() -> None:
     side = rank([(4, regions[:1]), (4, regions[1:])])
     planned = plan(side, side)
     assert planned.local.tolist() == planned.remote.tolist() == [[1000, 8, 0, 8, 4]]
-    tables = [block_ids([1]), block_ids([3])]
+    tables = [Table.of([1]), Table.of([3])]
     reads = planned.reads(tables, tables[::-1], range(1))
     assert (reads.local.tolist(), reads.remote.tolist()) == ([1, 3], [3, 1])
 
@@ -518,7 +520,7 @@ def test_rows_are_those_of_the_share(
 def test_ranks_with_nothing_in_common_read_nothing() -> None:
     sides = [rank([(4, [one_layer(1000, stride=8, blocks=4, name=name)])]) for name in "ab"]
     planned = plan(sides[0], sides[1])
-    reads = planned.reads([block_ids([1])], [block_ids([])], range(1))
+    reads = planned.reads([Table.of([1])], [Table.of([])], range(1))
     assert (reads.local.tolist(), reads.remote.tolist(), reads.num_bytes) == ([], [], 0)
 
 
@@ -526,7 +528,7 @@ def test_ranks_with_nothing_in_common_read_nothing() -> None:
 
 
 def test_no_tokens_have_no_indices() -> None:
-    reads = equal_ranks().plan.reads([block_ids([])], [block_ids([])], range(8, 8))
+    reads = equal_ranks().plan.reads([Table.of([])], [Table.of([])], range(8, 8))
     assert (len(reads.local), len(reads.remote)) == (0, 0)
     assert (reads.num_bytes, reads.num_runs) == (0, 0)
     assert reads.local.dtype == reads.remote.dtype == np.int32
@@ -543,7 +545,7 @@ def test_no_tokens_have_no_indices() -> None:
 )
 def test_absent_local_blocks_are_not_read(local: list[int], remote: list[int], read: range) -> None:
     case = equal_ranks()
-    reads = case.plan.reads([block_ids(local)], [block_ids(remote)], range(12))
+    reads = case.plan.reads([Table.of(local)], [Table.of(remote)], range(12))
     copied, expected = byte_pairs(case.plan, reads), case.pairs(read)
     assert sorted(map(tuple, copied.tolist())) == sorted(map(tuple, expected.tolist()))
     assert reads.num_bytes == len(expected)
@@ -573,13 +575,13 @@ def test_absent_local_blocks_are_not_read(local: list[int], remote: list[int], r
         pytest.param(
             [4, 1],
             [2, 6, 4],
-            "block table has the entries 0 to 1; needed: 0 to 2",
+            "block table has 2 entries; needed: 3",
             id="short local table",
         ),
         pytest.param(
             [4, 1, 3],
             [2],
-            "block table has the entries 0 to 0; needed: 0 to 2",
+            "block table has 1 entries; needed: 3",
             id="short remote table",
         ),
     ],
@@ -587,11 +589,70 @@ def test_absent_local_blocks_are_not_read(local: list[int], remote: list[int], r
 def test_wrong_block_tables_are_refused(local: list[int], remote: list[int], message: str) -> None:
     """A block id that a cache does not have would name a piece of another layer's row."""
     with pytest.raises(ValueError, match=f"^{message}$"):
-        equal_ranks().plan.reads([block_ids(local)], [block_ids(remote)], range(12))
+        equal_ranks().plan.reads([Table.of(local)], [Table.of(remote)], range(12))
+
+
+@settings(deadline=None, database=None, derandomize=True, max_examples=300)
+@given(
+    sizes=st.sampled_from([(4, 4), (4, 8), (8, 4), (6, 4), (1, 1)]),
+    absent=st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    gaps=st.tuples(st.sets(st.integers(0, 24)), st.sets(st.integers(0, 24))),
+    tokens=st.tuples(st.integers(0, 4), st.integers(0, 20)),
+)
+def test_what_is_left_out_of_a_table_is_absent(
+    sizes: tuple[int, int],
+    absent: tuple[int, int],
+    gaps: tuple[set[int], set[int]],
+    tokens: tuple[int, int],
+) -> None:
+    """On both sides, whether it is refused or read."""
+    model, begin = layers(2, heads=2, key=2, value=2), tokens[0] * sizes[0]
+    prompt = range(begin, begin + tokens[1])
+    whole = [
+        [
+            ABSENT if entry < passed or entry in holes else entry
+            for entry in range(-(-prompt.stop // size))
+        ]
+        for size, passed, holes in zip(sizes, absent, gaps, strict=True)
+    ]
+    sides = [
+        Side("LBHNC", model, Blocks(40, size), tuple(table))
+        for size, table in zip(sizes, whole, strict=True)
+    ]
+    planned = Case(sides[0], sides[1], prompt).plan
+
+    def outcome(local: Table, remote: Table) -> object:
+        try:
+            reads = planned.reads([local], [remote], prompt)
+        except ValueError as error:
+            return str(error)
+        return reads.local.tolist(), reads.remote.tolist(), reads.num_bytes, reads.num_runs
+
+    cut = Table.of(whole[0][tokens[0] :], tokens[0])
+    assert outcome(cut, Table.of(whole[1])) == outcome(*map(with_absent, whole))
+
+
+def with_absent(ids: list[int]) -> Table:
+    """Nothing is left out."""
+    return Table(0, block_ids(ids).tobytes())
+
+
+def test_a_state_is_read_whatever_the_prompts_length() -> None:
+    """Its table has one entry, that of the last token."""
+    model, last = layers(2, heads=2, key=4), (1 << 31) - 2
+    sides = [Side("LBHNC", model, Blocks(6, 1), (block,)) for block in (4, 2)]
+    planned = Case(sides[0], sides[1], range(1)).plan
+    reads, alone = (
+        planned.reads([Table.of([4], first)], [Table.of([2], first)], range(first + 1))
+        for first in (last, 0)
+    )
+    assert reads.num_bytes == alone.num_bytes > 0
+    assert np.array_equal(reads.local, alone.local)
+    assert np.array_equal(reads.remote, alone.remote)
 
 
 def test_each_group_must_have_a_block_table() -> None:
-    planned, one = plan_of_two_groups(), block_ids([1])
+    planned, one = plan_of_two_groups(), Table.of([1])
     for tables in (([one], [one] * 2), ([one] * 2, [one]), ([one] * 3, [one] * 2)):
         wrong = next(len(side) for side in tables if len(side) != 2)
         with pytest.raises(ValueError, match=f"^{wrong} block tables; allowed: 2, one per group$"):
@@ -600,7 +661,7 @@ def test_each_group_must_have_a_block_table() -> None:
 
 def test_entries_after_the_tokens_are_not_checked() -> None:
     planned = equal_ranks().plan
-    tables = [block_ids([4, 1, 99])], [block_ids([2, 6, 99, 99])]
+    tables = [Table.of([4, 1, 99])], [Table.of([2, 6, 99, 99])]
     assert planned.reads(*tables, range(5)).num_bytes == 2 * 3 * 2 * 4 * 4
 
 
@@ -625,7 +686,7 @@ def plan_of_rows(heads: int, num_blocks: int) -> Plan:
 def test_as_many_pieces_as_int32_can_number_are_allowed(
     heads: int, num_blocks: int, expected: list[int]
 ) -> None:
-    last = [block_ids([num_blocks - 1])]
+    last = [Table.of([num_blocks - 1])]
     reads = plan_of_rows(heads, num_blocks).reads(last, last, range(1))
     assert reads.local.tolist() == expected
 

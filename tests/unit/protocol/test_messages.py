@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.digest import MAX_COLUMNS
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import ANY_INCARNATION, Claim
@@ -42,7 +43,6 @@ from support.records import (
     READER,
     SLICES,
     SUMS,
-    TABLES,
     ask,
     at,
     decode,
@@ -61,7 +61,6 @@ from support.records import (
     renew,
     renewed,
 )
-from support.scripts import each_of
 
 READER_WIRE = ["decode", hex32(0xD), 0]
 
@@ -100,6 +99,7 @@ LAYOUT_WIRE = {
 }
 RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE]
 OFFER_WIRE = [NONCE, CLAIM, READER_WIRE]
+TABLE_WIRE = {"first": 0, "ids": b"\7\0\0\0\3\0\0\0"}
 SLICE_WIRE = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
 
 PEER_STATUS = PeerStatus(
@@ -166,12 +166,12 @@ STATUS_WIRE = [
 ]
 
 WIRE = [
-    pytest.param(describe(), ["Describe", 5, ENGINE_LIFE, "prefill"], id="describe"),
+    pytest.param(describe(), ["Describe", 6, ENGINE_LIFE, "prefill"], id="describe"),
     pytest.param(
         description(),
         [
             "Description",
-            5,
+            6,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -180,52 +180,52 @@ WIRE = [
         ],
         id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 5, ENGINE_LIFE, "prefill", "no"], id="refusal"),
+    pytest.param(refusal("no"), ["Refusal", 6, ENGINE_LIFE, "prefill", "no"], id="refusal"),
     pytest.param(
         ask(number=5, readers=(0, 1)),
-        ["Ask", 5, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 6, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
         id="ask",
     ),
     pytest.param(
-        grant(), ["Grant", 5, RANK_LIFE, *OFFER_WIRE, 2.0, list(TABLES), 3, GENERATION], id="grant"
+        grant(), ["Grant", 6, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, GENERATION], id="grant"
     ),
-    pytest.param(deny(), ["Deny", 5, RANK_LIFE, *OFFER_WIRE], id="deny"),
+    pytest.param(deny(), ["Deny", 6, RANK_LIFE, *OFFER_WIRE], id="deny"),
     pytest.param(
         digest_request(),
-        ["DigestRequest", 5, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
+        ["DigestRequest", 6, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
         id="digest request",
     ),
     pytest.param(
         digest_reply(),
-        ["DigestReply", 5, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
+        ["DigestReply", 6, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
         id="digest reply",
     ),
     pytest.param(
         renew(6, CLAIM, reading=1),
-        ["Renew", 5, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
+        ["Renew", 6, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
         id="renew",
     ),
-    pytest.param(renew(6), ["Renew", 5, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
-    pytest.param(recall(), ["Recall", 5, RANK_LIFE, *OFFER_WIRE], id="recall"),
-    pytest.param(renewed(CLAIM), ["Renewed", 5, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
-    pytest.param(release(), ["Release", 5, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
+    pytest.param(renew(6), ["Renew", 6, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
+    pytest.param(recall(), ["Recall", 6, RANK_LIFE, *OFFER_WIRE], id="recall"),
+    pytest.param(renewed(CLAIM), ["Renewed", 6, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
+    pytest.param(release(), ["Release", 6, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
     pytest.param(
-        release(complete=False), ["Release", 5, RANK_LIFE, *OFFER_WIRE, False], id="release"
+        release(complete=False), ["Release", 6, RANK_LIFE, *OFFER_WIRE, False], id="release"
     ),
     pytest.param(
         StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
-        ["StatusRequest", 5, ANY_INCARNATION, "d1"],
+        ["StatusRequest", 6, ANY_INCARNATION, "d1"],
         id="status request",
     ),
-    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 5, ANY_INCARNATION], id="drain"),
+    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 6, ANY_INCARNATION], id="drain"),
     pytest.param(
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
-        ["Draining", 5, ENGINE_LIFE, 3],
+        ["Draining", 6, ENGINE_LIFE, 3],
         id="draining",
     ),
-    pytest.param(status(), ["Status", 5, RANK_LIFE, *STATUS_WIRE], id="status"),
+    pytest.param(status(), ["Status", 6, RANK_LIFE, *STATUS_WIRE], id="status"),
     pytest.param(Decline(nonce=NONCE), ["Decline", 0, NONCE], id="decline"),
-    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 5], id="version refusal"),
+    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 6], id="version refusal"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -238,7 +238,7 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
 
 def test_a_release_has_these_bytes() -> None:
     assert encode(release()) == (
-        b"\x97\xa7Release\x05\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
+        b"\x97\xa7Release\x06\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
         b"\xd9\x20" + CLAIM.encode() + b"\x93\xa6decode\xd9\x20" + hex32(0xD).encode() +
         b"\x00\xc3"
     )  # fmt: skip
@@ -252,7 +252,7 @@ def test_every_message_of_the_wire_is_in_the_table() -> None:
 def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
     """So that a nonce and a claim cannot change places unnoticed."""
     with pytest.raises(TypeError, match="positional arguments"):
-        kind(5, RANK_LIFE)
+        kind(6, RANK_LIFE)
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
@@ -342,8 +342,10 @@ def with_slots(address: int = 1, count: int = 1) -> Message:
         pytest.param(ask(reader=reader(1023, LONG_NAME)), id="reader"),
         pytest.param(ask(number=2**62), id="number"),
         pytest.param(grant(lease_s=3600.0, slot=(1 << 20) - 1), id="grant"),
-        pytest.param(grant(tables=(b"",) * 64), id="groups"),
-        pytest.param(grant(tables=(b"x" * (4 << 20),)), id="table"),
+        pytest.param(grant(tables=(Table(0, b""),) * 64), id="groups"),
+        pytest.param(grant(tables=(Table(0, b"x" * (4 << 20)),)), id="table"),
+        pytest.param(grant(tables=(Table(2**31 - 1, b""),)), id="nothing but absent entries"),
+        pytest.param(grant(tables=(Table(2**31 - 2, b"xxxx"),)), id="the last entry"),
         pytest.param(renew(0, *MOST_CLAIMS), id="claims"),
         pytest.param(renewed(*MOST_CLAIMS), id="lost"),
         pytest.param(refusal("x" * 512), id="reason"),
@@ -405,8 +407,7 @@ def test_a_message_at_its_bounds_is_accepted(message: Message) -> None:
         pytest.param(grant(lease_s=3601.0), "`float` <= 3600.0", id="lease"),
         pytest.param(grant(lease_s=float("nan")), "`float`", id="lease that is no number"),
         pytest.param(grant(tables=()), "length >= 1", id="no tables"),
-        pytest.param(grant(tables=(b"",) * 65), "length <= 64", id="groups"),
-        pytest.param(grant(tables=(b"x" * ((4 << 20) + 1),)), "length <= 4194304", id="table"),
+        pytest.param(grant(tables=(Table(0, b""),) * 65), "length <= 64", id="groups"),
         pytest.param(grant(slot=1 << 20), "`int` <= 1048575", id="slot"),
         pytest.param(grant(slot=-1), "`int` >= 0", id="negative slot"),
         pytest.param(grant(generation=b"\1" * 15), "length >= 16", id="short generation"),
@@ -468,18 +469,49 @@ SHAPE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"tp": 0}, "tp is 0; allowed: 1 to 1024"),
     "shape too large": ({"pp": 1025}, "pp is 1025; allowed: 1 to 1024"),
 }
+TABLE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "ids that are cut": (
+        {"ids": b"\0" * 7},
+        "ids of a block table are 7 bytes; allowed: 4 for each of at most 1048576 entries",
+    ),
+    "too many ids": ({"ids": bytes((4 << 20) + 4)}, "ids of a block table are 4194308 bytes"),
+    "no ids": ({"ids": None}, "Expected `bytes`, got `None`"),
+    "first of no entry": (
+        {"first": -1},
+        "first of a block table is -1; allowed: 0 to 2147483645",
+    ),
+    "an end out of range": ({"first": 2**31 - 2}, "first of a block table is 2147483646; allowed"),
+    "first out of all range": ({"first": 2**63}, "first of a block table is 9223372036854775808"),
+}
+RECORDS: list[tuple[Message, Callable[[list[Any]], Any], dict[str, Any]]] = [
+    (digest_request(), lambda wire: wire[-1][0], SLICE_ERRORS),
+    (description(), lambda wire: wire[5], SHAPE_ERRORS),
+    (grant(), lambda wire: wire[-3][0], TABLE_ERRORS),
+]
 
 
-@each_of(SLICE_ERRORS | SHAPE_ERRORS, "case")
+@pytest.mark.parametrize(
+    ("message", "record_of", "fields", "error"),
+    [
+        pytest.param(message, record_of, *case, id=name)
+        for message, record_of, errors in RECORDS
+        for name, case in errors.items()
+    ],
+)
 def test_a_record_that_checks_itself_is_refused_by_its_own_words(
-    case: tuple[dict[str, Any], str],
+    message: Message, record_of: Callable[[list[Any]], Any], fields: dict[str, Any], error: str
 ) -> None:
-    fields, error = case
-    is_slice = case in SLICE_ERRORS.values()
-    wire = msgspec.msgpack.decode(encode(digest_request() if is_slice else description()))
-    record: dict[str, Any] = wire[-1][0] if is_slice else wire[5]
-    record |= fields
+    wire = msgspec.msgpack.decode(encode(message))
+    record_of(wire).update(fields)
     with pytest.raises(RemoteProtocolError, match=re.escape(error)):
+        decode(msgspec.msgpack.encode(wire))
+
+
+def test_a_table_of_version_5_is_refused_as_what_it_is() -> None:
+    """Bytes alone: who sends them says another version, or lies."""
+    wire = msgspec.msgpack.decode(encode(grant()))
+    wire[-3] = [b"\7\0\0\0"]
+    with pytest.raises(RemoteProtocolError, match=re.escape("Expected `object`, got `bytes`")):
         decode(msgspec.msgpack.encode(wire))
 
 
@@ -502,8 +534,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
         pytest.param(msgspec.msgpack.encode(["Release"]), "at least length", id="tag alone"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 5]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 5]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 6]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 6]), "Expected `str`", id="tag is no string"),
         pytest.param(msgspec.msgpack.encode(["Release", "1"]), "Expected", id="version in words"),
     ],
 )
@@ -512,7 +544,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         decode(payload)
 
 
-@pytest.mark.parametrize("version", [-1, 1, 4, 6, 2**63])
+@pytest.mark.parametrize("version", [-1, 1, 5, 7, 2**63])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -528,7 +560,7 @@ def test_a_foreign_version_is_what_is_said_first(
 ) -> None:
     with pytest.raises(ForeignVersion) as raised:
         decode(msgspec.msgpack.encode([kind, version, *fields]))
-    assert str(raised.value) == f"wire version {version}; this side speaks 5"
+    assert str(raised.value) == f"wire version {version}; this side speaks 6"
 
 
 @pytest.mark.parametrize(
@@ -545,8 +577,8 @@ def test_what_is_the_same_in_every_version_is_read_for_ever(
     for longer in (wire, [*wire, "more", {"of": "a later version"}]):
         assert decode(msgspec.msgpack.encode(longer)) == message
     assert msgspec.msgpack.decode(encode(message)) == wire
-    with pytest.raises(ForeignVersion, match="wire version 6"):
-        decode(msgspec.msgpack.encode([wire[0], 6, wire[2]]))
+    with pytest.raises(ForeignVersion, match="wire version 7"):
+        decode(msgspec.msgpack.encode([wire[0], 7, wire[2]]))
 
 
 def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
@@ -557,17 +589,17 @@ def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
 
 
 def test_a_refusal_says_both_versions() -> None:
-    assert str(VersionRefusal(speaks=9)) == "it speaks wire version 9; this side speaks 5"
+    assert str(VersionRefusal(speaks=9)) == "it speaks wire version 9; this side speaks 6"
 
 
 def test_a_message_with_more_fields_is_read() -> None:
-    wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 5"}]
+    wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 6"}]
     assert decode(msgspec.msgpack.encode(wire)) == release()
 
 
 def test_an_error_has_its_cause() -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 5]))
+        decode(msgspec.msgpack.encode(["Gone", 6]))
     assert isinstance(raised.value.__cause__, msgspec.ValidationError)
 
 

@@ -43,14 +43,14 @@ PAYLOAD = (
     "l6gxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
     "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQ"
 )
-MAC = "80839bea87a9a65b76bfcd2cfa9e47ae"
+MAC = "b84d5dcd7dc3fe93a1659d69f562405c"
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_engine_id": "prefill",
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
-    "nixl_kv_ticket": f"5..{PAYLOAD}",
+    "nixl_kv_ticket": f"6..{PAYLOAD}",
 }
 
 ONE_TWO: dict[Any, Any] = {1: 2}
@@ -60,7 +60,7 @@ def packed(entries: object) -> str:
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(entries)).decode().rstrip("=")
 
 
-def written(entries: object, *, version: object = 5, mac: str = "") -> dict[str, Any]:
+def written(entries: object, *, version: object = 6, mac: str = "") -> dict[str, Any]:
     """Parameters with these entries in the string, as a client may write them."""
     return {FIELD: f"{version}.{mac}.{packed(entries)}"}
 
@@ -79,7 +79,7 @@ def without(*names: str) -> dict[str, Any]:
 def test_a_ticket_has_this_form() -> None:
     """A change needs a new wire version; what is said to be stable changes never."""
     assert ticket().params(None) == PARAMS
-    assert ticket().params(KEY) == {**PARAMS, FIELD: f"5.{MAC}.{PAYLOAD}"}
+    assert ticket().params(KEY) == {**PARAMS, FIELD: f"6.{MAC}.{PAYLOAD}"}
     assert having() == {FIELD: PARAMS[FIELD]}
 
 
@@ -183,11 +183,11 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
                 (True, "true"),
                 (10**5000, "of type int"),
                 ([["x"] * 10_000], "of type list"),
-                (b"5..AA", "of type bytes"),
+                (b"6..AA", "of type bytes"),
             ]
         ],
         pytest.param(
-            {FIELD: "5.." + "A" * (MAX_LENGTH - 2)},
+            {FIELD: "6.." + "A" * (MAX_LENGTH - 2)},
             "kv_transfer_params: nixl_kv_ticket has 4097 characters; allowed: 4096",
             id="long",
         ),
@@ -202,22 +202,22 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
                 "",
                 ".",
                 "..",
-                "5..",
-                "5.AA",
-                "5...AA",
-                f"5.{'a' * 31}.AA",
-                f"5.{'a' * 33}.AA",
-                f"5.{'A' * 32}.AA",
-                f"5.{'é' * 32}.AA",
-                "5..AA=",
-                "5..A+/A",
-                "5..é",
-                "5..AA\n",
-                " 5..AA",
+                "6..",
+                "6.AA",
+                "6...AA",
+                f"6.{'a' * 31}.AA",
+                f"6.{'a' * 33}.AA",
+                f"6.{'A' * 32}.AA",
+                f"6.{'é' * 32}.AA",
+                "6..AA=",
+                "6..A+/A",
+                "6..é",
+                "6..AA\n",
+                " 6..AA",
                 "05..AA",
-                "-5..AA",
-                "+5..AA",
-                "5.0..AA",
+                "-6..AA",
+                "+6..AA",
+                "6.0..AA",
                 "\u0665..AA",
                 "1234567890..AA",
                 "A" * MAX_LENGTH,
@@ -309,12 +309,12 @@ def test_a_payload_that_is_no_msgpack_is_refused(payload: bytes) -> None:
     text = base64.urlsafe_b64encode(payload).decode().rstrip("=")
     for parse in (opened, head_of):
         with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-            parse({FIELD: f"5..{text}"})
+            parse({FIELD: f"6..{text}"})
 
 
 def test_a_payload_that_is_no_base64_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-        opened({FIELD: "5..A"})
+        opened({FIELD: "6..A"})
 
 
 def test_entries_of_a_later_revision_are_left_out() -> None:
@@ -388,7 +388,7 @@ def mac_of(sealed: SealedTicket, key: bytes) -> str:
     return hashlib.blake2b(covered, digest_size=16, key=key).hexdigest()
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, 6, 999_999_999])
+@pytest.mark.parametrize("version", [0, 1, 5, 7, 999_999_999])
 @pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with a key"])
 def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     version: int, key: bytes | None
@@ -399,20 +399,20 @@ def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     with pytest.raises(ForeignVersion) as refused:
         sealed.open()
     assert str(refused.value) == (
-        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 5"
+        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 6"
     )
 
 
 def test_a_ticket_cannot_be_passed_off_as_one_of_another_version() -> None:
     text = ticket().params(KEY)[FIELD]
-    for version in ("4", "6", "55", "0"):
-        forged = SealedTicket.parse({FIELD: text.replace("5.", f"{version}.", 1)})
+    for version in ("5", "7", "66", "0"):
+        forged = SealedTicket.parse({FIELD: text.replace("6.", f"{version}.", 1)})
         with pytest.raises(RemoteProtocolError, match="mac is wrong"):
             forged.check_mac(KEY)
 
 
 def test_the_version_of_tickets_is_that_of_the_wire() -> None:
-    assert SealedTicket.parse(PARAMS).version == WIRE_VERSION == 5
+    assert SealedTicket.parse(PARAMS).version == WIRE_VERSION == 6
 
 
 # The MAC
@@ -532,7 +532,7 @@ def test_the_mac_is_checked_before_the_payload_is_looked_at(
 def test_the_mac_of_an_engine_with_another_key_is_refused_in_words(
     theirs: bytes | None, key: bytes | None, words: str
 ) -> None:
-    for params in (ticket().params(theirs), later(6, theirs)):
+    for params in (ticket().params(theirs), later(7, theirs)):
         with pytest.raises(RemoteProtocolError) as refusal:
             SealedTicket.parse(params).check_mac(key)
         assert str(refusal.value) == f"kv_transfer_params: nixl_kv_ticket {words}"

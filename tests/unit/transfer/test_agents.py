@@ -7,8 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL, wire_tables
+from lab.local.engine import MODEL
 from nixl_kv.errors import LocalProtocolError, TransportError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Endpoint, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
     AbandonRead,
@@ -80,8 +81,8 @@ class Reading:
         return self.transports[-1]
 
     def start(self, request: RequestId, rank: Rank = R0, block: int = 7) -> list[DataEvent]:
-        load = StartLoad(request, 0, 4, wire_tables([[block]]))
-        granted = grant(tables=wire_tables([[3]]))
+        load = StartLoad(request, 0, 4, (Table.of([block]),))
+        granted = grant(tables=(Table.of([3]),))
         return self.agents.execute(StartRead(PEER, rank, granted, load))
 
     def poll(self) -> list[DataEvent]:

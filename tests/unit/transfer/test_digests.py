@@ -12,7 +12,7 @@ import pytest
 
 from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
-from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.blocks import ABSENT, Table
 from nixl_kv.geometry.digest import Key
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.slices import KVSlice, LocalSlice
@@ -76,13 +76,9 @@ class Cache:
                 other.bytes[layer, to] = self.bytes[layer, block]
 
 
-def packed(*ids: int) -> bytes:
-    return np.array(ids, "<i4").tobytes()
-
-
-TABLES: Final = (packed(*TABLE), packed(*WINDOWED))
+TABLES: Final = (Table.of(TABLE), Table.of(WINDOWED))
 DECODE_TABLES: Final = ((1, 2, 3), (ABSENT, 9, 8))
-DECODE_PACKED: Final = tuple(packed(*table) for table in DECODE_TABLES)
+DECODE_SENT: Final = tuple(Table.of(ids) for ids in DECODE_TABLES)
 
 
 def asked(**changed: Any) -> DigestRequest:
@@ -90,7 +86,7 @@ def asked(**changed: Any) -> DigestRequest:
 
 
 def order(
-    route: bytes = b"route", *, tables: tuple[bytes, ...] = TABLES, **changed: Any
+    route: bytes = b"route", *, tables: tuple[Table, ...] = TABLES, **changed: Any
 ) -> MakeDigest:
     return MakeDigest(route, asked(**changed), tables)
 
@@ -183,10 +179,11 @@ def test_what_is_behind_the_end_is_not_looked_at(cache: Cache, digests: DigestQu
     assert digest_of(digests, order()).rows != before.rows
 
 
-def test_block_tables_begin_at_the_entry_of_the_first_token(cache: Cache) -> None:
-    first, second = block_tables(cache.layout, TABLES, 9)
-    assert (list(first.ids), first.first) == ([7, 3, 5], 2)
-    assert (list(second.ids), second.first) == ([ABSENT, 2, 6], 2)
+def test_block_tables_begin_with_what_is_present(cache: Cache) -> None:
+    first, second = block_tables(cache.layout, TABLES)
+    assert (list(first.ids), first.first) == ([7, 3, 5], 0)
+    assert (list(second.ids), second.first) == ([2, 6], 1)
+    assert (first.group, second.group) == cache.layout.groups
 
 
 # --- comparisons
@@ -197,7 +194,7 @@ def comparison(
     *,
     slices: tuple[KVSlice, ...] = (FULL, BEHIND),
     begin: int = 0,
-    tables: tuple[bytes, ...] = DECODE_PACKED,
+    tables: tuple[Table, ...] = DECODE_SENT,
 ) -> CompareDigest:
     reply = digest_reply(rows=remote.rows, columns=remote.columns)
     return CompareDigest(Rank(3), slices, StartLoad(D1, begin, END, tables, True), reply)  # noqa: FBT003
@@ -255,7 +252,7 @@ def test_only_what_was_read_is_compared(digests: DigestQueue, landed: Cache) -> 
     slices = (replace(FULL, begin=4), BEHIND)
     remote = digest_of(digests, order(slices=slices))
     landed.bytes[0, 1] ^= 0xFF
-    tables = tuple(packed(*table[1:]) for table in DECODE_TABLES)
+    tables = tuple(Table.of(ids[1:], first=1) for ids in DECODE_TABLES)
     wanted = comparison(remote, slices=slices, begin=4, tables=tables)
     assert compared(landed, wanted).difference is None
     landed.bytes[0, 2, 0, 0, 0] ^= 1
@@ -502,7 +499,7 @@ REFUSALS = [
     ),
     pytest.param({"end": 13}, "block table", id="table too short"),
     *(
-        pytest.param({"tables": (packed(7, block, 5), TABLES[1])}, "block", id=f"block {block}")
+        pytest.param({"tables": (Table.of([7, block, 5]), TABLES[1])}, "block", id=f"block {block}")
         for block in (BLOCKS, -2)
     ),
 ]

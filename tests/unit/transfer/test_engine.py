@@ -12,6 +12,7 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, MODEL
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
@@ -170,7 +171,7 @@ def test_commands_may_be_submitted_before_the_start(planes: Planes) -> None:
     """They are carried out in the first turn."""
     engine = TransferEngine(spec_of(planes))
     assert engine.pop_results() == []
-    engine.submit([StartLoad(RequestId("d1"), 0, 4, (b"",))])
+    engine.submit([StartLoad(RequestId("d1"), 0, 4, (Table.of([]),))])
     loop = engine.start_stepped()
     assert engine.pop_results() == []
     loop.turn()
@@ -196,7 +197,7 @@ def test_on_its_thread_it_starts_works_and_stops(planes: Planes) -> None:
     engine = TransferEngine(spec)
     described = engine.start()
     assert list(planes.network.listeners) == [described.endpoint]
-    engine.submit([StartLoad(RequestId("d1"), 0, 4, (b"",))])
+    engine.submit([StartLoad(RequestId("d1"), 0, 4, (Table.of([]),))])
     results: list[Any] = []
     while not results:
         results = engine.pop_results()

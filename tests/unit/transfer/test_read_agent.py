@@ -7,8 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL, wire_tables
+from lab.local.engine import MODEL
 from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
 from nixl_kv.protocol.events import (
@@ -56,8 +57,8 @@ class Reading:
         peer: PeerKey = PEER,
     ) -> list[DataEvent]:
         """What is known at once of a read."""
-        load = StartLoad(D1, tokens.start, tokens.stop, wire_tables([local]), verify)
-        granted = grant(tables=wire_tables([remote]))
+        load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
+        granted = grant(tables=(Table.of(remote),))
         return self.agent.start_read(StartRead(peer, R0, granted, load))
 
     def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_kv.geometry.blocks import ABSENT, block_ids
+from nixl_kv.geometry.blocks import ABSENT, Table
 from nixl_kv.geometry.layout import CacheLayout, Group, Region, extent
 
 Content = npt.NDArray[np.uint8]
@@ -66,20 +66,17 @@ class Field:
         return np.lib.stride_tricks.as_strided(memory, shape, strides)
 
 
-def fields_of(layout: CacheLayout, tables: Sequence[bytes], tokens: range) -> Iterator[Field]:
-    """What a load fills on a rank, layer by layer: after the last absent block, all heads.
-
-    `tables` begin at the entry that begins with the first of the tokens.
-    """
+def fields_of(layout: CacheLayout, tables: Sequence[Table], tokens: range) -> Iterator[Field]:
+    """What a load fills on a rank, layer by layer: after the last absent block, all heads."""
     for group, table in zip(layout.groups, tables, strict=True):
-        ids = block_ids(table)
+        ids = table.block_ids
         absent = np.flatnonzero(ids == ABSENT)
-        first = tokens.start // group.entry_size
-        begin = (first + (int(absent[-1]) + 1 if len(absent) else 0)) * group.entry_size
+        first = table.first + (int(absent[-1]) + 1 if len(absent) else 0)
+        begin = max(tokens.start, first * group.entry_size)
         if begin >= tokens.stop:
             continue
         present = np.arange(begin, tokens.stop)
-        entries = ids[present // group.entry_size - first].astype(np.int64)
+        entries = ids[present // group.entry_size - table.first].astype(np.int64)
         blocks = entries * group.blocks_per_entry + present % group.entry_size // group.block_size
         for region in group.regions:
             heads = range(region.num_heads)

@@ -7,9 +7,9 @@ from typing import Final
 import numpy as np
 
 from lab.local.caches import layout_at
-from lab.local.engine import HOST, LocalEngine, Tables, wire_tables
+from lab.local.engine import HOST, LocalEngine, Tables, tables_from
 from lab.suites.detect.cells import Cell, Cut
-from lab.suites.detect.fields import Content, fields_of
+from lab.suites.detect.fields import Content, Field, fields_of
 from lab.suites.detect.planting import Planted, Planter, PlantingTransport
 from nixl_kv.config import Config
 from nixl_kv.geometry import model_layouts
@@ -46,7 +46,7 @@ class Memory:
 
     def fill(self, tables: Tables, tokens: range, kv: ModelKV) -> None:
         """Write this rank's part of a request's KV."""
-        for field in fields_of(self.layout, wire_tables(tables), tokens):
+        for field in self._fields(tables, tokens):
             heads, present = slice(*field.region.heads), slice(field.tokens.start, tokens.stop)
             for number, content in enumerate(kv[field.region.layer]):
                 field.write(number, content[heads, present])
@@ -58,9 +58,12 @@ class Memory:
                 field.read(number),
                 content[slice(*field.region.heads), field.tokens.start : tokens.stop],
             )
-            for field in fields_of(self.layout, wire_tables(tables), tokens)
+            for field in self._fields(tables, tokens)
             for number, content in enumerate(kv[field.region.layer])
         )
+
+    def _fields(self, tables: Tables, tokens: range) -> Iterator[Field]:
+        return fields_of(self.layout, tables_from(self.layout, tables, tokens.start), tokens)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,8 @@ class World:
         for memory in self._prefill_memory:
             memory.fill(theirs, prompt, job.kv)
         if order.fault:
-            load = StartLoad(order.request, cell.hit, cell.tokens, wire_tables(mine))
+            sent = tables_from(self._decode_memory[rank].layout, mine, cell.hit)
+            load = StartLoad(order.request, cell.hit, cell.tokens, sent)
             self._planters[rank].expect(load, order.fault)
         ticket = self._prefill.offer(order.request, theirs, cell.tokens)
         self._decode.prepare_load(order.request, ticket)

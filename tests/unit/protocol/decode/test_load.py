@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.decode.load import (
     ASK_AGAIN_S,
@@ -212,7 +213,7 @@ LOSSES: dict[str, tuple[Any, LoadEnded]] = {
     "a denial": (answered(deny()), DENIED),
 }
 DIGESTS: dict[str, Script] = {"without a digest": [], "with a digest": [DIGEST]}
-SOME_TOKENS = StartLoad(D1, 4, 7, (b"\5\0\0\0",), verify=True)
+SOME_TOKENS = StartLoad(D1, 4, 7, (Table.of([5], first=1),), verify=True)
 VERIFICATION: dict[str, Script] = {
     "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
     "a digest that comes during the read waits for the slot": after(

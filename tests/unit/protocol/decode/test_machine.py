@@ -217,7 +217,7 @@ NOT_OURS: dict[str, Any] = {
     "another reader's grant": answered(grant(reader=STRANGER)),
     "the loss of a claim on its way": answered(renewed(CLAIM)),
     "a connection that no load uses": lost(ELSEWHERE),
-    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=6), ELSEWHERE),
+    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=7), ELSEWHERE),
 }
 NOT_LOST: dict[str, Any] = {
     "nothing": answered(renewed()),
@@ -270,14 +270,14 @@ ANSWERS: dict[str, Script] = {
         (START, failed(Failure(FailureKind.LEASE_LOST, "prefill rank 0 let the lease run out"))),
     ),
 }
-OTHER_VERSION = "it speaks wire version 6; this side speaks 5"
+OTHER_VERSION = "it speaks wire version 7; this side speaks 6"
 NEW_LIFE = "it has begun another life since"
 UNUSABLE: dict[str, tuple[Any, Failure]] = {
     "not compatible": (REFUSED, NOT_COMPATIBLE),
     "lost": (lost(HOME, "cannot connect"), unreachable(f"{HOME}: cannot connect")),
     "refused": (answered(refusal(NEW_LIFE), HOME), unreachable(NEW_LIFE)),
     "of another version": (
-        answered(VersionRefusal(speaks=6), HOME),
+        answered(VersionRefusal(speaks=7), HOME),
         unreachable(f"{HOME}: {OTHER_VERSION}"),
     ),
 }
@@ -450,7 +450,7 @@ def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
 def test_a_rank_of_another_version_is_not_waited_for() -> None:
     """It listens where the one did that was described."""
     failure = unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}")
-    refused = (answered(VersionRefusal(speaks=6)),)
+    refused = (answered(VersionRefusal(speaks=7)),)
     play(loading(ASKING), [refused, (START, failed(failure))])
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
 from nixl_kv.protocol.events import (
     OVER,
@@ -121,7 +122,7 @@ ASK, ASK_SECOND = asked(ask()), asked(ask(reader=SECOND, readers=BOTH))
 ASK_AGAIN = asked(ask(number=2, readers=BOTH))
 DENIED_UNKNOWN = (ASK, *denied(UNKNOWN))
 RELEASE_SECOND = asked(release(reader=SECOND))
-NEW_TABLES = (b"\1\0\0\0", b"\2\0\0\0")
+NEW_TABLES = (Table.of([1]), Table.of([2]))
 OFFER_2 = prepare_offer(nonce=NONCE2, request=P2)
 OFFER_3 = prepare_offer(nonce=Nonce(hex32(3)), request=RequestId("p3"))
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Claim, Generation, Rank
 from nixl_kv.protocol.events import (
     OVER,
@@ -96,8 +97,8 @@ def test_a_transition_names_peer_and_detail() -> None:
 def test_an_offer_that_is_prepared_again_has_the_new_blocks() -> None:
     """After a preemption."""
     offer = new_offer()
-    offer.prepare(prepare_offer(tables=(b"\1\0\0\0",)))
-    assert offer.prepared.tables == (b"\1\0\0\0",)
+    offer.prepare(prepare_offer(tables=(Table.of([1]),)))
+    assert offer.prepared.tables == (Table.of([1]),)
     assert (offer.nonce, offer.request, offer.state) == (NONCE, P1, State.PREPARED)
 
 
@@ -105,7 +106,7 @@ def test_an_offer_that_is_prepared_again_has_the_new_blocks() -> None:
 def test_an_offer_whose_ticket_is_out_keeps_its_blocks(state: State) -> None:
     offer = new_offer(state=state)
     with pytest.raises(LocalProtocolError, match=f"leads from {state.name} to PREPARED"):
-        offer.prepare(prepare_offer(tables=(b"\1\0\0\0",)))
+        offer.prepare(prepare_offer(tables=(Table.of([1]),)))
     assert offer.prepared.tables == TABLES
 
 

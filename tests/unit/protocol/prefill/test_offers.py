@@ -1,11 +1,11 @@
 """The book of offers: states, slots, timers, and the transitions that it records."""
 
-import struct
 from collections.abc import Iterator
 
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Claim, Generation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import OVER, OfferEnd, Tick, Transition
@@ -285,7 +285,7 @@ def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: st
     for number, word in enumerate(offers.split()):
         engine, size, state = word[0], word[1], word[2:]
         nonce, claim, request = Nonce(hex32(number)), Claim(hex32(number)), RequestId(str(number))
-        blocks = struct.pack(f"<{size}i", *range(10 * number + 1, 10 * number + 1 + int(size)))
+        blocks = Table.of(range(10 * number + 1, 10 * number + 1 + int(size)))
         machine.handle(prepare_offer(nonce=nonce, request=request, tables=(blocks,)), 0.0)
         machine.handle(publish_offer(nonce, request), 0.0)
         if engine == "-":

@@ -1,0 +1,8 @@
+"""Block tables, as tests read them."""
+
+from nixl_kv.geometry.blocks import ABSENT, Table
+
+
+def written_out(table: Table) -> list[int]:
+    """All entries, from that of the prompt's first token on."""
+    return [ABSENT] * table.first + table.block_ids.tolist()
