@@ -95,7 +95,7 @@ def compare(decode: Engine, prefill: Engine, tokens: int | None) -> Comparison:
     mismatches += compat.layout_mismatches(decode.layouts, prefill.layouts)
     if mismatches:
         return Comparison(tokens, tuple(mismatches))
-    held = [[ranks.held_heads(layout) for layout in e.layouts] for e in (decode, prefill)]
+    held = [[ranks.holdings(layout) for layout in e.layouts] for e in (decode, prefill)]
     pairs, unread = [], []
     for decode_rank in map(Rank, range(len(decode.layouts))):
         for route in ranks.routes(decode_rank, *held):

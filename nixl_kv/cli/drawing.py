@@ -28,7 +28,7 @@ from nixl_kv.cli.engines import Engine
 from nixl_kv.cli.text import num_bytes_text
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH
-from nixl_kv.geometry.ranks import held_heads
+from nixl_kv.geometry.ranks import holdings
 from nixl_kv.geometry.runs import Heads
 
 NUM_COLOURS: Final = 10  # of matplotlib's cycle
@@ -140,8 +140,8 @@ def _row_height(*engines: Sequence[CacheLayout]) -> float:
 
 def _heads(layout: CacheLayout) -> range:
     """All that a rank holds of any layer."""
-    held = held_heads(layout).values()
-    return range(min(first for first, _ in held), max(last for _, last in held))
+    heads = [holding.heads for holding in holdings(layout).values()]
+    return range(min(first for first, _ in heads), max(last for _, last in heads))
 
 
 def _shown_tokens(pairs: Sequence[RankPair]) -> int:
@@ -189,11 +189,11 @@ class _Side:
     def draw(self, axes: Axes, tokens: int, readers: Callable[[int, int], list[int]]) -> None:
         """A caption for each rank, and its blocks; `readers` has those of a rank's head."""
         for rank, layout in enumerate(self.layouts):
-            held = held_heads(layout)
+            held = holdings(layout)
             sizes = sorted({group.entry_size for group in layout.groups})
             caption = (
                 f"rank {rank}: layers {layers_text(list(held))}, "
-                f"heads {heads_text(sorted(set(held.values())))}, "
+                f"heads {heads_text(sorted({holding.heads for holding in held.values()}))}, "
                 f"blocks of {' and '.join(map(str, sizes))}"
             )
             axes.text(self.left, self.begin(rank) - 5, caption, color=SOFT)

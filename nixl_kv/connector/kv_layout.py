@@ -27,6 +27,7 @@ from nixl_kv.connector.vllm_config import (
     dtype_name,
     layer_spec,
     parallel_shape,
+    stripe,
     window,
     worker_rank,
 )
@@ -146,7 +147,9 @@ class _Backends:
         kind = f"{backend} {self._isa(spec)}" if backend == "CPU_ATTN" else backend
         shards = self.shards.number(layer, spec)
         order = f" in the order {_order(tensor)}" if tensor.shape[1] > 1 else ""
-        return f"in {kind} blocks of {tensor.shape[2]} tokens and {shards} shards{order}"
+        own = stripe(self.vllm_config, spec)
+        turns = f", {own.width} of every {own.period} tokens" if own.count > 1 else ""
+        return f"in {kind} blocks of {tensor.shape[2]} tokens and {shards} shards{order}{turns}"
 
     def element(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
         """The stored type, such as 'bfloat16' or 'float8_e4m3fn', and what kind of block has it."""
@@ -184,11 +187,15 @@ class _Backends:
         return self.vllm_config.compilation_config.static_forward_context.get(layer)
 
     def _backend(self, layer: str) -> str:
-        module = self._module(layer)
-        backend = getattr(module, "attn_backend", None)
-        if backend is None:
-            backend = getattr(module, "get_attn_backend", lambda: None)()
-        return str(backend.get_name()) if backend is not None else "an unknown backend"
+        return backend_name(self._module(layer))
+
+
+def backend_name(module: Any) -> str:
+    """Of an attention layer."""
+    backend = getattr(module, "attn_backend", None)
+    if backend is None:
+        backend = getattr(module, "get_attn_backend", lambda: None)()
+    return str(backend.get_name()) if backend is not None else "an unknown backend"
 
 
 def _group(
@@ -198,6 +205,9 @@ def _group(
     if len(sizes) > 1:
         raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
     blocks, tokens = sizes.pop() if sizes else (num_entries, block_tokens(spec))
+    own = stripe(backends.vllm_config, spec)
+    for name in layers if own.count > 1 else ():
+        backends.shards.check_copies(name, layer_spec(spec, name), own.count)
     return Group(
         block_size=tokens,
         num_blocks=blocks,
@@ -208,6 +218,7 @@ def _group(
             for region in backends.regions(name, tensor, layer_spec(spec, name))
         ),
         window=window(spec),
+        stripe=own,
     )
 
 
@@ -288,6 +299,19 @@ class _HeadShards:
                 f"configuration speaks of {sorted(fitting)} KV heads; allowed: one such number"
             )
         return fitting.pop()
+
+    def check_copies(self, layer: str, spec: Any, num_stripes: int) -> None:
+        """Refuse ranks that divide the tokens of unequal heads.
+
+        Raises:
+            ConfigError: for so many, which vLLM admits.
+        """
+        copies = self._tp // self.number(layer, spec)
+        if copies % num_stripes:
+            raise ConfigError(
+                f"decode_context_parallel_size is {num_stripes}, and {copies} ranks have the same "
+                f"KV heads of layer {layer!r}; allowed: what divides these"
+            )
 
     def _head_counts(self, layer: str) -> Iterator[int]:
         """What the model's configuration says of this layer, or of any layer at all."""

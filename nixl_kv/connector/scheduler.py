@@ -72,7 +72,7 @@ class Scheduler:
         for line in needless(vllm_config.kv_transfer_config.kv_connector_extra_config):
             logger.info(line)
         self._trust = Trust.of(self._config)
-        groups = pagings(kv_cache_config)
+        groups = pagings(vllm_config, kv_cache_config)
         self._blocks = PinnedBlocks(groups)
         quota = OfferQuota(kv_cache_config.num_blocks, self._config.offer_share)
         self._prefill = PrefillScheduler(

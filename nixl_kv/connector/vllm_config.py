@@ -12,7 +12,12 @@ from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import (
+    get_dcp_group,
+    get_pcp_group,
+    get_pp_group,
+    get_tp_group,
+)
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -28,6 +33,7 @@ from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.layout import Stripe
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Rank, RequestId
 
@@ -64,6 +70,9 @@ MAX_FACT: Final = 1000
 THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 """As --master-addr: nodes that are processes of one machine."""
 
+ONE_BY_ONE: Final = frozenset(("FLASHINFER_MLA",))
+"""Attention backends that take tokens divided among ranks one by one only."""
+
 SUPPORTED_SPECS: Final = frozenset(
     (
         "FullAttentionSpec",
@@ -88,11 +97,13 @@ def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
 
 
 REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
-    "decode context parallelism (decode_context_parallel_size > 1)": lambda vllm, _: (
-        vllm.parallel_config.decode_context_parallel_size > 1
-    ),
-    "prefill context parallelism (prefill_context_parallel_size > 1)": lambda vllm, _: (
+    "prefill context parallelism (prefill_context_parallel_size > 1) together with decode context "
+    "parallelism, or with another kv_role than kv_producer": lambda vllm, _: (
         vllm.parallel_config.prefill_context_parallel_size > 1
+        and (
+            vllm.parallel_config.decode_context_parallel_size > 1
+            or vllm.kv_transfer_config.is_kv_consumer
+        )
     ),
     "a KV buffer on another device (kv_buffer_device)": lambda vllm, _: (
         vllm.kv_transfer_config.kv_buffer_device != current_platform.device_type
@@ -272,19 +283,69 @@ def _backend(vllm_config: VllmConfig) -> str:
     return DEFAULT_BACKEND.get(capability.major, "") if capability else ""
 
 
-def pagings(kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
+def pagings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
     """How vLLM pages each group that is transferred."""
     numbers = kv_cache_config.transfer_group_ids
     groups = kv_cache_config.transfer_groups
     return tuple(
-        _paging(number, group.kv_cache_spec) for number, group in zip(numbers, groups, strict=True)
+        _paging(number, group.kv_cache_spec, num_stripes(vllm_config, group.kv_cache_spec))
+        for number, group in zip(numbers, groups, strict=True)
     )
 
 
-def _paging(number: int, spec: Any) -> Paging:
+def _paging(number: int, spec: Any, num_stripes: int) -> Paging:
     if holds_state(spec):
         return StatePaging(number, spec.block_size)
-    return Paging(number, spec.block_size, window(spec))
+    return Paging(number, spec.block_size * num_stripes, window(spec))
+
+
+def num_stripes(vllm_config: VllmConfig, spec: Any) -> int:
+    """Among how many ranks a group's tokens are divided, each of which has a part of each block."""
+    number = vllm_config.parallel_config.decode_context_parallel_size
+    return int(number) if _first(spec).dcp_sharded else 1
+
+
+def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
+    """Which tokens of a group this rank has; to be called in a worker only.
+
+    Raises:
+        ConfigError: for an interleave that does not divide the group's blocks.
+    """
+    number = num_stripes(vllm_config, spec)
+    if number == 1:
+        return Stripe()
+    width = vllm_config.parallel_config.cp_kv_cache_interleave_size
+    if spec.block_size % width:
+        raise ConfigError(
+            f"--cp-kv-cache-interleave-size is {width}; "
+            f"allowed: what divides the block size {spec.block_size}"
+        )
+    return Stripe(number, get_dcp_group().rank_in_group, width)
+
+
+def choose_interleave(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, backends: Collection[str]
+) -> None:
+    """Divide tokens in whole blocks, where the operator leaves it open and the kernels can do it.
+
+    Else vLLM divides them one by one, and each token of each layer is read by itself. The model
+    runner looks at the interleave after it has made the connector.
+
+    Args:
+        vllm_config: of this engine; changed in place.
+        kv_cache_config: its cache groups.
+        backends: the names of all layers' attention backends.
+    """
+    parallel = vllm_config.parallel_config
+    sizes = {
+        group.kv_cache_spec.block_size
+        for group in kv_cache_config.kv_cache_groups
+        if num_stripes(vllm_config, group.kv_cache_spec) > 1
+    }
+    is_open = parallel._allow_auto_resolve_cp_interleave_size  # noqa: SLF001 - vLLM has no other
+    is_able = vllm_config.speculative_config is None and not ONE_BY_ONE.intersection(backends)
+    if len(sizes) == 1 and is_open and is_able:
+        parallel.cp_kv_cache_interleave_size = sizes.pop()
 
 
 def holds_state(spec: Any) -> bool:
@@ -346,6 +407,16 @@ def writes_late(vllm_config: VllmConfig) -> bool:
     The model runner copies the output to the host before it lets the draft model propose.
     """
     return vllm_config.speculative_config is not None
+
+
+def is_copy(vllm_config: VllmConfig) -> bool:
+    """Whether another worker has the same rank, and the same KV; to be called in a worker only.
+
+    With prefill context parallelism several workers compute a prompt together, and all keep all of
+    its KV. The first of them speaks for all.
+    """
+    has_copies = vllm_config.parallel_config.prefill_context_parallel_size > 1
+    return bool(has_copies and get_pcp_group().rank_in_group > 0)
 
 
 def worker_rank(vllm_config: VllmConfig) -> Rank:

@@ -10,13 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv import addresses
-from nixl_kv.connector.kv_layout import cache_layout
+from nixl_kv.connector.kv_layout import backend_name, cache_layout
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.stale_tails import StaleTails
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.unwritten import UnwrittenOffers
 from nixl_kv.connector.vllm_config import (
     check_supported,
+    choose_interleave,
+    is_copy,
     model_facts,
     parse_config,
     spans_machines,
@@ -40,6 +42,8 @@ class Worker:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         """Check the configuration; nothing starts before the cache exists."""
         check_supported(vllm_config, kv_cache_config)
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        choose_interleave(vllm_config, kv_cache_config, {backend_name(layer) for layer in layers})
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._engine: TransferEngine | None = None
@@ -60,6 +64,8 @@ class Worker:
         self.stop()
         self._kv_caches = kv_caches
         self._stale_tails = StaleTails(self._kv_cache_config, kv_caches)
+        if is_copy(self._vllm_config):
+            return
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
         self.handshake = HandshakeMetadata(encode(self._engine.start()))
@@ -89,6 +95,12 @@ class Worker:
             self._engine.submit([*self._unwritten.pop_written(), *step.commands])
             self._unwritten.add(step.commands)
             self.stats.count_commands(step.commands)
+        else:  # vLLM waits for a report of each worker, also of one that is a copy
+            published = [one for one in step.commands if isinstance(one, events.PublishOffer)]
+            self._left += [
+                events.OfferEnded(one.nonce, one.request, events.OfferEnd.NOT_NEEDED)
+                for one in published
+            ]
 
     def pop_results(self) -> KVConnectorTransferResults:
         """What has ended since the last step; called when all of a step is enqueued on the GPU."""

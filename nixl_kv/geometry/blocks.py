@@ -13,9 +13,11 @@ multiple of the block sizes, which is the period:
 
     local    |       48       |       48       |
     remote   |    32    |    32    |    32    |      segments of 32, 16, 16, 32 tokens
+
+Where a rank keeps a stripe of the tokens only, a segment has tokens that both sides keep, and that
+follow each other on both; other tokens may be between them.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,9 @@ ABSENT: Final = -1
 
 MAX_ENTRIES: Final = 1 << 20
 """Of a block table, from the first one that is present to the last one."""
+
+MAX_UNITS: Final = 1 << 16
+"""Of one period, for which segments are counted."""
 
 BlockIds = npt.NDArray[np.int32]
 """Shape (n,), int32: the element type that NIXL takes without a conversion."""
@@ -93,7 +98,7 @@ class Table:
 
 @dataclass(frozen=True)
 class TokenSegment:
-    """Tokens [start, start + length), and the same tokens of every later period."""
+    """`length` tokens of a rank, of which token `start` is the first, in each later period too."""
 
     start: int
     length: int
@@ -105,18 +110,41 @@ class TokenSegment:
         return range(first, tokens.stop, self.period)
 
 
-def token_segments(local_size: int, remote_size: int) -> list[TokenSegment]:
-    """Cut one period of tokens at the block edges of both sides."""
-    period = math.lcm(local_size, remote_size)
-    edges = {*range(0, period, local_size), *range(0, period, remote_size), period}
-    cuts = itertools.pairwise(sorted(edges))
-    return [TokenSegment(start, end - start, period) for start, end in cuts]
+def token_segments(local: Group, remote: Group) -> list[TokenSegment]:
+    """Cut one period of the tokens that both sides keep at the block edges of both."""
+    unit, period = _unit_and_period(local, remote)
+    tokens = np.arange(0, period, unit)
+    tokens = tokens[local.stripe.holds(tokens) & remote.stripe.holds(tokens)]
+    is_cut = np.zeros(len(tokens), dtype=bool)
+    for group in (local, remote):
+        positions = group.stripe.position(tokens)
+        is_cut |= positions % group.block_size == 0
+        is_cut |= np.diff(positions, prepend=-unit) != unit
+    first = np.flatnonzero(is_cut)
+    lengths = np.diff(first, append=len(tokens)) * unit
+    return [
+        TokenSegment(start, length, period)
+        for start, length in zip(tokens[first].tolist(), lengths.tolist(), strict=True)
+    ]
 
 
-def num_token_segments(local_size: int, remote_size: int) -> int:
-    """The number of segments in one period, without a list of them."""
-    common = math.gcd(local_size, remote_size)
-    return local_size // common + remote_size // common - 1
+def num_token_segments(local: Group, remote: Group) -> int:
+    """The number of segments in one period, or more, without a list of many."""
+    unit, period = _unit_and_period(local, remote)
+    if local.stripe.count == remote.stripe.count == 1:
+        return local.block_size // unit + remote.block_size // unit - 1
+    units = period // unit
+    return units if units > MAX_UNITS else len(token_segments(local, remote))
+
+
+def _unit_and_period(local: Group, remote: Group) -> tuple[int, int]:
+    """Of so many tokens nothing comes between; after so many it all repeats."""
+    sizes, periods = [], []
+    for group in (local, remote):
+        widths = [group.stripe.width] if group.stripe.count > 1 else []
+        sizes += [group.block_size, *widths]
+        periods.append(math.lcm(group.block_size, *widths) * group.stripe.count)
+    return math.gcd(*sizes), math.lcm(*periods)
 
 
 @dataclass(frozen=True)
@@ -152,8 +180,9 @@ class BlockTable:
         per_entry = group.blocks_per_entry * per_block
         if per_entry == 1:
             return ids
-        piece_size = group.entry_size // per_entry
-        within = np.arange(tokens.start, tokens.stop, tokens.step) % group.entry_size // piece_size
+        piece_size = group.slots_per_entry // per_entry
+        positions = group.stripe.position(np.arange(tokens.start, tokens.stop, tokens.step))
+        within = positions % group.slots_per_entry // piece_size
         return ids * np.int32(per_entry) + within.astype(np.int32)
 
     def _ids_of(self, tokens: range) -> BlockIds:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from nixl_kv.geometry.blocks import num_token_segments
-from nixl_kv.geometry.layout import WINDOW_EDGE, CacheLayout, Group, Region
+from nixl_kv.geometry.layout import WINDOW_EDGE, CacheLayout, Group, Region, Stripe
 from nixl_kv.geometry.runs import Heads
 
 SHOWN_CHARACTERS: Final = 100
@@ -80,9 +80,8 @@ class _Kind:
     """What a layer is on one rank; the ranks of an engine should agree, but need not."""
 
     lengths: tuple[int, ...]
-    block_size: int
-    entry_size: int
-    window: int
+    group: Group
+    """Without what may be different on each rank."""
 
 
 _Segment: TypeAlias = tuple[int, int, str]
@@ -95,16 +94,18 @@ class _Layer:
 
     kinds: set[_Kind] = field(default_factory=set)
     elements: set[str] = field(default_factory=set)
-    held: set[_Segment] = field(default_factory=set)
+    held: dict[Stripe, set[_Segment]] = field(default_factory=dict)
     scales: set[_Segment] = field(default_factory=set)
 
     def add(self, region: Region, group: Group) -> None:
         """Add what another rank has of the layer."""
         lengths = tuple(part.content for part in region.parts)
-        self.kinds.add(_Kind(lengths, group.block_size, group.entry_size, group.window))
+        bare = Stripe(group.stripe.count, 0, group.stripe.width)
+        sizes = group.block_size, group.blocks_per_entry, group.blocks_per_entry
+        self.kinds.add(_Kind(lengths, Group(*sizes, (), group.window, bare)))
         self.elements.add(region.element)
         first, last = region.heads
-        self.held.add((first, last, ""))
+        self.held.setdefault(group.stripe, set()).add((first, last, ""))
         if len(region.scales) <= 1:
             self.scales.add((first, last, "".join(region.scales)))
         else:
@@ -112,8 +113,18 @@ class _Layer:
 
     @property
     def heads(self) -> tuple[Heads, ...]:
-        """The heads that the engine has, as few ranges."""
-        return tuple((first, last) for first, last, _ in _merge(self.held))
+        """The heads that the engine has of some token, as few ranges."""
+        held = set().union(*self.held.values())
+        return tuple((first, last) for first, last, _ in _merge(held))
+
+    @property
+    def stripes(self) -> str:
+        """What is wrong with the ranks' token stripes, in words; 'complete' if nothing is."""
+        number, width = next((stripe.count, stripe.width) for stripe in self.held)
+        heads = {tuple(_merge(held)) for held in self.held.values()}
+        if {Stripe(number, place, width) for place in range(number)} != self.held.keys():
+            return ", ".join(sorted(map(_stripe_words, self.held)))
+        return "complete" if len(heads) == 1 else f"of different heads, {sorted(heads)}"
 
 
 def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
@@ -150,11 +161,25 @@ def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
     elements = [", ".join(sorted(side.elements)) for side in (mine, theirs)]
     lengths = [_compare("bytes per head", here.lengths, there.lengths) for here, there in pairs]
     heads = _compare("number of KV heads", _count_heads(mine.heads), _count_heads(theirs.heads))
-    blocks = [_block_mismatches(here, there) for here, there in pairs]
+    blocks = [_block_mismatches(here.group, there.group) for here, there in pairs]
     scales = [] if heads else _scale_mismatches(mine.scales, theirs.scales)
     return list(
-        itertools.chain(_compare("KV cache dtype", *elements), *lengths, heads, scales, *blocks)
+        itertools.chain(
+            _compare("KV cache dtype", *elements),
+            *lengths,
+            heads,
+            _stripe_mismatches(mine, theirs),
+            scales,
+            *blocks,
+        )
     )
+
+
+def _stripe_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
+    """Ranks that lie would leave tokens that nobody reads."""
+    if mine.stripes == theirs.stripes == "complete":
+        return []
+    return [Mismatch("tokens that ranks hold", mine.stripes, theirs.stripes)]
 
 
 def _scale_mismatches(mine: Iterable[_Segment], theirs: Iterable[_Segment]) -> list[Mismatch]:
@@ -173,19 +198,32 @@ def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
     return [] if mine == theirs else [Mismatch(field, mine, theirs)]
 
 
-def _block_mismatches(mine: _Kind, theirs: _Kind) -> list[Mismatch]:
+def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
     mismatches = []
     # Prefill must keep all tokens that decode looks back at.
     if theirs.window and not 0 < mine.window <= theirs.window:
         mismatches.append(Mismatch("sliding window", mine.window or None, theirs.window))
-    if num_token_segments(mine.block_size, theirs.block_size) > MAX_TOKEN_SEGMENTS:
+    if num_token_segments(mine, theirs) > MAX_TOKEN_SEGMENTS:
         field = f"block size (makes more than {MAX_TOKEN_SEGMENTS} token segments)"
-        mismatches.append(Mismatch(field, mine.block_size, theirs.block_size))
+        mismatches.append(Mismatch(field, _block_words(mine), _block_words(theirs)))
     # Decode fills its blocks from their first token on, so prefill must have kept that token.
     if theirs.window and WINDOW_EDGE % mine.entry_size and theirs.entry_size % mine.entry_size:
         field = f"block size (for a sliding window it must divide {WINDOW_EDGE} or prefill's)"
         mismatches.append(Mismatch(field, mine.entry_size, theirs.entry_size))
     return mismatches
+
+
+def _block_words(group: Group) -> object:
+    """The block size, and which tokens are in a block, if not all."""
+    is_striped = group.stripe.count > 1
+    return (
+        f"{group.block_size}, of {_stripe_words(group.stripe)}" if is_striped else group.block_size
+    )
+
+
+def _stripe_words(stripe: Stripe) -> str:
+    begin = stripe.place * stripe.width
+    return f"tokens {begin} to {begin + stripe.width - 1} of every {stripe.period}"
 
 
 def _count_heads(heads: tuple[Heads, ...]) -> object:

@@ -201,16 +201,18 @@ def _view_blocks(kv: LocalSlice, memory: MemoryView) -> npt.NDArray[np.generic]:
 
 
 def _content(kv: LocalSlice, memory: MemoryView) -> Iterator[tuple[npt.NDArray[np.int64], Bytes]]:
-    """Positions and content of the tokens, some blocks at a time."""
-    size, content = kv.group.block_size, kv.part.content
+    """Places in the prompt and content of the tokens, some blocks at a time."""
+    size, content, positions = kv.group.block_size, kv.part.content, kv.positions
     blocks = _view_blocks(kv, memory)
     batch = max(1, STEP_BYTES // (kv.num_heads * size * content))
     for first in range(0, len(kv.ids), batch):
         ids = kv.ids[first : first + batch]
-        start = kv.first_token + first * size
-        begin, end = max(start, kv.begin), min(start + len(ids) * size, kv.end)
+        start = kv.first_position + first * size
+        begin, end = max(start, positions.start), min(start + len(ids) * size, positions.stop)
         copied = blocks[:, ids].view(np.uint8).reshape(kv.num_heads, -1, content)
-        yield np.arange(begin, end), copied[:, begin - start : end - start]
+        tokens, is_kept = kv.tokens(np.arange(begin, end))
+        there = copied[:, begin - start : end - start]
+        yield (tokens, there) if is_kept.all() else (tokens[is_kept], there[:, is_kept])
 
 
 def _words(content: Bytes) -> npt.NDArray[np.uint32]:

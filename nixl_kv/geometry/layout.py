@@ -9,6 +9,8 @@ where `block` is the entry of the request's block table at `token // block_size`
 `token % block_size`, and `head` counts from the region's first head. `part.length` bytes are there
 in one piece. If the part has more pieces, each is `part.stride` bytes after the one before.
 
+Where tokens are divided among ranks, `Stripe.position(token)` stands in place of `token` in this.
+
 This one formula covers all of the following. Only numbers tell them apart, never a backend's name:
 
     vLLM's packed view [B, H, N, K+V] in any physical order   V's offset is K's length
@@ -21,8 +23,12 @@ This one formula covers all of the following. Only numbers tell them apart, neve
 These records also come from peers. So each checks its own numbers, and raises ValueError.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 MAX_ADDRESS = 2**63
 MAX_COUNT = 2**31
@@ -32,6 +38,9 @@ WINDOW_EDGE = 256
 """Prefill keeps what a sliding window needs, from a multiple of this many tokens on."""
 
 Memory = Literal["VRAM", "DRAM"]
+
+Tokens = TypeVar("Tokens", int, npt.NDArray[np.int64])
+"""One token's place in the prompt, or those of many."""
 
 
 def check_range(name: str, value: int, *, low: int = 1, high: int) -> None:
@@ -125,12 +134,66 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Stripe:
+    """Which tokens of a prompt a rank keeps: of each `count * width` in a row, `width` of them.
+
+    These begin with number `place * width`. The rank keeps its tokens as if there were no others:
+    the first one has position 0, the next one 1, and so on. This is decode context parallelism with
+    so many ranks and that interleave; the default keeps all tokens.
+    """
+
+    count: int = 1
+    place: int = 0
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        check_range("stripe count", self.count, high=1 << 10)
+        check_range("stripe place", self.place, low=0, high=self.count)
+        check_range("stripe width", self.width, high=1 << 20 if self.count > 1 else 2)
+
+    @property
+    def period(self) -> int:
+        """Tokens after which it begins anew."""
+        return self.count * self.width
+
+    def holds(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """For each token, whether it is kept."""
+        kept: npt.NDArray[np.bool_] = tokens // self.width % self.count == self.place
+        return kept
+
+    def position(self, token: Tokens) -> Tokens:
+        """Where a token that is kept is among those that are."""
+        if self.count == 1:
+            return token
+        return token // self.period * self.width + token % self.width
+
+    def token(self, position: Tokens) -> Tokens:
+        """The token at this position."""
+        place = position // self.width * self.count + self.place
+        return place * self.width + position % self.width
+
+    def num_before(self, token: int) -> int:
+        """How many tokens before this one are kept."""
+        rest = token % self.period - self.place * self.width
+        return token // self.period * self.width + min(max(rest, 0), self.width)
+
+    def meets(self, other: "Stripe") -> bool:
+        """Whether any token is kept by both."""
+        # Their beginnings are at all distances that are equal modulo this.
+        step = math.gcd(self.period, other.period)
+        distance = (other.place * other.width - self.place * self.width) % step
+        return distance < self.width or step - distance < other.width
+
+
+@dataclass(frozen=True)
 class Group:
     """Layers that share one block table; a pipeline stage may have none of them.
 
     `block_size` (in tokens) and `num_blocks` are those of the regions. Where vLLM's block table
     counts larger blocks, each entry is `blocks_per_entry` consecutive blocks of a region. Of a
-    prompt, tokens that are `window` or more before the last one are not kept; 0 means: all are.
+    prompt, tokens that are `window` or more before the last one are not kept; 0 means: all are. Of
+    those that are kept, this rank has those of its `stripe`. A block table's entry stands for the
+    same tokens on all ranks, each of which has its part of them.
     """
 
     block_size: int
@@ -138,13 +201,19 @@ class Group:
     blocks_per_entry: int
     regions: tuple[Region, ...]
     window: int = 0
+    stripe: Stripe = Stripe()
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, high=1 << 20)
         check_range("num_blocks", self.num_blocks, high=MAX_COUNT)
         check_range("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
         check_range("number of regions", len(self.regions), low=0, high=1 << 14)
-        check_range("window", self.window, low=0, high=MAX_COUNT)
+        check_range("window", self.window, low=0, high=MAX_COUNT if self.stripe.count == 1 else 1)
+        if self.slots_per_entry % self.stripe.width:
+            raise ValueError(
+                f"stripe width is {self.stripe.width}; "
+                f"allowed: what divides an entry of {self.slots_per_entry} slots"
+            )
 
     @property
     def num_entries(self) -> int:
@@ -152,9 +221,14 @@ class Group:
         return self.num_blocks // self.blocks_per_entry
 
     @property
-    def entry_size(self) -> int:
-        """Tokens per entry of the block table."""
+    def slots_per_entry(self) -> int:
+        """Tokens of this rank per entry of the block table."""
         return self.block_size * self.blocks_per_entry
+
+    @property
+    def entry_size(self) -> int:
+        """Tokens of the prompt per entry of the block table."""
+        return self.slots_per_entry * self.stripe.count
 
 
 @dataclass(frozen=True)

@@ -230,10 +230,11 @@ def _segments(overlaps: OverlapGroup) -> Iterator[tuple[TokenSegment, tuple[int,
 
     With each, how many pieces of a row each block has, on both sides.
     """
+    segments = token_segments(*overlaps.groups)
     sizes = [group.block_size for group in overlaps.groups]
-    segments = token_segments(sizes[0], sizes[1])
     step = math.gcd(*sizes)
-    if len(segments) > 1 and overlaps.is_linear(step):
+    is_whole = all(group.stripe.count == 1 for group in overlaps.groups)
+    if is_whole and len(segments) > 1 and overlaps.is_linear(step):
         yield TokenSegment(0, step, step), (sizes[0] // step, sizes[1] // step)
     else:
         for segment in segments:
@@ -248,7 +249,7 @@ def _place(
     lists: "tuple[_RowList, _RowList]",
 ) -> PagedRows:
     """Add the rows of a token segment to the lists of both sides."""
-    slots = [segment.start % group.block_size for group in overlaps.groups]
+    slots = [g.stripe.position(segment.start) % g.block_size for g in overlaps.groups]
     runs = overlaps.runs(segment.length, (slots[0], slots[1]))
     strides = [overlaps.block_strides[side] // per_block[side] for side in (0, 1)]
     counts = [overlaps.groups[side].num_blocks * per_block[side] for side in (0, 1)]

@@ -1,24 +1,33 @@
-"""Which ranks exchange KV with which, from nothing but the heads that each rank holds.
+"""Which ranks exchange KV with which, from nothing but what each rank holds.
 
-A rank holds, for each of its layers, a range of the model's KV heads. Tensor parallelism divides
-the heads, and copies them where there are more ranks than heads. Pipeline parallelism divides the
-layers. No function here distinguishes the two: a reader covers its own heads from those that the
-remote ranks hold.
+A rank holds, for each of its layers, a range of the model's KV heads, of all tokens or of a stripe
+of them. Tensor parallelism divides the heads, and copies them where there are more ranks than
+heads. Pipeline parallelism divides the layers, context parallelism the tokens. No function here
+distinguishes them: a reader covers its own heads from those that the remote ranks hold, for each
+stripe of the remote ranks that meets its own.
 
 Ranks are numbered `pp_rank * tp + tp_rank`.
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from nixl_kv.geometry.layout import CacheLayout, check_range
+from nixl_kv.geometry.layout import CacheLayout, Stripe, check_range
 from nixl_kv.geometry.runs import Heads
 from nixl_kv.ids import Rank
 
-HeldHeads: TypeAlias = Mapping[str, Heads]
-"""What one rank holds: for each of its layers a half-open range of the model's KV heads."""
+
+class Holding(NamedTuple):
+    """What one rank holds of a layer: a half-open range of the model's KV heads, a token stripe."""
+
+    heads: Heads
+    stripe: Stripe = Stripe()
+
+
+Holdings: TypeAlias = Mapping[str, Holding]
+"""What one rank holds, by layer."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,13 @@ class ParallelShape:
         return self.tp * self.pp
 
 
-def held_heads(layout: CacheLayout) -> HeldHeads:
+def holdings(layout: CacheLayout) -> Holdings:
     """What a rank with this cache holds."""
-    return {region.layer: region.heads for group in layout.groups for region in group.regions}
+    return {
+        region.layer: Holding(region.heads, group.stripe)
+        for group in layout.groups
+        for region in group.regions
+    }
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Route:
 
 
 def routes(
-    reader: Rank, readers: Sequence[HeldHeads], remotes: Sequence[HeldHeads]
+    reader: Rank, readers: Sequence[Holdings], remotes: Sequence[Holdings]
 ) -> tuple[Route, ...]:
     """What one rank of a decode engine does with each rank of a prefill engine.
 
@@ -81,42 +94,55 @@ def routes(
 
 
 def assign(
-    readers: Sequence[HeldHeads], remotes: Sequence[HeldHeads]
+    readers: Sequence[Holdings], remotes: Sequence[Holdings]
 ) -> list[dict[Rank, dict[str, Heads]]]:
     """For each reader, which heads of which layers it reads from which remote rank.
 
-    Each head is read once by each reader that holds it. Readers of the same heads are spread over
-    the remote ranks that hold copies of them. A reader reads from as few remote ranks as it can.
+    Each head of each token is read once by each reader that holds it. Of what it is to read from a
+    rank, a reader reads the tokens that both hold. Readers of the same heads are spread over the
+    remote ranks that hold copies of them. A reader reads from as few remote ranks as it can.
 
     Raises:
         ValueError: if a reader holds heads that no remote rank holds.
     """
-    # Layers with the same heads on all ranks of both engines are assigned together.
-    layers: dict[tuple[tuple[Heads | None, ...], tuple[Heads | None, ...]], list[str]] = {}
+    # Layers that all ranks of both engines hold alike are assigned together.
+    layers: dict[tuple[tuple[Holding | None, ...], ...], list[str]] = {}
     for layer in sorted({layer for held in readers for layer in held}):
-        pattern = _heads_of_layer(readers, layer), _heads_of_layer(remotes, layer)
+        pattern = tuple(tuple(held.get(layer) for held in side) for side in (readers, remotes))
         layers.setdefault(pattern, []).append(layer)
     shares: list[dict[Rank, dict[str, Heads]]] = [{} for _ in readers]
     num_readers: Counter[Rank] = Counter()  # of each remote rank
     # Layers with the fewest copies come first: the others then use the same remote ranks.
     for (wanted, held), names in sorted(layers.items(), key=lambda item: _num_copies(item[0][1])):
-        for reader, heads in enumerate(wanted):
+        for reader, holding in enumerate(wanted):
+            if holding is None:
+                continue
             share = shares[reader]
-            cover = _cover(heads or (0, 0), held, reader, share, num_readers)
-            for remote_rank, part in cover:
+            for remote_rank, part in _cover_stripes(holding, held, reader, share, num_readers):
                 num_readers[remote_rank] += remote_rank not in share
                 share.setdefault(remote_rank, {}).update(dict.fromkeys(names, part))
     return shares
 
 
-def _num_copies(held: Sequence[Heads | None]) -> float:
+def _num_copies(held: Sequence[Holding | None]) -> float:
     """How many remote ranks hold each of a layer's ranges, on average."""
-    ranges = [heads for heads in held if heads]
+    ranges = [holding for holding in held if holding]
     return len(ranges) / len(set(ranges)) if ranges else 0
 
 
-def _heads_of_layer(ranks: Sequence[HeldHeads], layer: str) -> tuple[Heads | None, ...]:
-    return tuple(held.get(layer) for held in ranks)
+def _cover_stripes(
+    wanted: Holding,
+    held: Sequence[Holding | None],
+    reader: int,
+    already_read: Container[Rank],
+    num_readers: Mapping[Rank, int],
+) -> Iterator[tuple[Rank, Heads]]:
+    """Cover what a reader holds, for each stripe of the remote ranks that has tokens of its own."""
+    stripes = {holding.stripe for holding in held if holding}
+    for stripe in sorted(stripes or {Stripe()}, key=lambda stripe: stripe.place):
+        if stripe.meets(wanted.stripe):
+            heads = [one.heads if one and one.stripe == stripe else None for one in held]
+            yield from _cover(wanted.heads, heads, reader, already_read, num_readers)
 
 
 def _cover(

@@ -4,16 +4,17 @@ A `KVSlice` names layer, heads and tokens of the model: it means the same on any
 `find_slices` finds slices in one rank's cache, as `LocalSlice`s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from nixl_kv.geometry.blocks import ABSENT, BlockIds, BlockTable
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Stripe, check_range
 from nixl_kv.geometry.plan import Share
-from nixl_kv.geometry.runs import Heads
+from nixl_kv.geometry.runs import Heads, Ints
 
 PARTS: Final = {1: ("KV",), 2: ("K", "V")}
 """The names of a region's parts, by the number of parts."""
@@ -21,12 +22,16 @@ PARTS: Final = {1: ("KV",), 2: ("K", "V")}
 
 @dataclass(frozen=True)
 class KVSlice:
-    """Some heads of one layer, from token `begin` on. Heads are counted over the model."""
+    """Some heads of one layer, from token `begin` on. Heads are counted over the model.
+
+    Of these tokens it has those that all `stripes` keep.
+    """
 
     layer: str
     first_head: int
     end_head: int
     begin: int
+    stripes: tuple[Stripe, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the numbers: they also come from peers."""
@@ -37,15 +42,17 @@ class KVSlice:
             )
         if not 0 <= self.begin < 1 << 31:
             raise ValueError(f"begin of {self.layer!r} is {self.begin}; allowed: a token")
+        check_range(f"number of stripes of {self.layer!r}", len(self.stripes), low=0, high=3)
 
 
 @dataclass(frozen=True)
 class LocalSlice:
     """One part of some heads of one layer, tokens [begin, end), in one rank's cache.
 
-    In an opaque region, `end` is the end of a block: any byte of that block may belong to the last
-    token. `ids` are numbers of the region's blocks, from the block of token `begin` to the block of
-    token `end - 1`. Heads are counted over the model.
+    Of these tokens it has those that the rank's own stripe and all of `stripes` keep. In an opaque
+    region, `end` is the end of a block: any byte of that block may belong to the last token. `ids`
+    are numbers of the region's blocks, from the block of the rank's first token on to the block of
+    its last one. Heads are counted over the model.
     """
 
     region: Region
@@ -55,6 +62,7 @@ class LocalSlice:
     begin: int
     end: int
     ids: BlockIds
+    stripes: tuple[Stripe, ...] = ()
 
     @property
     def part(self) -> Part:
@@ -69,7 +77,12 @@ class LocalSlice:
     @property
     def num_bytes(self) -> int:
         """Bytes of all its heads and tokens."""
-        return self.num_heads * (self.end - self.begin) * self.part.content
+        positions = self.positions
+        num_tokens = len(positions)
+        if self.stripes:
+            _, is_kept = self.tokens(np.arange(positions.start, positions.stop))
+            num_tokens = int(np.count_nonzero(is_kept))
+        return self.num_heads * num_tokens * self.part.content
 
     @property
     def base(self) -> int:
@@ -77,9 +90,23 @@ class LocalSlice:
         return self.region.base + self.part.offset + self.region.head_offset(self.heads[0])
 
     @property
-    def first_token(self) -> int:
-        """The first token of the first block."""
-        return self.begin // self.group.block_size * self.group.block_size
+    def positions(self) -> range:
+        """Where this rank keeps tokens [begin, end), among its tokens of the prompt."""
+        stripe = self.group.stripe
+        return range(stripe.num_before(self.begin), stripe.num_before(self.end))
+
+    @property
+    def first_position(self) -> int:
+        """The position that the first block begins with."""
+        return self.positions.start // self.group.block_size * self.group.block_size
+
+    def tokens(self, positions: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """The tokens at these positions, and which of them the slice has."""
+        tokens = self.group.stripe.token(positions)
+        is_kept = np.ones(len(tokens), dtype=bool)
+        for stripe in self.stripes:
+            is_kept &= stripe.holds(tokens)
+        return tokens, is_kept
 
     @property
     def token_stride(self) -> int:
@@ -97,7 +124,10 @@ class LocalSlice:
 
 
 def slices_read(
-    layout: CacheLayout, share: Share, tables: Sequence[BlockTable]
+    layout: CacheLayout,
+    share: Share,
+    tables: Sequence[BlockTable],
+    remote_stripes: Mapping[str, Stripe],
 ) -> tuple[KVSlice, ...]:
     """What a request reads from one remote rank: each layer, after its last absent entry.
 
@@ -106,6 +136,7 @@ def slices_read(
         share: the heads that it reads, by layer.
         tables: for each group, in the layout's order, the entries that are read. Entries are absent
             where a sliding window has passed.
+        remote_stripes: the stripe of each layer there, of those that are divided.
     """
     slices: list[KVSlice] = []
     for group, table in zip(layout.groups, tables, strict=True):
@@ -114,11 +145,12 @@ def slices_read(
         if skipped == len(table.ids):
             continue
         begin = (table.first + skipped) * group.entry_size
-        slices += [
-            KVSlice(region.layer, *share[region.layer], begin)
-            for region in group.regions
-            if region.layer in share
-        ]
+        own = (group.stripe,) if group.stripe.count > 1 else ()
+        for region in group.regions:
+            if region.layer in share:
+                remote = remote_stripes.get(region.layer)
+                stripes = own if remote is None or remote in own else (*own, remote)
+                slices.append(KVSlice(region.layer, *share[region.layer], begin, stripes))
     return tuple(slices)
 
 
@@ -143,13 +175,13 @@ def find_slices(
         table, begin = tables[number], kv.begin
         if begin >= end:
             raise ValueError(f"begin of {region.layer!r} is {begin}; allowed: below {end}")
+        stop = _end_of_block(table.group, end) if region.opaque else end
         if (number, begin) not in blocks:
-            blocks[number, begin] = _block_numbers(table, range(begin, end))
-        size = table.group.block_size if region.opaque else 1
-        stop = -(-end // size) * size
+            blocks[number, begin] = _block_numbers(table, begin, end)
         heads, ids = (kv.first_head, kv.end_head), blocks[number, begin]
+        others = tuple(stripe for stripe in kv.stripes if stripe != table.group.stripe)
         local_slices += [
-            LocalSlice(region, table.group, part, heads, begin, stop, ids)
+            LocalSlice(region, table.group, part, heads, begin, stop, ids, others)
             for part in range(len(region.parts))
         ]
     return local_slices
@@ -169,10 +201,25 @@ def _find_region(regions: dict[str, tuple[int, Region]], kv: KVSlice) -> tuple[i
     return number, region
 
 
-def _block_numbers(table: BlockTable, tokens: range) -> BlockIds:
-    size = table.group.block_size
-    steps = range(tokens.start // size * size, tokens.stop, size)
-    ids = table.piece_numbers(steps, 1)
-    if ids.size and ids.min() < 0:
-        raise ValueError(f"the block of token {steps[int(np.argmin(ids))]} is absent")
-    return ids
+def _end_of_block(group: Group, end: int) -> int:
+    """The first token after the block that has the rank's last token before `end`."""
+    positions = -(-group.stripe.num_before(end) // group.block_size) * group.block_size
+    return group.stripe.token(positions - 1) + 1 if positions else end
+
+
+def _block_numbers(table: BlockTable, begin: int, end: int) -> BlockIds:
+    """Of the blocks that have a rank's tokens [begin, end)."""
+    group = table.group
+    first, stop = group.stripe.num_before(begin), group.stripe.num_before(end)
+    if first == stop:
+        return table.ids[:0]
+    size, per_entry = group.entry_size, group.blocks_per_entry
+    entries = range(first // group.slots_per_entry, -(-stop // group.slots_per_entry))
+    tokens = range(entries.start * size, entries.stop * size, size)
+    numbers = table.piece_numbers(tokens, 1)
+    if numbers.min() < 0:
+        raise ValueError(f"the block of token {tokens[int(np.argmin(numbers))]} is absent")
+    within = np.arange(per_entry, dtype=np.int32)
+    before = entries.start * per_entry
+    blocks: BlockIds = (numbers[:, None] + within).ravel()
+    return blocks[first // group.block_size - before : -(-stop // group.block_size) - before]

@@ -123,9 +123,8 @@ class ReadAgent:
         if not load.verify:
             return []
         tables = block_tables(self._layout, load.tables)
-        return [
-            events.ReadStarted(request, rank, slices_read(self._layout, prepared.share, tables))
-        ]
+        slices = slices_read(self._layout, prepared.share, tables, prepared.stripes)
+        return [events.ReadStarted(request, rank, slices)]
 
     def read_slot(self, action: events.ReadSlot) -> list[events.DataEvent]:
         """Post the read of a generation slot, into an entry that is cleared beforehand."""

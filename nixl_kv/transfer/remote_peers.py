@@ -12,7 +12,7 @@ from typing import Final
 from nixl_kv.config import AllowedHosts
 from nixl_kv.errors import IncompatiblePeer, TransportError
 from nixl_kv.geometry import compat, ranks
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Stripe
 from nixl_kv.geometry.plan import Plan, Share, plan
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Rank, endpoint_host
@@ -73,8 +73,8 @@ class RemotePeers:
         """Which of its ranks this rank reads, and which it only releases."""
         return ranks.routes(
             self._rank,
-            [ranks.held_heads(layout) for layout in self.engine_layouts],
-            [ranks.held_heads(rank.layout) for rank in description.ranks],
+            [ranks.holdings(layout) for layout in self.engine_layouts],
+            [ranks.holdings(rank.layout) for rank in description.ranks],
         )
 
     def _check_endpoints(self, description: messages.Description) -> None:
@@ -93,10 +93,11 @@ class RemotePeers:
 
 @dataclass(frozen=True)
 class PreparedRank:
-    """One rank of a peer, ready to be read."""
+    """One rank of a peer, ready to be read. `stripes` are its own, of layers that are divided."""
 
     name: PeerName
     share: Share
+    stripes: Mapping[str, Stripe]
     plan: Plan
     local: ListHandle
     remote: ListHandle
@@ -173,6 +174,7 @@ class PreparedPeers:
             return PreparedRank(
                 name,
                 route.share,
+                _stripes(remote.layout),
                 planned,
                 local,
                 self._transport.prepare(planned.remote, remote.layout.memory, name),
@@ -181,3 +183,13 @@ class PreparedPeers:
         except TransportError:
             self._transport.drop_peer(name)
             raise
+
+
+def _stripes(layout: CacheLayout) -> dict[str, Stripe]:
+    """Of each layer whose tokens are divided."""
+    return {
+        region.layer: group.stripe
+        for group in layout.groups
+        for region in group.regions
+        if group.stripe.count > 1
+    }

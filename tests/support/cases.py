@@ -34,7 +34,7 @@ class Case(NamedTuple):
     @property
     def table_tokens(self) -> int:
         """How many tokens the longest block table has."""
-        return max(len(group.slots) for cut in self[1:3] for group in cut.groups)
+        return max(len(group.entries) for cut in self[1:3] for group in cut.groups)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Groups:
 
     @property
     def entry_sizes(self) -> list[int]:
-        return [blocks.tokens * blocks.per_entry for blocks in self.blocks]
+        return [blocks.entry_size for blocks in self.blocks]
 
     def with_tables(
         self, rng: np.random.Generator, order: str, spare: int, present: Sequence[Sequence[bool]]
@@ -131,8 +131,11 @@ def models(draw: st.DrawFn, tps: tuple[int, int]) -> tuple[Layer, ...]:
 
 
 @st.composite
-def groups_of(draw: st.DrawFn, model: Sequence[Layer], *, scattered: bool) -> Groups:
-    """Layers with the same window, in up to two groups for each window."""
+def groups_of(draw: st.DrawFn, model: Sequence[Layer], tp: int, *, scattered: bool) -> Groups:
+    """Layers with the same window, in up to two groups for each window.
+
+    Where all layers of a group are copied on several ranks, these may share its tokens.
+    """
     labels = draw(st.lists(st.integers(0, 1), min_size=len(model), max_size=len(model)))
     layers: dict[tuple[int, int], list[str]] = {}
     for label, layer in zip(labels, model, strict=True):
@@ -146,12 +149,30 @@ def groups_of(draw: st.DrawFn, model: Sequence[Layer], *, scattered: bool) -> Gr
         if largest % (tokens * per_entry) == 0 and (per_entry == 1 or not scattered)
     ]
     blocks = [draw(st.sampled_from(allowed)) for _ in range(1 if stacked else len(layers))]
+    blocks = blocks * len(layers) if stacked else blocks
+    heads = {layer.name: layer.heads for layer in model}
+    copies = [
+        1 if window else math.gcd(*(max(1, tp // heads[name]) for name in names))
+        for (window, _), names in layers.items()
+    ]
     return Groups(
         tuple(map(tuple, layers.values())),
         tuple(window for window, _ in layers),
-        tuple(blocks * len(layers) if stacked else blocks),
+        tuple(draw(st.sampled_from(_stripes(*pair))) for pair in zip(blocks, copies, strict=True)),
         stacked,
     )
+
+
+def _stripes(blocks: Blocks, copies: int) -> list[Blocks]:
+    """All ways in which so many copies may share the tokens."""
+    slots = blocks.tokens * blocks.per_entry
+    shared = [
+        replace(blocks, stripes=count, width=width)
+        for count in range(2, copies + 1)
+        for width in range(1, slots + 1)
+        if copies % count == 0 and slots % width == 0
+    ]
+    return [blocks, *shared]
 
 
 @st.composite
@@ -173,8 +194,8 @@ def cuts(draw: st.DrawFn, model: Sequence[Layer], tp: int) -> Cut:
 def cases(draw: st.DrawFn) -> Case:
     tps = draw(st.tuples(st.sampled_from(TPS), st.sampled_from(TPS)))
     model, scattered = draw(models(tps)), draw(st.booleans())
-    mine, theirs = (draw(groups_of(model, scattered=scattered)) for _ in tps)
-    theirs = mine if draw(st.integers(0, 3)) == 0 else theirs
+    mine, theirs = (draw(groups_of(model, tp, scattered=scattered)) for tp in tps)
+    theirs = mine if tps[0] == tps[1] and draw(st.booleans()) else theirs
     start = math.lcm(*mine.entry_sizes) * draw(st.integers(0, 2))
     tokens = range(start, start + draw(st.integers(1, 20)))
     prompt = tokens.stop + draw(st.integers(0, 3))
@@ -203,15 +224,17 @@ def typical(
     block: tuple[int, int] = (4, 4),
     per_entry: tuple[int, int] = (1, 1),
     orders: tuple[str, str] = ("LBHNC", "LBHNC"),
+    stripes: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1)),
     model: Sequence[Layer] = (Layer("a", 4, 3, 3), Layer("b", 4, 3, 3), Layer("c", 4, 3, 3)),
     tokens: range = range(21),
 ) -> Case:
-    """Three layers in one group; pairs are (decode, prefill)."""
+    """Three layers in one group; pairs are (decode, prefill), stripes (how many, width)."""
     names = tuple(layer.name for layer in model)
     rng = np.random.default_rng(0)
     engines = []
     for side in (0, 1):
-        blocks = Blocks(tokens=block[side], per_entry=per_entry[side])
+        count, width = stripes[side]
+        blocks = Blocks(tokens=block[side], per_entry=per_entry[side], stripes=count, width=width)
         groups = Groups((names,), (0,), (blocks,), stacked=False)
         edges = np.linspace(0, len(names), pp[side] + 1).astype(int).tolist()
         stages = tuple(names[first:last] for first, last in itertools.pairwise(edges))

@@ -11,6 +11,7 @@ from a dense array of shape [token, head, byte] for each layer and part.
 
 import ctypes
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from nixl_kv.geometry.blocks import ABSENT
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Plan, Reads, Rows
 
@@ -73,13 +74,20 @@ class Layer:
 @dataclass(frozen=True)
 class Blocks:
     """How a group's memory is divided. After each content `pad` bytes, after each block `gap`
-    bytes are unused."""
+    bytes are unused. Of `stripes` ranks each has `width` tokens in turn."""
 
     count: int = 1
     tokens: int = 1
     per_entry: int = 1
     pad: int = 0
     gap: int = 0
+    stripes: int = 1
+    width: int = 1
+
+    @property
+    def entry_size(self) -> int:
+        """Tokens of the prompt."""
+        return self.tokens * self.per_entry * self.stripes
 
 
 class Store:
@@ -183,22 +191,23 @@ def _part(offsets: np.ndarray, offset: int) -> Part:
     return Part(offset, length, count, step, token)
 
 
-def layout(stores: Sequence[Store], base: int, *, device: int = 0) -> CacheLayout:
+def layout(stores: Sequence[Store], base: int, *, device: int = 0, tp_rank: int = 0) -> CacheLayout:
     """One rank; each store's memory is registered in one piece."""
     spans = {Span(base + store.start, store.end - store.start) for store in stores if store.parts}
     return CacheLayout(
-        tuple(_group(store, base) for store in stores),
+        tuple(_group(store, base, tp_rank) for store in stores),
         "DRAM",
         device,
         tuple(sorted(spans, key=lambda span: span.address)),
     )
 
 
-def _group(store: Store, base: int) -> Group:
+def _group(store: Store, base: int, tp_rank: int) -> Group:
     layers = [layer for layer in store.layers if not layer.name.startswith(UNUSED)]
     blocks, window = store.blocks, max((layer.window for layer in layers), default=0)
     regions = tuple(store.region(layer, base) for layer in layers)
-    return Group(blocks.tokens, blocks.count, blocks.per_entry, regions, window)
+    stripe = Stripe(blocks.stripes, tp_rank % blocks.stripes, blocks.width)
+    return Group(blocks.tokens, blocks.count, blocks.per_entry, regions, window, stripe)
 
 
 @dataclass(frozen=True)
@@ -211,23 +220,30 @@ class CacheGroup:
 
     @property
     def entry_size(self) -> int:
-        return self.blocks.tokens * self.blocks.per_entry
+        return self.blocks.entry_size
 
     @cached_property
-    def slots(self) -> np.ndarray:
-        """(block, slot) of each token of the table, shape (n, 2); block ABSENT without a block."""
-        slots = [
-            (ABSENT if entry == ABSENT else entry * self.blocks.per_entry + block, slot)
-            for entry in self.table
-            for block in range(self.blocks.per_entry)
-            for slot in range(self.blocks.tokens)
-        ]
-        return np.array(slots, dtype=np.int64).reshape(-1, 2)
+    def entries(self) -> np.ndarray:
+        """The entry of each token of the table; ABSENT without one."""
+        return np.repeat(np.array(self.table, dtype=np.int64), self.entry_size)
 
     @property
     def present(self) -> np.ndarray:
-        """The tokens that have a block."""
-        return np.flatnonzero(self.slots[:, 0] != ABSENT)
+        """The tokens that have a block on some rank."""
+        return np.flatnonzero(self.entries != ABSENT)
+
+    def slots(self, place: int = 0) -> np.ndarray:
+        """(block, slot) of each token of the table, shape (n, 2), on the rank of that stripe.
+
+        Block ABSENT where there is none, or the token is another rank's. The arithmetic is that of
+        vLLM's kernel for slots.
+        """
+        count, width = self.blocks.stripes, self.blocks.width
+        within = np.arange(len(self.entries)) % self.entry_size
+        is_here = (within // width % count == place) & (self.entries != ABSENT)
+        offset = within // (width * count) * width + within % width
+        block = self.entries * self.blocks.per_entry + offset // self.blocks.tokens
+        return np.stack([np.where(is_here, block, ABSENT), offset % self.blocks.tokens], axis=1)
 
 
 @dataclass(frozen=True)
@@ -261,7 +277,8 @@ class RankMemory:
 
     def __init__(self, cut: Cut, number: int, model: Sequence[Layer]) -> None:
         self.cut = cut
-        layers = [_shard(layer, number % cut.tp, cut.tp) for layer in model]
+        self.tp_rank = number % cut.tp
+        layers = [_shard(layer, self.tp_rank, cut.tp) for layer in model]
         layers = [layer for layer in layers if layer.name in cut.stages[number // cut.tp]]
         self.layers = layers[::-1] if cut.backwards else layers
         by_group = [
@@ -285,14 +302,23 @@ class RankMemory:
 
     @cached_property
     def layout(self) -> CacheLayout:
-        return layout(self.stores, self.base)
+        return layout(self.stores, self.base, tp_rank=self.tp_rank)
+
+    def slots(self, layer: str) -> np.ndarray:
+        """(block, slot) of each token of the layer's table; block ABSENT if it is not here."""
+        group = self.cut.group_of(layer)
+        return group.slots(self.tp_rank % group.blocks.stripes)
+
+    def present(self, layer: str) -> np.ndarray:
+        """The tokens that this rank has a block for."""
+        return np.flatnonzero(self.slots(layer)[:, 0] != ABSENT)
 
     def offsets(self, layer: str, tokens: np.ndarray) -> list[np.ndarray]:
         """Where these tokens' K and V are in memory, each of shape [token, head, byte]."""
-        slots = self.cut.group_of(layer).slots[tokens]
+        slots = self.slots(layer)[tokens]
         parts = next(store.parts[layer] for store in self.stores if layer in store.parts)
         by_token = [part[slots[:, 0], :, slots[:, 1]] for part in parts]
-        return [part.reshape(*part.shape[:2], -1) for part in by_token]
+        return [part.reshape(*part.shape[:2], math.prod(part.shape[2:])) for part in by_token]
 
     def put(self, memory: np.ndarray, layer: Layer, tokens: np.ndarray, dense: Dense) -> None:
         """Write these tokens of a layer to their places in `memory`, a copy of this rank's."""
@@ -336,7 +362,7 @@ class Engine:
         """Every rank stores its share of all tokens that it has a block for."""
         for rank in self.ranks:
             for layer in rank.layers:
-                rank.put(rank.memory, layer, self.cut.group_of(layer.name).present, dense)
+                rank.put(rank.memory, layer, rank.present(layer.name), dense)
 
 
 def random_dense(
@@ -384,7 +410,7 @@ def check_rows(rows: Rows, layout: CacheLayout) -> None:
     assert rows.dtype == np.uint64
     for address, length, device, stride, count in rows.tolist():
         assert device == layout.device
-        assert 1 <= length <= stride
+        assert 1 <= length <= (stride if count > 1 else length)
         end = address + (count - 1) * stride + length
         assert any(s.address <= address and end <= s.address + s.length for s in layout.spans)
 

@@ -19,7 +19,7 @@ from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import IndexBuffer, Reads, plan
-from nixl_kv.geometry.ranks import assign, held_heads
+from nixl_kv.geometry.ranks import assign, holdings
 
 TOKENS: Final = 4096
 """Of the request."""
@@ -95,7 +95,7 @@ def measure(case: Case, seconds: float) -> Figures:
         build_layouts(model, EngineShape(tp, 1, block_size, case.num_blocks, order))
         for tp, block_size, order in zip(case.tp, case.block_sizes, case.orders, strict=True)
     )
-    shares = assign([held_heads(rank) for rank in decode], [held_heads(rank) for rank in prefill])
+    shares = assign([holdings(rank) for rank in decode], [holdings(rank) for rank in prefill])
     remote_rank, share = next(iter(shares[0].items()))
     local, remote = decode[0], prefill[remote_rank]
     try:

@@ -165,7 +165,7 @@ def _geometry(data: bytes) -> Reads | None:
     mine, theirs = inputs.LARGE_CACHE.layout(), msgspec.msgpack.decode(data, type=CacheLayout)
     if compat.layout_mismatches([mine], [theirs]):
         return None
-    (route, *_) = ranks.routes(Rank(0), [ranks.held_heads(mine)], [ranks.held_heads(theirs)])
+    (route, *_) = ranks.routes(Rank(0), [ranks.holdings(mine)], [ranks.holdings(theirs)])
     table = Table.of(range(1, 65))
     local, remote = ([table] * len(layout.groups) for layout in (mine, theirs))
     return plan(mine, theirs, route.share).reads(local, remote, range(64))

@@ -176,6 +176,13 @@ def test_all_transferred_groups_are_overwritten_by_a_load(make: Make) -> None:
     assert scheduler.get_loaded_kv_cache_group_ids(recorded.new_request()) == (0,)
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+def test_decode_reuses_its_own_kv_where_it_loads_the_state(make: Make, *, has_state: bool) -> None:
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    scheduler._kv_cache_config = SimpleNamespace(has_mamba_layers=has_state)
+    assert scheduler.supports_divergent_local_hybrid_hits is has_state
+
+
 def test_the_layout_is_the_operators(make: Make) -> None:
     del make
     config = recorded.vllm_config({"layout": "BHLNC"})

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, get_kv_quant_mode
 
 from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
+from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span, Stripe
 from nixl_kv.geometry.slices import KVSlice, LocalSlice, find_slices
 from support import recorded_vllm as recorded
 from support.recorded_vllm import torch
@@ -177,6 +178,51 @@ def test_layers_of_one_group_have_blocks_of_one_size() -> None:
     caches[name] = caches[name][:8]
     with pytest.raises(ConfigError, match="layers of one cache group have"):
         kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """The second of two ranks that have the same heads, and divide the tokens by eight."""
+    for name in ("get_tp_group", "get_dcp_group"):
+        group = SimpleNamespace(rank_in_group=1)
+        monkeypatch.setattr(f"nixl_kv.connector.vllm_config.{name}", lambda group=group: group)
+    config = recorded.vllm_config()
+    config.parallel_config.tensor_parallel_size = 2
+    config.parallel_config.decode_context_parallel_size = 2
+    config.parallel_config.cp_kv_cache_interleave_size = 8
+    return config
+
+
+def kv_cache_config(**changes: Any) -> KVCacheConfig:
+    """The recorded one, with other fields in its group's spec."""
+    cache = recorded.kv_cache_config()
+    (group,) = cache.transfer_groups
+    object.__setattr__(group, "kv_cache_spec", replace(group.kv_cache_spec, **changes))
+    return cache
+
+
+def test_ranks_with_the_same_heads_may_divide_the_tokens(divided: VllmConfig) -> None:
+    caches = {name: tensor[:, :1] for name, tensor in recorded.kv_caches().items()}
+    cache = kv_cache_config(num_kv_heads=1, max_tp_shards=1)
+    (group,) = kv_layout.cache_layout(divided, cache, caches).groups
+    assert (group.stripe, group.block_size, group.entry_size) == (Stripe(2, 1, 8), 32, 64)
+    assert {region.heads for region in group.regions} == {(0, 1)}
+
+
+def test_ranks_with_other_heads_do_not_divide_the_tokens(divided: VllmConfig) -> None:
+    words = "decode_context_parallel_size is 2, and 1 ranks have the same KV heads of layer"
+    with pytest.raises(ConfigError, match=words):
+        kv_layout.cache_layout(divided, recorded.kv_cache_config(), recorded.kv_caches())
+
+
+def test_whole_blocks_of_divided_tokens_are_their_likes_only(divided: VllmConfig) -> None:
+    for layer in divided.compilation_config.static_forward_context.values():
+        layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
+    caches = {name: tensor[:, :1] for name, tensor in recorded.kv_caches().items()}
+    cache = kv_cache_config(num_kv_heads=1, max_tp_shards=1)
+    (group,) = kv_layout.cache_layout(divided, cache, caches).groups
+    words = "float32 in NEW_ATTN blocks of 32 tokens and 1 shards, 8 of every 16 tokens"
+    assert {region.element for region in group.regions} == {words}
 
 
 def test_a_backend_that_is_not_known_is_exchanged_in_whole_blocks() -> None:

@@ -264,6 +264,34 @@ def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(mak
     assert directory.count_awaited() == 0
 
 
+def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> None:
+    """Decode computes it, from the state before it."""
+    scheduler = make()
+    publish(scheduler)
+    scheduler._has_state = True
+    request = new_request()
+    before = request.num_prompt_tokens
+    request.kv_transfer_params = {"do_remote_decode": True}
+    scheduler.on_arrival(request)
+    assert request.num_prompt_tokens == before - 1
+    assert list(scheduler._prefill.requests) == [request.request_id]
+
+
+def test_where_there_is_state_a_request_that_needs_its_last_token_is_not_offered(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make()
+    publish(scheduler)
+    scheduler._has_state = True
+    request = new_request()
+    before = request.num_prompt_tokens
+    request.resumable, request.kv_transfer_params = True, {"do_remote_decode": True}
+    with caplog.at_level("INFO"):
+        scheduler.on_arrival(request)
+    assert "is not offered: " in caplog.text
+    assert (len(scheduler._prefill.requests), request.num_prompt_tokens) == (0, before)
+
+
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
     """As they are shown when they change."""
     scheduler = make()

@@ -24,7 +24,7 @@ from nixl_kv.geometry import compat
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
 from nixl_kv.geometry.plan import plan
-from nixl_kv.geometry.ranks import assign, held_heads
+from nixl_kv.geometry.ranks import assign, holdings
 from support.oracle import copy_pieces
 from support.recorded_vllm import torch
 
@@ -304,7 +304,7 @@ def test_any_two_engines_exchange_a_state(data: st.DataObject) -> None:
     readers = [Rank(model, decode, rank, None) for rank in range(decode.tp)]
     layouts = [[rank.layout for rank in side] for side in (readers, remotes)]
     assert compat.layout_mismatches(*layouts) == []
-    shares = assign(*([held_heads(layout) for layout in side] for side in layouts))
+    shares = assign(*([holdings(layout) for layout in side] for side in layouts))
     tables = [Table.of([side.block], first=tokens.stop - 1) for side in (decode, prefill)]
     for reader, share in zip(readers, shares, strict=True):
         for number, heads in share.items():

@@ -1,6 +1,7 @@
 """What is read from vLLM's configuration and requests, and which engines are refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,9 @@ from nixl_kv.connector.vllm_config import (
     REFUSALS,
     STATE_KINDS,
     check_supported,
+    choose_interleave,
     counts_media,
+    is_copy,
     model_facts,
     pagings,
     parallel_shape,
@@ -36,6 +39,7 @@ from nixl_kv.connector.vllm_config import (
     request_ids,
     required_layout,
     shorten,
+    stripe,
     why_not_offered,
     why_not_shortened,
     window,
@@ -43,6 +47,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
+from nixl_kv.geometry.layout import Stripe
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import RequestId
 from support import recorded_vllm as recorded
@@ -116,12 +121,6 @@ STATES = FullAttentionSpec(**ATTENTION)
 object.__setattr__(STATES, "tokens_per_state", 4)
 
 REFUSED = [
-    pytest.param(
-        changing("parallel_config.decode_context_parallel_size", 2),
-        cache_of(FULL),
-        "decode context parallelism",
-        id="decode context parallelism",
-    ),
     pytest.param(
         changing("parallel_config.prefill_context_parallel_size", 2),
         cache_of(FULL),
@@ -210,11 +209,20 @@ def test_each_refusal_has_a_test() -> None:
     ]
 
 
+def test_prefill_alone_may_be_divided_by_prefill_context_parallelism() -> None:
+    config = recorded.vllm_config(kv_role="kv_producer")
+    config.parallel_config.prefill_context_parallel_size = 2
+    check_supported(config, cache_of(FULL))
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="together with decode context parallelism"):
+        check_supported(config, cache_of(FULL))
+
+
 def test_all_that_is_refused_is_named_at_once() -> None:
     config = recorded.vllm_config()
-    config.parallel_config.decode_context_parallel_size = 2
+    config.parallel_config.prefill_context_parallel_size = 2
     config.kv_transfer_config.kv_buffer_device = "tpu"
-    with pytest.raises(ConfigError, match=r"decode context parallelism.*; nor a KV buffer"):
+    with pytest.raises(ConfigError, match=r"prefill context parallelism.*; nor a KV buffer"):
         check_supported(config, cache_of(FULL))
 
 
@@ -230,13 +238,13 @@ def test_a_kind_of_cache_that_is_not_known_is_refused() -> None:
 def test_recurrent_state_of_the_known_kinds_is_served(kind: str, num_states: int) -> None:
     cache = cache_of(FULL, mamba(kind, num_states))
     check_supported(recorded.vllm_config(), cache)
-    assert pagings(cache) == (Paging(0, 32, 0), StatePaging(1, 32))
+    assert pagings(recorded.vllm_config(), cache) == (Paging(0, 32, 0), StatePaging(1, 32))
 
 
 def test_groups_that_are_not_transferred_are_not_looked_at() -> None:
     cache = cache_of(FULL, STATES, enable_kv_transfer=False)
     check_supported(recorded.vllm_config(), cache)
-    assert pagings(cache) == (Paging(0, 32, 0),)
+    assert pagings(recorded.vllm_config(), cache) == (Paging(0, 32, 0),)
 
 
 # --- the engine
@@ -514,6 +522,7 @@ def test_a_request_that_needs_its_last_token_computes_it(change: Record, words: 
 
 def test_a_shortened_request_has_no_last_token() -> None:
     request = new_request(num_tokens=3)
+    request.max_tokens = 16
     ids, request.prompt_is_token_ids = request.prompt_token_ids, [True, True, True]
     shorten(request)
     assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (2, 2, 1)
@@ -550,7 +559,86 @@ def test_ranks_are_numbered_pipeline_stage_major(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_groups_window_is_what_its_layers_look_at(spec: Any, tokens: int) -> None:
     assert window(spec) == tokens
-    assert pagings(cache_of(spec)) == (Paging(0, 32, tokens),)
+    assert pagings(recorded.vllm_config(), cache_of(spec)) == (Paging(0, 32, tokens),)
+
+
+# --- tokens that are divided among ranks
+
+REPLICATED = replace(FULL, dcp_sharded=False)
+
+
+def divided(number: int = 2, width: int = 1) -> Any:
+    config = recorded.vllm_config()
+    config.parallel_config.decode_context_parallel_size = number
+    config.parallel_config.cp_kv_cache_interleave_size = width
+    config.parallel_config._allow_auto_resolve_cp_interleave_size = True
+    return config
+
+
+@pytest.fixture
+def second_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(rank_in_group=1)
+    monkeypatch.setattr(module, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(module, "get_pcp_group", lambda: group)
+
+
+@pytest.mark.usefixtures("second_rank")
+def test_a_rank_has_a_stripe_of_what_is_divided() -> None:
+    assert stripe(divided(width=16), FULL) == Stripe(2, 1, 16)
+    assert stripe(divided(), REPLICATED) == stripe(divided(), mamba("GDN_ATTN", 2)) == Stripe()
+    assert stripe(recorded.vllm_config(), FULL) == Stripe()
+
+
+@pytest.mark.usefixtures("second_rank")
+def test_an_interleave_that_does_not_divide_the_blocks_is_refused() -> None:
+    words = "--cp-kv-cache-interleave-size is 5; allowed: what divides the block size 32"
+    with pytest.raises(ConfigError, match=f"^{words}$"):
+        stripe(divided(width=5), FULL)
+
+
+def test_a_block_table_counts_blocks_of_all_ranks() -> None:
+    cache = cache_of(FULL, REPLICATED, mamba("GDN_ATTN", 2))
+    expected = (Paging(0, 128, 0), Paging(1, 32, 0), StatePaging(2, 32))
+    assert pagings(divided(4), cache) == expected
+
+
+@pytest.mark.parametrize(
+    ("backends", "changes", "width"),
+    [
+        pytest.param({"FLASH_ATTN_MLA"}, {}, 32, id="in whole blocks"),
+        pytest.param({"FLASHINFER_MLA"}, {}, 1, id="a kernel that cannot"),
+        pytest.param({"TRITON_MLA"}, {"speculative_config": object()}, 1, id="speculation"),
+    ],
+)
+def test_tokens_are_divided_in_whole_blocks_where_they_can(
+    backends: set[str], changes: dict[str, object], width: int
+) -> None:
+    config = divided()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    choose_interleave(config, cache_of(FULL, REPLICATED), backends)
+    assert config.parallel_config.cp_kv_cache_interleave_size == width
+
+
+def test_the_operators_interleave_stays() -> None:
+    config = divided(width=4)
+    config.parallel_config._allow_auto_resolve_cp_interleave_size = False
+    choose_interleave(config, cache_of(FULL), {"TRITON_MLA"})
+    assert config.parallel_config.cp_kv_cache_interleave_size == 4
+
+
+def test_without_division_nothing_is_chosen() -> None:
+    config = divided(1)
+    choose_interleave(config, cache_of(FULL), {"TRITON_MLA"})
+    assert config.parallel_config.cp_kv_cache_interleave_size == 1
+
+
+@pytest.mark.usefixtures("second_rank")
+@pytest.mark.parametrize(("number", "expected"), [(1, False), (2, True)])
+def test_workers_that_compute_a_prompt_together_are_copies(number: int, *, expected: bool) -> None:
+    config = recorded.vllm_config()
+    config.parallel_config.prefill_context_parallel_size = number
+    assert is_copy(config) is expected
 
 
 # --- requests

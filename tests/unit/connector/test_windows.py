@@ -158,7 +158,7 @@ def test_all_that_decode_wants_of_a_window_is_offered(
     vllm_config: VllmConfig, make: Any, window: int, sizes: tuple[int, int], *, chunk: int
 ) -> None:
     prefill, decode = (Engine(vllm_config, make(size, window)) for size in sizes)
-    blocks = PinnedBlocks(pagings(prefill.cache), prefill.manager)
+    blocks = PinnedBlocks(pagings(VllmConfig(), prefill.cache), prefill.manager)
     pool = prefill.manager.block_pool
     for prompt in PROMPTS:
         offered = prefill.prefill(blocks, prompt, chunk)
@@ -185,7 +185,7 @@ def test_without_pins_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
 
 def test_a_preempted_requests_blocks_are_given_back(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config, sliding(16, 64))
-    blocks = PinnedBlocks(pagings(engine.cache), engine.manager)
+    blocks = PinnedBlocks(pagings(VllmConfig(), engine.cache), engine.manager)
     request = engine.request(100)
     engine.manager.allocate_slots(request, 100)
     blocks.pin(P, 100)
@@ -202,7 +202,7 @@ def test_all_is_offered_of_a_prompt_that_prefill_has_in_its_cache(
 ) -> None:
     """A hit shows only the window before its own end. Decode's blocks are of the same size."""
     prefill, decode = (Engine(vllm_config, sliding(16, 64)) for _ in range(2))
-    blocks = PinnedBlocks(pagings(prefill.cache), prefill.manager)
+    blocks = PinnedBlocks(pagings(VllmConfig(), prefill.cache), prefill.manager)
     wanted = decode.wanted(prompt) if prompt > 1 else []
     for _ in range(2):
         offered = prefill.prefill(blocks, prompt, 512)

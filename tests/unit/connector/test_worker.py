@@ -1,6 +1,7 @@
 """The worker role, with caches as vLLM registers them."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +101,35 @@ def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> Non
     assert worker.stats.pop() is None
 
 
+def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker) -> None:
+    worker.register(recorded.kv_caches())
+    engine, order = worker._engine, []
+    assert engine is not None
+    engine.submit = lambda commands: order.append(("submit", [*commands]))  # type: ignore[method-assign]
+    worker._stale_tails.clear = lambda commands: order.append(("clear", commands))  # type: ignore[method-assign, assignment]
+    worker.on_step(StepMetadata([start_load()]))
+    assert order == [("clear", [start_load()]), ("submit", [start_load()])]
+
+
+@pytest.mark.usefixtures("second_copy")
+def test_a_copy_describes_nothing_and_reports_each_offer_as_ended() -> None:
+    """vLLM waits for a report of each worker before it takes the blocks back."""
+    config = recorded.vllm_config(kv_role="kv_producer")
+    config.parallel_config.prefill_context_parallel_size = 2
+    worker = Worker(config, recorded.kv_cache_config())
+    worker.register(recorded.kv_caches())
+    assert worker.handshake is None
+    worker.on_step(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1)]))
+    assert worker.pop_results().finished_sending == {P1}
+    assert worker.pop_results().finished_sending == set()
+
+
+@pytest.fixture
+def second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(rank_in_group=1)
+    monkeypatch.setattr("nixl_kv.connector.vllm_config.get_pcp_group", lambda: group)
+
+
 def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
     worker.register(recorded.kv_caches())
@@ -118,7 +148,7 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
 
 def test_an_engine_that_cannot_be_served_does_not_start() -> None:
     config = recorded.vllm_config()
-    config.parallel_config.decode_context_parallel_size = 2
+    config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(ConfigError, match="decode context parallelism"):
         Worker(config, recorded.kv_cache_config())
 

@@ -19,7 +19,7 @@ from nixl_kv.geometry.blocks import (
     num_token_segments,
     token_segments,
 )
-from nixl_kv.geometry.layout import Group
+from nixl_kv.geometry.layout import Group, Stripe
 from support.tables import written_out
 
 properties = settings(deadline=None, database=None, derandomize=True)
@@ -99,35 +99,93 @@ def test_what_is_absent_at_first_costs_nothing() -> None:
 # --- token segments
 
 
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """Blocks of any size; of their tokens a rank may have a stripe."""
+    size, per_entry = draw(st.integers(1, 24)), draw(st.integers(1, 3))
+    stripe = Stripe()
+    if draw(st.booleans()):
+        widths = [width for width in range(1, 25) if size * per_entry % width == 0]
+        count = draw(st.integers(2, 4))
+        stripe = Stripe(count, draw(st.integers(0, count - 1)), draw(st.sampled_from(widths)))
+    return Group(size, 12, per_entry, (), stripe=stripe)
+
+
+def is_kept(group: Group, token: int) -> bool:
+    return token // group.stripe.width % group.stripe.count == group.stripe.place
+
+
+def place_of(group: Group, token: int) -> tuple[int, int]:
+    """(block, slot) of a token, by counting those before it that are kept."""
+    kept = sum(is_kept(group, t) for t in range(token))
+    return kept // group.block_size, kept % group.block_size
+
+
+def shared_tokens(mine: Group, theirs: Group, num_tokens: int) -> list[int]:
+    return [t for t in range(num_tokens) if is_kept(mine, t) and is_kept(theirs, t)]
+
+
 @properties
 @given(local=st.integers(1, 24), remote=st.integers(1, 24))
 def test_a_segment_is_all_tokens_that_have_both_blocks_in_common(local: int, remote: int) -> None:
-    segments = token_segments(local, remote)
+    both = Group(local, 12, 1, ()), Group(remote, 12, 1, ())
+    segments = token_segments(*both)
     pairs = [(token // local, token // remote) for token in range(math.lcm(local, remote))]
     by_pair = [(pairs.index(pair), pairs.count(pair)) for pair in dict.fromkeys(pairs)]
     assert [(segment.start, segment.length) for segment in segments] == by_pair
     assert {segment.period for segment in segments} == {math.lcm(local, remote)}
-    assert num_token_segments(local, remote) == len(segments)
+    assert num_token_segments(*both) == len(segments)
 
 
 @properties
-@given(
-    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    first=st.integers(0, 5),
-    n=st.integers(0, 40),
-)
-def test_segments_cover_each_token_once(sizes: tuple[int, int], first: int, n: int) -> None:
-    """Only the last segment may reach beyond the end, but not beyond the last local block."""
-    tokens = range(first * sizes[0], first * sizes[0] + n)
-    covered = [
-        token + step
-        for segment in token_segments(*sizes)
-        for token in segment.starts(tokens)
-        for step in range(segment.length)
-    ]
+@given(mine=groups(), theirs=groups(), first=st.integers(0, 2), n=st.integers(0, 40))
+def test_segments_cover_each_common_token_once(
+    mine: Group, theirs: Group, first: int, n: int
+) -> None:
+    """Each in one block on both sides, where their slots follow each other.
+
+    Only the last segments may reach beyond the end, but not beyond their blocks.
+    """
+    start = first * mine.entry_size
+    tokens = range(start, start + n)
+    wanted = [t for t in shared_tokens(mine, theirs, tokens.stop) if t >= start]
+    expected = {(place_of(mine, t), place_of(theirs, t)) for t in wanted}
+    covered = []
+    for segment in token_segments(mine, theirs):
+        for token in segment.starts(tokens):
+            (block, slot), (other_block, other_slot) = (
+                place_of(mine, token),
+                place_of(theirs, token),
+            )
+            covered += [
+                ((block, slot + n), (other_block, other_slot + n)) for n in range(segment.length)
+            ]
     assert len(set(covered)) == len(covered)
-    assert sorted(covered)[:n] == list(tokens)
-    assert all(t // sizes[0] == (tokens.stop - 1) // sizes[0] for t in covered if t >= tokens.stop)
+    assert expected <= set(covered)
+    blocks = {(here[0], there[0]) for here, there in expected}
+    for here, there in covered:
+        assert (here[0], there[0]) in blocks
+        assert here[1] < mine.block_size
+        assert there[1] < theirs.block_size
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "number"),
+    [
+        pytest.param(Stripe(), Stripe(2, 1, 1), 16, id="one by one: each token is a segment"),
+        pytest.param(Stripe(), Stripe(2, 1, 16), 1, id="in blocks: a block is a segment"),
+        pytest.param(Stripe(4, 2, 8), Stripe(4, 2, 8), 1, id="alike: as without"),
+        pytest.param(Stripe(2, 0, 4), Stripe(4, 1, 2), 8, id="unlike"),
+    ],
+)
+def test_how_many_segments_stripes_make(mine: Stripe, theirs: Stripe, number: int) -> None:
+    both = [Group(16, 12, 1, (), stripe=stripe) for stripe in (mine, theirs)]
+    assert num_token_segments(*both) == len(token_segments(*both)) == number
+
+
+def test_segments_of_a_long_period_are_not_listed() -> None:
+    mine = Group(1 << 19, 12, 1, (), stripe=Stripe(2, 0, 1))
+    assert num_token_segments(mine, Group(16, 12, 1, ())) == 1 << 20
 
 
 # --- piece numbers

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nixl_kv.geometry.compat import Mismatch, layout_mismatches, model_mismatches
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 
 SPAN = Span(1, 2**30)
 
@@ -342,6 +342,72 @@ def test_a_mismatch_of_a_single_rank_is_found(second: Group) -> None:
     """A peer's ranks may differ among themselves."""
     remote = ranks(cache(group(region("a", num_heads=2))), cache(second))
     assert layout_mismatches(ranks(cache(group(region("a")))), remote) != []
+
+
+def striped(count: int, width: int = 16, **changes: Any) -> list[CacheLayout]:
+    """An engine whose ranks have the same heads, and divide the tokens."""
+    stripes = [Stripe(count, place, width) for place in range(count)]
+    return ranks(*(cache(group(stripe=stripe, **changes)) for stripe in stripes))
+
+
+@pytest.mark.parametrize("here", [1, 2, 3])
+@pytest.mark.parametrize("there", [1, 2, 4])
+def test_tokens_may_be_divided_in_different_ways(here: int, there: int) -> None:
+    assert layout_mismatches(*(striped(n, 16 if n > 1 else 1) for n in (here, there))) == []
+
+
+SECOND_OF_2 = "tokens 16 to 31 of every 32"
+
+
+@pytest.mark.parametrize(
+    ("remote", "words"),
+    [
+        pytest.param(striped(2)[1:], SECOND_OF_2, id="a rank is missing"),
+        pytest.param(
+            [striped(4)[0], *striped(2)[1:]],
+            f"tokens 0 to 15 of every 64, {SECOND_OF_2}",
+            id="by 4 and by 2",
+        ),
+        pytest.param(
+            [striped(2, 8)[0], *striped(2)[1:]],
+            f"tokens 0 to 7 of every 16, {SECOND_OF_2}",
+            id="by other widths",
+        ),
+        pytest.param(
+            [cache(), *striped(2)[1:]],
+            f"tokens 0 to 0 of every 1, {SECOND_OF_2}",
+            id="all and some",
+        ),
+    ],
+)
+def test_tokens_that_no_rank_has_are_found(remote: list[CacheLayout], words: str) -> None:
+    """They would be read by nobody."""
+    field = "tokens that ranks hold of a and 1 more"
+    assert layout_mismatches(ranks(cache()), remote) == [Mismatch(field, "complete", words)]
+    assert layout_mismatches(remote, ranks(cache())) == [Mismatch(field, words, "complete")]
+
+
+def test_each_stripe_of_tokens_has_all_heads() -> None:
+    halves = [region("a", num_heads=2), region("a", num_heads=2, first_head=2)]
+    remote = [cache(group(half, stripe=Stripe(2, place, 16))) for place, half in enumerate(halves)]
+    words = "of different heads, [((0, 2, ''),), ((2, 4, ''),)]"
+    expected = [Mismatch("tokens that ranks hold of a", "complete", words)]
+    assert layout_mismatches(ranks(cache(group(region("a")))), remote) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [
+        pytest.param((512, 512), True, id="a segment for each token of 512"),
+        pytest.param((513, 513), False, id="513"),
+    ],
+)
+def test_divided_tokens_may_make_512_segments(sizes: tuple[int, int], *, fits: bool) -> None:
+    local = ranks(cache(group(block_size=sizes[0])))
+    mismatches = layout_mismatches(local, striped(2, 1, block_size=sizes[1]))
+    field = "block size (makes more than 512 token segments) of a and 1 more"
+    there = "513, of tokens 0 to 0 of every 2"
+    assert mismatches == ([] if fits else [Mismatch(field, 513, there)])
 
 
 def test_a_layer_is_compared_by_the_window_of_its_own_group() -> None:

@@ -22,7 +22,7 @@ from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import ABSENT, BlockTable, block_ids
 from nixl_kv.geometry.digest import Digest, Key, describe_difference, digest_steps
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.ranks import held_heads, routes
+from nixl_kv.geometry.ranks import holdings, routes
 from nixl_kv.geometry.slices import KVSlice, LocalSlice, find_slices, slices_read
 from nixl_kv.ids import Rank
 from support.cases import Case, cases, typical
@@ -83,6 +83,14 @@ class Sums(NamedTuple):
     columns: list[int]
 
 
+def tokens_of(kv: KVSlice, end: int) -> list[int]:
+    return [
+        token
+        for token in range(kv.begin, end)
+        if all(token // s.width % s.count == s.place for s in kv.stripes)
+    ]
+
+
 def expected_sums(dense: Dense, slices: Sequence[KVSlice], end: int, size: int) -> Sums:
     """From the dense arrays, for columns of `size` tokens."""
     rows: list[int] = []
@@ -91,7 +99,7 @@ def expected_sums(dense: Dense, slices: Sequence[KVSlice], end: int, size: int) 
         for part in dense[kv.layer]:
             for head in range(kv.first_head, kv.end_head):
                 row = 0
-                for token in range(kv.begin, end):
+                for token in tokens_of(kv, end):
                     term = formula(SECRET, token, part[token, head].tobytes())
                     row += term
                     columns[token // size] += (2 * len(rows) + 1) * term
@@ -154,7 +162,7 @@ class Pair:
         for engine, begin in ((self.prefill, 0), (self.decode, self.case.tokens.start)):
             for rank in engine.ranks:
                 for layer in rank.layers:
-                    present = rank.cut.group_of(layer.name).present
+                    present = rank.present(layer.name)
                     other = present[(present >= self.case.tokens.stop) | (present < begin)]
                     for offsets in rank.offsets(layer.name, other) if len(other) else ():
                         rank.memory[offsets] = rng.integers(0, 256, offsets.shape, dtype=np.uint8)
@@ -162,7 +170,7 @@ class Pair:
     def reads(self) -> Iterator[tuple[tuple[KVSlice, ...], list[LocalSlice], list[LocalSlice]]]:
         """For each read of decode: its slices, and where they are on both sides."""
         held = [
-            [held_heads(rank.layout) for rank in engine.ranks]
+            [holdings(rank.layout) for rank in engine.ranks]
             for engine in (self.decode, self.prefill)
         ]
         start, end = self.case.tokens.start, self.case.tokens.stop
@@ -171,8 +179,10 @@ class Pair:
             for route in routes(Rank(number), *held):
                 if not route.readers:
                     continue
-                slices = slices_read(rank.layout, route.share, tables)
                 remote = self.prefill.ranks[route.remote_rank].layout
+                stripes = {r.layer: g.stripe for g in remote.groups for r in g.regions}
+                divided = {layer: s for layer, s in stripes.items() if s.count > 1}
+                slices = slices_read(rank.layout, route.share, tables, divided)
                 remote_tables = block_tables(self.case.prefill, remote, 0)
                 if slices:
                     local_slices = find_slices(rank.layout, slices, tables, end=end)
@@ -220,6 +230,10 @@ WINDOWED = (Layer("a", 4, 3, 3, window=9), Layer("b", 4, 3, 3), Layer("c", 4, 3,
             id="content of any length, TP 2 to 1, K transposed on prefill",
         ),
         pytest.param({"model": LATENT, "tp": (2, 4)}, id="one part"),
+        pytest.param(
+            {"model": LATENT, "tp": (4, 2), "stripes": ((4, 2), (2, 4)), "tokens": range(16, 99)},
+            id="tokens divided on both",
+        ),
     ],
 )
 def test_typical_engines_have_the_digest_of_the_formula(changes: dict[str, Any]) -> None:

@@ -1,12 +1,18 @@
 """The records of a layout: they check their own numbers, because they also come from peers."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, extent
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe, extent
+
+properties = settings(deadline=None, database=None, derandomize=True)
 
 PARTS = (Part(0, 256), Part(256, 128))
 REGION = Region(
@@ -138,6 +144,92 @@ def test_a_part_s_own_token_stride_replaces_the_region_s() -> None:
 def test_entries_consist_of_whole_blocks(per_entry: int, tokens: int, num_entries: int) -> None:
     group = replace(GROUP, blocks_per_entry=per_entry)
     assert (group.entry_size, group.num_entries) == (tokens, num_entries)
+
+
+# --- stripes of tokens
+
+
+@st.composite
+def stripes(draw: st.DrawFn) -> Stripe:
+    count = draw(st.integers(1, 8))
+    width = draw(st.integers(1, 9)) if count > 1 else 1
+    return Stripe(count, draw(st.integers(0, count - 1)), width)
+
+
+@properties
+@given(stripe=stripes(), begin=st.integers(0, 300))
+def test_kept_tokens_are_numbered_one_after_the_other(stripe: Stripe, begin: int) -> None:
+    tokens = np.arange(begin + 50)
+    kept = tokens[tokens // stripe.width % stripe.count == stripe.place]
+    assert tokens[stripe.holds(tokens)].tolist() == kept.tolist()
+    assert stripe.position(kept).tolist() == list(range(len(kept)))
+    assert stripe.token(np.arange(len(kept))).tolist() == kept.tolist()
+    assert stripe.num_before(begin) == np.count_nonzero(kept < begin)
+
+
+@properties
+@given(one=stripes(), other=stripes())
+def test_whether_two_stripes_have_a_token_in_common(one: Stripe, other: Stripe) -> None:
+    tokens = np.arange(math.lcm(one.period, other.period))
+    common = bool((one.holds(tokens) & other.holds(tokens)).any())
+    assert one.meets(other) == other.meets(one) == common
+
+
+@properties
+@given(
+    blocks=st.integers(1, 6),
+    width=st.integers(1, 6),
+    count=st.integers(1, 8),
+    token=st.integers(0, 2000),
+)
+def test_places_are_those_of_vllm_s_kernel(blocks: int, width: int, count: int, token: int) -> None:
+    """Its `_compute_slot_mapping_kernel`: a block of all ranks, and what of it is whose."""
+    size = blocks * width
+    entry, offset = divmod(token, size * count)
+    place, slot = offset // width % count, offset // (width * count) * width + offset % width
+    stripe = Stripe(count, place, width if count > 1 else 1)
+    assert stripe.holds(np.array([token])).all()
+    assert divmod(stripe.position(token), size) == (entry, slot)
+    group = Group(size, 10, 1, (), stripe=stripe)
+    assert token // group.entry_size == entry
+
+
+@pytest.mark.parametrize(
+    ("stripe", "message"),
+    [
+        pytest.param((0, 0, 1), "stripe count is 0; allowed: 1 to 1023", id="no ranks"),
+        pytest.param((2, 2, 1), "stripe place is 2; allowed: 0 to 1", id="place"),
+        pytest.param((2, -1, 1), "stripe place is -1; allowed: 0 to 1", id="negative place"),
+        pytest.param((2, 0, 0), "stripe width is 0; allowed: 1 to 1048575", id="width"),
+        pytest.param((1, 0, 2), "stripe width is 2; allowed: 1 to 1", id="width of one rank"),
+    ],
+)
+def test_a_stripe_checks_its_numbers(stripe: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Stripe(*stripe)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param(
+            {"stripe": Stripe(2, 0, 3)},
+            "stripe width is 3; allowed: what divides an entry of 16 slots",
+            id="width",
+        ),
+        pytest.param(
+            {"stripe": Stripe(2, 0, 16), "window": 8}, "window is 8; allowed: 0 to 0", id="window"
+        ),
+    ],
+)
+def test_stripes_fill_entries_and_have_no_window(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        replace(GROUP, **changes)
+
+
+def test_an_entry_has_the_tokens_of_all_stripes() -> None:
+    group = replace(GROUP, blocks_per_entry=2, stripe=Stripe(4, 1, 8))
+    assert (group.slots_per_entry, group.entry_size) == (32, 128)
 
 
 def test_a_stage_may_have_no_layer_of_a_group() -> None:

@@ -21,7 +21,7 @@ from nixl_kv.geometry.model_layouts import (
     layer_name,
     pipeline_stages,
 )
-from nixl_kv.geometry.ranks import held_heads
+from nixl_kv.geometry.ranks import holdings
 
 SMALL = ModelShape(layers=3, kv_heads=4, content=(2, 2), element="float16")
 LATENT = ModelShape(layers=3, kv_heads=1, content=(5,), element="bfloat16")
@@ -139,7 +139,10 @@ def test_pipeline_stages_are_those_of_vllm(layers: int, pp: int, expected: list[
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
     layouts = build_layouts(SMALL, replace(FEW_BLOCKS, tp=2, pp=2))
-    assert [held_heads(layout) for layout in layouts] == [
+    held = [
+        {layer: holding.heads for layer, holding in holdings(layout).items()} for layout in layouts
+    ]
+    assert held == [
         {"layer.0": (0, 2), "layer.1": (0, 2)},
         {"layer.0": (2, 4), "layer.1": (2, 4)},
         {"layer.2": (0, 2)},

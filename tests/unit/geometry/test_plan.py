@@ -86,7 +86,7 @@ class Case:
             for side, store, base, layer in zip(
                 self.sides, self.stores, BASES, (mine, theirs), strict=True
             ):
-                slots = CacheGroup((), side.blocks, side.table).slots[list(tokens)]
+                slots = CacheGroup((), side.blocks, side.table).slots()[list(tokens)]
                 common = slice(heads[0] - layer.first_head, heads[-1] + 1 - layer.first_head)
                 addresses.append(
                     [p[slots[:, 0], common, slots[:, 1]] + base for p in store.parts[layer.name]]

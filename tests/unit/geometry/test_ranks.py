@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.ranks import HeldHeads, ParallelShape, Route, assign, held_heads, routes
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
+from nixl_kv.geometry.ranks import Holding, Holdings, ParallelShape, Route, assign, holdings, routes
 from nixl_kv.geometry.runs import Heads
 from nixl_kv.ids import Rank
 from support.oracle import heads_of
@@ -44,21 +45,42 @@ def test_a_layout_holds_the_heads_of_all_its_groups() -> None:
     regions = [Region(name, 1, 64, 8, 8, 2, 3, (Part(0, 8),)) for name in "abc"]
     groups = (Group(1, 1, 1, tuple(regions[:2])), Group(1, 1, 1, ()), Group(1, 1, 1, (regions[2],)))
     layout = CacheLayout(groups, "DRAM", 0, (Span(1, 64),))
-    assert held_heads(layout) == {"a": (2, 5), "b": (2, 5), "c": (2, 5)}
+    assert holdings(layout) == dict.fromkeys("abc", Holding((2, 5)))
+
+
+def test_a_layout_holds_the_stripes_of_its_groups() -> None:
+    layers = [Region(name, 1, 64, 8, 8, 0, 1, (Part(0, 8),)) for name in "ab"]
+    groups = Group(1, 1, 1, (layers[0],), stripe=Stripe(4, 3)), Group(1, 1, 1, (layers[1],))
+    held = holdings(CacheLayout(groups, "DRAM", 0, (Span(1, 64),)))
+    assert held == {"a": Holding((0, 1), Stripe(4, 3)), "b": Holding((0, 1))}
 
 
 # --- typical cases
 
 
 def engine(
-    tp: int, model: Mapping[str, int], stages: Sequence[str] | None = None
-) -> list[dict[str, Heads]]:
-    """What each rank holds; `model` has the heads of each layer, `stages` the layers of each."""
+    tp: int,
+    model: Mapping[str, int],
+    stages: Sequence[str] | None = None,
+    stripes: tuple[int, int] = (1, 1),
+) -> list[dict[str, Holding]]:
+    """What each rank holds; `model` has the heads of each layer, `stages` the layers of each.
+
+    `stripes` is how many ranks in a row divide the tokens, and the width.
+    """
     ranks = []
     for names, rank in itertools.product(stages or ["".join(model)], range(tp)):
         held = {name: heads_of(rank, tp, model[name]) for name in names}
-        ranks.append({name: (first, first + count) for name, (first, count) in held.items()})
+        stripe = Stripe(stripes[0], rank % stripes[0], stripes[1])
+        ranks.append(
+            {name: Holding((first, first + n), stripe) for name, (first, n) in held.items()}
+        )
     return ranks
+
+
+def holding(**heads: Heads) -> dict[str, Holding]:
+    """Of all tokens."""
+    return {layer: Holding(each) for layer, each in heads.items()}
 
 
 Reading = dict[int, dict[str, Heads]]
@@ -170,18 +192,57 @@ AB, ABCD, LATENT = {"a": 4, "b": 4}, dict.fromkeys("abcd", 4), {"a": 1, "b": 1}
             id="layers of different heads: copies from a rank that is read anyway",
         ),
         pytest.param(
-            [{"a": (0, 4)}, {}], [{"a": (0, 4)}], [{0: {"a": (0, 4)}}, {}], id="a reader of nothing"
+            [holding(a=(0, 4)), {}],
+            [holding(a=(0, 4))],
+            [{0: {"a": (0, 4)}}, {}],
+            id="a reader of nothing",
         ),
         pytest.param(
-            [{"a": (0, 8)}],
-            [{"a": (0, 3)}, {"a": (2, 5)}, {"a": (1, 6)}, {"a": (5, 8)}],
+            [holding(a=(0, 8))],
+            [holding(a=heads) for heads in ((0, 3), (2, 5), (1, 6), (5, 8))],
             [{0: {"a": (0, 3)}, 2: {"a": (3, 6)}, 3: {"a": (6, 8)}}],
             id="ranges that overlap: the one that ends last",
+        ),
+        pytest.param(
+            engine(2, LATENT, stripes=(2, 16)),
+            engine(1, LATENT),
+            [{0: both(0, 1)}, {0: both(0, 1)}],
+            id="tokens divided on decode: each reads its own from the one that has all",
+        ),
+        pytest.param(
+            engine(1, LATENT),
+            engine(4, LATENT, stripes=(4, 1)),
+            [dict.fromkeys(range(4), both(0, 1))],
+            id="tokens divided on prefill: from all of them",
+        ),
+        pytest.param(
+            engine(2, LATENT),
+            engine(8, LATENT, stripes=(4, 1)),
+            [dict.fromkeys(range(4), both(0, 1)), dict.fromkeys(range(4, 8), both(0, 1))],
+            id="tokens divided on prefill, each twice: the second reads the second copies",
+        ),
+        pytest.param(
+            engine(4, LATENT, stripes=(4, 16)),
+            engine(4, LATENT, stripes=(4, 16)),
+            [{rank: both(0, 1)} for rank in range(4)],
+            id="tokens divided alike: rank by rank",
+        ),
+        pytest.param(
+            engine(4, LATENT, stripes=(4, 1)),
+            engine(2, LATENT, stripes=(2, 1)),
+            [{rank % 2: both(0, 1)} for rank in range(4)],
+            id="tokens divided by 4 and by 2: from the one that has the same",
+        ),
+        pytest.param(
+            engine(4, {"a": 2}, stripes=(2, 1)),
+            engine(2, {"a": 2}),
+            [{rank // 2: {"a": (rank // 2, rank // 2 + 1)}} for rank in range(4)],
+            id="heads and tokens divided",
         ),
     ],
 )
 def test_assignment_of_typical_engines(
-    decode: list[HeldHeads], prefill: list[HeldHeads], expected: list[Reading]
+    decode: list[Holdings], prefill: list[Holdings], expected: list[Reading]
 ) -> None:
     assert assign(decode, prefill) == expected
 
@@ -190,58 +251,87 @@ def test_assignment_of_typical_engines(
     ("remotes", "missing"),
     [
         pytest.param([], 2, id="no remote ranks"),
-        pytest.param([{"b": (0, 8)}], 2, id="another layer"),
-        pytest.param([{"a": (0, 2)}, {"a": (3, 8)}], 2, id="without the first"),
-        pytest.param([{"a": (0, 3)}, {"a": (4, 8)}], 3, id="without the second"),
-        pytest.param([{"a": (0, 4)}], 4, id="without the last"),
+        pytest.param([holding(b=(0, 8))], 2, id="another layer"),
+        pytest.param([holding(a=(0, 2)), holding(a=(3, 8))], 2, id="without the first"),
+        pytest.param([holding(a=(0, 3)), holding(a=(4, 8))], 3, id="without the second"),
+        pytest.param([holding(a=(0, 4))], 4, id="without the last"),
     ],
 )
 def test_a_head_that_no_remote_rank_holds_is_an_error(
-    remotes: list[HeldHeads], missing: int
+    remotes: list[Holdings], missing: int
 ) -> None:
     with pytest.raises(ValueError, match=f"^no remote rank holds KV head {missing}$"):
-        assign([{"a": (2, 5)}], remotes)
+        assign([holding(a=(2, 5))], remotes)
 
 
 # --- any case
 
 
+STRIPES = ((1, 1), (1, 1), (2, 1), (2, 2), (3, 1), (4, 1))
+PERIOD = 12
+"""Tokens, after which all stripes begin anew."""
+
+
 @st.composite
-def engines(draw: st.DrawFn) -> tuple[list[dict[str, Heads]], list[dict[str, Heads]]]:
-    """Two engines of one model."""
+def engines(draw: st.DrawFn) -> tuple[list[dict[str, Holding]], list[dict[str, Holding]]]:
+    """Two engines of one model. Tokens are divided where all layers have copies enough."""
     tps = draw(st.tuples(*[st.sampled_from((1, 2, 3, 4, 6, 8))] * 2))
+    most = draw(st.sampled_from((1, 2, 12)))
     heads = [h for h in (1, 2, 4, 8, 12) if all(h % tp == 0 or tp % h == 0 for tp in tps)]
-    model = {name: draw(st.sampled_from(heads)) for name in "abcd"}
+    model = {name: draw(st.sampled_from([h for h in heads if h <= most])) for name in "abcd"}
     pair = []
     for tp in tps:
         edges = sorted(draw(st.sets(st.integers(1, 3), max_size=2)))
         stages = ["abcd"[a:b] for a, b in itertools.pairwise([0, *edges, 4])]
-        pair.append(engine(tp, model, stages))
+        copies = [tp // heads for heads in model.values()]
+        allowed = [each for each in STRIPES if not any(number % each[0] for number in copies)]
+        stripes = draw(st.sampled_from(allowed if min(copies) > 1 else STRIPES[:1]))
+        pair.append(engine(tp, model, stages, stripes))
     return pair[0], pair[1]
 
 
-def elements(held: HeldHeads) -> list[tuple[str, int]]:
-    """(layer, head) of all that is held."""
-    return [(layer, head) for layer, heads in held.items() for head in range(*heads)]
+Element = tuple[str, int, int]
+"""A layer, a head, a token."""
+
+
+def elements(held: Holdings, within: Holdings | None = None) -> list[Element]:
+    """All that is held, of the tokens that `within` has too."""
+    tokens = np.arange(PERIOD)
+    return [
+        (layer, head, token)
+        for layer, (heads, stripe) in held.items()
+        for head in range(*heads)
+        for token in tokens[
+            stripe.holds(tokens) & (within or held)[layer].stripe.holds(tokens)
+        ].tolist()
+    ]
+
+
+def elements_read(share: Mapping[str, Heads], mine: Holdings, theirs: Holdings) -> list[Element]:
+    read = {layer: Holding(heads, theirs[layer].stripe) for layer, heads in share.items()}
+    return elements(read, mine)
 
 
 @properties
 @given(pair=engines())
-def test_each_head_is_read_once_from_a_rank_that_holds_it(
-    pair: tuple[list[HeldHeads], list[HeldHeads]],
+def test_each_head_of_each_token_is_read_once_from_a_rank_that_holds_it(
+    pair: tuple[list[Holdings], list[Holdings]],
 ) -> None:
     readers, remotes = pair
     for held, shares in zip(readers, assign(readers, remotes), strict=True):
-        read = Counter(itertools.chain(*map(elements, shares.values())))
-        assert read == Counter(elements(held))
+        read = Counter[Element]()
         for remote_rank, share in shares.items():
-            assert set(elements(share)) <= set(elements(remotes[remote_rank]))
+            elements_of_rank = elements_read(share, held, remotes[remote_rank])
+            assert elements_of_rank, "a rank that has nothing for this reader"
+            assert set(elements_of_rank) <= set(elements(remotes[remote_rank]))
+            read.update(elements_of_rank)
+        assert read == Counter(elements(held))
 
 
 @properties
 @given(pair=engines())
 def test_all_readers_of_a_remote_rank_name_the_same_readers(
-    pair: tuple[list[HeldHeads], list[HeldHeads]],
+    pair: tuple[list[Holdings], list[Holdings]],
 ) -> None:
     """And exactly one reader releases a remote rank that nobody reads."""
     readers, remotes = pair
@@ -277,12 +367,12 @@ def test_copies_are_used_evenly(tps: tuple[int, int], heads: int, stages: list[s
     count = Counter(remote_rank for share in assign(readers, remotes) for remote_rank in share)
     copies: dict[Heads, list[int]] = {}
     for remote_rank, held in enumerate(remotes):
-        copies.setdefault(held["a"], []).append(count[Rank(remote_rank)])
+        copies.setdefault(held["a"].heads, []).append(count[Rank(remote_rank)])
     for counts in copies.values():
         assert max(counts) - min(counts) <= 1
 
 
-def fewest_remote_ranks(held: HeldHeads, remotes: Sequence[HeldHeads]) -> int:
+def fewest_remote_ranks(held: Holdings, remotes: Sequence[Holdings]) -> int:
     """By brute force: how many remote ranks together hold all that a reader holds."""
     wanted = frozenset(elements(held))
     distinct = {wanted.intersection(elements(remote)) for remote in remotes}
@@ -298,7 +388,7 @@ def fewest_remote_ranks(held: HeldHeads, remotes: Sequence[HeldHeads]) -> int:
 @properties
 @given(pair=engines())
 def test_a_reader_reads_from_as_few_remote_ranks_as_possible(
-    pair: tuple[list[HeldHeads], list[HeldHeads]],
+    pair: tuple[list[Holdings], list[Holdings]],
 ) -> None:
     """Layers with copies, such as a latent, are read from ranks that are read anyway."""
     readers, remotes = pair

@@ -47,19 +47,19 @@ def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list
 
 def test_all_tokens_of_the_shared_heads_are_read() -> None:
     share = {"a": (2, 4), "c": (3, 4)}
-    slices = slices_read(layout(), share, tables([5, 3], [7, 8, 1, 2]))
+    slices = slices_read(layout(), share, tables([5, 3], [7, 8, 1, 2]), {})
     assert slices == (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
 
 
 def test_after_a_prefix_hit_slices_begin_with_the_tables() -> None:
-    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3))
+    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3), {})
     assert [kv.begin for kv in slices] == [3 * BLOCK * PER_ENTRY, 6 * BLOCK]
 
 
 def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
     share = {"a": (2, 6), "c": (2, 6)}
     passed = [ABSENT, 4, ABSENT, ABSENT, 7, 8]
-    slices = slices_read(layout(windowed=True), share, tables([5, 3, 1], passed))
+    slices = slices_read(layout(windowed=True), share, tables([5, 3, 1], passed), {})
     assert slices == (KVSlice("a", 2, 6, 0), KVSlice("c", 2, 6, 16))
 
 
@@ -77,7 +77,7 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
     alone = replace(layout(), groups=(group,))
     found = []
     for table in (BlockTable.of(cut, group), BlockTable(block_ids(whole[begin:]), group, begin)):
-        slices = slices_read(alone, share, [table])
+        slices = slices_read(alone, share, [table], {})
         end = len(whole) * group.entry_size
         places = find_slices(alone, slices, [table], end=end) if slices else []
         found.append((slices, [(kv.begin, kv.end, kv.ids.tolist()) for kv in places]))
@@ -86,7 +86,7 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
 
 @pytest.mark.parametrize("windowed", [[ABSENT, ABSENT], []], ids=["all absent", "empty table"])
 def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
-    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed))
+    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed), {})
     assert slices == (KVSlice("a", 2, 6, 0),)
 
 
@@ -98,7 +98,7 @@ def test_each_part_has_a_local_slice() -> None:
     slices = find_slices(layout(), wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
     assert [(kv.region.layer, kv.part_number) for kv in slices] == [("c", 0), ("a", 0), ("a", 1)]
     assert [kv.ids.tolist() for kv in slices] == [[8, 1, 2], [6, 7], [6, 7]]
-    assert [kv.first_token for kv in slices] == [4, 8, 8]
+    assert [kv.first_position for kv in slices] == [4, 8, 8]
     assert [kv.num_heads for kv in slices] == [2, 4, 4]
     assert [kv.num_bytes for kv in slices] == [2 * 10 * 6, 4 * 6 * 2, 4 * 6 * 2]
     assert [kv.base - BASE for kv in slices] == [2 * 4096 + 24, 0, 2]
@@ -106,7 +106,7 @@ def test_each_part_has_a_local_slice() -> None:
 
 def test_a_slice_that_begins_inside_a_block_has_the_whole_block() -> None:
     (kv,) = find_slices(layout(), [KVSlice("c", 2, 3, 6)], tables([], [7, 8, 1, 2]), end=9)
-    assert (kv.begin, kv.end, kv.first_token) == (6, 9, 4)
+    assert (kv.begin, kv.end, kv.first_position) == (6, 9, 4)
     assert kv.ids.tolist() == [8, 1]
 
 
@@ -119,7 +119,7 @@ def test_a_slice_of_an_opaque_region_ends_with_a_block() -> None:
         wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 3, 8)]
         slices = find_slices(mixed, wanted, tables([5, 3, 1], []), end=end)
         assert [kv.end for kv in slices] == [end, end, stop, stop]
-        assert {len(kv.ids) * BLOCK + kv.first_token for kv in slices} == {stop}
+        assert {len(kv.ids) * BLOCK + kv.first_position for kv in slices} == {stop}
 
 
 def test_ids_are_numbers_of_blocks_not_of_entries() -> None:

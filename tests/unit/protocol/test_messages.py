@@ -91,6 +91,7 @@ LAYOUT_WIRE = {
                 }
             ],
             "window": 0,
+            "stripe": {"count": 1, "place": 0, "width": 1},
         }
     ],
     "memory": "DRAM",
@@ -100,7 +101,7 @@ LAYOUT_WIRE = {
 RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE]
 OFFER_WIRE = [NONCE, CLAIM, READER_WIRE]
 TABLE_WIRE = {"first": 0, "ids": b"\7\0\0\0\3\0\0\0"}
-SLICE_WIRE = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0}
+SLICE_WIRE = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0, "stripes": []}
 
 PEER_STATUS = PeerStatus(
     engine="prefill", incarnation="0000000a", endpoint=at(0), state="BACKOFF", detail="closed"
