@@ -9,7 +9,8 @@ import pytest
 
 from lab.accuracy.machine import Machine
 from lab.accuracy.settings import SettingError, parse
-from lab.cluster.metrics import Loaded
+from lab.cluster.client import Counters
+from lab.cluster.metrics import ACCEPTED, DRAFTED, Loaded, accepted_share
 from lab.results import Results, Verdict
 from lab.suites.matrix import accuracy, answers
 from lab.suites.matrix.cells import Cell, MatrixError, Shape, load
@@ -173,6 +174,28 @@ def test_no_engine_reads_from_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (prefill, decode) == specs.of_cell("qwen3", cell)
 
 
+def test_a_model_is_only_served_where_vllm_can(tmp_path: Path) -> None:
+    def models(device: Any) -> set[str]:
+        judge = answers.AnswersJudge(MATRIX, answers.Place(device), [], tmp_path)
+        return {line.split("/")[0] for line in judge.lines()}
+
+    assert models("cuda") - models("cpu") == {"qwen3-next-mtp", "granite4", "kimi-linear"}
+    assert models("cpu") < models("cuda")
+
+
+@pytest.mark.parametrize(
+    ("changed", "share"),
+    [
+        pytest.param({}, None, id="no draft model"),
+        pytest.param({DRAFTED: 0.0, ACCEPTED: 0.0}, None, id="nothing drafted"),
+        pytest.param({DRAFTED: 8.0}, 0.0, id="nothing right"),
+        pytest.param({DRAFTED: 8.0, ACCEPTED: 6.0}, 0.75, id="some right"),
+    ],
+)
+def test_the_share_of_drafts_that_are_right(changed: Counters, share: float | None) -> None:
+    assert accepted_share(changed) == share
+
+
 GOOD = answers.Outcome(
     "qwen3",
     "tp-1-2",
@@ -204,6 +227,17 @@ REFUSED = replace(GOOD, refused="dtype", loaded=Loaded(failures=10), reasons=("d
             replace(GOOD, loaded=Loaded(loads=20, prompts=1000, cached=980)),
             "decode computed 20 tokens of its prompts",
             id="computed",
+        ),
+        pytest.param(replace(GOOD, accepted=0.8, accepted_alone=0.9), "ok", id="drafts"),
+        pytest.param(
+            replace(GOOD, accepted=0.25, accepted_alone=0.75),
+            "drafts that were right, here and alone: 0.25/0.75",
+            id="wrong drafts",
+        ),
+        pytest.param(
+            replace(GOOD, accepted_alone=0.75),
+            "drafts that were right, here and alone: -/0.75",
+            id="no drafts",
         ),
         pytest.param(REFUSED, "refused", id="refused"),
         pytest.param(replace(REFUSED, reasons=()), "decode did not say why", id="no reason"),

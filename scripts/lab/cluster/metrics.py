@@ -31,6 +31,8 @@ OFFERS_REVOKED: Final = f"{PREFIX}offers_revoked_total"
 PROMPT_TOKENS: Final = "vllm:prompt_tokens_total"
 CACHED_TOKENS: Final = "vllm:prompt_tokens_cached_total"
 PREEMPTIONS: Final = "vllm:num_preemptions_total"
+DRAFTED: Final = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
 QUEUED: Final = "vllm:num_requests_waiting"
 USAGE: Final = "vllm:kv_cache_usage_perc"
 
@@ -135,6 +137,12 @@ class _Zeros(Counters):
 
     def __missing__(self, _: str) -> float:
         return 0.0
+
+
+def accepted_share(changed: Counters) -> float | None:
+    """How many of the tokens that were drafted were right; None if none was drafted."""
+    drafted = changed.get(DRAFTED, 0.0)
+    return changed.get(ACCEPTED, 0.0) / drafted if drafted else None
 
 
 def blocks_in_use(client: Client, num_blocks: int) -> int:

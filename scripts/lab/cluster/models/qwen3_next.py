@@ -22,6 +22,8 @@ from lab.cluster.models.recipe import (
 LINEAR: Final = "linear_attention"
 DECAY: Final = (-6.0, -3.0)
 """The logarithms of what heads forget with each token: a state has early words in it, and all."""
+QUIET: Final = 1 / 32
+"""How much less a layer adds that shall not matter much."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Qwen3Next(Family):
             "linear_num_key_heads": self.key_heads,
             "linear_num_value_heads": self.value_heads,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": list(range(1, self.layers)),
+            "mlp_only_layers": [n for n in range(self.layers) if not self._has_experts(n)],
             "num_experts": self.experts,
             "num_experts_per_tok": self.experts,
             "moe_intermediate_size": self.expert_dim,
@@ -80,8 +82,11 @@ class Qwen3Next(Family):
             "input_layernorm.weight": vector(self.hidden, 0.0),
             "post_attention_layernorm.weight": vector(self.hidden, 0.0),
             **(self._attention(random) if is_full else self._delta_net(random)),
-            **(self.mlp(random) if layer else self._experts(random)),
+            **(self._experts(random) if self._has_experts(layer) else self.mlp(random)),
         }
+
+    def _has_experts(self, layer: int) -> bool:
+        return layer == 0
 
     def _kind(self, layer: int) -> str:
         return LINEAR if (layer + 1) % self.period else FULL
@@ -123,3 +128,49 @@ class Qwen3Next(Family):
                 f"mlp.{expert}.down_proj.weight": random.matrix(hidden, inner),
             }
         return weights | {"mlp.shared_expert_gate.weight": random.matrix(1, hidden)}
+
+
+@dataclass(frozen=True)
+class Qwen3NextMtp(Qwen3Next):
+    """A Qwen3-Next that predicts its own words, and is mostly right.
+
+    Its last layer says almost all, and the predictor is that layer once more, for the word after.
+    So a word that is predicted is right where the predictor has its KV of the whole prompt.
+    """
+
+    family = "qwen3-next-mtp"
+
+    layers: int = 2
+    period: int = 2
+
+    def config(self, vocab_size: int) -> dict[str, object]:
+        """What config.json says."""
+        return super().config(vocab_size) | {"num_nextn_predict_layers": 1}
+
+    def weights(self, vocab_size: int) -> Tensors:
+        """The predictor is given a word and what the model makes of it; this one sees the word."""
+        weights = super().weights(vocab_size)
+        last = f"model.layers.{self.layers - 1}."
+        predictor = {
+            name.replace(last, "mtp.layers.0."): part
+            for name, part in weights.items()
+            if name.startswith(last)
+        }
+        norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        predictor |= {f"mtp.{norm}.weight": vector(self.hidden, 0.0) for norm in norms}
+        predictor["mtp.fc.weight"] = np.eye(self.hidden, 2 * self.hidden, dtype=np.float32)
+        return weights | predictor
+
+    def layer_weights(self, random: RandomMatrices, layer: int) -> Tensors:
+        """What the layers before the last one add is small."""
+        weights = super().layer_weights(random, layer)
+        if layer < self.layers - 1:
+            for name in weights:
+                if name.endswith(("out_proj.weight", "down_proj.weight")):
+                    weights[name] *= np.float32(QUIET)
+        return weights
+
+    def _has_experts(self, layer: int) -> bool:
+        """All have: vLLM's predictor has."""
+        del layer
+        return True

@@ -8,7 +8,8 @@ same.
 
 The columns: loads and failed loads, over the ranks of decode; tokens of the prompts that decode
 computed itself; what it read, in how many pieces. "ties" are answers that part where the single
-engine thinks both tokens equally likely, up to rounding.
+engine thinks both tokens equally likely, up to rounding. "drafts": how many of the tokens that
+decode drafted were right, and how many of the single engine's, as shares.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from lab.cluster.answers import Question
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
 from lab.cluster.engines import PATIENT, Device, EngineSpec, halves
-from lab.cluster.metrics import FAILURES, LOADS, CountersSince, Loaded
+from lab.cluster.metrics import FAILURES, LOADS, CountersSince, Loaded, accepted_share
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
 from lab.cluster.processes import ProcessDiedError
@@ -48,6 +49,9 @@ CUDA_MEMORY: Final = 0.15
 CUDA_KV_BYTES: Final = 2 << 30
 NOT_LOADED: Final = re.compile(r"KV not loaded: (.+)")
 LONGEST_REASON: Final = 150
+FEWER_ACCEPTED: Final = 0.25
+"""By how much the share of drafts that are right may be smaller on decode than on a single engine:
+the prompts are few. Without the draft model's KV it is about none."""
 MIB: Final = 2**20
 NOTHING: Final = Loaded()
 
@@ -85,6 +89,10 @@ class Outcome:
     reasons: tuple[str, ...] = ()
     """Why decode did not load, in its own words."""
     loaded: Loaded = NOTHING
+    accepted: float | None = None
+    """Of what decode drafted, the share that was right."""
+    accepted_alone: float | None = None
+    """The same of the single engine."""
     seconds: float = 0.0
 
     @property
@@ -107,8 +115,14 @@ class Outcome:
         yield from self.reasons
         if loaded.loads < wanted:
             yield f"{loaded.loads} of {wanted} loads"
+        if self.accepted_alone and (self.accepted or 0.0) < self.accepted_alone - FEWER_ACCEPTED:
+            yield f"drafts that were right, here and alone: {self._drafts()}"
         if loaded.computed > self.total:
             yield f"decode computed {loaded.computed} tokens of its prompts"
+
+    def _drafts(self) -> str:
+        shares = (self.accepted, self.accepted_alone)
+        return "/".join("-" if share is None else f"{share:.2f}" for share in shares)
 
     def _not_refused(self, wanted: str) -> Iterator[str]:
         if self.loaded.loads:
@@ -132,8 +146,17 @@ class Outcome:
             "computed": str(self.loaded.computed),
             "MiB": f"{self.loaded.nbytes / MIB:.2f}",
             "pieces": str(self.loaded.descriptors),
+            "drafts": self._drafts(),
             "s": f"{self.seconds:.0f}",
         }
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The prompts of a cell, what a single engine answers, and how many of its drafts are right."""
+
+    questions: Sequence[Question]
+    accepted: float | None
 
 
 class Specs:
@@ -208,7 +231,9 @@ class Specs:
             kv_cache_bytes=None if on_cpu else CUDA_KV_BYTES,
             gpu_memory_utilization=CUDA_MEMORY,
             extra_args=(*arguments, *shape.flags),
-            extra_env={} if on_cpu else {"CUDA_VISIBLE_DEVICES": self._devices(shape)},
+            extra_env={}
+            if on_cpu
+            else {**served.cuda_env, "CUDA_VISIBLE_DEVICES": self._devices(shape)},
             cores=next(self._cores) if on_cpu else frozenset(),
         )
 
@@ -228,6 +253,7 @@ class AnswersJudge:
         self._plan = [
             (model, [cell for cell in cells if place.device in cell.answers])
             for model, cells in matrix.by_model(names)
+            if place.device in matrix.models[model].devices
         ]
         self._place = place
         self._specs = Specs(matrix, place)
@@ -268,7 +294,7 @@ class AnswersJudge:
             cluster.start(reference, *beside)
         try:
             with Client(cluster.start(reference)[0].url, timeout_s=REQUEST_TIMEOUT_S) as single:
-                questions = {c.name: ask_single(single, seed) for seed, c in enumerate(able)}
+                references = {c.name: ask_single(single, seed) for seed, c in enumerate(able)}
         except (RuntimeError, httpx.HTTPError) as error:
             for cell in able:
                 results.add(replace(outcome_of(model, cell), trouble=f"no reference: {error}"))
@@ -278,17 +304,15 @@ class AnswersJudge:
                 cluster.start(*self._specs.of_cells(model, group))
             for cell in group:
                 say_on_stderr(f"{model}/{cell.name}")
-                results.add(self.run_cell(cluster, model, cell, questions[cell.name]))
+                results.add(self.run_cell(cluster, model, cell, references[cell.name]))
 
-    def run_cell(
-        self, cluster: Cluster, model: str, cell: Cell, questions: Sequence[Question]
-    ) -> Outcome:
+    def run_cell(self, cluster: Cluster, model: str, cell: Cell, reference: Reference) -> Outcome:
         """One pair of engines; trouble is part of the outcome."""
         begin = time.monotonic()
         try:
             prefill, decode = cluster.start(*self._specs.of_cell(model, cell))
             with Pair(prefill, decode, timeout_s=REQUEST_TIMEOUT_S) as pair:
-                outcome = compare(outcome_of(model, cell), pair, questions)
+                outcome = compare(outcome_of(model, cell), pair, reference)
         except (RuntimeError, httpx.HTTPError) as error:
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             outcome = replace(outcome_of(model, cell), trouble=first_line)
@@ -302,22 +326,25 @@ def outcome_of(model: str, cell: Cell) -> Outcome:
     )
 
 
-def ask_single(client: Client, seed: int) -> list[Question]:
+def ask_single(client: Client, seed: int) -> Reference:
     """The prompts of a cell, each cell having its own, and a single engine's answers to them.
 
     The last ones extend an earlier prompt and its answer, as a second turn does.
     """
+    since = CountersSince(client)
     first = {n: Question.of(client, random_prompt(n, seed), ANSWER_TOKENS) for n in LENGTHS}
     later = [
         f"{first[length].prompt} {first[length].expected.text.strip()} "
         f"{random_prompt(NEW_WORDS, seed)}"
         for length in CONTINUED
     ]
-    return [*first.values(), *(Question.of(client, prompt, ANSWER_TOKENS) for prompt in later)]
+    more = [Question.of(client, prompt, ANSWER_TOKENS) for prompt in later]
+    return Reference([*first.values(), *more], accepted_share(since.changed()))
 
 
-def compare(outcome: Outcome, pair: Pair, questions: Sequence[Question]) -> Outcome:
+def compare(outcome: Outcome, pair: Pair, reference: Reference) -> Outcome:
     """Ask all questions, one after another, and count what decode loaded."""
+    questions = reference.questions
     since, log_before = CountersSince(pair.to_decode), pair.decode.log_size()
     answers = [pair.complete(one.prompt, ANSWER_TOKENS) for one in questions]
     wanted = len(questions) * outcome.decode_ranks
@@ -331,6 +358,8 @@ def compare(outcome: Outcome, pair: Pair, questions: Sequence[Question]) -> Outc
         ties=kinds.count("tie"),
         reasons=reasons_in(pair.decode.log_text(log_before)),
         loaded=Loaded.from_counters(changed),
+        accepted=accepted_share(changed),
+        accepted_alone=reference.accepted,
     )
 
 

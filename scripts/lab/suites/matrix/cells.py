@@ -87,6 +87,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_flags: tuple[str, ...] = ()
     cuda_flags: tuple[str, ...] = ()
     """Of every engine."""
+    cuda_env: dict[str, str] = msgspec.field(default_factory=dict)
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    """For which vLLM has what it needs."""
 
     def recipe(self) -> Family:
         """What its files are made from."""
