@@ -5,6 +5,7 @@ where the cache is in GPU memory: Triton is only there.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from subprocess import SubprocessError
@@ -24,55 +25,79 @@ from nixl_kv.geometry.slices import LocalSlice
 from nixl_kv.transfer.digests import Digester, Steps
 
 TILE: Final = digest.MIN_COLUMN
-"""Tokens of a program: a column of the digest is a whole number of them."""
+"""Tokens of a program, where they are short: a column of the digest is a whole number of them."""
 
 CHUNK: Final = 64
-"""Words that a program takes at a time: 256 bytes, K or V of one head and token of most models."""
+"""Words that such a program takes at a time: 256 bytes, K or V of one head and token of most
+models."""
 
-MAX_PART: Final = 1 << 13
-"""Bytes of a part: the kernel is compiled for each length, in a time that grows with it. For the
-64 KiB of a recurrent state it is minutes."""
+MAX_UNROLLED: Final = 128
+"""Loads of a short token, at most: 2 KiB where they are of VECTOR bytes. The kernel is compiled for
+each number of words, in a time that grows with the loads, here up to some seconds. A longer token
+has a program to itself, which is compiled once for all lengths; and so has a group's only token,
+however short: in a tile, the place of 63 others would idle."""
+
+LOOPED: Final = 0
+"""In the place of the number of words: the rows say how many."""
+
+LOOP_CHUNK: Final = 1 << 10
+"""Words that a program of one token takes at a time."""
 
 VECTOR: Final = 16
-"""Bytes that a thread loads at a time, where the cache is aligned to so many."""
+"""Bytes that a thread loads at a time, where a row is aligned to so many; else it is one word."""
 
 UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
 """What torch and Triton raise: no memory, no compiler, nowhere to keep what it made, no CUDA."""
 
-NUM_WARPS: Final = 2
-NUM_HEADER: Final = 9
+NUM_HEADER: Final = 8
+BEGIN: Final = 3
+END: Final = 4
+WORDS: Final = 7
+"""Columns of a row."""
 
 
-@triton.jit(do_not_specialize=["first_row"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 # Triton reads these annotations, and takes no others.
-def _digest(numbers, first_row, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _products(first, inside, factors, start, num_words, chunk: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Some words of each token, each times its multiplier; shape (tokens, chunk)."""
+    word = start + tl.arange(0, chunk)
+    factor = tl.load(factors + word, mask=word < num_words, other=0)
+    known = inside[:, None] & (word < num_words)[None, :]
+    value = tl.load(first[:, None] + word[None, :], mask=known, other=0)
+    wide = value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return wide * factor.to(tl.uint64, bitcast=True)[None, :]
+
+
+@triton.jit(do_not_specialize=["first_row", "first_tile", "num_tiles"])  # type: ignore[untyped-decorator]
+def _digest(numbers, first_row, first_tile, num_tiles, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Add one tile of tokens of one row to the sums. `numbers` is an `_KernelInput`, all int64."""
     tokens: tl.constexpr = cut[0]
-    num_words: tl.constexpr = cut[1]
+    unrolled: tl.constexpr = cut[1]
     chunk: tl.constexpr = cut[2]
     unit: tl.constexpr = cut[3]
-    num_tiles = tl.load(numbers + 3).to(tl.int32)
-    tile = tl.program_id(0) % num_tiles
-    row = numbers + tl.load(numbers + 4) + (first_row + tl.program_id(0) // num_tiles) * 8
+    tile = first_tile + tl.program_id(0) % num_tiles
+    row = numbers + tl.load(numbers + 3) + (first_row + tl.program_id(0) // num_tiles) * 9
     begin, end = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
     position = tile * tokens + tl.arange(0, tokens)
     inside = (position >= begin) & (position < end)
     # Where the content of each token begins.
     size = tl.load(row + 6).to(tl.int32)
     number = tl.load(row + 5) + position // size - begin // size
-    block = tl.load(numbers + tl.load(numbers + 5) + number, mask=inside, other=0)
+    block = tl.load(numbers + tl.load(numbers + 4) + number, mask=inside, other=0)
     address = tl.load(row) + block * tl.load(row + 1) + position % size * tl.load(row + 2)
     first = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), unit)
-    # Its words, each times its multiplier.
-    factors = numbers + tl.load(numbers + 6)
-    terms = tl.zeros([tokens], dtype=tl.uint64)
-    for start in tl.static_range(0, num_words, chunk):
-        word = start + tl.arange(0, chunk)
-        factor = tl.load(factors + word, mask=word < num_words, other=0)
-        known = inside[:, None] & (word < num_words)[None, :]
-        value = tl.load(first[:, None] + word[None, :], mask=known, other=0)
-        wide = value.to(tl.uint32, bitcast=True).to(tl.uint64)
-        terms += tl.sum(wide * factor.to(tl.uint64, bitcast=True)[None, :], axis=1)
+    factors = numbers + tl.load(numbers + 5)
+    if unrolled:
+        terms = tl.zeros([tokens], dtype=tl.uint64)
+        for start in tl.static_range(0, unrolled, chunk):
+            products = _products(first, inside, factors, start, unrolled, chunk)
+            terms += tl.sum(products, axis=1)
+    else:
+        num_words = tl.multiple_of(tl.load(row + 7).to(tl.int32), unit // 4)
+        sums = tl.zeros([tokens, chunk], dtype=tl.uint64)
+        for start in range(0, num_words, chunk):
+            sums += _products(first, inside, factors, start, num_words, chunk)
+        terms = tl.sum(sums, axis=1)
     # The position, and `geometry.digest.mix`.
     place = tl.load(numbers) + position.to(tl.int64) * tl.load(numbers + 1)
     terms += place.to(tl.uint64, bitcast=True)
@@ -80,34 +105,42 @@ def _digest(numbers, first_row, cut: tl.constexpr):  # type: ignore[no-untyped-d
     terms = (terms ^ (terms >> 27)) * 0x94D049BB133111EB
     terms = terms ^ (terms >> 31)
     total = tl.sum(tl.where(inside, terms.to(tl.int64, bitcast=True), 0))
-    which = tl.load(row + 7)
+    which = tl.load(row + 8)
     column = tile * tokens // tl.load(numbers + 2).to(tl.int32)
-    tl.atomic_add(numbers + tl.load(numbers + 7) + which, total)
+    tl.atomic_add(numbers + tl.load(numbers + 6) + which, total)
     # `geometry.digest.weight`.
-    tl.atomic_add(numbers + tl.load(numbers + 8) + column, total * (2 * which + 1))
+    tl.atomic_add(numbers + tl.load(numbers + 7) + column, total * (2 * which + 1))
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Rows whose content is equally long: one launch of the kernel, which is compiled for it."""
+    """Rows that begin with the same token, and that the same compiled kernel takes."""
 
     first_row: int
     num_rows: int
-    cut: tuple[int, int, int, int]  # tokens, words, words at a time, alignment in bytes
+    first_tile: int
+    num_tiles: int
+    cut: tuple[int, int, int, int]  # tokens, words or LOOPED, words at a time, alignment in bytes
+
+    def run(self, numbers: torch.Tensor) -> None:
+        """Add its rows to the sums that `numbers`, a `_KernelInput`, has room for."""
+        grid = (self.num_rows * self.num_tiles,)
+        num_warps = 4 if self.cut[1] == LOOPED else 2
+        places = self.first_row, self.first_tile, self.num_tiles
+        _digest[grid](numbers, *places, self.cut, num_warps=num_warps)
 
 
 @dataclass(frozen=True)
 class _KernelInput:
     """What the kernel is given, and room for its sums: one array of int64.
 
-    The header: offset, step, tokens of a column, tiles of a row, and where these begin: rows, block
-    numbers, multipliers, sums of rows, sums of columns. A row: address, block stride, token stride,
-    first token, end, where its block numbers begin, block size, which sum.
+    The header: offset, step, tokens of a column, and where these begin: rows, block numbers,
+    multipliers, sums of rows, sums of columns. A row: address, block stride, token stride, first
+    token, end, where its block numbers begin, block size, words, which sum.
     """
 
     numbers: npt.NDArray[np.int64]
     launches: list[_Launch]
-    tiles: int
     sums_at: tuple[int, int]
 
     @classmethod
@@ -115,20 +148,17 @@ class _KernelInput:
         """For these slices, one row for each head."""
         end = digest.last_end(local_slices)
         rows, blocks = _tables(local_slices)
-        words = np.concatenate(
-            [np.full(s.num_heads, digest.num_words(s.part.content)) for s in local_slices]
-        )
-        order = np.argsort(words, kind="stable")
-        rows, words = rows[order], words[order]
-        offset, step, multipliers = key.numbers(int(words[-1]))
+        # For the 64 KiB of a recurrent state that is 0.4 ms of hashing, once in a digest: less than
+        # a step of `digest.digest_steps`. And it is all that this digest takes of the host.
+        offset, step, multipliers = key.numbers(int(rows[:, WORDS].max()))
+        rows, launches = _launches(rows, local_slices)
         sums = Digest.empty(local_slices, end)
         parts = [rows, blocks, multipliers, sums.rows, sums.columns]
         places = NUM_HEADER + np.cumsum([0, *(part.size for part in parts)])
-        tiles = -(-end // TILE)
-        header = [offset, step, digest.column_tokens(end), tiles, *places[:-1]]
+        header = [offset, step, digest.column_tokens(end), *places[:-1]]
         flat = [np.array(header, np.uint64), *(part.ravel() for part in parts)]
         numbers = np.concatenate([part.view(np.int64) for part in flat])
-        return cls(numbers, _launches(rows, words), tiles, (int(places[3]), int(places[4])))
+        return cls(numbers, launches, (int(places[3]), int(places[4])))
 
 
 class GpuDigester(Digester):
@@ -163,15 +193,8 @@ class GpuDigester(Digester):
         self._stream.synchronize()
 
     def _warm_up(self, layout: CacheLayout) -> None:
-        """Compile as for a request: a token of everything that this cache has."""
-        block = np.zeros(1, np.int32)
-        local_slices = [
-            LocalSlice(region, group, number, region.heads, 0, 1, block)
-            for group in layout.groups
-            for region in group.regions
-            for number in range(len(region.parts))
-        ]
-        for _ in self(Key("none"), local_slices):
+        """Compile as for a request."""
+        for _ in self(Key("none"), _first_tokens(layout)):
             self._stream.synchronize()
 
     def _steps(self, kernel_input: _KernelInput) -> Steps:
@@ -183,8 +206,7 @@ class GpuDigester(Digester):
                 .to(self._device, non_blocking=True)
             )
             for launch in kernel_input.launches:
-                grid = (launch.num_rows * kernel_input.tiles,)
-                _digest[grid](there, launch.first_row, launch.cut, num_warps=NUM_WARPS)
+                launch.run(there)
             sums = torch.empty(len(there) - rows_at, dtype=there.dtype, pin_memory=True)
             sums.copy_(there[rows_at:], non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -215,19 +237,29 @@ def _check(region: Region) -> None:
     for part in region.parts:
         strides = region.block_stride, region.head_stride, region.token_stride
         places = (region.base, part.offset, part.length, part.token_stride, *strides)
-        is_long = part.length > MAX_PART
-        if part.count > 1 or is_long or any(place % digest.WORD for place in places):
+        if part.count > 1 or any(place % digest.WORD for place in places):
             raise DigestError(
                 f"the KV cache of layer {region.layer!r} has {part.count} pieces of "
                 f"{part.length} bytes for each head and token, which cannot be digested on a "
-                f"GPU; allowed: one piece of whole {digest.WORD}-byte words, up to {MAX_PART} bytes"
+                f"GPU; allowed: one piece of whole {digest.WORD}-byte words"
             )
+
+
+def _first_tokens(layout: CacheLayout) -> list[LocalSlice]:
+    """A token of everything that this cache has."""
+    block = np.zeros(1, np.int32)
+    return [
+        LocalSlice(region, group, number, region.heads, 0, 1, block)
+        for group in layout.groups
+        for region in group.regions
+        for number in range(len(region.parts))
+    ]
 
 
 def _tables(
     local_slices: Sequence[LocalSlice],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows, shape (rows, 8), and the block numbers that they point into.
+    """The rows, shape (rows, 9), and the block numbers that they point into.
 
     Layers of a group share their block numbers.
     """
@@ -257,17 +289,38 @@ def _row(local: LocalSlice, blocks_at: int) -> tuple[int, ...]:
         local.end,
         blocks_at,
         local.group.block_size,
+        digest.num_words(local.part.content),
         local.region.head_stride,
     )
 
 
-def _launches(rows: npt.NDArray[np.int64], words: npt.NDArray[np.int64]) -> list[_Launch]:
-    """Rows are in ascending order of their words."""
+def _launches(
+    rows: npt.NDArray[np.int64], local_slices: Sequence[LocalSlice]
+) -> tuple[npt.NDArray[np.int64], list[_Launch]]:
+    """The rows in another order, in which those of a launch stand together.
+
+    What is compiled for a row does not depend on the other rows, or on where it begins and ends: so
+    it is compiled before the first request.
+    """
+    heads = [local.num_heads for local in local_slices]
+    is_alone = np.repeat([local.group.window == 1 for local in local_slices], heads)
+    words = rows[:, WORDS]
+    places = np.column_stack([rows[:, :3], words * digest.WORD])  # address, strides and length
+    units = np.where((places % VECTOR).any(axis=1), digest.WORD, VECTOR)
+    is_looped = is_alone | (words * digest.WORD > MAX_UNROLLED * units)
+    unrolled = np.where(is_looped, LOOPED, words)
+    kinds = np.column_stack([unrolled, units, rows[:, BEGIN]])
+    order = np.lexsort(kinds.T)
+    rows, kinds = rows[order], kinds[order]
+    edges = np.flatnonzero(np.diff(kinds, axis=0, prepend=-1).any(axis=1)).tolist()
     launches = []
-    for number, first in zip(*np.unique(words, return_index=True), strict=True):
-        count = int(np.count_nonzero(words == number))
-        places = rows[first : first + count, :3]  # address and strides
-        unit = VECTOR if not (places % VECTOR).any() else digest.WORD
-        chunk = min(CHUNK, 1 << (int(number) - 1).bit_length())
-        launches.append(_Launch(int(first), count, (TILE, int(number), chunk, unit)))
-    return launches
+    for first, stop in itertools.pairwise([*edges, len(rows)]):
+        num_words, unit, begin = kinds[first].tolist()
+        if num_words == LOOPED:
+            cut = 1, LOOPED, LOOP_CHUNK, unit
+        else:
+            cut = TILE, num_words, min(CHUNK, 1 << (num_words - 1).bit_length()), unit
+        first_tile = begin // cut[0]
+        num_tiles = -(-int(rows[first:stop, END].max()) // cut[0]) - first_tile
+        launches.append(_Launch(first, stop - first, first_tile, num_tiles, cut))
+    return rows, launches
