@@ -33,7 +33,7 @@ from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.layout import Stripe
+from nixl_kv.geometry.layout import ALL_TOKENS, Stripe
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Rank, RequestId
 
@@ -313,7 +313,7 @@ def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
     """
     number = num_stripes(vllm_config, spec)
     if number == 1:
-        return Stripe()
+        return ALL_TOKENS
     width = vllm_config.parallel_config.cp_kv_cache_interleave_size
     if spec.block_size % width:
         raise ConfigError(

@@ -25,7 +25,7 @@ These records also come from peers. So each checks its own numbers, and raises V
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +185,9 @@ class Stripe:
         return distance < self.width or step - distance < other.width
 
 
+ALL_TOKENS: Final = Stripe()
+
+
 @dataclass(frozen=True)
 class Group:
     """Layers that share one block table; a pipeline stage may have none of them.
@@ -201,7 +204,7 @@ class Group:
     blocks_per_entry: int
     regions: tuple[Region, ...]
     window: int = 0
-    stripe: Stripe = Stripe()
+    stripe: Stripe = ALL_TOKENS
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, high=1 << 20)

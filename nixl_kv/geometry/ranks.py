@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from nixl_kv.geometry.layout import CacheLayout, Stripe, check_range
+from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Stripe, check_range
 from nixl_kv.geometry.runs import Heads
 from nixl_kv.ids import Rank
 
@@ -23,7 +23,7 @@ class Holding(NamedTuple):
     """What one rank holds of a layer: a half-open range of the model's KV heads, a token stripe."""
 
     heads: Heads
-    stripe: Stripe = Stripe()
+    stripe: Stripe = ALL_TOKENS
 
 
 Holdings: TypeAlias = Mapping[str, Holding]
@@ -139,7 +139,7 @@ def _cover_stripes(
 ) -> Iterator[tuple[Rank, Heads]]:
     """Cover what a reader holds, for each stripe of the remote ranks that has tokens of its own."""
     stripes = {holding.stripe for holding in held if holding}
-    for stripe in sorted(stripes or {Stripe()}, key=lambda stripe: stripe.place):
+    for stripe in sorted(stripes or {ALL_TOKENS}, key=lambda stripe: stripe.place):
         if stripe.meets(wanted.stripe):
             heads = [one.heads if one and one.stripe == stripe else None for one in held]
             yield from _cover(wanted.heads, heads, reader, already_read, num_readers)

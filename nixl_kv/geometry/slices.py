@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_kv.geometry.blocks import ABSENT, BlockIds, BlockTable
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Stripe, check_range
+from nixl_kv.geometry.layout import (
+    ALL_TOKENS,
+    CacheLayout,
+    Group,
+    Part,
+    Region,
+    Stripe,
+    check_range,
+)
 from nixl_kv.geometry.plan import Share
 from nixl_kv.geometry.runs import Heads, Ints
 
@@ -49,7 +57,7 @@ class KVSlice:
 class LocalSlice:
     """One part of some heads of one layer, tokens [begin, end), in one rank's cache.
 
-    Of these tokens it has those that the rank's own stripe and all of `stripes` keep. In an opaque
+    Of these tokens it has those that the rank's own stripe and the `other` one keep. In an opaque
     region, `end` is the end of a block: any byte of that block may belong to the last token. `ids`
     are numbers of the region's blocks, from the block of the rank's first token on to the block of
     its last one. Heads are counted over the model.
@@ -62,7 +70,7 @@ class LocalSlice:
     begin: int
     end: int
     ids: BlockIds
-    stripes: tuple[Stripe, ...] = ()
+    other: Stripe = ALL_TOKENS
 
     @property
     def part(self) -> Part:
@@ -79,7 +87,7 @@ class LocalSlice:
         """Bytes of all its heads and tokens."""
         positions = self.positions
         num_tokens = len(positions)
-        if self.stripes:
+        if self.other.count > 1:
             _, is_kept = self.tokens(np.arange(positions.start, positions.stop))
             num_tokens = int(np.count_nonzero(is_kept))
         return self.num_heads * num_tokens * self.part.content
@@ -103,10 +111,7 @@ class LocalSlice:
     def tokens(self, positions: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """The tokens at these positions, and which of them the slice has."""
         tokens = self.group.stripe.token(positions)
-        is_kept = np.ones(len(tokens), dtype=bool)
-        for stripe in self.stripes:
-            is_kept &= stripe.holds(tokens)
-        return tokens, is_kept
+        return tokens, self.other.holds(tokens)
 
     @property
     def token_stride(self) -> int:
@@ -179,9 +184,9 @@ def find_slices(
         if (number, begin) not in blocks:
             blocks[number, begin] = _block_numbers(table, begin, end)
         heads, ids = (kv.first_head, kv.end_head), blocks[number, begin]
-        others = tuple(stripe for stripe in kv.stripes if stripe != table.group.stripe)
+        other = _other_stripe(kv, table.group.stripe)
         local_slices += [
-            LocalSlice(region, table.group, part, heads, begin, stop, ids, others)
+            LocalSlice(region, table.group, part, heads, begin, stop, ids, other)
             for part in range(len(region.parts))
         ]
     return local_slices
@@ -199,6 +204,16 @@ def _find_region(regions: dict[str, tuple[int, Region]], kv: KVSlice) -> tuple[i
             f"allowed: within {first} to {end}"
         )
     return number, region
+
+
+def _other_stripe(kv: KVSlice, own: Stripe) -> Stripe:
+    """That of the other side."""
+    others = [stripe for stripe in kv.stripes if stripe != own]
+    if len(others) > 1:
+        raise ValueError(
+            f"{kv.layer!r} has {len(others)} stripes that are not this rank's; allowed: 1"
+        )
+    return others[0] if others else ALL_TOKENS
 
 
 def _end_of_block(group: Group, end: int) -> int:

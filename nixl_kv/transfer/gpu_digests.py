@@ -20,7 +20,8 @@ import triton.language as tl
 from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.layout import CacheLayout, Region
+from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Region, Stripe
+from nixl_kv.geometry.runs import Ints
 from nixl_kv.geometry.slices import LocalSlice
 from nixl_kv.transfer.digests import Digester, Steps
 
@@ -49,7 +50,7 @@ VECTOR: Final = 16
 UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
 """What torch and Triton raise: no memory, no compiler, nowhere to keep what it made, no CUDA."""
 
-NUM_HEADER: Final = 8
+NUM_HEADER: Final = 9
 BEGIN: Final = 3
 END: Final = 4
 WORDS: Final = 7
@@ -75,14 +76,23 @@ def _digest(numbers, first_row, first_tile, num_tiles, cut: tl.constexpr):  # ty
     unrolled: tl.constexpr = cut[1]
     chunk: tl.constexpr = cut[2]
     unit: tl.constexpr = cut[3]
+    is_striped: tl.constexpr = cut[4]
     tile = first_tile + tl.program_id(0) % num_tiles
-    row = numbers + tl.load(numbers + 3) + (first_row + tl.program_id(0) // num_tiles) * 9
+    row = numbers + tl.load(numbers + 3) + (first_row + tl.program_id(0) // num_tiles) * 10
     begin, end = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
-    position = tile * tokens + tl.arange(0, tokens)
-    inside = (position >= begin) & (position < end)
+    token = tile * tokens + tl.arange(0, tokens)
+    inside = (token >= begin) & (token < end)
+    position = token
+    if is_striped:  # `geometry.layout.Stripe`, of this rank and of the other side
+        stripes = numbers + tl.load(numbers + 8) + tl.load(row + 8) * 6
+        count, place = tl.load(stripes).to(tl.int32), tl.load(stripes + 1).to(tl.int32)
+        width, other = tl.load(stripes + 2).to(tl.int32), tl.load(stripes + 3).to(tl.int32)
+        inside &= token // width % count == place
+        inside &= token // tl.load(stripes + 5).to(tl.int32) % other == tl.load(stripes + 4)
+        position = token // (count * width) * width + token % width
     # Where the content of each token begins.
     size = tl.load(row + 6).to(tl.int32)
-    number = tl.load(row + 5) + position // size - begin // size
+    number = tl.load(row + 5) + position // size
     block = tl.load(numbers + tl.load(numbers + 4) + number, mask=inside, other=0)
     address = tl.load(row) + block * tl.load(row + 1) + position % size * tl.load(row + 2)
     first = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), unit)
@@ -99,13 +109,13 @@ def _digest(numbers, first_row, first_tile, num_tiles, cut: tl.constexpr):  # ty
             sums += _products(first, inside, factors, start, num_words, chunk)
         terms = tl.sum(sums, axis=1)
     # The position, and `geometry.digest.mix`.
-    place = tl.load(numbers) + position.to(tl.int64) * tl.load(numbers + 1)
-    terms += place.to(tl.uint64, bitcast=True)
+    offset = tl.load(numbers) + token.to(tl.int64) * tl.load(numbers + 1)
+    terms += offset.to(tl.uint64, bitcast=True)
     terms = (terms ^ (terms >> 30)) * 0xBF58476D1CE4E5B9
     terms = (terms ^ (terms >> 27)) * 0x94D049BB133111EB
     terms = terms ^ (terms >> 31)
     total = tl.sum(tl.where(inside, terms.to(tl.int64, bitcast=True), 0))
-    which = tl.load(row + 8)
+    which = tl.load(row + 9)
     column = tile * tokens // tl.load(numbers + 2).to(tl.int32)
     tl.atomic_add(numbers + tl.load(numbers + 6) + which, total)
     # `geometry.digest.weight`.
@@ -120,7 +130,8 @@ class _Launch:
     num_rows: int
     first_tile: int
     num_tiles: int
-    cut: tuple[int, int, int, int]  # tokens, words or LOOPED, words at a time, alignment in bytes
+    cut: tuple[int, int, int, int, bool]
+    """Tokens, words or LOOPED, words at a time, alignment in bytes, whether tokens are divided."""
 
     def run(self, numbers: torch.Tensor) -> None:
         """Add its rows to the sums that `numbers`, a `_KernelInput`, has room for."""
@@ -135,11 +146,12 @@ class _KernelInput:
     """What the kernel is given, and room for its sums: one array of int64.
 
     The header: offset, step, tokens of a column, and where these begin: rows, block numbers,
-    multipliers, sums of rows, sums of columns. A row: address, block stride, token stride, first
-    token, end, where its block numbers begin, block size, words, which sum.
+    multipliers, sums of rows, sums of columns, stripes. A row: address, block stride, token stride,
+    first token, end, where the number of its block 0 would be, block size, words, which stripes,
+    which sum. Stripes: count, place and width of both sides.
     """
 
-    numbers: npt.NDArray[np.int64]
+    numbers: Ints
     launches: list[_Launch]
     sums_at: tuple[int, int]
 
@@ -147,18 +159,18 @@ class _KernelInput:
     def of(cls, key: Key, local_slices: Sequence[LocalSlice]) -> "_KernelInput":
         """For these slices, one row for each head."""
         end = digest.last_end(local_slices)
-        rows, blocks = _tables(local_slices)
+        rows, blocks, stripes = _tables(local_slices)
         # For the 64 KiB of a recurrent state that is 0.4 ms of hashing, once in a digest: less than
         # a step of `digest.digest_steps`. And it is all that this digest takes of the host.
         offset, step, multipliers = key.numbers(int(rows[:, WORDS].max()))
         rows, launches = _launches(rows, local_slices)
         sums = Digest.empty(local_slices, end)
-        parts = [rows, blocks, multipliers, sums.rows, sums.columns]
+        parts = [stripes, rows, blocks, multipliers, sums.rows, sums.columns]
         places = NUM_HEADER + np.cumsum([0, *(part.size for part in parts)])
-        header = [offset, step, digest.column_tokens(end), *places[:-1]]
+        header = [offset, step, digest.column_tokens(end), *places[1:-1], places[0]]
         flat = [np.array(header, np.uint64), *(part.ravel() for part in parts)]
         numbers = np.concatenate([part.view(np.int64) for part in flat])
-        return cls(numbers, launches, (int(places[3]), int(places[4])))
+        return cls(numbers, launches, (int(places[4]), int(places[5])))
 
 
 class GpuDigester(Digester):
@@ -246,40 +258,48 @@ def _check(region: Region) -> None:
 
 
 def _first_tokens(layout: CacheLayout) -> list[LocalSlice]:
-    """A token of everything that this cache has."""
+    """A token of everything that this cache has, for peers that have all tokens, or a part."""
     block = np.zeros(1, np.int32)
     return [
-        LocalSlice(region, group, number, region.heads, 0, 1, block)
+        LocalSlice(region, group, number, region.heads, 0, 1, block, other)
         for group in layout.groups
         for region in group.regions
         for number in range(len(region.parts))
+        for other in (ALL_TOKENS, Stripe(2))[: 1 if group.window else 2]
     ]
 
 
-def _tables(
-    local_slices: Sequence[LocalSlice],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows, shape (rows, 9), and the block numbers that they point into.
+def _tables(local_slices: Sequence[LocalSlice]) -> tuple[Ints, Ints, Ints]:
+    """The rows, shape (rows, 10), and the block numbers and stripes that they point into.
 
     Layers of a group share their block numbers.
     """
     places: dict[int, int] = {}
     blocks: list[npt.NDArray[np.int32]] = []
+    pairs = [(local.group.stripe, local.other) for local in local_slices]
+    stripes = list(dict.fromkeys(pairs))
     for local in local_slices:
         if id(local.ids) not in places:
             places[id(local.ids)] = sum(map(len, blocks))
             blocks.append(local.ids)
-    slice_rows = np.array([_row(local, places[id(local.ids)]) for local in local_slices], np.int64)
+    slice_rows = np.array(
+        [
+            _row(local, places[id(local.ids)], stripes.index(pair))
+            for local, pair in zip(local_slices, pairs, strict=True)
+        ],
+        np.int64,
+    )
     heads = np.array([local.num_heads for local in local_slices])
     rows = np.repeat(slice_rows, heads, axis=0)
     numbers = np.arange(len(rows))
     within = numbers - np.repeat(np.cumsum(heads) - heads, heads)
     rows[:, 0] += within * rows[:, -1]
     rows[:, -1] = numbers
-    return rows, np.concatenate(blocks).astype(np.int64)
+    numbers_of = [(s.count, s.place, s.width) for pair in stripes for s in pair]
+    return rows, np.concatenate(blocks).astype(np.int64), np.array(numbers_of, np.int64)
 
 
-def _row(local: LocalSlice, blocks_at: int) -> tuple[int, ...]:
+def _row(local: LocalSlice, blocks_at: int, stripes_at: int) -> tuple[int, ...]:
     """Of the slice's first head; the head stride is where the row's number will be."""
     return (
         local.base,
@@ -287,16 +307,15 @@ def _row(local: LocalSlice, blocks_at: int) -> tuple[int, ...]:
         local.token_stride,
         local.begin,
         local.end,
-        blocks_at,
+        blocks_at - local.first_position // local.group.block_size,
         local.group.block_size,
         digest.num_words(local.part.content),
+        stripes_at,
         local.region.head_stride,
     )
 
 
-def _launches(
-    rows: npt.NDArray[np.int64], local_slices: Sequence[LocalSlice]
-) -> tuple[npt.NDArray[np.int64], list[_Launch]]:
+def _launches(rows: Ints, local_slices: Sequence[LocalSlice]) -> tuple[Ints, list[_Launch]]:
     """The rows in another order, in which those of a launch stand together.
 
     What is compiled for a row does not depend on the other rows, or on where it begins and ends: so
@@ -309,17 +328,19 @@ def _launches(
     units = np.where((places % VECTOR).any(axis=1), digest.WORD, VECTOR)
     is_looped = is_alone | (words * digest.WORD > MAX_UNROLLED * units)
     unrolled = np.where(is_looped, LOOPED, words)
-    kinds = np.column_stack([unrolled, units, rows[:, BEGIN]])
+    divided = [local.group.stripe.count > 1 or local.other.count > 1 for local in local_slices]
+    kinds = np.column_stack([unrolled, units, rows[:, BEGIN], np.repeat(divided, heads)])
     order = np.lexsort(kinds.T)
     rows, kinds = rows[order], kinds[order]
     edges = np.flatnonzero(np.diff(kinds, axis=0, prepend=-1).any(axis=1)).tolist()
     launches = []
     for first, stop in itertools.pairwise([*edges, len(rows)]):
-        num_words, unit, begin = kinds[first].tolist()
+        num_words, unit, begin, striped = kinds[first].tolist()
         if num_words == LOOPED:
-            cut = 1, LOOPED, LOOP_CHUNK, unit
+            cut = 1, LOOPED, LOOP_CHUNK, unit, bool(striped)
         else:
-            cut = TILE, num_words, min(CHUNK, 1 << (num_words - 1).bit_length()), unit
+            chunk = min(CHUNK, 1 << (num_words - 1).bit_length())
+            cut = TILE, num_words, chunk, unit, bool(striped)
         first_tile = begin // cut[0]
         num_tiles = -(-int(rows[first:stop, END].max()) // cut[0]) - first_tile
         launches.append(_Launch(first, stop - first, first_tile, num_tiles, cut))

@@ -106,7 +106,7 @@ def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker
     engine, order = worker._engine, []
     assert engine is not None
     engine.submit = lambda commands: order.append(("submit", [*commands]))  # type: ignore[method-assign]
-    worker._stale_tails.clear = lambda commands: order.append(("clear", commands))  # type: ignore[method-assign, assignment]
+    worker._stale_tails.clear = lambda commands: order.append(("clear", [*commands]))  # type: ignore[method-assign, assignment]
     worker.on_step(StepMetadata([start_load()]))
     assert order == [("clear", [start_load()]), ("submit", [start_load()])]
 
