@@ -10,6 +10,7 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import LocalEngine
+from nixl_kv.geometry.layout import CacheLayout, Stripe
 from nixl_kv.protocol.events import OfferEnd, SetEngine
 from nixl_kv.transport.base import ControlPlane
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
@@ -126,6 +127,70 @@ def test_all_ranks_get_their_heads_and_prefill_is_released(
 @pytest.mark.parametrize("tp", [(8, 2), (2, 8)], ids=str)
 def test_all_ranks_get_their_heads_over_zmq(make_world: MakeWorld, tp: tuple[int, int]) -> None:
     check_all_ranks(make_world(tp, (4, 8)))
+
+
+DIVIDED_TOKENS = 61
+
+
+@pytest.mark.parametrize(
+    "stripes",
+    [
+        pytest.param(((1, 1), (2, 1)), id="on decode, one by one"),
+        pytest.param(((2, 4), (1, 1)), id="on prefill, in blocks"),
+        pytest.param(((4, 2), (2, 4)), id="on both, unlike"),
+        pytest.param(((2, 1), (2, 1)), id="on both, alike"),
+    ],
+)
+def test_ranks_with_the_same_head_divide_the_tokens(
+    memory: MakeTransport, stripes: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    """Pairs are (prefill, decode): how many ranks, and how many tokens each has in turn."""
+    sizes, network = replace(WHOLE, heads=1), MemoryNetwork()
+    whole = np.random.default_rng(7).integers(1, 256, (2, DIVIDED_TOKENS, 12), dtype=np.uint8)
+    places = [[Stripe(n, place, width) for place in range(n)] for n, width in stripes]
+    caches = [[Cache(sizes, ORDERS[stripe.place]) for stripe in side] for side in places]
+    tables = [list(range(20, 20 - -(-DIVIDED_TOKENS // (4 * n)), -1)) for n, _ in stripes]
+
+    def element(side: int, rank: int, token: int) -> Bytes:
+        block, slot = divmod(places[side][rank].position(token), sizes.tokens)
+        view: Bytes = caches[side][rank].view[:, tables[side][block], 0, slot]
+        return view
+
+    def tokens_of(side: int, rank: int) -> list[int]:
+        tokens = np.arange(DIVIDED_TOKENS)
+        return tokens[places[side][rank].holds(tokens)].tolist()  # type: ignore[no-any-return]
+
+    for rank in range(len(caches[0])):
+        for token in tokens_of(0, rank):
+            element(0, rank, token)[...] = whole[:, token]
+    with contextlib.ExitStack() as stack:
+        prefill, decode = (
+            LocalEngine(
+                name,
+                [_divided(cache.layout(), s) for cache, s in zip(*side, strict=True)],
+                memory,
+                config=CONFIG,
+                make_control=lambda: MemoryControl(network),
+            )
+            for name, *side in zip(("prefill", "decode"), caches, places, strict=True)
+        )
+        stack.callback(prefill.close)
+        stack.callback(decode.close)
+        decode.prepare_load("d1", prefill.offer("p1", [tables[0]], DIVIDED_TOKENS))
+        decode.start_load("d1", [tables[1]], range(DIVIDED_TOKENS), verify=True)
+        reports = decode.wait_load("d1")
+        assert [(report.failure, report.verified) for report in reports] == [
+            (None, True) for _ in reports
+        ]
+        assert set(prefill.wait_offer("p1")) == {OfferEnd.READ}
+    for rank in range(len(caches[1])):
+        for token in tokens_of(1, rank):
+            assert np.array_equal(element(1, rank, token), whole[:, token])
+
+
+def _divided(layout: CacheLayout, stripe: Stripe) -> CacheLayout:
+    """The same, of a rank that has these tokens."""
+    return replace(layout, groups=tuple(replace(group, stripe=stripe) for group in layout.groups))
 
 
 def test_a_cancelled_load_releases_all_ranks(make_world: MakeWorld) -> None:

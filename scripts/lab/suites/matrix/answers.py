@@ -207,7 +207,7 @@ class Specs:
             config = {**PATIENT, **({"layout": shape.layout} if shape.layout else {})}
             self._known[key] = replace(
                 self._base(name, model, shape),
-                role="both",
+                role="both" if shape.pcp == 1 else "prefill",
                 connector="nixl-kv",
                 connector_config=config,
             )
@@ -219,6 +219,8 @@ class Specs:
         if model not in self._paths:
             self._paths[model] = ensure_tiny_model(model=served.recipe())
         arguments = ["--attention-backend", shape.backend] if shape.backend else []
+        if shape.pcp > 1:
+            arguments += ["--prefill-context-parallel-size", str(shape.pcp)]
         arguments += served.cpu_flags if on_cpu else ("--enforce-eager", *served.cuda_flags)
         return EngineSpec(
             name,

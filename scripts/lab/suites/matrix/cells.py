@@ -26,6 +26,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tp: int = 1
     pp: int = 1
+    pcp: int = 1
     instances: int = 1
     block: int | None = None
     layout: str | None = None
@@ -34,14 +35,15 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> int:
-        """How many workers an engine has, each with a part of the cache."""
-        return self.tp * self.pp
+        """How many workers an engine has, each with a cache."""
+        return self.tp * self.pp * self.pcp
 
     def __str__(self) -> str:
         """Short, for tables and names of logs."""
         parts = [f"{self.instances}x"] if self.instances > 1 else []
         parts += [f"tp{self.tp}"]
         parts += [f"pp{self.pp}"] if self.pp > 1 else []
+        parts += [f"pcp{self.pcp}"] if self.pcp > 1 else []
         parts += [f"b{self.block}"] if self.block else []
         parts += [part for part in (self.layout, self.backend) if part]
         parts += [flag.strip("-") for flag in self.flags]
