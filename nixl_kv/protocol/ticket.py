@@ -7,7 +7,7 @@ Where engines share a key, a MAC over all of it proves that one of them made it.
 All of it is in one string, in a field of our own. Beside it are fields that routers know: some look
 at them, and some overwrite them, so they are written and never read.
 
-    nixl_kv_ticket = "5.0f5c...e2.l6kxMC4w..."
+    nixl_kv_ticket = "6.0f5c...e2.l6kxMC4w..."
                       |    |         |
              wire version  |         array in msgpack and base64url (no padding):
                            |         [host, port, nonce, and what this version has behind them]
