@@ -8,17 +8,17 @@ Pairs are (decode, prefill).
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from nixl_kv.cli.engines import Engine
+from nixl_kv.cli.engines import Engine, keeps_state, kv_groups, split_name
 from nixl_kv.geometry import compat, ranks
 from nixl_kv.geometry.blocks import ABSENT, BlockIds, Table, entries
 from nixl_kv.geometry.compat import Mismatch
-from nixl_kv.geometry.layout import Group
+from nixl_kv.geometry.layout import CacheLayout, Group, Region
 from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Plan, Reads, plan
 from nixl_kv.geometry.runs import Heads, Ints
 from nixl_kv.ids import Rank
@@ -27,12 +27,23 @@ TOKENS: Final = 16_384
 
 
 @dataclass(frozen=True)
+class StateFigures:
+    """A part of layers' states, and the heads of it that are read, once for each request."""
+
+    part: str
+    layers: tuple[str, ...]
+    heads: Heads
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Figures:
     """What one decode rank reads from one prefill rank.
 
     `entry_sizes` are tokens per entry of the block table, each once, on decode and on prefill.
     `period` is in tokens: after that many, block edges of both sides coincide again. The runs of a
-    period are counted where no two blocks are neighbours and no window has passed.
+    period are counted where no two blocks are neighbours and no window has passed. All of these,
+    `heads` and `bytes_per_token` are of KV alone; the figures of a request have states in them.
     """
 
     layers: int
@@ -48,6 +59,8 @@ class Figures:
     index_bytes: int
     descriptors: int
     descriptors_in_a_row: int
+    state: tuple[StateFigures, ...] = ()
+    state_runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,9 +100,10 @@ def compare(decode: Engine, prefill: Engine, tokens: int | None) -> Comparison:
         IncompatiblePeer: if there are more pieces than can be numbered.
     """
     layouts = (*decode.layouts, *prefill.layouts)
-    room = min(g.num_entries * g.entry_size for layout in layouts for g in layout.groups)
-    tokens = tokens or min(TOKENS, room)
-    if not 1 <= tokens <= room:
+    rooms = (g.num_entries * g.entry_size for layout in layouts for g in kv_groups(layout))
+    room = min(rooms, default=None)
+    tokens = tokens or min(TOKENS, room or TOKENS)
+    if room is not None and not 1 <= tokens <= room:
         raise ValueError(f"tokens is {tokens}; allowed: 1 to {room}, for which there is room")
     mismatches = compat.model_mismatches(decode.model, prefill.model)
     mismatches += compat.layout_mismatches(decode.layouts, prefill.layouts)
@@ -108,6 +122,8 @@ def compare(decode: Engine, prefill: Engine, tokens: int | None) -> Comparison:
 
 def run_lengths(plan: Plan, reads: Reads) -> Ints:
     """The bytes of each run of a request: neighbouring pieces of a dense row are one run."""
+    if not reads.num_runs:
+        return np.zeros(1, dtype=np.int64)
     sides = ((plan.local, reads.local), (plan.remote, reads.remote))
     rows = [np.searchsorted(np.cumsum(table[:, COUNT]), ids, side="right") for table, ids in sides]
     length = plan.local[rows[0], LENGTH].astype(np.int64)
@@ -119,7 +135,7 @@ def run_lengths(plan: Plan, reads: Reads) -> Ints:
 
 
 def example_reads(
-    plan: Plan, tokens: int, *, scattered: bool = True, windows: bool = True
+    plan: Plan, tokens: int, *, scattered: bool = True, windows: bool = True, states: bool = True
 ) -> Reads:
     """What the planner makes of a prompt of so many tokens.
 
@@ -128,6 +144,7 @@ def example_reads(
         tokens: of the prompt.
         scattered: whether its blocks are all over the caches, in place of in a row.
         windows: whether the blocks that windows have passed are left out.
+        states: whether states are read.
 
     Raises:
         ValueError: if a cache has no room for the prompt.
@@ -136,10 +153,11 @@ def example_reads(
         [_block_ids(group, tokens, scattered=scattered) for group in groups]
         for groups in plan.groups
     )
-    if windows:
-        for ids, group in zip(mine, plan.groups[0], strict=True):
-            if group.window:
-                ids[: max(0, tokens - group.window) // group.entry_size] = ABSENT
+    for ids, group in zip(mine, plan.groups[0], strict=True):
+        if group.window and windows:
+            ids[: max(0, tokens - group.window) // group.entry_size] = ABSENT
+        if keeps_state(group) and not states:
+            ids[:] = ABSENT
     if scattered:  # in no order either
         theirs = [ids[::-1] for ids in theirs]
     local, remote = ([Table.of(ids) for ids in side] for side in (mine, theirs))
@@ -147,7 +165,9 @@ def example_reads(
 
 
 def _block_ids(group: Group, tokens: int, *, scattered: bool) -> BlockIds:
-    """Scattered ones are as far apart as the cache allows."""
+    """Scattered ones are as far apart as the cache allows. A state takes one block."""
+    if keeps_state(group):
+        return np.zeros(tokens, dtype=np.int32)
     count = len(entries(0, tokens, group.entry_size))
     if count > group.num_entries:
         raise ValueError(f"{tokens} tokens take {count} blocks; allowed: up to {group.num_entries}")
@@ -162,12 +182,13 @@ def _compare_ranks(
     rank_plan = plan(layouts[0], layouts[1], route.share)
     sizes = _entry_sizes(rank_plan, 0), _entry_sizes(rank_plan, 1)
     period = math.lcm(*itertools.chain(*sizes))
-    one_period = example_reads(rank_plan, period, windows=False)
+    one_period = example_reads(rank_plan, period, windows=False, states=False)
     lengths = run_lengths(rank_plan, one_period)
     scattered = example_reads(rank_plan, tokens)
+    kv = {region.layer for group in kv_groups(layouts[0]) for region in group.regions}
     figures = Figures(
-        layers=len(route.share),
-        heads=tuple(sorted(set(route.share.values()))),
+        layers=len({split_name(name)[0] for name in route.share}),
+        heads=tuple(sorted({heads for name, heads in route.share.items() if name in kv})),
         spans=(len(layouts[0].spans), len(layouts[1].spans)),
         rows=(len(rank_plan.local), len(rank_plan.remote)),
         entry_sizes=sizes,
@@ -179,10 +200,28 @@ def _compare_ranks(
         index_bytes=scattered.local.nbytes + scattered.remote.nbytes,
         descriptors=scattered.num_runs,
         descriptors_in_a_row=example_reads(rank_plan, tokens, scattered=False).num_runs,
+        state=tuple(_state_figures(layouts[0], route.share)),
+        state_runs=scattered.num_runs - example_reads(rank_plan, tokens, states=False).num_runs,
     )
     return RankPair(decode_rank, route.remote_rank, route.share, rank_plan, figures)
 
 
+def _state_figures(layout: CacheLayout, share: Mapping[str, Heads]) -> Iterator[StateFigures]:
+    """Of what a rank reads, by part and heads."""
+    regions = [region for g in layout.groups if keeps_state(g) for region in g.regions]
+    found: dict[tuple[str, Heads], list[Region]] = {}
+    for region in regions:
+        if region.layer in share:
+            key = split_name(region.layer)[1], share[region.layer]
+            found.setdefault(key, []).append(region)
+    for (part, heads), of_part in found.items():
+        layers = tuple(split_name(region.layer)[0] for region in of_part)
+        num_bytes = sum(region.content for region in of_part) * (heads[1] - heads[0])
+        yield StateFigures(part, layers, heads, num_bytes)
+
+
 def _entry_sizes(rank_plan: Plan, side: int) -> tuple[int, ...]:
-    groups = rank_plan.groups[side]
-    return tuple(sorted({groups[rows.groups[side]].entry_size for rows in rank_plan.paged_rows}))
+    """Of KV; 1 if there is none."""
+    groups = [rank_plan.groups[side][rows.groups[side]] for rows in rank_plan.paged_rows]
+    sizes = {group.entry_size for group in groups if not keeps_state(group)}
+    return tuple(sorted(sizes)) or (1,)

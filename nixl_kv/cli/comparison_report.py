@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from nixl_kv.cli.comparison import Comparison, Figures, RankPair
-from nixl_kv.cli.engines import Engine
+from nixl_kv.cli.engines import Engine, split_name
 from nixl_kv.cli.text import num_bytes_text, plain_table, ranges_text, wide_console
 from nixl_kv.geometry.runs import Heads
 
@@ -20,6 +20,8 @@ def print_comparison(comparison: Comparison, prefill: Engine, decode: Engine) ->
     console.print(f"decode:  {decode.words}", soft_wrap=True)
     if comparison.pairs:
         console.print(_table(comparison))
+    if any(pair.figures.state for pair in comparison.pairs):
+        console.print(_state_table(comparison))
     for line in _notes(comparison):
         console.print(line, soft_wrap=True)
 
@@ -48,15 +50,16 @@ def comparison_as_json(
     }
 
 
-def layers_text(names: Sequence[str]) -> str:
+def layers_text(names: Iterable[str]) -> str:
     """Their numbers, if each name has exactly one number and no two are equal; or how many."""
+    names = {split_name(name)[0] for name in names}
     numbers = {int(digits[0]) for name in names if len(digits := re.findall(r"\d+", name)) == 1}
     return ranges_text(numbers) if len(numbers) == len(names) else str(len(names))
 
 
 def heads_text(heads: Iterable[Heads]) -> str:
-    """Such as "0-3", or several where layers differ."""
-    return " or ".join(ranges_text(range(*each)) for each in heads)
+    """Such as "0-3", or several where layers differ; "-" for none."""
+    return " or ".join(ranges_text(range(*each)) for each in heads) or "-"
 
 
 def run_lengths_text(figures: Figures) -> str:
@@ -96,7 +99,7 @@ def _cells(pair: RankPair, *, has_one_period: bool) -> Iterator[str]:
     figures = pair.figures
     yield str(pair.decode_rank)
     yield str(pair.prefill_rank)
-    yield layers_text(list(pair.share))
+    yield layers_text(pair.share)
     yield heads_text(figures.heads)
     yield "{}, {}".format(*figures.spans)
     yield "{:,}, {:,}".format(*figures.rows)
@@ -107,6 +110,23 @@ def _cells(pair: RankPair, *, has_one_period: bool) -> Iterator[str]:
     yield f"{figures.descriptors:,}"
     yield f"{figures.descriptors_in_a_row:,}"
     yield num_bytes_text(figures.index_bytes)
+
+
+def _state_table(comparison: Comparison) -> Table:
+    """What is read once for a request, however long it is."""
+    headings = ("decode\nrank", "prefill\nrank", "\nlayers", "state:\npart", "\nheads", "\nbytes")
+    table = plain_table(headings, justify="right", no_wrap=True)
+    for pair in comparison.pairs:
+        for state in pair.figures.state:
+            table.add_row(
+                str(pair.decode_rank),
+                str(pair.prefill_rank),
+                layers_text(state.layers),
+                state.part,
+                heads_text([state.heads]),
+                num_bytes_text(state.num_bytes),
+            )
+    return table
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:
@@ -121,6 +141,11 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         f"{total['descriptors']:,} descriptors scattered, "
         f"{total['descriptors_in_a_row']:,} in a row."
     )
+    if any(pair.figures.state for pair in comparison.pairs):
+        yield (
+            f"Of these, states are {num_bytes_text(total['state_bytes'])} in "
+            f"{total['state_runs']:,} descriptors: read once for each request, however long it is."
+        )
     yield from sorted({_period_note(pair.figures) for pair in comparison.pairs} - {""})
     if comparison.unread:
         ranks = ", ".join(f"{prefill} ({decode})" for prefill, decode in comparison.unread)
@@ -134,6 +159,8 @@ def _total(pairs: Sequence[RankPair]) -> Mapping[str, int]:
         "bytes": sum(one.request_bytes for one in figures),
         "descriptors": sum(one.descriptors for one in figures),
         "descriptors_in_a_row": sum(one.descriptors_in_a_row for one in figures),
+        "state_bytes": sum(state.num_bytes for one in figures for state in one.state),
+        "state_runs": sum(one.state_runs for one in figures),
     }
 
 

@@ -5,6 +5,8 @@ and a column for every block of a few tokens. A colour is a decode rank: what is
 of its reader on both sides, and a ribbon leads from one to the other. Below, one block as it lies
 in the memory of each side: a box is what is read in one piece, a gap is everything between.
 
+States are drawn where a rank keeps nothing else.
+
 All is drawn in one coordinate system, in points from the top left corner.
 """
 
@@ -24,11 +26,10 @@ from matplotlib.path import Path
 
 from nixl_kv.cli.comparison import Comparison, RankPair
 from nixl_kv.cli.comparison_report import heads_text, layers_text, run_lengths_text
-from nixl_kv.cli.engines import Engine
+from nixl_kv.cli.engines import Engine, keeps_state
 from nixl_kv.cli.text import num_bytes_text
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Group
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH
-from nixl_kv.geometry.ranks import holdings
 from nixl_kv.geometry.runs import Heads
 
 NUM_COLOURS: Final = 10  # of matplotlib's cycle
@@ -140,8 +141,18 @@ def _row_height(*engines: Sequence[CacheLayout]) -> float:
 
 def _heads(layout: CacheLayout) -> range:
     """All that a rank holds of any layer."""
-    heads = [holding.heads for holding in holdings(layout).values()]
-    return range(min(first for first, _ in heads), max(last for _, last in heads))
+    held = [region.heads for group in _drawn(layout) for region in group.regions]
+    return range(min(first for first, _ in held), max(last for _, last in held))
+
+
+def _drawn(layout: CacheLayout) -> Sequence[Group]:
+    groups = [group for group in layout.groups if group.regions]
+    return [group for group in groups if not keeps_state(group)] or groups
+
+
+def _heads_read(pair: RankPair) -> Sequence[Heads]:
+    """Of KV; of states if there is none."""
+    return pair.figures.heads or sorted({state.heads for state in pair.figures.state})
 
 
 def _shown_tokens(pairs: Sequence[RankPair]) -> int:
@@ -158,7 +169,7 @@ def _readers(pairs: Iterable[RankPair], prefill_rank: int, head: int) -> list[in
         pair.decode_rank
         for pair in pairs
         if pair.prefill_rank == prefill_rank
-        and any(first <= head < last for first, last in pair.figures.heads)
+        and any(first <= head < last for first, last in _heads_read(pair))
     ]
 
 
@@ -189,11 +200,12 @@ class _Side:
     def draw(self, axes: Axes, tokens: int, readers: Callable[[int, int], list[int]]) -> None:
         """A caption for each rank, and its blocks; `readers` has those of a rank's head."""
         for rank, layout in enumerate(self.layouts):
-            held = holdings(layout)
-            sizes = sorted({group.entry_size for group in layout.groups})
+            sizes = sorted({group.entry_size for group in _drawn(layout)})
+            heads = {region.heads for group in _drawn(layout) for region in group.regions}
+            names = [region.layer for group in layout.groups for region in group.regions]
             caption = (
-                f"rank {rank}: layers {layers_text(list(held))}, "
-                f"heads {heads_text(sorted({holding.heads for holding in held.values()}))}, "
+                f"rank {rank}: layers {layers_text(names)}, "
+                f"heads {heads_text(sorted(heads))}, "
                 f"blocks of {' and '.join(map(str, sizes))}"
             )
             axes.text(self.left, self.begin(rank) - 5, caption, color=SOFT)
@@ -239,7 +251,7 @@ def _draw_ribbons(axes: Axes, pairs: Sequence[RankPair], left: _Side, right: _Si
     labels: list[tuple[float, RankPair]] = []
     for pair in pairs:
         ribbons, heights = [], []
-        for heads in pair.figures.heads:
+        for heads in _heads_read(pair):
             top, bottom = left.band(pair.prefill_rank, heads)
             to_top, to_bottom = right.band(pair.decode_rank, heads)
             upper = [(begin, top), (middle, top), (middle, to_top), (end, to_top)]
@@ -267,6 +279,8 @@ def _draw_labels(axes: Axes, labels: Iterable[tuple[float, RankPair]]) -> None:
 
 def _runs_text(pair: RankPair) -> str:
     figures = pair.figures
+    if not figures.runs_per_period:
+        return f"{figures.state_runs:,} runs of states"
     same = all(sizes == (figures.period,) for sizes in figures.entry_sizes)
     per = "block" if same else f"{figures.period} tokens"
     runs = f"{figures.runs_per_period:,} run" + ("s" if figures.runs_per_period > 1 else "")
@@ -304,12 +318,14 @@ def _pieces_text(pieces: Sequence[Piece]) -> str:
 
 
 def _pieces(pairs: Iterable[RankPair], side: int) -> list[Piece]:
-    """Of block 0 of the first group: the rows of the plans, without their repetitions."""
+    """Of block 0 of the first drawn group: the rows of the plans, without their repetitions."""
     colours: dict[tuple[int, int], dict[str, None]] = {}
     for pair in pairs:
         rows = (pair.plan.local, pair.plan.remote)[side].astype(np.int64)
         starts = np.cumsum(rows[:, COUNT]) - rows[:, COUNT]
-        paged = [p for p in pair.plan.paged_rows if p.groups == pair.plan.paged_rows[0].groups]
+        groups = pair.plan.groups[side]
+        drawn = sorted(pair.plan.paged_rows, key=lambda p: keeps_state(groups[p.groups[side]]))
+        paged = [p for p in drawn if p.groups == drawn[0].groups]
         first = np.concatenate([paged_rows.first[side] for paged_rows in paged])
         for address, length in rows[np.searchsorted(starts, first)][:, [ADDRESS, LENGTH]].tolist():
             colours.setdefault((address, length), {})[_colour(pair.decode_rank)] = None

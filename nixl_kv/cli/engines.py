@@ -4,8 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from nixl_kv.geometry.layout import CacheLayout, Group
+from nixl_kv.geometry.model_layouts import (
+    STATE_WINDOW,
+    EngineShape,
+    ModelShape,
+    build_layouts,
+)
 from nixl_kv.protocol.messages import Description
 
 FIELDS: Final[Mapping[str, str]] = {
@@ -60,9 +65,26 @@ def engine_from_description(description: Description) -> Engine:
     return Engine(words, description.model, layouts)
 
 
+def keeps_state(group: Group) -> bool:
+    """Whether it has states, which stand for all tokens before; else KV of each token."""
+    return group.window == STATE_WINDOW
+
+
+def kv_groups(layout: CacheLayout) -> list[Group]:
+    """Those with KV."""
+    return [group for group in layout.groups if not keeps_state(group)]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Of a region: its layer, and the part of a state; empty for KV."""
+    layer, _, part = name.partition(" ")
+    return layer, part
+
+
 def cache_words(layout: CacheLayout) -> str:
-    """Blocks and memory, of each group where groups differ."""
-    blocks = {(group.entry_size, group.num_entries) for group in layout.groups}
+    """Blocks and memory, of each group where groups differ; a state is in a block of KV."""
+    groups = kv_groups(layout) or layout.groups
+    blocks = {(group.entry_size, group.num_entries) for group in groups}
     words = " and ".join(f"{count:,} blocks of {size} tokens" for size, count in sorted(blocks))
     return f"{words} in {layout.memory}"
 

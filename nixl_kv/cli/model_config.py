@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv.cli.options import ModelOptions
+from nixl_kv.cli.recurrent_layers import (
+    ATTENTION,
+    BOTH,
+    NEITHER,
+    RECURRENT,
+    RecurrentLayers,
+)
 from nixl_kv.geometry.model_layouts import ModelShape
 
 ELEMENT_BYTES: Final[Mapping[str, int]] = {
@@ -25,8 +32,6 @@ WINDOW_OF: Final[Mapping[str, str]] = {
     "chunked_attention": "attention_chunk_size",
 }
 """Types of layers that look back a number of tokens, and the key that has the number."""
-
-FULL: Final = "full_attention"
 
 PERIODS: Final[Mapping[str, int]] = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Model types whose configuration may leave out how layers alternate: of every so many layers the
@@ -51,7 +56,8 @@ def model_shape(options: ModelOptions) -> ModelShape:
     heads, elements = _heads(options, config)
     content = tuple(count * ELEMENT_BYTES[element] for count in elements)
     window, sliding = _sliding(options, config, layers)
-    return ModelShape(layers, heads, content, element, window, sliding)
+    recurrence = config.recurrence(layers, options.state_dtype)
+    return ModelShape(layers, heads, content, element, window, sliding, **recurrence)
 
 
 def _heads(options: ModelOptions, config: "ModelConfig") -> tuple[int, tuple[int, ...]]:
@@ -105,9 +111,10 @@ class ModelConfig:
     name: str
     values: Mapping[str, Any]
 
-    def number(self, key: str, *, option: str) -> int:
-        """A positive number that must be there."""
-        value = self.values.get(key)
+    def number(self, key: str, option: str = "--model-config") -> int:
+        """A positive number that must be there; after a dot, within what is before it."""
+        outer, _, inner = key.rpartition(".")
+        value = (self.values.get(outer) or {} if outer else self.values).get(inner)
         if value is None and not self.values:
             raise ValueError(f"{option} is missing; give it, or --model-config")
         if not isinstance(value, int) or value < 1:
@@ -141,9 +148,31 @@ class ModelConfig:
         hidden = self.number("hidden_size", option="--head-size")
         return hidden // self.number("num_attention_heads", option="--head-size")
 
+    def recurrence(self, layers: int, dtype: str | None) -> dict[str, Any]:
+        """The fields of a `ModelShape` that say which layers keep no KV, or a state.
+
+        `dtype` is that of temporal states, if it is given.
+        """
+        recurrent_layers = self._recurrent(dtype)
+        words = recurrent_layers.words(layers) or ()
+        without = {n for n, word in enumerate(words) if word in RECURRENT | NEITHER}
+        recurrent = {n for n, word in enumerate(words) if word in RECURRENT | {BOTH}}
+        try:
+            state = recurrent_layers.state() if recurrent else ()
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        return {
+            "without_kv": tuple(sorted(without)),
+            "recurrent": tuple(sorted(recurrent)),
+            "state": state,
+        }
+
+    def _recurrent(self, dtype: str | None = None) -> RecurrentLayers:
+        return RecurrentLayers(self.values, self.number, self.element(), dtype, ELEMENT_BYTES)
+
     def sliding(self, layers: int) -> tuple[int, tuple[int, ...]]:
         """The window, and the layers that have it."""
-        types = self.values.get("layer_types")
+        types = self._recurrent().words(layers)
         if types is not None:
             return self._sliding_by_type(types, layers)
         window = self.values.get("sliding_window")
@@ -164,13 +193,13 @@ class ModelConfig:
         return int(self.values.get("max_window_layers") or 0)
 
     def _sliding_by_type(self, types: Any, layers: int) -> tuple[int, tuple[int, ...]]:
-        known = (FULL, *WINDOW_OF)
-        if not isinstance(types, list) or len(types) != layers or set(types) - set(known):
+        known = {*WINDOW_OF, *ATTENTION, *RECURRENT, *NEITHER, BOTH}
+        if not isinstance(types, list) or len(types) != layers or set(types) - known:
             raise ValueError(
                 f"layer_types of {self.name} is {types!r}; "
-                f"allowed: {layers} times one of {', '.join(known)}"
+                f"allowed: {layers} times one of {', '.join(sorted(known - {BOTH}))}"
             )
-        narrow = sorted(set(types) - {FULL})
+        narrow = sorted(set(types) & set(WINDOW_OF))
         if len(narrow) > 1:
             raise ValueError(
                 f"layer_types of {self.name} has {' and '.join(narrow)}; allowed: one of them"

@@ -40,6 +40,9 @@ class ModelOptions:
     dtype: Annotated[
         str | None, _model(help="Of the cache: float32, bfloat16, float16, fp8, int8.")
     ] = None
+    state_dtype: Annotated[
+        str | None, _model(help="Of temporal states, as --mamba-ssm-cache-dtype says it.")
+    ] = None
     window: Annotated[int | None, _model(min=1, help="Tokens that sliding layers look back.")] = (
         None
     )

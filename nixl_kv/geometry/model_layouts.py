@@ -3,8 +3,11 @@
 Layers        pipeline stages have them in order, divided as evenly as vLLM does.
 Heads         `tp` ranks divide them evenly. Where there are more ranks than heads, neighbouring
               ranks have copies of one head. A latent cache is one head with content of one piece.
-Groups        layers with a sliding window have block tables of their own. vLLM makes all groups of
-              equally many layers. They share the same memory and use different blocks of it.
+Groups        layers with a sliding window have block tables of their own. So have states, which
+              layers keep once for all tokens before. vLLM makes all groups of equally many layers.
+              They share the same memory and use different blocks of it.
+States        fit into an entry of a block table: entries are enlarged until they do. An entry of a
+              group of states is one block of one token.
 Memory        one array for a rank. Its axes have any order, from the outermost to the innermost:
               L layers, B blocks, H heads, N tokens, C content. V follows K inside the content,
               unless the axis 2 separates them; then each layer has memory of its own.
@@ -13,12 +16,16 @@ The addresses are made up.
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Part, Region, Span, check_range
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.geometry.runs import Heads
+
+WHOLE: Final = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+"""The orders in which a layer's block is in one piece, as it has to be where it may be a state."""
 
 PACKED: Final = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """vLLM's orders, with K and V in one content."""
@@ -33,17 +40,53 @@ BASE: Final = 1 << 32
 
 MAX_LAYERS: Final = 1 << 14
 MAX_PARTS: Final = 2
+MAX_ROWS: Final = 8
 FEW_MORE: Final = 1.5
 """Below this ratio of two kinds of layers, vLLM pads the smaller kind, and does not divide the
 larger one."""
 
 
+STATE_WINDOW: Final = 1
+"""Of the tokens of a prompt, a group of states keeps what stands for the last one."""
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A part of a layer's state: `number` units, of `length` bytes in each of its `rows` rows.
+
+    Ranks divide the units evenly; or all of them have all units, if it `is_copied`. Parts that
+    follow each other and have equally many rows are side by side in each row.
+    """
+
+    name: str
+    number: int
+    length: int
+    element: str
+    rows: int = 1
+    is_copied: bool = False
+
+    def __post_init__(self) -> None:
+        check_range(f"number of units of {self.name}", self.number, high=1 << 16)
+        check_range(f"bytes of a unit of {self.name}", self.length, high=1 << 31)
+        check_range(f"rows of {self.name}", self.rows, high=MAX_ROWS + 1)
+
+    def units_of_rank(self, rank: int, tp: int) -> Heads:
+        """Which units one of `tp` ranks has, as a half-open range."""
+        if self.is_copied:
+            return 0, self.number
+        if self.number % tp:
+            raise ValueError(f"tp is {tp}; allowed: divisors of {self.number} ({self.name})")
+        each = self.number // tp
+        return rank * each, (rank + 1) * each
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's KV.
+    """A model's KV, and the state of its recurrent layers.
 
     `content` is the bytes of K and of V of one head of one token, or of one latent piece. The
     layers whose numbers are in `sliding` have a window of `window` tokens; the others have none.
+    Those in `without_kv` keep no KV. Those in `recurrent` have a `state`, with KV or without.
     """
 
     layers: int
@@ -52,29 +95,50 @@ class ModelShape:
     element: str
     window: int = 0
     sliding: tuple[int, ...] = ()
+    without_kv: tuple[int, ...] = ()
+    recurrent: tuple[int, ...] = ()
+    state: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check the numbers."""
         check_range("layers", self.layers, high=MAX_LAYERS + 1)
         check_range("kv_heads", self.kv_heads, high=1 << 16)
         check_range("number of parts of content", len(self.content), high=MAX_PARTS + 1)
         for length in self.content:
             check_range("content", length, high=1 << 31)
-        for layer in self.sliding:
-            check_range("sliding layer", layer, low=0, high=self.layers)
-        if len(set(self.sliding)) != len(self.sliding):
-            raise ValueError(f"sliding is {self.sliding}; allowed: each layer once")
+        for name in ("sliding", "without_kv", "recurrent"):
+            layers = getattr(self, name)
+            for layer in layers:
+                check_range(f"{name} layer", layer, low=0, high=self.layers)
+            if len(set(layers)) != len(layers):
+                raise ValueError(f"{name} is {layers}; allowed: each layer once")
+        if not set(range(self.layers)) - set(self.without_kv):
+            raise ValueError("no layer keeps KV; allowed: one or more")
+        if both := sorted(set(self.sliding) & set(self.without_kv)):
+            raise ValueError(f"sliding layers without KV are {both}; allowed: none")
+        if bool(self.recurrent) != bool(self.state):
+            raise ValueError(
+                f"{len(self.recurrent)} recurrent layers have a state of {len(self.state)} parts; "
+                "allowed: both, or neither"
+            )
         if bool(self.window) != bool(self.sliding):
             raise ValueError(
                 f"window is {self.window} with {len(self.sliding)} sliding layers; "
                 "allowed: 1 or more with sliding layers, 0 without"
             )
         check_range("window", self.window, low=0, high=1 << 31)
+        if self.window == STATE_WINDOW:
+            raise ValueError(f"window is {self.window}; allowed: 0, or 2 or more")
 
     def groups(self) -> list[tuple[tuple[int, ...], int]]:
         """The layers that share a block table, and the window of each such group."""
-        sliding = set(self.sliding)
-        full = [layer for layer in range(self.layers) if layer not in sliding]
-        kinds = [kind for kind in ((full, 0), (sorted(sliding), self.window)) if kind[0]]
+        others = {*self.sliding, *self.without_kv}
+        every = (
+            ([layer for layer in range(self.layers) if layer not in others], 0),
+            (sorted(self.sliding), self.window),
+            (sorted(self.recurrent), STATE_WINDOW),
+        )
+        kinds = [kind for kind in every if kind[0]]
         kinds.sort(key=lambda kind: kind[0][0])
         fewest, most = min(len(k) for k, _ in kinds), max(len(k) for k, _ in kinds)
         size = most if most < FEW_MORE * fewest else fewest
@@ -130,12 +194,37 @@ def build_layouts(model: ModelShape, engine: EngineShape) -> list[CacheLayout]:
     Raises:
         ValueError: if the model cannot be divided like that.
     """
-    shards = [heads_of_rank(rank, engine.tp, model.kv_heads) for rank in range(engine.tp)]
+    if model.state and engine.order not in WHOLE:
+        allowed = ", ".join(WHOLE)
+        raise ValueError(f"order is {engine.order!r}; allowed where layers have states: {allowed}")
     return [
-        _RankArray(model, engine, stage, shard).layout()
+        _RankArray(model, _enlarged(model, engine), stage, rank).layout()
         for stage in pipeline_stages(model.layers, engine.pp)
-        for shard in shards
+        for rank in range(engine.tp)
     ]
+
+
+def _enlarged(model: ModelShape, engine: EngineShape) -> EngineShape:
+    """With entries that are as large as a state, on all ranks."""
+    if not model.state:
+        return engine
+    heads = heads_of_rank(0, engine.tp, model.kv_heads)
+    entry = engine.block_size * engine.blocks_per_entry * sum(model.content) * (heads[1] - heads[0])
+    times = -(-_num_state_bytes(model.state, engine.tp) // entry)
+    # As many bytes as were asked for, and one entry at the least.
+    entries = max(engine.num_blocks // engine.blocks_per_entry // times, 1)
+    if engine.order.startswith("B"):  # blocks are not parts of entries
+        return replace(engine, block_size=engine.block_size * times, num_blocks=entries)
+    per_entry = engine.blocks_per_entry * times
+    return replace(engine, blocks_per_entry=per_entry, num_blocks=entries * per_entry)
+
+
+def _num_state_bytes(state: Sequence[StatePart], tp: int) -> int:
+    """Of one rank."""
+    units = [part.units_of_rank(0, tp) for part in state]
+    return sum(
+        (u[1] - u[0]) * part.rows * part.length for u, part in zip(units, state, strict=True)
+    )
 
 
 def heads_of_rank(rank: int, tp: int, kv_heads: int) -> Heads:
@@ -174,14 +263,25 @@ class _RankArray:
     model: ModelShape
     engine: EngineShape
     stage: range
-    shard: Heads
+    rank: int
 
     def layout(self) -> CacheLayout:
         """The layout of the whole array."""
         engine = self.engine
         sizes = engine.block_size, engine.num_blocks, engine.blocks_per_entry
-        groups = tuple(Group(*sizes, self.regions(held), window) for held, window in self.groups)
+        entries = engine.num_blocks // engine.blocks_per_entry
+        groups = tuple(
+            Group(1, entries, 1, self.states(held), window)
+            if window == STATE_WINDOW
+            else Group(*sizes, self.regions(held), window)
+            for held, window in self.groups
+        )
         return CacheLayout(groups, engine.memory, 0, self.spans())
+
+    @property
+    def shard(self) -> Heads:
+        """The KV heads of this rank."""
+        return heads_of_rank(self.rank, self.engine.tp, self.model.kv_heads)
 
     @property
     def groups(self) -> list[tuple[tuple[int, ...], int]]:
@@ -233,6 +333,40 @@ class _RankArray:
             )
             for place, layer in enumerate(layers)
         )
+
+    def states(self, layers: tuple[int, ...]) -> tuple[Region, ...]:
+        """A region for each part of the state of each layer of a group."""
+        strides = self.strides(len(layers)) if layers else {}
+        page = strides.get("B", 0)
+        if not self.engine.order.startswith("B"):
+            page *= self.engine.blocks_per_entry
+        return tuple(
+            Region(
+                layer=f"{layer_name(layer)} {part.name}",
+                base=BASE + place * strides["L"],
+                block_stride=page,
+                head_stride=part.length,
+                token_stride=page,  # there is one
+                first_head=units[0],
+                num_heads=units[1] - units[0],
+                parts=rows,
+                element=part.element,
+            )
+            for place, layer in enumerate(layers)
+            for part, units, rows in self.state_parts()
+        )
+
+    def state_parts(self) -> Iterator[tuple[StatePart, Heads, tuple[Part, ...]]]:
+        """Each part of a state, with its units on this rank, and where the first one's rows are."""
+        offset, tp = 0, self.engine.tp
+        for num_rows, together in itertools.groupby(self.model.state, lambda part: part.rows):
+            side_by_side = [(part, part.units_of_rank(self.rank, tp)) for part in together]
+            lengths = [(units[1] - units[0]) * part.length for part, units in side_by_side]
+            before = (0, *itertools.accumulate(lengths))
+            for (part, units), start in zip(side_by_side, before, strict=False):
+                places = (offset + start + row * before[-1] for row in range(num_rows))
+                yield part, units, tuple(Part(place, part.length) for place in places)
+            offset += num_rows * before[-1]
 
     @property
     def parts(self) -> tuple[Part, ...]:

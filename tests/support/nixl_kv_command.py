@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner, Result
@@ -30,3 +31,25 @@ def plan_figures(*arguments: str) -> dict[str, Any]:
     result = plan_qwen(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
+
+
+def hybrid_model(folder: Path) -> Path:
+    """Write a configuration: three layers with a state of 262 KiB, one with 1 KiB for each token.
+
+    Those are the tiny Qwen3-Next's, whose engines make blocks of 384 tokens.
+    """
+    config = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path

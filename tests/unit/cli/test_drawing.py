@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from nixl_kv.cli import main
-from support.nixl_kv_command import plan_figures, plan_qwen
+from support.nixl_kv_command import hybrid_model, nixl_kv, plan_figures, plan_qwen
 
 SVG: Final = "{http://www.w3.org/2000/svg}"
 ONE_TO_TWO: Final = "--prefill tp=1,block=16 --decode tp=2,block=16"
@@ -97,6 +97,23 @@ def test_all_is_inside_the_picture(case: Case) -> None:
     for text in root.iter(f"{SVG}text"):
         assert 0 <= float(text.get("x", "")) <= width
         assert 0 <= float(text.get("y", "")) <= height
+
+
+def test_a_rank_without_kv_is_drawn_with_its_states(tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    numbers = "--prefill tp=2,block=128 --decode pp=2,block=128"
+    model = f"--model-config {hybrid_model(tmp_path)}"
+    assert nixl_kv("plan", model, numbers, f"--svg {path}").exit_code == 0
+    root = ET.parse(path).getroot()  # noqa: S314 - our own
+    captions = [text for text in texts(root) if text.startswith("rank ")]
+    assert captions == [
+        "rank 0: layers 0-3, heads 0-1, blocks of 384",
+        "rank 1: layers 0-3, heads 2-3, blocks of 384",
+        "rank 0: layers 0-1, heads 0-1 or 0-3, blocks of 1",
+        "rank 1: layers 2-3, heads 0-3, blocks of 384",
+    ]
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    assert titles[0] == "decode rank 0 reads prefill rank 0: 20 runs of states"
 
 
 def test_equal_pictures_are_equal_files(tmp_path: Path) -> None:

@@ -184,12 +184,13 @@ def test_folder_of_a_configuration_is_enough(make: Make, tmp_path: Path) -> None
         ({"torch_dtype": "int4"}, "dtype is 'int4'; allowed: float32, bfloat16, float16, fp8, in"),
         (
             {"layer_types": [FULL, "linear_attention"] * 2},
-            "layer_types of {} is ['full_attention', 'linear_attention', ",
+            "{}: its recurrent layers are of a kind that is not known",
         ),
+        ({"layer_types": [FULL, "retention"] * 2}, "layer_types of {} is ['full_attention', 'ret"),
         ({"layer_types": [FULL] * 3}, "layer_types of {} is ['full_attention', "),
         (
             {"layer_types": FULL},
-            "layer_types of {} is 'full_attention'; allowed: 4 times one of full_attention, ",
+            "layer_types of {} is 'full_attention'; allowed: 4 times one of attention, ",
         ),
         (
             {"layer_types": [SLIDING, CHUNKED] * 2, "sliding_window": 8},

@@ -1,12 +1,13 @@
 """`nixl-kv plan`, for engines that need not exist."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from support.nixl_kv_command import nixl_kv, plan_figures, plan_qwen
+from support.nixl_kv_command import hybrid_model, nixl_kv, plan_figures, plan_qwen
 
 REPO = Path(__file__).resolve().parents[3]
 IN_TREE = 36_864
@@ -47,6 +48,8 @@ def test_figures_of_qwen3_8b_from_tp1_to_tp2(
         "bytes": 16_384 * 144 << 10,
         "descriptors": 2 * descriptors,
         "descriptors_in_a_row": 2 * descriptors,
+        "state_bytes": 0,
+        "state_runs": 0,
     }
     assert figures["mismatches"] == figures["unread"] == []
     assert figures["tokens"] == 16_384
@@ -97,6 +100,53 @@ def test_runs_of_several_lengths_show_least_median_and_most() -> None:
     # Segments of 48, 16, 32, 32, 16 and 48 tokens, of one head.
     assert link["run_bytes"] == [16 * 512, 32 * 512, 48 * 512]
     assert "8 KiB / 16 KiB / 24 KiB" in plan_qwen(asked).stdout
+
+
+def plan_hybrid(folder: Path, *arguments: str) -> str:
+    result = nixl_kv("plan", f"--model-config {hybrid_model(folder)}", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_states_are_read_once_whatever_the_prompt(tmp_path: Path) -> None:
+    numbers = "--prefill tp=1,block=128 --decode tp=2,block=128"
+    links = [
+        json.loads(plan_hybrid(tmp_path, numbers, f"--json --tokens {tokens}"))["links"][0]
+        for tokens in (384, 768)
+    ]
+    assert links[0]["state"] == links[1]["state"]
+    parts = [(one["part"], one["heads"], one["num_bytes"]) for one in links[0]["state"]]
+    assert parts == [
+        ("query", [0, 1], 3 * 3 * 256),
+        ("key", [0, 1], 3 * 3 * 256),
+        ("value", [0, 2], 3 * 3 * 512),
+        ("state", [0, 2], 3 * 2 * 128 * 128 * 4),
+    ]
+    state = sum(size for _, _, size in parts)
+    # In each layer: three rows of three projections, and two heads of the state in a row.
+    assert [link["state_runs"] for link in links] == [3 * (3 * 3 + 1)] * 2
+    assert [link["request_bytes"] for link in links] == [384 * 512 + state, 768 * 512 + state]
+    assert [link["descriptors"] for link in links] == [30 + 3, 30 + 6]
+    for link in links:
+        assert (link["layers"], link["heads"], link["entry_sizes"]) == (4, [[0, 2]], [[384]] * 2)
+        assert (link["bytes_per_token"], link["runs_per_period"]) == (512, 3)
+
+
+def test_states_have_a_table_of_their_own(tmp_path: Path) -> None:
+    numbers = "--prefill tp=1,block=128 --decode tp=2,block=128"
+    shown = plan_hybrid(tmp_path, numbers)
+    assert "prefill: TP1, PP1, LBHNC, 10,000 blocks of 384 tokens in VRAM" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["0", "0", "0-2", "query", "0", "2.25", "KiB"] in rows
+    assert ["1", "0", "0-2", "state", "2-3", "384", "KiB"] in rows
+    assert "Of these, states are 786 KiB in 60 descriptors: read once for each request" in shown
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC", "BLNHC"])
+def test_states_have_the_same_bytes_in_other_orders(tmp_path: Path, order: str) -> None:
+    numbers = f"--prefill pp=2,block=128,layout={order} --decode tp=2,block=64"
+    figures = json.loads(plan_hybrid(tmp_path, numbers, "--json"))
+    assert figures["total"]["state_bytes"] == 3 * (2 * 3 * 512 + 3 * 1024 + 4 * 65536)
 
 
 def test_ranks_that_nobody_reads_are_released() -> None:

@@ -14,8 +14,10 @@ from nixl_kv.geometry.model_layouts import (
     BASE,
     ORDERS,
     PACKED,
+    WHOLE,
     EngineShape,
     ModelShape,
+    StatePart,
     build_layouts,
     heads_of_rank,
     layer_name,
@@ -25,6 +27,19 @@ from nixl_kv.geometry.ranks import holdings
 
 SMALL = ModelShape(layers=3, kv_heads=4, content=(2, 2), element="float16")
 LATENT = ModelShape(layers=3, kv_heads=1, content=(5,), element="bfloat16")
+HYBRID = ModelShape(
+    layers=6,
+    kv_heads=4,
+    content=(2, 2),
+    element="float16",
+    without_kv=(0, 1, 3, 4),
+    recurrent=(0, 1, 3, 4),
+    state=(
+        StatePart("a", 4, 4, "float16 state", rows=2),
+        StatePart("b", 2, 4, "float16 state", rows=2, is_copied=True),
+    ),
+)
+"""State of two of three layers; all ranks have the second part."""
 FEW_BLOCKS = EngineShape(block_size=3, num_blocks=5)
 
 
@@ -174,6 +189,54 @@ def test_layers_of_a_group_are_spread_over_the_model() -> None:
     assert model.groups() == [((0, 3, 6, 9), 16), ((1, 4, 7, 10), 16), ((2, 5, 8, 11), 0)]
 
 
+@pytest.mark.parametrize("order", WHOLE)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_states_and_kv_share_memory_but_not_blocks(order: str, tp: int) -> None:
+    """A state is inside of what a block table's entry has for one layer."""
+    engine = replace(FEW_BLOCKS, order=order, num_blocks=40, tp=tp)
+    for rank, layout in enumerate(build_layouts(HYBRID, engine)):
+        *states, kv = layout.groups
+        assert [(len(one.regions), one.window, one.entry_size) for one in states] == [(4, 1, 1)] * 2
+        # A state has 48 bytes or, on each of two ranks, 32; three tokens of KV have 48 or 24.
+        assert kv.entry_size == 3 * tp
+        owners: dict[int, set[int]] = {}
+        for group in layout.groups:
+            used: set[int] = set()
+            for region in group.regions:
+                for entry in range(group.num_entries):
+                    one = replace(group, num_blocks=group.blocks_per_entry)
+                    step = group.blocks_per_entry * region.block_stride
+                    moved = replace(region, base=region.base + entry * step)
+                    for address in addresses(moved, one):
+                        assert address not in used
+                        used.add(address)
+                        owners.setdefault(address, set()).add(entry)
+        assert all(len(entries) == 1 for entries in owners.values())
+        heads = {r.layer.split()[1]: r.heads for r in states[0].regions if "0" in r.layer}
+        assert heads == {"a": (rank * 4 // tp, (rank + 1) * 4 // tp), "b": (0, 2)}
+
+
+def test_a_state_has_its_parts_side_by_side_in_each_row() -> None:
+    layout = build_layouts(HYBRID, replace(FEW_BLOCKS, num_blocks=40, tp=2))[1]
+    first, second = layout.groups[1].regions[:2]
+    assert [(part.offset, part.length) for part in first.parts] == [(0, 4), (16, 4)]
+    assert [(part.offset, part.length) for part in second.parts] == [(8, 4), (24, 4)]
+    assert (first.head_stride, second.head_stride) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": "BHLNC"}, "order is 'BHLNC'; allowed where layers have states: "),
+        ({"tp": 8}, "tp is 8; allowed: divisors of 4 (a)"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_keep_a_state_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        build_layouts(HYBRID, replace(FEW_BLOCKS, **changes))
+
+
 def test_all_layers_may_have_a_window() -> None:
     model = ModelShape(2, 1, (4, 4), "int8", 16, (0, 1))
     assert model.groups() == [((0, 1), 16)]
@@ -236,6 +299,24 @@ def parts_of(rank: CacheLayout) -> tuple:
             {"window": -1, "sliding": (0,)},
             "window is -1; allowed: 0 to 2147483647",
             id="negative window",
+        ),
+        pytest.param(
+            {"window": 1, "sliding": (0,)},
+            "window is 1; allowed: 0, or 2 or more",
+            id="window of a state",
+        ),
+        pytest.param(
+            {"without_kv": (0, 1, 2)}, "no layer keeps KV; allowed: one or more", id="no KV"
+        ),
+        pytest.param(
+            {"window": 4, "sliding": (0,), "without_kv": (0,)},
+            "sliding layers without KV are [0]; allowed: none",
+            id="a window of nothing",
+        ),
+        pytest.param(
+            {"recurrent": (0,)},
+            "1 recurrent layers have a state of 0 parts; allowed: both, or neither",
+            id="no state",
         ),
     ],
 )
