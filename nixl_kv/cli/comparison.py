@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from nixl_kv.cli.engines import Engine, keeps_state, kv_groups, split_name
+from nixl_kv.cli.engines import Engine, kv_groups, split_name
 from nixl_kv.geometry import compat, ranks
 from nixl_kv.geometry.blocks import ABSENT, BlockIds, Table, entries
 from nixl_kv.geometry.compat import Mismatch
@@ -156,7 +156,7 @@ def example_reads(
     for ids, group in zip(mine, plan.groups[0], strict=True):
         if group.window and windows:
             ids[: max(0, tokens - group.window) // group.entry_size] = ABSENT
-        if keeps_state(group) and not states:
+        if group.keeps_states and not states:
             ids[:] = ABSENT
     if scattered:  # in no order either
         theirs = [ids[::-1] for ids in theirs]
@@ -166,7 +166,7 @@ def example_reads(
 
 def _block_ids(group: Group, tokens: int, *, scattered: bool) -> BlockIds:
     """Scattered ones are as far apart as the cache allows. A state takes one block."""
-    if keeps_state(group):
+    if group.keeps_states:
         return np.zeros(tokens, dtype=np.int32)
     count = len(entries(0, tokens, group.entry_size))
     if count > group.num_entries:
@@ -208,7 +208,7 @@ def _compare_ranks(
 
 def _state_figures(layout: CacheLayout, share: Mapping[str, Heads]) -> Iterator[StateFigures]:
     """Of what a rank reads, by part and heads."""
-    regions = [region for g in layout.groups if keeps_state(g) for region in g.regions]
+    regions = [region for g in layout.groups if g.keeps_states for region in g.regions]
     found: dict[tuple[str, Heads], list[Region]] = {}
     for region in regions:
         if region.layer in share:
@@ -223,5 +223,5 @@ def _state_figures(layout: CacheLayout, share: Mapping[str, Heads]) -> Iterator[
 def _entry_sizes(rank_plan: Plan, side: int) -> tuple[int, ...]:
     """Of KV; 1 if there is none."""
     groups = [rank_plan.groups[side][rows.groups[side]] for rows in rank_plan.paged_rows]
-    sizes = {group.entry_size for group in groups if not keeps_state(group)}
+    sizes = {group.entry_size for group in groups if not group.keeps_states}
     return tuple(sorted(sizes)) or (1,)

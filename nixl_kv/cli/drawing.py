@@ -26,7 +26,7 @@ from matplotlib.path import Path
 
 from nixl_kv.cli.comparison import Comparison, RankPair
 from nixl_kv.cli.comparison_report import heads_text, layers_text, run_lengths_text
-from nixl_kv.cli.engines import Engine, keeps_state
+from nixl_kv.cli.engines import Engine
 from nixl_kv.cli.text import num_bytes_text
 from nixl_kv.geometry.layout import CacheLayout, Group
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH
@@ -147,7 +147,7 @@ def _heads(layout: CacheLayout) -> range:
 
 def _drawn(layout: CacheLayout) -> Sequence[Group]:
     groups = [group for group in layout.groups if group.regions]
-    return [group for group in groups if not keeps_state(group)] or groups
+    return [group for group in groups if not group.keeps_states] or groups
 
 
 def _heads_read(pair: RankPair) -> Sequence[Heads]:
@@ -324,7 +324,7 @@ def _pieces(pairs: Iterable[RankPair], side: int) -> list[Piece]:
         rows = (pair.plan.local, pair.plan.remote)[side].astype(np.int64)
         starts = np.cumsum(rows[:, COUNT]) - rows[:, COUNT]
         groups = pair.plan.groups[side]
-        drawn = sorted(pair.plan.paged_rows, key=lambda p: keeps_state(groups[p.groups[side]]))
+        drawn = sorted(pair.plan.paged_rows, key=lambda p: groups[p.groups[side]].keeps_states)
         paged = [p for p in drawn if p.groups == drawn[0].groups]
         first = np.concatenate([paged_rows.first[side] for paged_rows in paged])
         for address, length in rows[np.searchsorted(starts, first)][:, [ADDRESS, LENGTH]].tolist():

@@ -6,7 +6,6 @@ from typing import Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group
 from nixl_kv.geometry.model_layouts import (
-    STATE_WINDOW,
     EngineShape,
     ModelShape,
     build_layouts,
@@ -65,14 +64,9 @@ def engine_from_description(description: Description) -> Engine:
     return Engine(words, description.model, layouts)
 
 
-def keeps_state(group: Group) -> bool:
-    """Whether it has states, which stand for all tokens before; else KV of each token."""
-    return group.window == STATE_WINDOW
-
-
 def kv_groups(layout: CacheLayout) -> list[Group]:
     """Those with KV."""
-    return [group for group in layout.groups if not keeps_state(group)]
+    return [group for group in layout.groups if not group.keeps_states]
 
 
 def split_name(name: str) -> tuple[str, str]:

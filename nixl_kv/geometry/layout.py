@@ -37,6 +37,9 @@ MAX_TEXT = 256
 WINDOW_EDGE = 256
 """Prefill keeps what a sliding window needs, from a multiple of this many tokens on."""
 
+STATE_WINDOW = 1
+"""Of a state, which stands for all tokens before, only the last one is of use."""
+
 Memory = Literal["VRAM", "DRAM"]
 
 Tokens = TypeVar("Tokens", int, npt.NDArray[np.int64])
@@ -232,6 +235,11 @@ class Group:
     def entry_size(self) -> int:
         """Tokens of the prompt per entry of the block table."""
         return self.slots_per_entry * self.stripe.count
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether it keeps what stands for all tokens before one, and not KV of each."""
+        return self.window == STATE_WINDOW
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Part, Region, Span, check_range
+from nixl_kv.geometry.layout import (
+    STATE_WINDOW,
+    CacheLayout,
+    Group,
+    Memory,
+    Part,
+    Region,
+    Span,
+    check_range,
+)
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.geometry.runs import Heads
 
@@ -44,10 +53,6 @@ MAX_ROWS: Final = 8
 FEW_MORE: Final = 1.5
 """Below this ratio of two kinds of layers, vLLM pads the smaller kind, and does not divide the
 larger one."""
-
-
-STATE_WINDOW: Final = 1
-"""Of the tokens of a prompt, a group of states keeps what stands for the last one."""
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,18 @@ class LocalSlice:
     @property
     def names(self) -> list[str]:
         """For each of its heads a name, for people to read."""
-        parts = PARTS.get(len(self.region.parts), ("part",) * (self.part_number + 1))
+        part = part_name(self.group, self.region, self.part_number)
         return [
-            f"{parts[self.part_number]} of head {head} of layer {self.region.layer}"
-            for head in range(*self.heads)
+            f"{part} of head {head} of layer {self.region.layer}" for head in range(*self.heads)
         ]
+
+
+def part_name(group: Group, region: Region, number: int) -> str:
+    """A part of a region, for people to read: of KV, or of a state."""
+    count = len(region.parts)
+    if group.keeps_states:
+        return f"row {number}" if count > 1 else "content"
+    return PARTS[count][number] if count in PARTS else "part"
 
 
 def slices_read(

@@ -5,6 +5,7 @@ an answer may part from the single engine's where two tokens are as good as equa
 """
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,13 +16,24 @@ import pytest
 from lab.cluster.answers import Question
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Engine
-from lab.cluster.metrics import CACHED_TOKENS, LOADS, VERIFIED, CountersSince
+from lab.cluster.engines import HOST, Engine, python_path
+from lab.cluster.metrics import (
+    CACHED_TOKENS,
+    CORRUPT,
+    FAILURES,
+    LOADS,
+    PREEMPTIONS,
+    VERIFIED,
+    CountersSince,
+)
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.models.qwen3_next import Qwen3Next
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
-from support.engines import EVENT_S, PATIENT, Accounts, connect, started
+from lab.suites.damage import planted_spec
+from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started
+from support.nixl_kv_command import nixl_kv
+from support.planted import expect_named
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -35,13 +47,21 @@ CHUNK = 512
 """Tokens that are computed in a step at most."""
 LENGTHS = (2, 17, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1)
 TALKERS, TALK = 8, 40
-FEW_BLOCKS = 22  # of which a talker has 5, and 4 more for a while after a few words
+FEW_BLOCKS = 14  # of which a talker has 5, and 4 more for a while after a few words
 SEEDS = itertools.count(140_000)
 """No prompt is in a cache before."""
 
 
 @pytest.fixture(scope="module")
-def engines(cluster: Cluster) -> Iterator[Mapping[str, Engine]]:
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says what is planted into each load of one decode engine."""
+    path = tmp_path_factory.mktemp("planted") / "plan"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: Cluster, plan: Path) -> Iterator[Mapping[str, Engine]]:
     """Prefill and decode of one and of two ranks, decode with few blocks, and a single engine."""
     prefill, decode = pair_specs(
         ensure_tiny_model(model=Qwen3Next()),
@@ -57,15 +77,21 @@ def engines(cluster: Cluster) -> Iterator[Mapping[str, Engine]]:
     specs = {
         "prefill": prefill,
         "decode": decode,
-        "crowded decode": replace(decode, name=f"{decode.name}-crowded", num_blocks=FEW_BLOCKS),
+        "crowded decode": replace(
+            decode,
+            name=f"{decode.name}-crowded",
+            num_blocks=FEW_BLOCKS,
+            extra_args=(*decode.extra_args, "--max-model-len", "1024"),
+        ),
         "prefill of 2": replace(prefill, name=f"{prefill.name}-tp2", tensor_parallel=2),
         "decode of 2": replace(decode, name=f"{decode.name}-tp2", tensor_parallel=2),
         "decode without state": replace(
             decode,
             name=f"{decode.name}-stateless",
             module="support.without_state",
-            extra_env={"PYTHONPATH": str(TESTS)},
+            extra_env={"PYTHONPATH": python_path(TESTS)},
         ),
+        "spoiled decode": replace(planted_spec(decode, plan), name=f"{decode.name}-planted"),
         "single": single,
     }
     with started(cluster, *specs.values()) as running:
@@ -160,13 +186,53 @@ def test_without_the_state_every_answer_is_another(
         accounts.expect_loaded(*(length - 1 for length in lengths))
 
 
+def test_a_fault_in_a_state_is_found_and_named(
+    engines: Mapping[str, Engine], alone: Client, plan: Path
+) -> None:
+    """Whatever part of it is wrong; decode then computes the prompt itself."""
+    prefill, decode = engines["prefill"], engines["spoiled decode"]
+    faults = [f"byte@{part}" for part in ("query", "key", "value", "state")]
+    faults += ["layer@state", "parts@key"]  # it was not read; rows changed places
+    connect(prefill, decode)
+    with Pair(prefill, decode) as pair:
+        since = CountersSince(pair.to_decode)
+        for fault in faults:
+            plan.write_text(fault)
+            expect_answers(pair, alone, random_prompt(BLOCK + 30, seed=next(SEEDS)))
+        plan.write_text("")
+        expect(since, {CORRUPT: len(faults), FAILURES: len(faults), LOADS: 0})
+    named = expect_named(decode)
+    assert [row.split()[-1] for row in named] == [fault.partition("@")[2] for fault in faults]
+    assert all(".linear_attn " in row for row in named)
+
+
+def test_plan_shows_the_states_of_engines_that_run(engines: Mapping[str, Engine]) -> None:
+    prefill, decode = engines["prefill"], engines["decode of 2"]
+    connect(prefill, decode)
+    sides = {"prefill": prefill, "decode": decode}
+    asked = [f"--{side}-at {HOST}:{engine.side_port}" for side, engine in sides.items()]
+    result = nixl_kv("plan", *asked, "--tokens 768 --json")
+    assert result.exit_code == 0, result.output
+    for rank, link in enumerate(json.loads(result.stdout)["links"]):
+        parts = [(one["part"], one["heads"], one["num_bytes"]) for one in link["state"]]
+        assert parts == [
+            ("query", [rank, rank + 1], 3 * 3 * 256),
+            ("key", [rank, rank + 1], 3 * 3 * 256),
+            ("value", [2 * rank, 2 * rank + 2], 3 * 3 * 512),
+            ("state", [2 * rank, 2 * rank + 2], 3 * 2 * 128 * 128 * 4),
+        ]
+        assert link["bytes_per_token"] == 512
+        assert link["request_bytes"] == 768 * 512 + sum(size for _, _, size in parts)
+
+
 def test_many_at_once_with_few_blocks_and_hang_ups(
     engines: Mapping[str, Engine], alone: Client
 ) -> None:
-    """All answers are right, and nothing is held after it."""
+    """All answers are right, also of those that are preempted; and nothing is held after it."""
     prefill, decode = engines["prefill"], engines["crowded decode"]
     connect(prefill, decode)
     with Pair(prefill, decode) as pair:
+        since = CountersSince(pair.to_decode)
         prompts = [random_prompt(2 * BLOCK - 20 + n, seed=next(SEEDS)) for n in range(TALKERS)]
         questions = [Question.of(alone, prompt, TALK) for prompt in prompts]
 
@@ -181,4 +247,5 @@ def test_many_at_once_with_few_blocks_and_hang_ups(
         with ThreadPoolExecutor(TALKERS) as pool:
             came = list(pool.map(talk, range(TALKERS)))
         assert "other" not in came
+        assert since.wait_for(PREEMPTIONS, 1, EVENT_S)[PREEMPTIONS] > 0
         Accounts(pair).expect_free()

@@ -1,6 +1,5 @@
 """One wrong byte in each load between real engines: seen, named, counted, recomputed."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +14,12 @@ from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
 from lab.suites.damage import planted_spec
 from support.engines import connect, expect, started
+from support.planted import expect_named
 
 pytestmark = pytest.mark.e2e
 
 DIGESTS, DIGEST_BYTES = f"{PREFIX}digests_total", f"{PREFIX}digest_bytes_total"
 LENGTHS = (5, 129, 300, 500)
-PLANTED = re.compile(
-    r"planted byte in request (?P<request>\S+): "
-    r"(?P<row>\w+ of head \d+ of layer \S+) and 0 more, tokens (?P<first>\d+) to (?P<last>\d+)"
-)
-SEEN = re.compile(
-    r"request (?P<request>\S+): KV not loaded: what was read from prefill rank 0 is not what it "
-    r"has: (?P<row>\w+ of head \d+ of layer \S+) differs in tokens (?P<first>\d+) to (?P<last>\d+) "
-    r"\(blocks \d+ to \d+ of the request; 1 of \d+ columns of 64 tokens\) \(corrupt"
-)
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +59,7 @@ def test_a_wrong_byte_is_detected_named_counted_and_recomputed(
         assert planted.complete(prompt).tokens == single.complete(prompt).tokens
     count = len(prompts)
     expect(since, {CORRUPT: count, FAILURES: count, LOADS: 0, DIGESTS: count})
-    log = planted.decode.log_text()
-    faults = {fault["request"]: fault for fault in PLANTED.finditer(log)}
-    named = {failure["request"]: failure for failure in SEEN.finditer(log)}
-    assert len(faults) == count
-    assert faults.keys() == named.keys()
-    for request, fault in faults.items():
-        failure = named[request]
-        assert failure["row"] == fault["row"]
-        assert int(failure["first"]) <= int(fault["first"])
-        assert int(fault["last"]) <= int(failure["last"])
+    assert len(expect_named(planted.decode)) == count
 
 
 def test_loads_without_a_fault_are_verified(planted: Pair, plan: Path, single: Client) -> None:

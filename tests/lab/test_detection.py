@@ -16,9 +16,19 @@ from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
 
 BY_NAME = {cell.name: cell for cell in CELLS}
-FEW = ("tp-2-3", "pp-2-1", "block-6-4", "blnhc-bhlnc", "k-transposed-there", "sliding-window")
-MORE = ("k-and-v-apart", "one-part", "prefix-hit", "long", "tp-2-4-above-heads")
-IMPOSSIBLE = {"one-part": {"head", "parts"}, "tp-2-4-above-heads": {"head"}}
+FEW = (
+    *("tp-2-3", "pp-2-1", "block-6-4", "blnhc-bhlnc", "k-transposed-there", "sliding-window"),
+    *("state-1-2", "state-rows-apart"),
+)
+MORE = (
+    *("k-and-v-apart", "one-part", "prefix-hit", "long", "tp-2-4-above-heads"),
+    *("state-2-1", "state-pp-hit", "state-copies"),
+)
+IMPOSSIBLE = {
+    "one-part": {"head", "parts"},
+    "tp-2-4-above-heads": {"head"},
+    "state-copies": {"head"},
+}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +123,31 @@ def test_planter_leaves_other_reads_alone(memory: Memory, load: StartLoad) -> No
     planter.expect(load, "byte")
     elsewhere = np.array([[memory.layout.spans[0].address - 64, 16]])
     assert planter.before_read(elsewhere) is None
+
+
+def test_a_fault_is_planted_where_the_name_says() -> None:
+    cell = BY_NAME["state-1-2"]
+    layout = cell.decode.layouts(cell.model, entries=12)[1]
+    memory = Memory(layout, np.random.default_rng(2))
+    tokens = 9
+    state = to_bytes(block_ids([-1] * (tokens - 1) + [5]))
+    tables = [
+        state if one.keeps_states else to_bytes(block_ids([1, 2, 3])) for one in layout.groups
+    ]
+    planter = Planter(memory.layout, np.random.default_rng(4))
+    named: list[Row] = []
+    for number in range(20):
+        request = RequestId(f"r{number}")
+        planter.expect(StartLoad(request, 0, tokens, tuple(tables)), "byte@key")
+        planting = planter.before_read(all_of(memory))
+        assert planting is not None
+        planted = planter.after_read(planting)
+        assert planted is not None
+        assert (planted.first, planted.last) == (tokens - 1, tokens - 1)
+        named += planted.rows
+    assert {row.layer for row in named} == {f"layer.{n} key" for n in range(3)}
+    assert {row.part for row in named} == {f"row {n}" for n in range(3)}
+    assert {row.head for row in named} == {1}  # of two ranks the second
 
 
 def test_unknown_fault_is_refused(memory: Memory, load: StartLoad) -> None:

@@ -321,6 +321,11 @@ def listening_address(host: Namespace | None) -> str:
     return "::" if ":" in host.wire_address else "0.0.0.0"  # noqa: S104 - the host is ours
 
 
+def python_path(first: Path) -> str:
+    """A PYTHONPATH with this folder before those of this process."""
+    return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
+
+
 def halves(cores: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
     """The cores in two parts, for prefill and decode; a single core is in both.
 

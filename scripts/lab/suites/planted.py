@@ -3,8 +3,9 @@
     PYTHONPATH=scripts NIXL_KV_PLANT=byte vllm serve MODEL --kv-transfer-config '{
       "kv_connector": "NixlKVConnector", "kv_connector_module_path": "lab.suites.planted", ...}'
 
-`NIXL_KV_PLANT` is one of `lab.suites.detect.planting.FAULTS`, or `FAULT:RATE` for a share of the
-loads; or `@PATH` of a file that holds this, or is empty, and is looked at for each load.
+`NIXL_KV_PLANT` is one of `lab.suites.detect.planting.FAULTS`, `FAULT@NAME` for layers with this in
+their names, or `FAULT:RATE` for a share of the loads; or `@PATH` of a file that holds this, or is
+empty, and is looked at for each load.
 """
 
 import logging

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nixl_kv.geometry.blocks import ABSENT, BlockTable, Table, block_ids
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.slices import KVSlice, find_slices, slices_read
+from nixl_kv.geometry.slices import KVSlice, find_slices, part_name, slices_read
 
 BASE = 1 << 20
 SIZE = 1 << 16
@@ -160,6 +160,13 @@ def test_each_head_has_a_name(count: int, names: list[str]) -> None:
     assert [kv.names for kv in slices] == [
         [f"{name} of head 3 of layer x", f"{name} of head 4 of layer x"] for name in names
     ]
+
+
+@pytest.mark.parametrize(("count", "names"), [(1, ["content"]), (2, ["row 0", "row 1"])])
+def test_parts_of_a_state_are_not_named_like_those_of_kv(count: int, names: list[str]) -> None:
+    one = region("x query", parts=count)
+    group = Group(1, BLOCKS, 1, (one,), window=1)
+    assert [part_name(group, one, number) for number in range(count)] == names
 
 
 def test_layers_that_begin_with_the_same_token_share_an_array_of_blocks() -> None:

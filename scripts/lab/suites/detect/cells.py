@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from nixl_kv.geometry.model_layouts import (
+    EngineShape,
+    ModelShape,
+    StatePart,
+    build_layouts,
+)
 from nixl_kv.geometry.ranks import ParallelShape
 
 ELEMENT: Final = 2
@@ -16,7 +21,10 @@ TOKENS: Final = 41
 
 @dataclass(frozen=True)
 class Cut:
-    """How an engine divides and stores a cache; `transposed`: K has its tokens innermost."""
+    """How an engine divides and stores a cache.
+
+    `transposed`: K has its tokens innermost, and a state its rows within each channel.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -67,12 +75,34 @@ class Cell:
 
 
 def _transpose(layout: CacheLayout) -> CacheLayout:
-    """The same memory, but in each head's block K is [bytes, tokens], and V follows."""
+    """The same memory, but in each head's block K is [bytes, tokens], and V follows.
+
+    Rows of a state are together for each two bytes.
+    """
     groups = tuple(
-        replace(group, regions=tuple(_transpose_region(one, group) for one in group.regions))
+        replace(
+            group,
+            regions=tuple(
+                _transpose_state(one) if group.keeps_states else _transpose_region(one, group)
+                for one in group.regions
+            ),
+        )
         for group in layout.groups
     )
     return replace(layout, groups=groups)
+
+
+def _transpose_state(region: Region) -> Region:
+    """The first row's offset says how many bytes are before it in each row, and so in all."""
+    rows, length = len(region.parts), region.parts[0].length
+    if rows == 1:
+        return region
+    begin = region.parts[0].offset * rows
+    parts = tuple(
+        Part(begin + row * ELEMENT, ELEMENT, length // ELEMENT, rows * ELEMENT)
+        for row in range(rows)
+    )
+    return replace(region, head_stride=length * rows, parts=parts)
 
 
 def _transpose_region(region: Region, group: Group) -> Region:
@@ -93,6 +123,33 @@ TP1: Final = Cut()
 TWO_HEADS: Final = _model()
 FOUR_HEADS: Final = _model(4)
 SLIDING: Final = ModelShape(4, 2, (8, 8), "uint8", window=10, sliding=(0, 2))
+
+STATES: Final = ModelShape(
+    4,
+    4,
+    (8, 8),
+    "uint8",
+    without_kv=(0, 1, 2),
+    recurrent=(0, 1, 2),
+    state=(
+        StatePart("query", 2, 4, "state", rows=3),
+        StatePart("key", 2, 4, "state", rows=3),
+        StatePart("value", 4, 6, "state", rows=3),
+        StatePart("state", 4, 32, "state"),
+    ),
+)
+"""Three recurrent layers with a convolution of three projections, and one with KV."""
+COPIES: Final = replace(
+    STATES,
+    without_kv=(),
+    state=(
+        StatePart("x", 4, 6, "state", rows=3),
+        StatePart("B", 1, 8, "state", rows=3, is_copied=True),
+        StatePart("C", 1, 8, "state", rows=3, is_copied=True),
+        StatePart("state", 4, 16, "state"),
+    ),
+)
+"""Layers with KV and a state, of which all ranks have a part."""
 
 CELLS: Final[Sequence[Cell]] = (
     Cell("same", TP1, TP1, TWO_HEADS),
@@ -127,6 +184,11 @@ CELLS: Final[Sequence[Cell]] = (
     Cell("k-longer-than-v", TP1, Cut(order="BLNHC"), _model(2, (12, 6))),
     Cell("one-part", TP1, Cut(tp=2, order="BLNHC"), _model(1, (18,))),
     Cell("sliding-window", TP1, Cut(order="BHLNC"), SLIDING),
+    Cell("state-1-2", TP1, Cut(tp=2), STATES),
+    Cell("state-2-1", Cut(tp=2, order="BLHNC"), TP1, STATES),
+    Cell("state-pp-hit", Cut(pp=4), Cut(tp=2, block=8), STATES, hit=16),
+    Cell("state-rows-apart", Cut(transposed=True), Cut(tp=2), STATES),
+    Cell("state-copies", Cut(tp=4, block=8), Cut(tp=2, block=16), COPIES),
     Cell("prefix-hit", TP1, Cut(tp=2), FOUR_HEADS, hit=16),
     Cell("long", Cut(tp=2, block=8), Cut(order="BHLNC"), FOUR_HEADS, tokens=200),
 )

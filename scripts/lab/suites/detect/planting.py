@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lab.suites.detect.fields import Content, Field, fields_of
 from nixl_kv.geometry.layout import CacheLayout, Memory, Span
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE
-from nixl_kv.geometry.slices import PARTS
+from nixl_kv.geometry.slices import part_name
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.transport.base import (
@@ -73,17 +73,23 @@ def byte(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) -> 
 def blocks(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) -> None:
     """Two blocks of one group changed places, in all of its layers."""
     del stale
-    group = _choose(fields, rng).group
-    layers = [field for field in fields if field.group is group]
-    size, tokens = group.block_size, layers[0].tokens
-    starts = range(-(-tokens.start // size) * size, tokens.stop - size + 1, size)
-    if len(starts) < 2:  # noqa: PLR2004 - two blocks change places
+    able = [field for field in fields if len(_whole_blocks(field)) > 1]
+    if not able:
         return
+    group = _choose(able, rng).group
+    layers = [field for field in able if field.group is group]
+    size, tokens, starts = group.block_size, layers[0].tokens, _whole_blocks(layers[0])
     pair = rng.choice(len(starts), 2, replace=False)
     one, two = (slice(s, s + size) for s in (starts[n] - tokens.start for n in pair.tolist()))
     for field in layers:
         for content in _edit(field):
             content[:, one], content[:, two] = content[:, two].copy(), content[:, one].copy()
+
+
+def _whole_blocks(field: Field) -> range:
+    """The first token of each."""
+    size, tokens = field.group.block_size, field.tokens
+    return range(-(-tokens.start // size) * size, tokens.stop - size + 1, size)
 
 
 def head(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) -> None:
@@ -101,10 +107,12 @@ def head(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) -> 
 def shift(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) -> None:
     """The tokens of one head are one place too far."""
     del stale
-    field = _choose(fields, rng)
-    number = int(rng.integers(len(field.heads)))
-    for content in _edit(field):
-        content[number, 1:] = content[number, :-1].copy()
+    able = [field for field in fields if len(field.tokens) > 1]
+    if able:
+        field = _choose(able, rng)
+        number = int(rng.integers(len(field.heads)))
+        for content in _edit(field):
+            content[number, 1:] = content[number, :-1].copy()
 
 
 def layer(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) -> None:
@@ -124,7 +132,7 @@ def token(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) ->
 
 
 def parts(fields: Sequence[Field], stale: Contents, rng: np.random.Generator) -> None:
-    """K and V of one layer are exchanged."""
+    """K and V of one layer are exchanged, or two rows of a state."""
     del stale
     able = [field for field in fields if field.num_parts > 1]
     if able:
@@ -152,6 +160,18 @@ def _edit(field: Field) -> Iterator[Content]:
 FAULTS: Final[Mapping[str, Fault]] = {
     fault.__name__: fault for fault in (byte, blocks, head, shift, layer, token, parts)
 }
+
+
+def check_fault(text: str) -> tuple[str, str]:
+    """A fault, and what the names of layers contain that may have it: empty for all.
+
+    Raises:
+        ValueError: if there is no such fault.
+    """
+    fault, _, where = text.partition("@")
+    if fault not in FAULTS:
+        raise ValueError(f"fault is {fault!r}; allowed: {', '.join(FAULTS)}")
+    return fault, where
 
 
 # --- the planter
@@ -191,12 +211,18 @@ class Planter:
     def expect(self, load: StartLoad, fault: str) -> None:
         """This load will be read, and is to have a fault.
 
+        `fault` may have an `@` and then what the names of layers contain that may have it, such as
+        "byte@query": a state's names end with its part.
+
         Raises:
             ValueError: if there is no such fault.
         """
-        if fault not in FAULTS:
-            raise ValueError(f"fault is {fault!r}; allowed: {', '.join(FAULTS)}")
-        fields = list(fields_of(self._layout, load.tables, range(load.begin, load.end)))
+        fault, where = check_fault(fault)
+        fields = [
+            field
+            for field in fields_of(self._layout, load.tables, range(load.begin, load.end))
+            if where in field.region.layer
+        ]
         addresses = [np.array([f.first_address(n) for n in f.heads]) for f in fields]
         self._expected[load.request] = Expected(load, fault, fields, addresses)
         while len(self._expected) > MAX_EXPECTED:
@@ -248,7 +274,8 @@ def _compare(fault: str, fields: Sequence[Field], landed: Contents) -> Planted |
             differs = (field.read(number) != content).any(axis=-1)
             for one in np.flatnonzero(differs.any(axis=1)).tolist():
                 model_head = field.region.first_head + field.heads[one]
-                rows.append(Row(field.region.layer, PARTS[len(contents)][number], model_head))
+                part = part_name(field.group, field.region, number)
+                rows.append(Row(field.region.layer, part, model_head))
             tokens += (field.tokens.start + np.flatnonzero(differs.any(axis=0))).tolist()
     return Planted(fault, tuple(rows), min(tokens), max(tokens)) if rows else None
 

@@ -13,7 +13,7 @@ from nixl_kv.protocol.events import FailureKind, LoadEnded
 
 REASON: Final = re.compile(
     r"what was read from prefill rank \d+ is not what it has: "
-    r"(?P<part>\w+) of head (?P<head>\d+) of layer (?P<layer>\S+)"
+    r"(?P<part>.+?) of head (?P<head>\d+) of layer (?P<layer>.+?)"
     r"( and (?P<more>\d+) more heads)? "
     r"differs in tokens (?P<first>\d+) to (?P<last>\d+) .*"
 )

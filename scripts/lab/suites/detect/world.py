@@ -14,7 +14,7 @@ from lab.suites.detect.planting import Planted, Planter, PlantingTransport
 from nixl_kv.config import Config
 from nixl_kv.geometry import model_layouts
 from nixl_kv.geometry.blocks import ABSENT
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import STATE_WINDOW, CacheLayout
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import LoadEnded, StartLoad
 from nixl_kv.transport.base import Transport
@@ -201,23 +201,35 @@ class World:
     def _tables_of(self, slot: int, side: int, cut: Cut, *, begin: int) -> Tables:
         """A request's block tables from token `begin` on, where sliding windows have passed."""
         windows = [window for _, window in self._cell.model.groups()]
+        sizes = [1 if window == STATE_WINDOW else cut.entry_size for window in windows]
         return [
-            _pass_window(ids, window, self._cell.tokens, cut.entry_size)[begin // cut.entry_size :]
-            for ids, window in zip(self._tables[side][slot], windows, strict=True)
+            _pass_window(ids, window, self._cell.tokens, size)[begin // size :]
+            for ids, window, size in zip(self._tables[side][slot], windows, sizes, strict=True)
         ]
 
     def _random_kv(self) -> ModelKV:
         model, tokens = self._cell.model, self._cell.tokens
-        return {
-            model_layouts.layer_name(layer): [
-                self._rng.integers(0, 256, (model.kv_heads, tokens, length), dtype=np.uint8)
-                for length in model.content
-            ]
+        shapes = {
+            model_layouts.layer_name(layer): [(model.kv_heads, length) for length in model.content]
             for layer in range(model.layers)
+        }
+        for layer in model.recurrent:
+            for part in model.state:
+                name = f"{model_layouts.layer_name(layer)} {part.name}"
+                shapes[name] = [(part.number, part.length)] * part.rows
+        return {
+            name: [
+                self._rng.integers(0, 256, (heads, tokens, length), dtype=np.uint8)
+                for heads, length in parts
+            ]
+            for name, parts in shapes.items()
         }
 
 
 def _pass_window(ids: list[int], window: int, tokens: int, entry_size: int) -> list[int]:
-    """A block table whose first entries are absent, since a sliding window has passed them."""
+    """A block table whose first entries are absent, since a sliding window has passed them.
+
+    A state has one of the ids, for the last of as many entries as there are tokens.
+    """
     passed = max(0, tokens - window) // entry_size if window else 0
-    return [ABSENT] * passed + ids[passed:]
+    return [ABSENT] * passed + (ids[:1] if window == STATE_WINDOW else ids[passed:])
