@@ -59,7 +59,7 @@ class Granite4(Family):
             "mamba_n_groups": self.groups,
             "mamba_d_state": self.state_dim,
             "mamba_d_conv": self.kernel,
-            "mamba_conv_bias": False,
+            "mamba_conv_bias": True,  # without it vLLM cannot cut the model
             "mamba_proj_bias": False,
         }
 
@@ -93,6 +93,7 @@ class Granite4(Family):
         return {
             "mamba.in_proj.weight": random.matrix(values + channels + heads, self.hidden),
             "mamba.conv1d.weight": random.matrix(channels, self.kernel)[:, None, :],
+            "mamba.conv1d.bias": vector(channels, 0.0),
             "mamba.dt_bias": vector(heads),
             "mamba.A_log": np.linspace(*DECAY, heads, dtype=np.float32),
             "mamba.D": vector(heads),

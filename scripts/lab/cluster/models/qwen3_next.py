@@ -22,7 +22,7 @@ from lab.cluster.models.recipe import (
 LINEAR: Final = "linear_attention"
 DECAY: Final = (-6.0, -3.0)
 """The logarithms of what heads forget with each token: a state has early words in it, and all."""
-QUIET: Final = 1 / 32
+QUIET: Final = 1 / 256
 """How much less a layer adds that shall not matter much."""
 
 
