@@ -161,7 +161,7 @@ class _KernelInput:
         end = digest.last_end(local_slices)
         rows, blocks, stripes = _tables(local_slices)
         # For the 64 KiB of a recurrent state that is 0.4 ms of hashing, once in a digest: less than
-        # a step of `digest.digest_steps`. And it is all that this digest takes of the host.
+        # a step of `digest.digest_steps`, of which as many bytes in host memory take dozens.
         offset, step, multipliers = key.numbers(int(rows[:, WORDS].max()))
         rows, launches = _launches(rows, local_slices)
         sums = Digest.empty(local_slices, end)
