@@ -130,10 +130,8 @@ def test_a_fault_is_planted_where_the_name_says() -> None:
     layout = cell.decode.layouts(cell.model, entries=12)[1]
     memory = Memory(layout, np.random.default_rng(2))
     tokens = 9
-    state = to_bytes(block_ids([-1] * (tokens - 1) + [5]))
-    tables = [
-        state if one.keeps_states else to_bytes(block_ids([1, 2, 3])) for one in layout.groups
-    ]
+    state = Table.of([5], first=tokens - 1)
+    tables = [state if one.keeps_states else Table.of([1, 2, 3]) for one in layout.groups]
     planter = Planter(memory.layout, np.random.default_rng(4))
     named: list[Row] = []
     for number in range(20):
