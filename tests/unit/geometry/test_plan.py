@@ -3,6 +3,7 @@
 test_any_shape.py shows that the right bytes move, whatever the shape.
 """
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -637,18 +638,26 @@ def with_absent(ids: list[int]) -> Table:
     return Table(0, block_ids(ids).tobytes())
 
 
-def test_a_state_is_read_whatever_the_prompts_length() -> None:
+def test_a_state_costs_the_same_whatever_the_prompts_length() -> None:
     """Its table has one entry, that of the last token."""
-    model, last = layers(2, heads=2, key=4), (1 << 31) - 2
-    sides = [Side("LBHNC", model, Blocks(6, 1), (block,)) for block in (4, 2)]
-    planned = Case(sides[0], sides[1], range(1)).plan
-    reads, alone = (
-        planned.reads([Table.of([4], first)], [Table.of([2], first)], range(first + 1))
-        for first in (last, 0)
-    )
-    assert reads.num_bytes == alone.num_bytes > 0
-    assert np.array_equal(reads.local, alone.local)
-    assert np.array_equal(reads.remote, alone.remote)
+    model = layers(2, heads=2, key=4)
+    side = Side("LBHNC", model, Blocks(6, 1), (0,))
+    planned = Case(side, side, range(1)).plan
+
+    def reads(last: int) -> Reads:
+        tokens = range(last + 1)
+        return planned.reads([Table.of([4], first=last)], [Table.of([2], first=last)], tokens)
+
+    tracemalloc.start()
+    try:
+        long, (_, peak) = reads((1 << 20) - 1), tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20, "bytes"
+    alone = reads(0)
+    assert long.num_bytes == alone.num_bytes > 0
+    assert np.array_equal(long.local, alone.local)
+    assert np.array_equal(long.remote, alone.remote)
 
 
 def test_each_group_must_have_a_block_table() -> None:
