@@ -106,6 +106,7 @@ def compare(decode: Engine, prefill: Engine, tokens: int | None) -> Comparison:
     if room is not None and not 1 <= tokens <= room:
         raise ValueError(f"tokens is {tokens}; allowed: 1 to {room}, for which there is room")
     mismatches = compat.model_mismatches(decode.model, prefill.model)
+    mismatches += compat.extra_mismatches(decode.extras, prefill.extras)
     mismatches += compat.layout_mismatches(decode.layouts, prefill.layouts)
     if mismatches:
         return Comparison(tokens, tuple(mismatches))

@@ -1,7 +1,7 @@
 """An engine to compare: one that numbers describe, or one that runs and has described itself."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group
@@ -28,11 +28,12 @@ TEXTS: Final = frozenset(("order", "memory"))
 
 @dataclass(frozen=True)
 class Engine:
-    """What it is in words, the facts of its model, its ranks' caches."""
+    """What it is in words, the facts of its model, its ranks' caches; what it has besides."""
 
     words: str
     model: Mapping[str, str]
     layouts: tuple[CacheLayout, ...]
+    extras: Mapping[str, str] = field(default_factory=dict)
 
 
 def engine_from_numbers(numbers: str, model: ModelShape, *, option: str, blocks: int) -> Engine:
@@ -61,7 +62,7 @@ def engine_from_description(description: Description) -> Engine:
     layouts = tuple(rank.layout for rank in description.ranks)
     shape = description.shape
     words = f"{description.engine}, TP{shape.tp}, PP{shape.pp}, {cache_words(layouts[0])}"
-    return Engine(words, description.model, layouts)
+    return Engine(words, description.model, layouts, description.extras)
 
 
 def kv_groups(layout: CacheLayout) -> list[Group]:

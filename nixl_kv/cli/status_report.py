@@ -53,6 +53,7 @@ def status_as_json(
         "engine": description.engine,
         "incarnation": description.incarnation,
         "model": description.model,
+        "extras": description.extras,
         "tp": description.shape.tp,
         "pp": description.shape.pp,
         "ranks": [

@@ -25,7 +25,7 @@ REMEMBER_S: Final = 600.0
 class _Load:
     """A request with a valid ticket."""
 
-    num_tokens: int  # to be loaded at most: all but the last of the prompt
+    num_tokens: int  # to be loaded at most: all but the last of the prompt, or the last few
     local: int = 0  # tokens that vLLM has in its own cache, by its last question
     is_started: bool = False
 
@@ -38,6 +38,7 @@ class DecodeScheduler:
         pagings: Sequence[Paging],
         check: Callable[[object], SealedTicket],
         *,
+        computed: int = 1,
         verify: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -48,12 +49,14 @@ class DecodeScheduler:
             pagings: of the groups that are transferred.
             check: finds the ticket in `kv_transfer_params`, of any version; it raises
                 RemoteProtocolError for one that is not to be trusted.
+            computed: how many of a prompt's last tokens are computed here, at least.
             verify: the share of loads that are verified.
             clock: monotonic seconds.
             draw: a random number from 0 to 1 (excluded), for that share.
         """
         self._pagings = pagings
         self._check_trust = check
+        self._computed = computed
         self._verify = verify
         self._clock = clock
         self._draw = draw
@@ -99,14 +102,16 @@ class DecodeScheduler:
             return
         self._check(prompt, ticket)
         self._used[ticket.nonce] = self._clock()
-        self._loads[prompt.request] = _Load(min(ticket.num_tokens, prompt.num_tokens - 1))
+        num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
+        self._loads[prompt.request] = _Load(num_tokens)
         self._open.add(prompt.request)
         self._commands.append(prepare)
 
     def count_matched(self, request: RequestId, local: int) -> tuple[int, bool]:
         """How many tokens to load beyond the `local` ones. May be asked often, starts nothing.
 
-        At most all but the last of the prompt: that one is computed here, for its logits.
+        At most all but the last of the prompt: that one is computed here, for its logits. A draft
+        model of several modules looks at more.
         """
         load = self._loads.get(request)
         if load is None or load.is_started:

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from nixl_kv.connector.state_layout import Place, state_regions
 from nixl_kv.connector.vllm_config import (
     block_tokens,
+    draft_model_of,
     dtype_name,
     layer_spec,
     parallel_shape,
@@ -53,6 +54,22 @@ PLAIN: Final = frozenset(
 WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """Types of latent caches that keep a token in one piece; quantised ones may put scales apart."""
 
+_PER_TENSOR: Final = frozenset(("fp8", "fp8_e4m3"))
+_PER_TOKEN_HEAD: Final = frozenset(
+    ("fp8_per_token_head", "int4_per_token_head", "int8_per_token_head")
+)
+IN_ONE_PIECE: Final[Mapping[str, frozenset[str]]] = {
+    "CUTLASS_MLA": _PER_TENSOR,
+    "FLASHINFER_MLA": _PER_TENSOR,
+    "FLASHMLA": _PER_TENSOR,
+    "FLASHMLA_SPARSE": frozenset(("fp8_ds_mla", "nvfp4_ds_mla")),
+    "TOKENSPEED_MLA": _PER_TENSOR,
+    "TRITON_ATTN": _PER_TOKEN_HEAD,
+    "TRITON_MLA": _PER_TENSOR,
+}
+"""Quantised caches that keep a token of a head in one piece, with its scales if it has its own: by
+backend, the values of --kv-cache-dtype as the layer has resolved them."""
+
 TRANSPOSED_K: Final = frozenset(("vec", "vec16"))
 """Of CPU_ATTN's instruction sets those that keep a head's block as K [D, N], then V [N, D]."""
 
@@ -61,6 +78,7 @@ FP8: Final = {
     "fp8": _E4M3,
     "fp8_e4m3": _E4M3,
     "fp8_e5m2": ("float8_e5m2", "float8_e5m2fnuz"),
+    "fp8_per_token_head": tuple(f"{name} with scales" for name in _E4M3),
 }
 """The types behind vLLM's names for them, and those of platforms whose FP8 has no negative zero."""
 
@@ -138,12 +156,9 @@ class _Backends:
 
     def opaque_kind(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
         """What makes a layer's blocks meaningful to its like only; empty if nothing does."""
-        backend = self._backend(layer)
-        latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        known = spec.dtype in WIDE if latent else backend in PLAIN
-        packed = spec.num_head_slots is not None or spec.state_content_bytes is not None
-        if self.is_transposed(layer, spec) or (known and not packed):
+        if self.is_transposed(layer, spec) or self._is_plain(layer, spec):
             return ""
+        backend = self._backend(layer)
         kind = f"{backend} {self._isa(spec)}" if backend == "CPU_ATTN" else backend
         shards = self.shards.number(layer, spec)
         order = f" in the order {_order(tensor)}" if tensor.shape[1] > 1 else ""
@@ -151,9 +166,20 @@ class _Backends:
         turns = f", {own.width} of every {own.period} tokens" if own.count > 1 else ""
         return f"in {kind} blocks of {tensor.shape[2]} tokens and {shards} shards{order}{turns}"
 
+    def _is_plain(self, layer: str, spec: Any) -> bool:
+        """Whether a layer's cache is what its axes say."""
+        backend, stored = self._backend(layer), self._stored(layer)
+        if spec.num_head_slots is not None:
+            return False
+        if spec.kv_quant_mode and stored in IN_ONE_PIECE.get(backend, ()):
+            return True
+        latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+        known = spec.dtype in WIDE if latent else backend in PLAIN
+        return known and spec.state_content_bytes is None
+
     def element(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
         """The stored type, such as 'bfloat16' or 'float8_e4m3fn', and what kind of block has it."""
-        name = getattr(self._module(layer), "kv_cache_dtype", None)
+        name = self._stored(layer)
         if not spec.kv_quant_mode:
             name = dtype_name(spec.dtype)
         elif name is None:
@@ -185,6 +211,10 @@ class _Backends:
 
     def _module(self, layer: str) -> Any:
         return self.vllm_config.compilation_config.static_forward_context.get(layer)
+
+    def _stored(self, layer: str) -> str | None:
+        """What vLLM calls the type of a layer's cache; None where the layer does not say."""
+        return getattr(self._module(layer), "kv_cache_dtype", None)
 
     def _backend(self, layer: str) -> str:
         return backend_name(self._module(layer))
@@ -273,7 +303,7 @@ class _HeadShards:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """To be made in a worker only."""
-        self._model = vllm_config.model_config
+        self._vllm_config = vllm_config
         self._tp = parallel_shape(vllm_config).tp
         self.place = Place(worker_rank(vllm_config) % self._tp, self._tp)
 
@@ -314,13 +344,17 @@ class _HeadShards:
             )
 
     def _head_counts(self, layer: str) -> Iterator[int]:
-        """What the model's configuration says of this layer, or of any layer at all."""
-        architecture = self._model.model_arch_config
-        if architecture.per_layer_overrides is not None:
-            yield architecture[extract_layer_index(layer)].total_num_kv_heads
+        """What its model's configuration says of this layer, or of any layer at all."""
+        draft = draft_model_of(self._vllm_config, layer)
+        model = self._vllm_config.model_config if draft is None else draft
+        architecture = model.model_arch_config
+        overrides = architecture.per_layer_overrides
+        if overrides is not None:  # a draft's layers do not bear its own numbers
+            numbers = [extract_layer_index(layer)] if draft is None else range(len(overrides))
+            yield from (architecture[number].total_num_kv_heads for number in numbers)
             return
         yield architecture.total_num_kv_heads
-        configs = [self._model.hf_text_config.to_dict()]
+        configs = [model.hf_text_config.to_dict()]
         while configs:
             for key, value in configs.pop().items():
                 if isinstance(value, dict):

@@ -25,6 +25,8 @@ from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_config import (
     choose_load_failure_policy,
+    computed_on_decode,
+    draft_facts,
     has_failed,
     model_facts,
     pagings,
@@ -78,7 +80,12 @@ class Scheduler:
         self._prefill = PrefillScheduler(
             self._blocks, quota, self._trust.seal, writes_late=writes_late(vllm_config)
         )
-        self._decode = DecodeScheduler(groups, self._trust.check, verify=self._config.verify)
+        self._decode = DecodeScheduler(
+            groups,
+            self._trust.check,
+            computed=computed_on_decode(vllm_config),
+            verify=self._config.verify,
+        )
         self._admission = Admission(self._blocks, self._prefill, self._decode, BlockShortage())
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
@@ -170,6 +177,7 @@ class Scheduler:
             model_facts(self._vllm_config),
             parallel_shape(self._vllm_config),
             ranks,
+            draft_facts(self._vllm_config),
         )
         if self._directory is None:
             self._directory = self._listen()

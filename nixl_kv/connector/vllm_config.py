@@ -61,6 +61,12 @@ _FACTS: Final = (
     "head_dim",
 )
 
+DRAFT_FACT: Final = "draft model (prefill needs the same --speculative-config)"
+"""As it is named where two engines differ in it."""
+
+DRAFT_NAMES: Final = frozenset(("draft_model", "mtp"))
+"""In the dotted names of layers of draft models."""
+
 LONG_TEMPERATURE: Final = 32768
 """Above this --max-model-len vLLM scales the queries of Llama 4 by their position."""
 
@@ -119,6 +125,12 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     f"recurrent state of other kinds than {', '.join(STATE_KINDS)}": lambda _, kv: any(
         isinstance(spec, MambaSpec) and len(spec.shapes) != STATE_KINDS.get(spec.mamba_type.name)
         for spec in specs(kv)
+    ),
+    "several draft modules (num_speculative_tokens > 1) beside recurrent state, on an engine that "
+    "decodes: prefill has the state before the last token alone": lambda vllm, kv: (
+        vllm.kv_transfer_config.is_kv_consumer
+        and kv.has_mamba_layers
+        and computed_on_decode(vllm) > 1
     ),
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
     f"other caches than of {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
@@ -194,7 +206,6 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     facts |= _length_facts(model.max_model_len, values)
     if model.multimodal_config is not None:
         facts |= _media_facts(model.multimodal_config)
-    facts |= _draft_facts(vllm_config.speculative_config)
     return {
         name: text if len(text) <= MAX_FACT else f"digest {_digest(text)}"
         for name, text in facts.items()
@@ -226,14 +237,46 @@ def _media_facts(media: Any) -> dict[str, str]:
     }
 
 
-def _draft_facts(speculative: Any) -> dict[str, str]:
-    """Of a draft model that has layers in the cache: Gemma 4's reads the target's."""
-    if speculative is None or speculative.use_gemma4_mtp() or not speculative.uses_draft_kv_cache():
+def draft_facts(vllm_config: VllmConfig) -> dict[str, str]:
+    """Of a draft model that has layers in the cache. Decode needs them of prefill if it has them.
+
+    Without its KV of the prompt the draft model would look at what its blocks had before.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not has_draft_layers(speculative):
         return {}
     config = speculative.draft_model_config.hf_config.to_dict()
     # vLLM raises it to the target's --max-model-len; it only bounds the positions.
     config.pop("max_position_embeddings", None)
-    return {"speculative method": speculative.method, "draft config digest": _digest(config)}
+    words = f"{speculative.method}, config digest {_digest(config)}"
+    if speculative.use_multi_module_mtp():  # of several modules only so many write
+        words += f", {speculative.num_speculative_tokens} tokens"
+    return {DRAFT_FACT: words}
+
+
+def has_draft_layers(speculative: Any) -> bool:
+    """Whether a draft model has layers in the cache: Gemma 4's reads the target's."""
+    return bool(speculative.uses_draft_kv_cache() and not speculative.use_gemma4_mtp())
+
+
+def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
+    """The configuration of the draft model that has this layer; None if it is the model's own.
+
+    vLLM's older model runner does not mark such layers. They are numbered from the last of the
+    model's layers on, or named by one of DRAFT_NAMES. To be called in a worker only.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not has_draft_layers(speculative):
+        return None
+    module = vllm_config.compilation_config.static_forward_context.get(layer)
+    names = layer.split(".")
+    number = next((int(name) for name in names if name.isdecimal()), 0)
+    is_draft = (
+        getattr(module, "is_draft_layer", False)
+        or number >= vllm_config.model_config.model_arch_config.total_num_hidden_layers
+        or not DRAFT_NAMES.isdisjoint(names)
+    )
+    return speculative.draft_model_config if is_draft else None
 
 
 def _inner(value: object) -> Iterator[Mapping[str, Any]]:
@@ -417,6 +460,15 @@ def is_copy(vllm_config: VllmConfig) -> bool:
     """
     has_copies = vllm_config.parallel_config.prefill_context_parallel_size > 1
     return bool(has_copies and get_pcp_group().rank_in_group > 0)
+
+
+def computed_on_decode(vllm_config: VllmConfig) -> int:
+    """How many of a prompt's last tokens decode computes, at least: one, for its logits.
+
+    Each module of a draft model looks one token further ahead than the one before it. Where there
+    are several, prefill has filled their last slots from draft tokens that nobody has verified.
+    """
+    return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def worker_rank(vllm_config: VllmConfig) -> Rank:

@@ -18,6 +18,7 @@ from nixl_kv.connector.unwritten import UnwrittenOffers
 from nixl_kv.connector.vllm_config import (
     check_supported,
     choose_interleave,
+    draft_facts,
     is_copy,
     model_facts,
     parse_config,
@@ -143,6 +144,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         rank=worker_rank(vllm_config),
         layout=layout,
         model=model_facts(vllm_config),
+        extras=draft_facts(vllm_config),
         config=config,
         host=rank_host(config.host, spans_machines=spans_machines(vllm_config)),
         is_prefill=transfer.is_kv_producer,

@@ -2,7 +2,8 @@
 
 Each field that differs is named with both values, so that the person who reads the log knows which
 flag to change. Nothing is guessed, and nothing is hidden in a hash. What may differ: tensor and
-pipeline parallel sizes, block sizes, physical orders, the grouping of layers.
+pipeline parallel sizes, block sizes, physical orders, the grouping of layers. The remote engine may
+have more than the local one, which reads: what this one lacks is not read.
 """
 
 import itertools
@@ -48,19 +49,28 @@ def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> lis
     ]
 
 
+def extra_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:
+    """Compare what two engines keep KV of besides their models: local needs all that it has."""
+    return [
+        Mismatch(name, text, remote.get(name))
+        for name, text in sorted(local.items())
+        if remote.get(name) != text
+    ]
+
+
 def layout_mismatches(
     local: Sequence[CacheLayout], remote: Sequence[CacheLayout]
 ) -> list[Mismatch]:
     """Every reason why one engine cannot read another; what explains most comes first.
 
     Args:
-        local: the layouts of all ranks of this engine.
-        remote: the layouts of all ranks of the other engine.
+        local: the layouts of all ranks of this engine, which reads.
+        remote: the layouts of all ranks of the other engine, which may have more layers.
     """
     mine, theirs = _layers(local), _layers(remote)
     mismatches: list[Mismatch] = []
     unmatched = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    if any(unmatched):
+    if unmatched[0]:
         mismatches.append(Mismatch("layer that one side lacks", *map(_shorten, unmatched)))
     shared = [_shorten(sorted(_shared(side))) for side in (local, remote)]
     if shared != ["nothing", "nothing"]:

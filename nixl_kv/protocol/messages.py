@@ -50,6 +50,9 @@ _Rank = Annotated[Rank, Meta(ge=0, lt=MAX_RANKS)]
 _Ranks = Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Text = Annotated[str, Meta(max_length=512)]
+_Facts = Annotated[
+    dict[Annotated[str, NAME], Annotated[str, Meta(max_length=4096)]], Meta(max_length=256)
+]
 _LISTED = Meta(max_length=MAX_LISTED)
 _Endpoint = Annotated[
     Endpoint, Meta(pattern=r"^tcp://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):[0-9]{1,5}\Z", max_length=128)
@@ -139,14 +142,16 @@ class RankDescription(_Record, frozen=True, kw_only=True):
 
 
 class Description(_Message, frozen=True, kw_only=True):
-    """An engine: its model's facts, its parallel shape, its ranks in rank order."""
+    """An engine: its model's facts, its parallel shape, its ranks in rank order.
+
+    `extras` are facts of what it keeps KV of besides the model: a reader needs those it has itself.
+    """
 
     engine: _Engine
-    model: Annotated[
-        dict[Annotated[str, NAME], Annotated[str, Meta(max_length=4096)]], Meta(max_length=256)
-    ]
+    model: _Facts
     shape: ParallelShape
     ranks: Annotated[tuple[RankDescription, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    extras: _Facts = {}
 
 
 class Refusal(_Message, frozen=True, kw_only=True):

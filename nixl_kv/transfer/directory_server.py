@@ -38,6 +38,7 @@ def describe_engine(
     model: Mapping[str, str],
     shape: ParallelShape,
     ranks: Sequence[messages.RankDescription],
+    extras: Mapping[str, str] | None = None,
 ) -> messages.Description:
     """An engine's description, from those of its ranks in rank order."""
     return messages.Description(
@@ -46,6 +47,7 @@ def describe_engine(
         model=dict(model),
         shape=shape,
         ranks=tuple(ranks),
+        extras=dict(extras or {}),
     )
 
 

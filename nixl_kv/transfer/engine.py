@@ -12,7 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.config import Config
@@ -65,6 +65,10 @@ class RankSpec:
     is_decode: bool
     make_transport: Callable[[], Transport]
     make_control: Callable[[], ControlPlane]
+
+    extras: Mapping[str, str] = field(default_factory=dict)
+    """Facts of what the cache has besides the model's KV: an engine that is read has to say the
+    same of all that this one has, and may have more."""
 
     # What simulations replace:
     num_slots: int | None = None
@@ -164,7 +168,7 @@ def build_parts(spec: RankSpec) -> Parts:
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
     digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
-    peers = RemotePeers(layout, spec.rank, spec.model, config.allowed_hosts)
+    peers = RemotePeers(layout, spec.rank, spec.model, config.allowed_hosts, extras=spec.extras)
     agents = Agents(
         spec.make_transport,
         peers,

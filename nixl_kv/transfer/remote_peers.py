@@ -33,6 +33,8 @@ class RemotePeers:
         rank: Rank,
         model: Mapping[str, str],
         allowed: AllowedHosts | None = None,
+        *,
+        extras: Mapping[str, str] | None = None,
     ) -> None:
         """Start with no peer, as the only rank of this engine that is known.
 
@@ -41,6 +43,7 @@ class RemotePeers:
             rank: of this engine's ranks, which this one is.
             model: this engine's facts of its model.
             allowed: the hosts that peers may be on; None for any.
+            extras: facts of what this engine has besides its model, and so needs of its peers.
         """
         self.layout = layout
         self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
@@ -48,6 +51,7 @@ class RemotePeers:
         """Of the peers that were checked, and fit."""
         self._rank = rank
         self._model = model
+        self._extras = extras or {}
         self._allowed = allowed or AllowedHosts()
 
     def check(self, description: messages.Description) -> None:
@@ -58,6 +62,7 @@ class RemotePeers:
         """
         self._check_endpoints(description)
         mismatches = compat.model_mismatches(self._model, description.model)
+        mismatches += compat.extra_mismatches(self._extras, description.extras)
         if not mismatches:
             remote = [rank.layout for rank in description.ranks]
             mismatches = compat.layout_mismatches(self.engine_layouts, remote)

@@ -1,11 +1,15 @@
 """The figures of `nixl-kv plan` are the planner's, whatever the engines look like."""
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 
 from nixl_kv.cli.comparison import compare, example_reads, run_lengths
-from nixl_kv.cli.engines import Engine
+from nixl_kv.cli.engines import Engine, engine_from_description
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from support.records import description
 
 MODEL = ModelShape(6, 4, (8, 8), "bfloat16")
 ORDERS = ("LBHNC", "LBNHC", "BHLNC", "LB2HNC")
@@ -66,3 +70,13 @@ def test_scattered_blocks_are_never_neighbours() -> None:
     assert reads.num_runs == 50 * 6
     assert (np.diff(reads.local[:50]) == 2).all()
     assert (np.diff(reads.remote[:50]) == -2).all()
+
+
+def test_a_prefill_may_have_more_than_decode_but_not_less() -> None:
+    plain = engine(MODEL, EngineShape())
+    described = msgspec.structs.replace(description(), extras={"draft": "one"})
+    drafting = replace(plain, extras=engine_from_description(described).extras)
+    assert compare(plain, drafting, 100).mismatches == ()
+    assert compare(drafting, drafting, 100).mismatches == ()
+    (mismatch,) = compare(drafting, plain, 100).mismatches
+    assert str(mismatch) == "draft is 'one' here and None there"

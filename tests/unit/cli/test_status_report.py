@@ -230,6 +230,7 @@ def test_json_has_all_fields_by_name() -> None:
         "engine": "E",
         "incarnation": described.incarnation,
         "model": {"model": "m"},
+        "extras": {},
         "tp": 2,
         "pp": 1,
     }

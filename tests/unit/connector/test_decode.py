@@ -251,6 +251,38 @@ def test_at_most_all_but_the_last_token_is_loaded(
     assert len(decode.pop_commands()) == 1
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "local", "expected"),
+    [
+        pytest.param(20, 0, (17, True), id="all but the last three"),
+        pytest.param(20, 16, (1, True), id="one token"),
+        pytest.param(20, 17, (0, False), id="all but those is here"),
+        pytest.param(20, 19, (0, False), id="more is here"),
+        pytest.param(18, 0, (17, True), id="prefill computed less"),
+        pytest.param(3, 0, (3, True), id="prefill computed far less"),
+    ],
+)
+def test_as_many_of_the_last_tokens_as_decode_wants_are_computed_there(
+    clock: Clock, num_tokens: int, local: int, expected: tuple[int, bool]
+) -> None:
+    decode = DecodeScheduler([PAGING], accept, computed=3, clock=clock)
+    decode.on_arrival(prompt_of(), offered(num_tokens=num_tokens).params(None))
+    assert decode.count_matched(D1, local) == expected
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3])
+def test_a_prompt_that_is_computed_whole_releases_prefill(clock: Clock, num_tokens: int) -> None:
+    decode = DecodeScheduler([PAGING], accept, computed=3, clock=clock)
+    prompt = TOKEN_IDS[:num_tokens]
+    context = context_hash(offered().nonce, prompt, [])
+    short = offered(num_tokens=num_tokens, context=context)
+    decode.on_arrival(prompt_of(D1, prompt), short.params(None))
+    assert decode.count_matched(D1, 0) == (0, False)
+    decode.on_allocation(D1, [TABLE], 0)
+    _, cancel = decode.pop_commands()
+    assert cancel == CancelLoad(D1)
+
+
 def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> None:
     assert decode.count_matched(D2, 0) == (0, False)
     decode.on_allocation(D2, [TABLE], 0)

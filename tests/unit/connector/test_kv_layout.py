@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.config import VllmConfig
+from vllm.config.model_arch import ModelArchitectureConfig
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, get_kv_quant_mode
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    get_kv_quant_mode,
+)
 
 from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
@@ -309,6 +316,8 @@ def described(
         ("fp8_e5m2", True, "float8_e5m2fnuz"),
         ("fp8_ds_mla", False, "fp8_ds_mla"),
         ("int8_per_token_head", False, "int8_per_token_head"),
+        ("fp8_per_token_head", False, "float8_e4m3fn with scales"),
+        ("fp8_per_token_head", True, "float8_e4m3fnuz with scales"),
         ("nvfp4_4over6", False, "nvfp4_4over6"),
     ],
 )
@@ -392,3 +401,132 @@ def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatc
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"speaks of \[2, 4\] KV heads"):
         kv_layout._HeadShards(config).number("layers.0", spec)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rank", "first"),
+    [
+        pytest.param("model.layers.1.self_attn.attn", 5, 5, id="the model's: 8 heads"),
+        pytest.param("model.layers.2.self_attn.attn", 5, 1, id="the draft's: 2 heads"),
+        pytest.param("mtp.layers.0.self_attn.attn", 3, 0, id="the draft's, by name"),
+    ],
+)
+@pytest.mark.parametrize("has_overrides", [False, True])
+def test_how_many_heads_a_draft_has_its_own_configuration_says(
+    monkeypatch: pytest.MonkeyPatch, layer: str, rank: int, first: int, *, has_overrides: bool
+) -> None:
+    """Its layers are numbered behind the model's, not as in its own configuration."""
+
+    def model_of(heads: int, layers: int) -> Any:
+        architecture = ModelArchitectureConfig.__new__(ModelArchitectureConfig)
+        architecture.total_num_hidden_layers = layers
+        architecture.total_num_kv_heads = heads
+        architecture.per_layer_overrides = [{"head_size": 1}] * layers if has_overrides else None
+        text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads})
+        return SimpleNamespace(model_arch_config=architecture, hf_text_config=text)
+
+    config: Any = recorded.vllm_config()
+    config.parallel_config.tensor_parallel_size = 8
+    config.model_config = model_of(8, 2)
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=model_of(2, 1),
+        use_gemma4_mtp=lambda: False,
+        uses_draft_kv_cache=lambda: True,
+    )
+    monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
+    shards = kv_layout._HeadShards(config)
+    assert shards.first_head(layer, spec, num_heads=1) == first
+
+
+# --- quantised caches
+
+
+def quantised(
+    backend: str, cache_dtype: str, *, latent: bool, block_size: int = 64, **changed: Any
+) -> Region:
+    """One layer as vLLM would register it."""
+    config = recorded.vllm_config()
+    module = SimpleNamespace(
+        attn_backend=SimpleNamespace(get_name=lambda: backend), kv_cache_dtype=cache_dtype
+    )
+    config.compilation_config.static_forward_context = {"a": module}
+    values = {
+        "block_size": block_size,
+        "num_kv_heads": 1 if latent else 2,
+        "head_size": 576 if latent else 64,
+        "dtype": torch.uint8,
+        "kv_quant_mode": get_kv_quant_mode(cache_dtype),
+        **({"max_tp_shards": 1} if latent else {}),
+        **changed,
+    }
+    spec = (MLAAttentionSpec if latent else FullAttentionSpec)(**values)
+    if backend == "TRITON_ATTN":
+        spec = TritonAttentionBackend.customize_spec(spec)
+    content = spec.state_content_size_bytes
+    tensor = torch.zeros(3, spec.num_heads, block_size, content, dtype=torch.uint8)
+    (region,) = kv_layout._Backends(config).regions("a", tensor, spec)
+    return region
+
+
+@pytest.mark.parametrize(
+    ("backend", "cache_dtype", "content"),
+    [
+        ("CUTLASS_MLA", "fp8", 576),
+        ("FLASHINFER_MLA", "fp8", 576),
+        ("FLASHMLA", "fp8_e4m3", 576),
+        ("TOKENSPEED_MLA", "fp8", 576),
+        ("TRITON_MLA", "fp8", 576),
+        ("FLASHMLA_SPARSE", "fp8_ds_mla", 656),
+        ("FLASHMLA_SPARSE", "nvfp4_ds_mla", 352),
+    ],
+)
+def test_a_latent_that_is_quantised_token_by_token_is_read_by_any_engine_with_its_kind(
+    backend: str, cache_dtype: str, content: int
+) -> None:
+    packed = {} if content == 576 else {"state_content_bytes": content}
+    sizes = [
+        quantised(backend, cache_dtype, latent=True, block_size=size, **packed)
+        for size in (64, 128)
+    ]
+    assert not any(region.opaque for region in sizes)
+    expected = "float8_e4m3fn" if content == 576 else cache_dtype
+    assert {region.element for region in sizes} == {expected}
+    assert {region.content for region in sizes} == {content}
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "element", "content"),
+    [
+        ("int8_per_token_head", "int8_per_token_head", 2 * (64 + 4)),
+        ("fp8_per_token_head", "float8_e4m3fn with scales", 2 * (64 + 4)),
+        ("int4_per_token_head", "int4_per_token_head", 2 * (32 + 4)),
+    ],
+)
+def test_a_head_with_its_scales_beside_it_is_one_piece(
+    cache_dtype: str, element: str, content: int
+) -> None:
+    """So heads may be cut in any way: K, its scale, V, its scale."""
+    region = quantised("TRITON_ATTN", cache_dtype, latent=False)
+    assert (region.opaque, region.element) == (False, element)
+    assert [part.length for part in region.parts] == [content]
+
+
+@pytest.mark.parametrize(
+    ("backend", "cache_dtype", "latent", "changed"),
+    [
+        pytest.param("FLASHMLA", "fp8_ds_mla", True, {"state_content_bytes": 656}, id="another's"),
+        pytest.param("FLASHINFER_MLA_SPARSE_SM120", "fp8_ds_mla", True, {}, id="other scales"),
+        pytest.param("ROCM_AITER_MLA", "fp8", True, {}, id="an unknown backend"),
+        pytest.param("DEEPSEEK_V32_INDEXER", "fp8", True, {"head_size": 132}, id="an indexer"),
+        pytest.param("FLASHINFER", "nvfp4", False, {"state_content_bytes": 36}, id="NVFP4"),
+        pytest.param("FLASH_ATTN", "fp8", False, {"num_head_slots": 4}, id="packed heads"),
+        pytest.param("TRITON_ATTN", "fp8_per_token_head", False, {"num_head_slots": 4}, id="both"),
+    ],
+)
+def test_other_quantised_caches_are_exchanged_in_whole_blocks(
+    backend: str, cache_dtype: str, changed: dict[str, Any], *, latent: bool
+) -> None:
+    region = quantised(backend, cache_dtype, latent=latent, **changed)
+    assert region.opaque
+    assert f" in {backend} blocks of 64 tokens and 1 shards" in region.element

@@ -369,9 +369,19 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
 def test_with_a_draft_model_an_offer_is_not_written_when_it_is_prepared(make: Make) -> None:
     assert not make()._prefill._writes_late
     config = recorded.vllm_config()
-    config.speculative_config = SimpleNamespace()
+    config.speculative_config = SimpleNamespace(use_eagle=lambda: False)
     scheduler = Scheduler(config, recorded.kv_cache_config())
     assert scheduler._prefill._writes_late
+
+
+def test_what_draft_modules_look_ahead_is_computed_on_decode(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nixl_kv.connector.scheduler.computed_on_decode", lambda _: 3)
+    scheduler = make()
+    request = with_ticket()
+    scheduler.on_arrival(request)
+    assert scheduler.count_matched(request, 0) == (NUM_TOKENS - 3, True)
 
 
 # --- the engine's description
@@ -397,6 +407,17 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     assert first == SetEngine(EngineId("recorded"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
     assert commands(scheduler) == []
+
+
+def test_a_draft_model_is_described_apart_from_the_model(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode engines without one compare only the model."""
+    facts = {"draft model": "eagle3"}
+    monkeypatch.setattr("nixl_kv.connector.scheduler.draft_facts", lambda _: facts)
+    described = ask(make())
+    assert described.extras == facts
+    assert not facts.items() & described.model.items()
 
 
 def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make) -> None:

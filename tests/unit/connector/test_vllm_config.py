@@ -24,11 +24,15 @@ from vllm.v1.request import RequestStatus
 from nixl_kv.connector import vllm_config as module
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.vllm_config import (
+    DRAFT_FACT,
     REFUSALS,
     STATE_KINDS,
     check_supported,
     choose_interleave,
+    computed_on_decode,
     counts_media,
+    draft_facts,
+    draft_model_of,
     is_copy,
     model_facts,
     pagings,
@@ -200,10 +204,11 @@ def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached
 
 
 def test_each_refusal_has_a_test() -> None:
-    """But for those that need groups of vLLM's which are hard to make here."""
+    """But for those that need groups of vLLM's which are hard to make here, or have their own."""
     shown = {str(case.values[2]) for case in REFUSED}
     others = [words for words in REFUSALS if not any(words.startswith(one) for one in shown)]
-    assert [words.split(" than ")[0] for words in others] == [
+    assert [words.split(" than ")[0].split(" (")[0] for words in others] == [
+        "several draft modules",
         "cache groups in host memory",
         "other caches",
     ]
@@ -388,29 +393,141 @@ def test_what_an_engine_makes_of_media_is_a_fact(options: Record, changed: dict[
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "facts"),
-    [
-        ("ngram", set()),
-        ("eagle3", {"speculative method", "draft config digest"}),
-        ("mtp", {"speculative method", "draft config digest"}),
-        ("draft_model", {"speculative method", "draft config digest"}),
-        ("gemma4_mtp", set()),
-    ],
-)
-def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, facts: set[str]) -> None:
-    def change(config: Any, layers: int = 1, positions: int = 10) -> None:
+def with_draft(
+    method: str, *, tokens: int = 3, modules: int = 1, **values: Any
+) -> Callable[[Any], None]:
+    """Adds a draft model, or what else speculates."""
+
+    def change(config: Any) -> None:
         speculative: Any = SpeculativeConfig.__new__(SpeculativeConfig)
         speculative.method = "mtp" if method == "gemma4_mtp" else method
-        values = {"num_hidden_layers": layers, "max_position_embeddings": positions}
-        hf_config = SimpleNamespace(to_dict=lambda: dict(values), model_type=method)
-        speculative.draft_model_config = SimpleNamespace(hf_config=hf_config)
+        speculative.num_speculative_tokens = tokens
+        whole = {"num_hidden_layers": 1, "max_position_embeddings": 10} | values
+        hf_config = SimpleNamespace(
+            to_dict=lambda: dict(whole), model_type=method, num_nextn_predict_layers=modules
+        )
+        speculative.draft_model_config = SimpleNamespace(
+            hf_config=hf_config,
+            hf_text_config=hf_config,
+            model_arch_config=SimpleNamespace(total_num_kv_heads=2, per_layer_overrides=None),
+        )
         config.speculative_config = speculative
 
-    found = new_facts(change)
-    assert set(found) == facts
-    assert new_facts(lambda config: change(config, positions=20)) == found
-    assert (new_facts(lambda config: change(config, layers=2)) != found) is bool(facts)
+    return change
+
+
+def draft_facts_of(change: Callable[[Any], None]) -> dict[str, str]:
+    config = recorded.vllm_config()
+    change(config)
+    assert model_facts(config) == model_facts(recorded.vllm_config())  # a reader may lack these
+    return draft_facts(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "has_layers"),
+    [
+        ("ngram", False),
+        ("eagle3", True),
+        ("mtp", True),
+        ("draft_model", True),
+        ("gemma4_mtp", False),
+    ],
+)
+def test_a_draft_model_with_layers_in_the_cache_is_a_fact(method: str, *, has_layers: bool) -> None:
+    found = draft_facts_of(with_draft(method))
+    assert set(found) == ({DRAFT_FACT} if has_layers else set())
+    assert all(text.startswith(f"{method}, config digest ") for text in found.values())
+    assert draft_facts_of(with_draft(method, max_position_embeddings=20)) == found
+    others = draft_facts_of(with_draft(method, num_hidden_layers=2))
+    assert (others != found) is has_layers
+
+
+def test_an_engine_without_speculation_has_no_draft() -> None:
+    assert draft_facts(recorded.vllm_config()) == {}
+
+
+@pytest.mark.parametrize(
+    ("modules", "is_fact"), [(1, False), (3, True)], ids=["one module", "several modules"]
+)
+def test_of_several_draft_modules_as_many_write_as_tokens_are_drafted(
+    modules: int, *, is_fact: bool
+) -> None:
+    two, three = (
+        draft_facts_of(with_draft("mtp", tokens=tokens, modules=modules)) for tokens in (2, 3)
+    )
+    assert (two != three) is is_fact
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "modules", "computed"),
+    [
+        ("ngram", 3, 1, 1),
+        ("draft_model", 3, 1, 1),
+        ("eagle3", 3, 1, 1),
+        ("mtp", 3, 1, 1),
+        ("mtp", 1, 3, 1),
+        ("mtp", 2, 3, 2),
+        ("mtp", 3, 3, 3),
+    ],
+)
+def test_decode_computes_the_tokens_that_draft_modules_look_ahead(
+    method: str, tokens: int, modules: int, computed: int
+) -> None:
+    config = recorded.vllm_config()
+    assert computed_on_decode(config) == 1
+    with_draft(method, tokens=tokens, modules=modules)(config)
+    assert computed_on_decode(config) == computed
+
+
+@pytest.mark.parametrize(
+    ("role", "modules", "spec", "is_refused"),
+    [
+        ("kv_consumer", 3, mamba(), True),
+        ("kv_both", 3, mamba(), True),
+        ("kv_producer", 3, mamba(), False),
+        ("kv_consumer", 1, mamba(), False),
+        ("kv_consumer", 3, sliding(), False),
+    ],
+)
+def test_several_draft_modules_beside_state_are_refused_on_decode(
+    role: str, modules: int, spec: Any, *, is_refused: bool
+) -> None:
+    """It would need the state before the tokens that it computes."""
+    config = recorded.vllm_config(kv_role=role)
+    with_draft("mtp", modules=modules)(config)
+    cache = cache_of(FULL, spec)
+    if not is_refused:
+        check_supported(config, cache)
+        return
+    with pytest.raises(ConfigError, match="several draft modules"):
+        check_supported(config, cache)
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_marked", "is_draft"),
+    [
+        ("model.layers.1.self_attn.attn", False, False),
+        ("model.layers.1.self_attn.attn", True, True),
+        ("model.layers.2.self_attn.attn", False, True),
+        ("draft_model.model.layers.0.self_attn.attn", False, True),
+        ("mtp.layers.0.self_attn.attn", False, True),
+        ("model.mtp.layers.0.self_attn.attn", False, True),
+        ("model.norm", False, False),
+    ],
+)
+def test_layers_of_a_draft_model_are_known_by_mark_or_name(
+    layer: str, *, is_marked: bool, is_draft: bool
+) -> None:
+    config: Any = recorded.vllm_config()
+    config.model_config.model_arch_config.total_num_hidden_layers = 2
+    module = SimpleNamespace(is_draft_layer=is_marked)
+    config.compilation_config.static_forward_context = {layer: module}
+    assert draft_model_of(config, layer) is None
+    with_draft("ngram")(config)
+    assert draft_model_of(config, layer) is None
+    with_draft("eagle3")(config)
+    draft = config.speculative_config.draft_model_config
+    assert draft_model_of(config, layer) is (draft if is_draft else None)
 
 
 def test_a_fact_that_is_long_is_compared_by_a_digest() -> None:

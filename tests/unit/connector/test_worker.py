@@ -226,6 +226,14 @@ def test_a_rank_has_the_roles_of_its_engine(role: str, roles: str) -> None:
     assert spec.model["served_model_name"] == "tiny"
 
 
+def test_a_rank_needs_of_its_peers_the_draft_model_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {"draft model": "eagle3"}
+    monkeypatch.setattr("nixl_kv.connector.worker.draft_facts", lambda _: facts)
+    assert rank_spec(recorded.vllm_config(), layout()).extras == facts
+
+
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> None:
     """To one other machine."""

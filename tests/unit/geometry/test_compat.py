@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from nixl_kv.geometry.compat import Mismatch, layout_mismatches, model_mismatches
+from nixl_kv.geometry.compat import (
+    Mismatch,
+    extra_mismatches,
+    layout_mismatches,
+    model_mismatches,
+)
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 
 SPAN = Span(1, 2**30)
@@ -54,6 +59,27 @@ def test_facts_of_models_are_compared_by_name(
     local: dict[str, str], remote: dict[str, str], expected: list[Mismatch]
 ) -> None:
     assert model_mismatches(local, remote) == expected
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "expected"),
+    [
+        pytest.param({}, {"a": "1"}, [], id="more there"),
+        pytest.param({"a": "1"}, {"b": "2", "a": "1"}, [], id="more there, beside the same"),
+        pytest.param({"a": "1"}, {}, [Mismatch("a", "1", None)], id="missing there"),
+        pytest.param({"a": "1"}, {"a": "2"}, [Mismatch("a", "1", "2")], id="other value"),
+        pytest.param(
+            {"z": "1", "b": "2"},
+            {"a": "1"},
+            [Mismatch("b", "2", None), Mismatch("z", "1", None)],
+            id="all of them, by name",
+        ),
+    ],
+)
+def test_what_an_engine_has_besides_its_model_it_needs_of_the_one_that_it_reads(
+    local: dict[str, str], remote: dict[str, str], expected: list[Mismatch]
+) -> None:
+    assert extra_mismatches(local, remote) == expected
 
 
 def ranks(*layouts: CacheLayout) -> list[CacheLayout]:
@@ -120,11 +146,6 @@ def test_how_engines_are_divided_may_differ(remote: list[CacheLayout]) -> None:
         ),
         pytest.param(
             pp("a"), [Mismatch("layer that one side lacks", "b", "nothing")], id="fewer layers"
-        ),
-        pytest.param(
-            pp("abcde"),
-            [Mismatch("layer that one side lacks", "nothing", "c and 2 more")],
-            id="more layers",
         ),
         pytest.param(
             pp("ax", "y"),
@@ -196,6 +217,15 @@ def test_every_other_difference_is_a_mismatch(
     remote: list[CacheLayout], expected: list[Mismatch]
 ) -> None:
     assert layout_mismatches(ranks(cache()), remote) == expected
+
+
+def test_layers_that_only_the_remote_engine_has_are_not_read() -> None:
+    """The other way round there is nothing to read them from."""
+    local, remote = pp("ab"), pp("abc", "de")
+    assert layout_mismatches(local, remote) == []
+    assert layout_mismatches(remote, local) == [
+        Mismatch("layer that one side lacks", "c and 2 more", "nothing")
+    ]
 
 
 def scaled(*scales: tuple[str, ...]) -> list[CacheLayout]:

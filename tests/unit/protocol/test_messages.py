@@ -178,6 +178,7 @@ WIRE = [
             {"dtype": "bfloat16"},
             {"tp": 1, "pp": 1},
             [RANK_WIRE],
+            {},
         ],
         id="description",
     ),
@@ -432,6 +433,7 @@ def test_a_message_at_its_bounds_is_accepted(message: Message) -> None:
         pytest.param(described(model={"": "x"}), "length >= 1", id="no fact"),
         pytest.param(described(model={"x": "y" * 4097}), "length <= 4096", id="long fact"),
         pytest.param(described(model=TOO_MANY_FACTS), "length <= 256", id="facts"),
+        pytest.param(described(extras=TOO_MANY_FACTS), "length <= 256", id="facts of extras"),
         pytest.param(with_rank(endpoint=""), "matching regex", id="no endpoint"),
         pytest.param(with_rank(endpoint="ipc:///tmp/x"), "matching regex", id="no tcp"),
         pytest.param(with_rank(endpoint="tcp://" + "1" * 123), "<= 128", id="long endpoint"),
@@ -596,6 +598,12 @@ def test_a_refusal_says_both_versions() -> None:
 def test_a_message_with_more_fields_is_read() -> None:
     wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 6"}]
     assert decode(msgspec.msgpack.encode(wire)) == release()
+
+
+def test_an_engine_that_says_nothing_of_extras_has_none() -> None:
+    """An older one's facts are all of its model."""
+    wire = msgspec.msgpack.decode(encode(description()))[:-1]
+    assert decode(msgspec.msgpack.encode(wire)) == description()
 
 
 def test_an_error_has_its_cause() -> None:

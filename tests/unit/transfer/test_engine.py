@@ -11,7 +11,7 @@ import pytest
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, MODEL
 from nixl_kv.config import Config
-from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
+from nixl_kv.errors import ConfigError, IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
@@ -21,6 +21,7 @@ from nixl_kv.transfer.engine import MAX_SLOTS, MIN_SLOTS, RankSpec, TransferEngi
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
+from support.records import description
 from support.stepped import Background, StepControl
 
 
@@ -162,6 +163,13 @@ def test_the_configuration_reaches_the_machines(step: Step) -> None:
     offers, loads = engine.loop.parts.prefill.offers, engine.loop.parts.decode.loads
     assert (offers.lease_s, offers._offer_ttl_s) == (4.0, 3.0)
     assert (loads.timeout_s, loads._renew_interval_s) == (7.0, 4.0 / 5)
+
+
+def test_what_a_rank_needs_of_its_peers_reaches_their_check(step: Step) -> None:
+    engine = step(extras={"draft": "one"}, config=Config.parse({"peers": ["10.0.0.0/8"]}, {}))
+    assert engine.loop is not None
+    with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
+        engine.loop.parts.agents.peers.check(description())
 
 
 # --- commands and results

@@ -56,6 +56,20 @@ def test_another_model_is_refused_with_both_values(fabric: Fabric, cache: Cache)
     )
 
 
+def test_one_engine_is_read_by_those_with_its_extras_and_those_without(
+    fabric: Fabric, cache: Cache
+) -> None:
+    described = engine_of(ReadableRank(fabric, SIZES))
+    there = msgspec.structs.replace(described, extras={"draft": "one"})
+    peers_of(cache).check(there)
+    peers_of(cache, extras={"draft": "one"}).check(there)
+    with pytest.raises(IncompatiblePeer) as error:
+        peers_of(cache, extras={"draft": "two"}).check(there)
+    assert str(error.value).endswith("cannot be read: draft is 'two' here and 'one' there")
+    with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
+        peers_of(cache, extras={"draft": "one"}).check(described)
+
+
 def test_layouts_are_compared_only_of_the_same_model(fabric: Fabric, cache: Cache) -> None:
     peers = peers_of(cache, {**MODEL, "dtype": "float16"})
     with pytest.raises(IncompatiblePeer) as error:
