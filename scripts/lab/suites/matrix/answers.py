@@ -40,7 +40,6 @@ LENGTHS: Final = (5, 64, 127, 128, 129, 192, 300, 1100)
 """Shorter than a block, on and beside the edges of blocks of 64, 96 and 128, and many blocks."""
 CONTINUED: Final = (300, 1100)
 """Which of them get a second turn."""
-ANSWER_TOKENS: Final = 16
 MOST_RANKS: Final[Mapping[Device, int]] = {"cpu": 3, "cuda": 16}
 REQUEST_TIMEOUT_S: Final = 300.0
 COUNTERS_LAG_S: Final = 30.0
@@ -156,6 +155,7 @@ class Reference:
     """The prompts of a cell, what a single engine answers, and how many of its drafts are right."""
 
     questions: Sequence[Question]
+    tokens: int  # of each answer
     accepted: float | None
 
 
@@ -175,6 +175,10 @@ class Specs:
         """An engine without a connector."""
         spec = self._base(f"{model}-alone", model, Shape())
         return replace(spec, cores=frozenset())
+
+    def answer_tokens(self, model: str) -> int:
+        """How long answers are."""
+        return self._matrix.models[model].answer_tokens
 
     def of_cell(self, model: str, cell: Cell) -> tuple[EngineSpec, EngineSpec]:
         """Prefill and decode. No engine reads from itself."""
@@ -292,11 +296,14 @@ class AnswersJudge:
         on_gpus = self._place.device == "cuda"
         beside = self._specs.of_cells(model, groups[0]) if on_gpus else []
         reference = self._specs.reference(model)
+        tokens = self._specs.answer_tokens(model)
         with contextlib.suppress(ProcessDiedError):
             cluster.start(reference, *beside)
         try:
             with Client(cluster.start(reference)[0].url, timeout_s=REQUEST_TIMEOUT_S) as single:
-                references = {c.name: ask_single(single, seed) for seed, c in enumerate(able)}
+                references = {
+                    c.name: ask_single(single, seed, tokens) for seed, c in enumerate(able)
+                }
         except (RuntimeError, httpx.HTTPError) as error:
             for cell in able:
                 results.add(replace(outcome_of(model, cell), trouble=f"no reference: {error}"))
@@ -328,27 +335,27 @@ def outcome_of(model: str, cell: Cell) -> Outcome:
     )
 
 
-def ask_single(client: Client, seed: int) -> Reference:
+def ask_single(client: Client, seed: int, tokens: int) -> Reference:
     """The prompts of a cell, each cell having its own, and a single engine's answers to them.
 
     The last ones extend an earlier prompt and its answer, as a second turn does.
     """
     since = CountersSince(client)
-    first = {n: Question.of(client, random_prompt(n, seed), ANSWER_TOKENS) for n in LENGTHS}
+    first = {n: Question.of(client, random_prompt(n, seed), tokens) for n in LENGTHS}
     later = [
         f"{first[length].prompt} {first[length].expected.text.strip()} "
         f"{random_prompt(NEW_WORDS, seed)}"
         for length in CONTINUED
     ]
-    more = [Question.of(client, prompt, ANSWER_TOKENS) for prompt in later]
-    return Reference([*first.values(), *more], accepted_share(since.changed()))
+    more = [Question.of(client, prompt, tokens) for prompt in later]
+    return Reference([*first.values(), *more], tokens, accepted_share(since.changed()))
 
 
 def compare(outcome: Outcome, pair: Pair, reference: Reference) -> Outcome:
     """Ask all questions, one after another, and count what decode loaded."""
     questions = reference.questions
     since, log_before = CountersSince(pair.to_decode), pair.decode.log_size()
-    answers = [pair.complete(one.prompt, ANSWER_TOKENS) for one in questions]
+    answers = [pair.complete(one.prompt, reference.tokens) for one in questions]
     wanted = len(questions) * outcome.decode_ranks
     changed = since.wait(lambda now: now[LOADS] + now[FAILURES] >= wanted, COUNTERS_LAG_S)
     dtype = pair.decode.spec.actual_dtype

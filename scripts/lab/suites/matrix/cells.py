@@ -92,6 +92,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cuda_env: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[Device, ...] = ("cpu", "cuda")
     """For which vLLM has what it needs."""
+    answer_tokens: int = 16
 
     def recipe(self) -> Family:
         """What its files are made from."""
