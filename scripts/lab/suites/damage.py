@@ -2,8 +2,9 @@
 
 One prefill and two decode engines on CPU, one of which verifies every load. Each fault is planted
 into every load of both (`lab.suites.planted`): into the memory of decode, when the read has landed.
-Asked are held-out prompts of the recall model, whose answers stand in the prompt's KV or nowhere; a
-single engine answers them too. Decode keeps no prefixes, so that each prompt is loaded each time.
+Asked are held-out prompts of a recall model, whose answers stand in the prompt's KV, or its states,
+or nowhere; a single engine answers them too. Decode keeps no prefixes, so that each prompt is
+loaded each time.
 
 The exit status is 0 only if with `verify` all answers are those of the single engine, every planted
 fault was detected, and nothing else was; and if without faults all are the same, verified or not.
@@ -196,8 +197,13 @@ def _count_planted(engine: Engine) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """All faults, after none; the exit status."""
-    model = ensure_tiny_model(model=FAMILIES[options.tiny]()) if options.tiny else RECALL
-    items = made_up(options.prompts) if options.tiny else held_out(RECALL, options.prompts)
+    if options.tiny:
+        model, items = (
+            ensure_tiny_model(model=FAMILIES[options.tiny]()),
+            made_up(options.prompts),
+        )
+    else:
+        model, items = options.model, held_out(options.model, options.prompts)
     with tempfile.TemporaryDirectory() as folder, Cluster(options.log_dir) as cluster:
         plan = Path(folder) / "plan"
         plan.write_text("", encoding="utf-8")
@@ -235,6 +241,9 @@ def main(arguments: Sequence[str]) -> int:
         choices=list(FAMILIES),
         const=TinyModel.family,
         help="a model of random weights, which knows no answer",
+    )
+    parser.add_argument(
+        "--model", type=Path, default=RECALL, help="with a heldout.jsonl; default configs/recall"
     )
     parser.add_argument("--log-dir", type=Path, help="default: a new temporary folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")

@@ -1,0 +1,1 @@
+"""A recall model whose answers can come through recurrent state alone."""
