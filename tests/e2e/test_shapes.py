@@ -61,7 +61,7 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     single: Client,
     name: str,
 ) -> None:
-    questions = ask_single(single, seed=[*decode_engines].index(name), 16)
+    questions = ask_single(single, seed=[*decode_engines].index(name), tokens=16)
     with Pair(base_engines[0], decode_engines[name]) as pair:
         outcome = compare(outcome_of("qwen3", BY_NAME[name]), pair, questions)
     assert outcome.verdict.words == "ok"
