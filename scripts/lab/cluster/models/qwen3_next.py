@@ -28,9 +28,10 @@ QUIET: Final = 1 / 256
 
 @dataclass(frozen=True)
 class Qwen3Next(Family):
-    """Full attention in the last layer of each `period`; the first layer has experts.
+    """Full attention in the last layer of each `period`, experts in the first of `sparse_step`.
 
-    All of them compute each token: a choice among them would turn a rounding into another answer.
+    All experts compute each token: a choice would turn a rounding into another answer. vLLM wants
+    experts and attention in each pipeline stage.
     """
 
     family = "qwen3-next"
@@ -40,6 +41,7 @@ class Qwen3Next(Family):
 
     dtype: str = "bfloat16"
     period: int = 4
+    sparse_step: int = 4
     key_heads: int = 2
     value_heads: int = 4
     state_dim: int = 128
@@ -86,7 +88,7 @@ class Qwen3Next(Family):
         }
 
     def _has_experts(self, layer: int) -> bool:
-        return layer == 0
+        return layer % self.sparse_step == 0
 
     def _kind(self, layer: int) -> str:
         return LINEAR if (layer + 1) % self.period else FULL
