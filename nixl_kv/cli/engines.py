@@ -15,6 +15,8 @@ from nixl_kv.protocol.messages import Description
 FIELDS: Final[Mapping[str, str]] = {
     "tp": "tp",
     "pp": "pp",
+    "dcp": "dcp",
+    "interleave": "interleave",
     "block": "block_size",
     "blocks": "num_blocks",
     "layout": "order",
@@ -53,7 +55,8 @@ def engine_from_numbers(numbers: str, model: ModelShape, *, option: str, blocks:
         layouts = tuple(build_layouts(model, shape))
     except ValueError as error:
         raise ValueError(f"{option} {numbers}: {error}") from error
-    words = f"TP{shape.tp}, PP{shape.pp}, {shape.order}, {cache_words(layouts[0])}"
+    divided = f", DCP{shape.dcp}" if shape.dcp > 1 else ""
+    words = f"TP{shape.tp}, PP{shape.pp}{divided}, {shape.order}, {cache_words(layouts[0])}"
     return Engine(words, {}, layouts)
 
 

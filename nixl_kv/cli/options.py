@@ -60,7 +60,7 @@ class EngineOptions:
         _engines(
             metavar="NUMBERS",
             help="How prefill is cut: tp=1,pp=1,block=16,layout=LBHNC,blocks=30000,"
-            "per-entry=1,memory=VRAM; what is left out is as here.",
+            "per-entry=1,memory=VRAM,dcp=1,interleave=0; what is left out is as here.",
         ),
     ] = None
     decode: Annotated[str | None, _engines(metavar="NUMBERS", help="The same of decode.")] = None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from nixl_kv.geometry.layout import (
+    ALL_TOKENS,
     STATE_WINDOW,
     CacheLayout,
     Group,
@@ -28,6 +29,7 @@ from nixl_kv.geometry.layout import (
     Part,
     Region,
     Span,
+    Stripe,
     check_range,
 )
 from nixl_kv.geometry.ranks import ParallelShape
@@ -160,7 +162,8 @@ class EngineShape:
     """How an engine is divided. `num_blocks` counts blocks of `block_size` tokens.
 
     Where vLLM's block table counts larger blocks, each entry is `blocks_per_entry` consecutive
-    ones of these.
+    ones of these. `dcp` ranks with the same heads divide the tokens, `interleave` at a time; 0 is
+    an entry.
     """
 
     tp: int = 1
@@ -170,9 +173,13 @@ class EngineShape:
     order: str = "LBHNC"
     blocks_per_entry: int = 1
     memory: Memory = "VRAM"
+    dcp: int = 1
+    interleave: int = 0
 
     def __post_init__(self) -> None:
         ParallelShape(self.tp, self.pp)  # checks them
+        check_range("dcp", self.dcp, high=self.tp + 1)
+        check_range("interleave", self.interleave, low=0, high=1 << 20)
         check_range("block_size", self.block_size, high=1 << 20)
         check_range("num_blocks", self.num_blocks, high=1 << 31)
         check_range("blocks_per_entry", self.blocks_per_entry, high=1 << 16)
@@ -278,10 +285,22 @@ class _RankArray:
         groups = tuple(
             Group(1, entries, 1, self.states(held), window)
             if window == STATE_WINDOW
-            else Group(*sizes, self.regions(held), window)
+            else Group(*sizes, self.regions(held), window, self.stripe)
             for held, window in self.groups
         )
         return CacheLayout(groups, engine.memory, 0, self.spans())
+
+    @property
+    def stripe(self) -> Stripe:
+        """Which tokens this rank has."""
+        engine = self.engine
+        copies = max(1, engine.tp // self.model.kv_heads)
+        if copies % engine.dcp:
+            raise ValueError(
+                f"dcp is {engine.dcp}; allowed: what divides the {copies} ranks with the same heads"
+            )
+        width = engine.interleave or engine.block_size * engine.blocks_per_entry
+        return Stripe(engine.dcp, self.rank % engine.dcp, width) if engine.dcp > 1 else ALL_TOKENS
 
     @property
     def shard(self) -> Heads:

@@ -77,6 +77,14 @@ def test_blocks_in_a_row_are_one_run_for_each_layer() -> None:
     assert (link["descriptors"], link["descriptors_in_a_row"]) == (IN_TREE, 36)
 
 
+def test_ranks_with_the_same_heads_may_divide_the_tokens() -> None:
+    links = plan_figures("--prefill tp=8 --decode tp=16,dcp=2")["links"]
+    assert [link["source"] for link in links] == [n // 2 for n in range(16)]
+    halves = plan_figures("--prefill tp=8 --decode tp=16")["links"]
+    assert {link["descriptors"] for link in links} == {halves[0]["descriptors"] // 2}
+    assert {link["request_bytes"] for link in links} == {halves[0]["request_bytes"] // 2}
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_runs_of_unequal_blocks_are_counted_over_a_period(side: str) -> None:
     sizes = {"prefill": 16, "decode": 16, side: 48}
@@ -240,9 +248,14 @@ def test_more_pieces_than_can_be_numbered_exit_1() -> None:
             id="no number",
         ),
         pytest.param(
+            "--prefill tp=2,dcp=2 --decode tp=1",
+            "--prefill tp=2,dcp=2: dcp is 2; allowed: what divides the 1 ranks with the same heads",
+            id="other heads",
+        ),
+        pytest.param(
             "--prefill ep=1 --decode tp=1",
             "--prefill ep=1: 'ep' is no field; "
-            "allowed: tp, pp, block, blocks, layout, per-entry, memory",
+            "allowed: tp, pp, dcp, interleave, block, blocks, layout, per-entry, memory",
             id="no field",
         ),
         pytest.param(
