@@ -46,7 +46,12 @@ COMMANDS: Final = {
 }
 """How many there are in each file."""
 
-OTHERS: Final = ("configs/lm_eval/", "configs/recall/", "configs/matrix.yaml")
+OTHERS: Final = (
+    "configs/lm_eval/",
+    "configs/recall/",
+    "configs/recall-state/",
+    "configs/matrix.yaml",
+)
 """What starts no engine; and `configs/*.json` are values of an option, see tests/test_docs.py."""
 
 FOUND: Final = {path: engine_commands.in_file(REPO / path) for path in COMMANDS}

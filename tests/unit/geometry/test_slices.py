@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_kv.geometry.blocks import ABSENT, BlockTable, Table, block_ids
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.slices import KVSlice, find_slices, part_name, slices_read
 
 BASE = 1 << 20
@@ -120,6 +120,38 @@ def test_a_slice_of_an_opaque_region_ends_with_a_block() -> None:
         slices = find_slices(mixed, wanted, tables([5, 3, 1], []), end=end)
         assert [kv.end for kv in slices] == [end, end, stop, stop]
         assert {len(kv.ids) * BLOCK + kv.first_position for kv in slices} == {stop}
+
+
+@pytest.mark.parametrize(
+    ("place", "end", "last"),
+    [
+        pytest.param(0, 2, 6, id="one block of it, of which it has the first token"),
+        pytest.param(0, 13, 14, id="two blocks"),
+        pytest.param(1, 2, 2, id="none, before its first token"),
+        pytest.param(1, 13, 16, id="one block, tokens 4 to 7 and 12 to 15"),
+    ],
+)
+def test_of_divided_tokens_an_opaque_slice_ends_with_a_block_of_the_rank(
+    place: int, end: int, last: int
+) -> None:
+    """Blocks of four tokens, of which the rank has four of every eight, two and two."""
+    regions = (replace(region("b", 1), opaque=True),)
+    group = Group(BLOCK, 64, 1, regions, stripe=Stripe(2, place, 4 if place else 2))
+    cache = replace(layout(), groups=(group,))
+    table = BlockTable(block_ids([5, 3, 1]), group)
+    (kv,) = find_slices(cache, [KVSlice("b", 2, 3, 0)], [table], end=end)
+    assert kv.end == last
+    assert len(kv.positions) == len(kv.ids) * BLOCK
+
+
+def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
+    group = replace(FULL, stripe=Stripe(2, 0, 4))
+    cache = replace(layout(), groups=(group,))
+    table = BlockTable(block_ids([5, 3]), group)
+    wanted = [KVSlice("a", 2, 3, 0, (Stripe(2, 0, 4), Stripe(4, 0, 1)))]
+    sizes = [kv.num_bytes for kv in find_slices(cache, wanted, [table], end=20)]
+    kept = [t for t in range(20) if t // 4 % 2 == 0 and t % 4 == 0]
+    assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
 
 def test_ids_are_numbers_of_blocks_not_of_entries() -> None:
@@ -241,6 +273,12 @@ A = KVSlice("a", 2, 3, 0)
             4,
             "a layer occurs twice among the slices; allowed: once",
             id="a layer twice",
+        ),
+        pytest.param(
+            [replace(A, stripes=(Stripe(2), Stripe(4)))],
+            4,
+            "'a' has 2 stripes that are not this rank's; allowed: 1",
+            id="stripes",
         ),
         pytest.param([A], 17, "block table has 2 entries; needed: 3", id="a short table"),
         pytest.param([replace(A, layer="c")], 12, "the block of token 4 is absent", id="absent"),
