@@ -6,6 +6,7 @@ cannot be served is refused in one table, at the start, in words.
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -36,6 +37,8 @@ from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import ALL_TOKENS, Stripe
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Rank, RequestId
+
+logger = logging.getLogger(__name__)
 
 MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
 """Backends that BHLNC is known good for, and up to which --block-size.
@@ -386,9 +389,14 @@ def choose_interleave(
         if num_stripes(vllm_config, group.kv_cache_spec) > 1
     }
     is_open = parallel._allow_auto_resolve_cp_interleave_size  # noqa: SLF001 - vLLM has no other
+    is_open &= parallel.dcp_kv_cache_interleave_size == 1  # its former name
     is_able = vllm_config.speculative_config is None and not ONE_BY_ONE.intersection(backends)
     if len(sizes) == 1 and is_open and is_able:
         parallel.cp_kv_cache_interleave_size = sizes.pop()
+        logger.info(
+            "ranks divide the tokens by %d (cp_kv_cache_interleave_size)",
+            parallel.cp_kv_cache_interleave_size,
+        )
 
 
 def holds_state(spec: Any) -> bool:

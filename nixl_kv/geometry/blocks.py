@@ -113,13 +113,7 @@ class TokenSegment:
 def token_segments(local: Group, remote: Group) -> list[TokenSegment]:
     """Cut one period of the tokens that both sides keep at the block edges of both."""
     unit, period = _unit_and_period(local, remote)
-    tokens = np.arange(0, period, unit)
-    tokens = tokens[local.stripe.holds(tokens) & remote.stripe.holds(tokens)]
-    is_cut = np.zeros(len(tokens), dtype=bool)
-    for group in (local, remote):
-        positions = group.stripe.position(tokens)
-        is_cut |= positions % group.block_size == 0
-        is_cut |= np.diff(positions, prepend=-unit) != unit
+    tokens, is_cut = _cuts(local, remote, unit, period)
     first = np.flatnonzero(is_cut)
     lengths = np.diff(first, append=len(tokens)) * unit
     return [
@@ -129,12 +123,28 @@ def token_segments(local: Group, remote: Group) -> list[TokenSegment]:
 
 
 def num_token_segments(local: Group, remote: Group) -> int:
-    """The number of segments in one period, or more, without a list of many."""
+    """The number of segments in one period, or more, without a list of them."""
     unit, period = _unit_and_period(local, remote)
     if local.stripe.count == remote.stripe.count == 1:
         return local.block_size // unit + remote.block_size // unit - 1
     units = period // unit
-    return units if units > MAX_UNITS else len(token_segments(local, remote))
+    if units > MAX_UNITS:
+        return units
+    return int(np.count_nonzero(_cuts(local, remote, unit, period)[1]))
+
+
+def _cuts(
+    local: Group, remote: Group, unit: int, period: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Every `unit`th token of a period, of those that both sides keep; where segments begin."""
+    tokens = np.arange(0, period, unit)
+    tokens = tokens[local.stripe.holds(tokens) & remote.stripe.holds(tokens)]
+    is_cut = np.zeros(len(tokens), dtype=bool)
+    for group in (local, remote):
+        positions = group.stripe.position(tokens)
+        is_cut |= positions % group.block_size == 0
+        is_cut |= np.diff(positions, prepend=-unit) != unit
+    return tokens, is_cut
 
 
 def _unit_and_period(local: Group, remote: Group) -> tuple[int, int]:

@@ -7,6 +7,7 @@ have more than the local one, which reads: what this one lacks is not read.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -19,6 +20,8 @@ SHOWN_CHARACTERS: Final = 100
 """Of a value that differs."""
 MAX_TOKEN_SEGMENTS: Final = 512
 """Into how many token segments two block sizes may cut one period."""
+MAX_STRIPED_SEGMENTS: Final = 4096
+"""The same where ranks divide the tokens, perhaps one by one."""
 
 
 @dataclass(frozen=True)
@@ -163,33 +166,27 @@ def _shared(layouts: Sequence[CacheLayout]) -> set[str]:
     vLLM counts the layers of some draft models from those of the last stage on.
     """
     held = {frozenset(r.layer for g in layout.groups for r in g.regions) for layout in layouts}
-    return {layer for one, other in itertools.combinations(held, 2) for layer in one & other}
+    counts = Counter(itertools.chain.from_iterable(held))
+    return {layer for layer, count in counts.items() if count > 1}
 
 
 def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
-    pairs = list(itertools.product(mine.kinds, theirs.kinds))
+    # Ranks that lie would leave tokens that nobody reads.
+    if not mine.stripes == theirs.stripes == "complete":
+        return [Mismatch("tokens that ranks hold", mine.stripes, theirs.stripes)]
+    if len(mine.kinds) > 1 or len(theirs.kinds) > 1:
+        field = "number of kinds of cache among the ranks"
+        return [Mismatch(field, len(mine.kinds), len(theirs.kinds))]
+    (here,), (there,) = mine.kinds, theirs.kinds
     elements = [", ".join(sorted(side.elements)) for side in (mine, theirs)]
-    lengths = [_compare("bytes per head", here.lengths, there.lengths) for here, there in pairs]
     heads = _compare("number of KV heads", _count_heads(mine.heads), _count_heads(theirs.heads))
-    blocks = [_block_mismatches(here.group, there.group) for here, there in pairs]
-    scales = [] if heads else _scale_mismatches(mine.scales, theirs.scales)
-    return list(
-        itertools.chain(
-            _compare("KV cache dtype", *elements),
-            *lengths,
-            heads,
-            _stripe_mismatches(mine, theirs),
-            scales,
-            *blocks,
-        )
-    )
-
-
-def _stripe_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
-    """Ranks that lie would leave tokens that nobody reads."""
-    if mine.stripes == theirs.stripes == "complete":
-        return []
-    return [Mismatch("tokens that ranks hold", mine.stripes, theirs.stripes)]
+    return [
+        *_compare("KV cache dtype", *elements),
+        *_compare("bytes per head", here.lengths, there.lengths),
+        *heads,
+        *([] if heads else _scale_mismatches(mine.scales, theirs.scales)),
+        *_block_mismatches(here.group, there.group),
+    ]
 
 
 def _scale_mismatches(mine: Iterable[_Segment], theirs: Iterable[_Segment]) -> list[Mismatch]:
@@ -213,8 +210,11 @@ def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
     # Prefill must keep all tokens that decode looks back at.
     if theirs.window and not 0 < mine.window <= theirs.window:
         mismatches.append(Mismatch("sliding window", mine.window or None, theirs.window))
-    if num_token_segments(mine, theirs) > MAX_TOKEN_SEGMENTS:
-        field = f"block size (makes more than {MAX_TOKEN_SEGMENTS} token segments)"
+    is_striped = max(mine.stripe.count, theirs.stripe.count) > 1
+    limit = MAX_STRIPED_SEGMENTS if is_striped else MAX_TOKEN_SEGMENTS
+    if num_token_segments(mine, theirs) > limit:
+        interleave = " or interleave" if is_striped else ""
+        field = f"block size{interleave} (makes more than {limit} token segments)"
         mismatches.append(Mismatch(field, _block_words(mine), _block_words(theirs)))
     # Decode fills its blocks from their first token on, so prefill must have kept that token.
     if theirs.window and WINDOW_EDGE % mine.entry_size and theirs.entry_size % mine.entry_size:

@@ -268,19 +268,26 @@ class CacheLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers and heads of this rank."""
-        regions = (region for group in self.groups for region in group.regions)
-        return sum(region.num_heads * region.content for region in regions)
+        """Of all layers and heads of this rank, for a token of the prompt on average."""
+        return sum(
+            -(-region.num_heads * region.content // group.stripe.count)
+            for group in self.groups
+            for region in group.regions
+        )
 
     def __post_init__(self) -> None:
-        """Check the numbers, and that every block of every region is inside one span."""
+        """Check the numbers, the names, and that every block of a region is inside one span."""
         check_range("number of groups", len(self.groups), high=65)
         check_range("device", self.device, low=0, high=1 << 10)
         num_regions = sum(len(group.regions) for group in self.groups)
         # The check below compares each region with all spans.
         check_range("regions times spans", (num_regions + 1) * len(self.spans), low=0, high=1 << 20)
+        names: set[str] = set()
         for group in self.groups:
             for region in group.regions:
+                if region.layer in names:
+                    raise ValueError(f"layer {region.layer!r} occurs twice; allowed: once")
+                names.add(region.layer)
                 self._check_inside(group, region)
 
     def _check_inside(self, group: Group, region: Region) -> None:

@@ -191,7 +191,7 @@ def find_slices(
         if (number, begin) not in blocks:
             blocks[number, begin] = _block_numbers(table, begin, end)
         heads, ids = (kv.first_head, kv.end_head), blocks[number, begin]
-        other = _other_stripe(kv, table.group.stripe)
+        other = _other_stripe(kv, table.group)
         local_slices += [
             LocalSlice(region, table.group, part, heads, begin, stop, ids, other)
             for part in range(len(region.parts))
@@ -213,12 +213,13 @@ def _find_region(regions: dict[str, tuple[int, Region]], kv: KVSlice) -> tuple[i
     return number, region
 
 
-def _other_stripe(kv: KVSlice, own: Stripe) -> Stripe:
+def _other_stripe(kv: KVSlice, group: Group) -> Stripe:
     """That of the other side."""
-    others = [stripe for stripe in kv.stripes if stripe != own]
-    if len(others) > 1:
+    others = [stripe for stripe in kv.stripes if stripe != group.stripe]
+    allowed = 0 if group.keeps_states else 1
+    if len(others) > allowed:
         raise ValueError(
-            f"{kv.layer!r} has {len(others)} stripes that are not this rank's; allowed: 1"
+            f"{kv.layer!r} has {len(others)} stripes that are not this rank's; allowed: {allowed}"
         )
     return others[0] if others else ALL_TOKENS
 

@@ -265,7 +265,7 @@ def _first_tokens(layout: CacheLayout) -> list[LocalSlice]:
         for group in layout.groups
         for region in group.regions
         for number in range(len(region.parts))
-        for other in (ALL_TOKENS, Stripe(2))[: 1 if group.window else 2]
+        for other in (ALL_TOKENS, Stripe(2))[: 1 if group.keeps_states else 2]
     ]
 
 

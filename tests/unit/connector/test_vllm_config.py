@@ -737,9 +737,12 @@ def test_tokens_are_divided_in_whole_blocks_where_they_can(
     assert config.parallel_config.cp_kv_cache_interleave_size == width
 
 
-def test_the_operators_interleave_stays() -> None:
+@pytest.mark.parametrize("flag", ["cp", "dcp"])
+def test_the_operators_interleave_stays(flag: str) -> None:
+    """By either name of the flag; of the former one vLLM makes a copy."""
     config = divided(width=4)
-    config.parallel_config._allow_auto_resolve_cp_interleave_size = False
+    config.parallel_config._allow_auto_resolve_cp_interleave_size = flag == "dcp"
+    config.parallel_config.dcp_kv_cache_interleave_size = 4 if flag == "dcp" else 1
     choose_interleave(config, cache_of(FULL), {"TRITON_MLA"})
     assert config.parallel_config.cp_kv_cache_interleave_size == 4
 

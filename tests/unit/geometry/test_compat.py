@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nixl_kv.geometry import compat
 from nixl_kv.geometry.compat import (
     Mismatch,
     extra_mismatches,
@@ -428,16 +429,24 @@ def test_each_stripe_of_tokens_has_all_heads() -> None:
 @pytest.mark.parametrize(
     ("sizes", "fits"),
     [
-        pytest.param((512, 512), True, id="a segment for each token of 512"),
-        pytest.param((513, 513), False, id="513"),
+        pytest.param((4096, 4096), True, id="a segment for each token of 4096"),
+        pytest.param((4097, 4097), False, id="4097"),
     ],
 )
-def test_divided_tokens_may_make_512_segments(sizes: tuple[int, int], *, fits: bool) -> None:
+def test_divided_tokens_may_make_4096_segments(sizes: tuple[int, int], *, fits: bool) -> None:
     local = ranks(cache(group(block_size=sizes[0])))
     mismatches = layout_mismatches(local, striped(2, 1, block_size=sizes[1]))
-    field = "block size (makes more than 512 token segments) of a and 1 more"
-    there = "513, of tokens 0 to 0 of every 2"
-    assert mismatches == ([] if fits else [Mismatch(field, 513, there)])
+    field = "block size or interleave (makes more than 4096 token segments) of a and 1 more"
+    there = "4097, of tokens 0 to 0 of every 2"
+    assert mismatches == ([] if fits else [Mismatch(field, 4097, there)])
+
+
+def test_ranks_of_many_kinds_cost_no_time() -> None:
+    """A peer's description may name anything; to compare all with all would take seconds."""
+    kinds = [cache(group(stripe=Stripe(2, 0, 1), block_size=2047 - 2 * n)) for n in range(60)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(compat, "num_token_segments")
+        assert layout_mismatches(ranks(cache()), kinds) != []
 
 
 def test_a_layer_is_compared_by_the_window_of_its_own_group() -> None:

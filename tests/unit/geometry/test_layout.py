@@ -74,7 +74,9 @@ def test_each_number_has_bounds_that_its_error_names(
     [
         pytest.param("region", "parts", PARTS[0], (1, 8), "number of parts", id="parts"),
         pytest.param("group", "regions", REGION, (0, 2**14 - 1), "number of regions", id="regions"),
-        pytest.param("cache", "groups", GROUP, (1, 64), "number of groups", id="groups"),
+        pytest.param(
+            "cache", "groups", Group(16, 10, 1, ()), (1, 64), "number of groups", id="groups"
+        ),
     ],
 )
 def test_the_length_of_each_tuple_has_bounds(
@@ -117,9 +119,18 @@ def test_content_counts_all_pieces_of_all_parts() -> None:
 
 
 def test_the_bytes_of_a_token_are_those_of_all_layers_and_heads() -> None:
-    group = replace(GROUP, regions=(REGION, REGION))
-    layout = CacheLayout((group, GROUP), "DRAM", 0, LAYOUT.spans)
-    assert layout.bytes_per_token == 3 * 8 * 384
+    first, second, third = (replace(REGION, layer=layer) for layer in "abc")
+    groups = replace(GROUP, regions=(first, second)), replace(GROUP, regions=(third,))
+    assert CacheLayout(groups, "DRAM", 0, LAYOUT.spans).bytes_per_token == 3 * 8 * 384
+    divided = replace(groups[1], stripe=Stripe(4, 1, 16))
+    layout = CacheLayout((groups[0], divided), "DRAM", 0, LAYOUT.spans)
+    assert layout.bytes_per_token == 2 * 8 * 384 + 8 * 384 // 4
+
+
+def test_a_layer_is_once_in_a_cache() -> None:
+    """Who names it twice would have the tokens of one of them read by nobody."""
+    with pytest.raises(ValueError, match="^layer 'layer.0' occurs twice; allowed: once$"):
+        CacheLayout((GROUP, GROUP), "DRAM", 0, LAYOUT.spans)
 
 
 def test_heads_are_a_half_open_range() -> None:

@@ -139,7 +139,7 @@ def test_of_divided_tokens_an_opaque_slice_ends_with_a_block_of_the_rank(
     group = Group(BLOCK, 64, 1, regions, stripe=Stripe(2, place, 4 if place else 2))
     cache = replace(layout(), groups=(group,))
     table = BlockTable(block_ids([5, 3, 1]), group)
-    (kv,) = find_slices(cache, [KVSlice("b", 2, 3, 0)], [table], end=end)
+    kv, _ = find_slices(cache, [KVSlice("b", 2, 3, 0)], [table], end=end)
     assert kv.end == last
     assert len(kv.positions) == len(kv.ids) * BLOCK
 
@@ -212,6 +212,17 @@ def test_layers_that_begin_with_other_tokens_have_other_blocks() -> None:
     wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 6, 8)]
     slices = find_slices(layout(), wanted, tables([5, 3], []), end=14)
     assert [kv.ids.tolist() for kv in slices] == [[10, 11, 6, 7]] * 2 + [[6, 7]] * 2
+
+
+def test_a_state_is_not_divided() -> None:
+    group = replace(FULL, window=1)
+    with pytest.raises(ValueError, match="'a' has 1 stripes .* this rank's; allowed: 0$"):
+        find_slices(
+            replace(layout(), groups=(group,)),
+            [KVSlice("a", 2, 3, 0, (Stripe(2),))],
+            [BlockTable(block_ids([5]), group)],
+            end=4,
+        )
 
 
 def test_no_slices_are_found_if_none_are_wanted() -> None:
