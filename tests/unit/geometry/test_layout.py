@@ -129,7 +129,7 @@ def test_the_bytes_of_a_token_are_those_of_all_layers_and_heads() -> None:
 
 def test_a_layer_is_once_in_a_cache() -> None:
     """Who names it twice would have the tokens of one of them read by nobody."""
-    with pytest.raises(ValueError, match="^layer 'layer.0' occurs twice; allowed: once$"):
+    with pytest.raises(ValueError, match=r"^layer 'layer\.0' occurs twice; allowed: once$"):
         CacheLayout((GROUP, GROUP), "DRAM", 0, LAYOUT.spans)
 
 

@@ -216,7 +216,7 @@ def test_layers_that_begin_with_other_tokens_have_other_blocks() -> None:
 
 def test_a_state_is_not_divided() -> None:
     group = replace(FULL, window=1)
-    with pytest.raises(ValueError, match="'a' has 1 stripes .* this rank's; allowed: 0$"):
+    with pytest.raises(ValueError, match=r"'a' has 1 stripes .* this rank's; allowed: 0$"):
         find_slices(
             replace(layout(), groups=(group,)),
             [KVSlice("a", 2, 3, 0, (Stripe(2),))],
