@@ -34,7 +34,7 @@ from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.layout import ALL_TOKENS, Stripe
+from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Rank, RequestId
 
@@ -426,7 +426,7 @@ def window(spec: Any) -> int:
     all tokens, and is kept as if it were the last one's.
     """
     if holds_state(spec):
-        return 1
+        return STATE_WINDOW
     inner = _first(spec)
     if isinstance(inner, SlidingWindowSpec):
         return int(inner.sliding_window + inner.extra_retained_tokens)

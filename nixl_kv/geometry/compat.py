@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from nixl_kv.geometry.blocks import num_token_segments
-from nixl_kv.geometry.layout import WINDOW_EDGE, CacheLayout, Group, Region, Stripe
+from nixl_kv.geometry.layout import ALL_TOKENS, WINDOW_EDGE, CacheLayout, Group, Region, Stripe
 from nixl_kv.geometry.runs import Heads
 
 SHOWN_CHARACTERS: Final = 100
@@ -225,10 +225,9 @@ def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
 
 def _block_words(group: Group) -> object:
     """The block size, and which tokens are in a block, if not all."""
-    is_striped = group.stripe.count > 1
-    return (
-        f"{group.block_size}, of {_stripe_words(group.stripe)}" if is_striped else group.block_size
-    )
+    if group.stripe == ALL_TOKENS:
+        return group.block_size
+    return f"{group.block_size}, of {_stripe_words(group.stripe)}"
 
 
 def _stripe_words(stripe: Stripe) -> str:

@@ -4,7 +4,7 @@ A `KVSlice` names layer, heads and tokens of the model: it means the same on any
 `find_slices` finds slices in one rank's cache, as `LocalSlice`s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,7 @@ from nixl_kv.geometry.layout import (
     check_range,
 )
 from nixl_kv.geometry.plan import Share
+from nixl_kv.geometry.ranks import Holdings
 from nixl_kv.geometry.runs import Heads, Ints
 
 PARTS: Final = {1: ("KV",), 2: ("K", "V")}
@@ -139,7 +140,7 @@ def slices_read(
     layout: CacheLayout,
     share: Share,
     tables: Sequence[BlockTable],
-    remote_stripes: Mapping[str, Stripe],
+    remote: Holdings,
 ) -> tuple[KVSlice, ...]:
     """What a request reads from one remote rank: each layer, after its last absent entry.
 
@@ -148,7 +149,7 @@ def slices_read(
         share: the heads that it reads, by layer.
         tables: for each group, in the layout's order, the entries that are read. Entries are absent
             where a sliding window has passed.
-        remote_stripes: the stripe of each layer there, of those that are divided.
+        remote: what that rank holds.
     """
     slices: list[KVSlice] = []
     for group, table in zip(layout.groups, tables, strict=True):
@@ -157,11 +158,10 @@ def slices_read(
         if skipped == len(table.ids):
             continue
         begin = (table.first + skipped) * group.entry_size
-        own = (group.stripe,) if group.stripe.count > 1 else ()
         for region in group.regions:
             if region.layer in share:
-                remote = remote_stripes.get(region.layer)
-                stripes = own if remote is None or remote in own else (*own, remote)
+                both = dict.fromkeys((group.stripe, remote[region.layer].stripe))
+                stripes = tuple(stripe for stripe in both if stripe != ALL_TOKENS)
                 slices.append(KVSlice(region.layer, *share[region.layer], begin, stripes))
     return tuple(slices)
 

@@ -25,7 +25,8 @@ WIRE_VERSION history (of tickets and messages alike)
    fields that nobody used are gone; status; the answer to a renew has its number
 5  a ticket is one string; what another version sends is refused in a form that all versions read;
    an offer can be declined, and what was granted recalled; a renew says which claims are being read
-6  block tables leave out the absent entries that they begin with
+6  block tables leave out the absent entries that they begin with; a description says which tokens
+   a rank keeps, and what an engine keeps besides its model; a digest's slices say which tokens
 """
 
 import base64

@@ -123,7 +123,7 @@ class ReadAgent:
         if not load.verify:
             return []
         tables = block_tables(self._layout, load.tables)
-        slices = slices_read(self._layout, prepared.share, tables, prepared.stripes)
+        slices = slices_read(self._layout, prepared.share, tables, prepared.holdings)
         return [events.ReadStarted(request, rank, slices)]
 
     def read_slot(self, action: events.ReadSlot) -> list[events.DataEvent]:

@@ -12,9 +12,9 @@ from typing import Final
 from nixl_kv.config import AllowedHosts
 from nixl_kv.errors import IncompatiblePeer, TransportError
 from nixl_kv.geometry import compat, ranks
-from nixl_kv.geometry.layout import CacheLayout, Stripe
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Plan, Share, plan
-from nixl_kv.geometry.ranks import Route
+from nixl_kv.geometry.ranks import Holdings, Route
 from nixl_kv.ids import Rank, endpoint_host
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey
@@ -98,11 +98,11 @@ class RemotePeers:
 
 @dataclass(frozen=True)
 class PreparedRank:
-    """One rank of a peer, ready to be read. `stripes` are its own, of layers that are divided."""
+    """One rank of a peer, ready to be read."""
 
     name: PeerName
     share: Share
-    stripes: Mapping[str, Stripe]
+    holdings: Holdings
     plan: Plan
     local: ListHandle
     remote: ListHandle
@@ -179,7 +179,7 @@ class PreparedPeers:
             return PreparedRank(
                 name,
                 route.share,
-                _stripes(remote.layout),
+                ranks.holdings(remote.layout),
                 planned,
                 local,
                 self._transport.prepare(planned.remote, remote.layout.memory, name),
@@ -188,13 +188,3 @@ class PreparedPeers:
         except TransportError:
             self._transport.drop_peer(name)
             raise
-
-
-def _stripes(layout: CacheLayout) -> dict[str, Stripe]:
-    """Of each layer whose tokens are divided."""
-    return {
-        region.layer: group.stripe
-        for group in layout.groups
-        for region in group.regions
-        if group.stripe.count > 1
-    }

@@ -1,7 +1,6 @@
 """Real engines, started once for all end-to-end tests: prefill, decode, a single one, a router."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,7 @@ from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import Engine, EngineSpec
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
-from support.engines import PATIENT, Accounts, connect
+from support.engines import PATIENT, Accounts, connect, without_connector
 
 KV_CACHE_BYTES = 320 << 20
 """Of each cache, 1 MiB for each block: enough for all tests, and little memory."""
@@ -39,9 +38,7 @@ def base_engines(
     cluster: Cluster, base_specs: tuple[EngineSpec, EngineSpec]
 ) -> tuple[Engine, Engine, Engine]:
     """Prefill, decode and single."""
-    single = replace(
-        base_specs[0], name="single", role="single", connector="none", connector_config={}
-    )
+    single = without_connector(base_specs[0], "single")
     prefill, decode, alone = cluster.start(*base_specs, single)
     connect(prefill, decode)
     return prefill, decode, alone

@@ -16,15 +16,22 @@ from lab.cluster.answers import Question
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster, pair_specs
 from lab.cluster.engines import Engine
-from lab.cluster.metrics import FAILURES, LOADS, OFFERS, VERIFIED, CountersSince
+from lab.cluster.metrics import (
+    ACCEPTED,
+    DRAFTED,
+    FAILURES,
+    LOADS,
+    OFFERS,
+    VERIFIED,
+    CountersSince,
+)
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
-from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started
+from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started, without_connector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{what}_tokens_total" for what in ("draft", "accepted"))
 AHEAD = 3
 ANSWER = 1 + 6 * (AHEAD + 1)
 """Tokens: prefill's, and those of six steps."""
@@ -50,9 +57,7 @@ def engines(cluster: Cluster) -> Iterator[Mapping[str, Engine]]:
         "decode": decode,
         "drafting prefill": replace(prefill, name="prefill-drafting", extra_args=drafting),
         "drafting decode": replace(decode, name="decode-drafting", extra_args=drafting),
-        "single": replace(
-            decode, name="single-plain", role="single", connector="none", connector_config={}
-        ),
+        "single": without_connector(decode, "single-plain"),
     }
     with started(cluster, *specs.values()) as running:
         yield dict(zip(specs, running, strict=True))

@@ -18,7 +18,7 @@ from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.models.qwen3_next import Qwen3Next
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
-from support.engines import PATIENT, Accounts, connect, started
+from support.engines import PATIENT, Accounts, connect, started, without_connector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -43,9 +43,7 @@ def engines(cluster: Cluster) -> Iterator[list[Engine]]:
     two = [
         replace(spec, name=f"{spec.name}-pp2", pipeline_parallel=2) for spec in (prefill, decode)
     ]
-    single = replace(
-        decode, name="single-stages", role="single", connector="none", connector_config={}
-    )
+    single = without_connector(decode, "single-stages")
     with started(cluster, prefill, decode, *two, single) as running:
         yield running
 

@@ -31,7 +31,7 @@ from lab.cluster.models.qwen3_next import Qwen3Next
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
 from lab.suites.damage import planted_spec
-from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started
+from support.engines import EVENT_S, PATIENT, Accounts, connect, expect, started, without_connector
 from support.nixl_kv_command import nixl_kv
 from support.planted import expect_named
 
@@ -71,9 +71,7 @@ def engines(cluster: Cluster, plan: Path) -> Iterator[Mapping[str, Engine]]:
         connector_config=PATIENT,
         extra_args=(*STATE_ARGS, "--max-num-batched-tokens", str(CHUNK)),
     )
-    single = replace(
-        decode, name="single-hybrid", role="single", connector="none", connector_config={}
-    )
+    single = without_connector(decode, "single-hybrid")
     specs = {
         "prefill": prefill,
         "decode": decode,

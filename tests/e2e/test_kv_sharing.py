@@ -18,7 +18,7 @@ from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.models.gemma import Gemma4
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
-from support.engines import PATIENT, Accounts, connect, started
+from support.engines import PATIENT, Accounts, connect, started, without_connector
 
 pytestmark = pytest.mark.e2e
 
@@ -38,9 +38,7 @@ def engines(cluster: Cluster) -> Iterator[list[Engine]]:
         connector_config=PATIENT,
     )
     prefill = replace(prefill, extra_args=("--kv-sharing-fast-prefill",))
-    single = replace(
-        decode, name="single-sharing", role="single", connector="none", connector_config={}
-    )
+    single = without_connector(decode, "single-sharing")
     with started(cluster, prefill, decode, single) as engines:
         connect(*engines[:2])
         yield engines

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from lab.cluster.client import Client, Counters
 from lab.cluster.cluster import Cluster
@@ -40,6 +41,12 @@ EVENT_S = 90.0
 
 SETTLING = 8
 """Tokens, each a step: then an engine has published all that it had counted before."""
+
+
+def without_connector(spec: EngineSpec, name: str) -> EngineSpec:
+    """An engine of the same shape that answers alone, to compare answers with."""
+    return replace(spec, name=name, role="single", connector="none", connector_config={})
+
 
 _SEEDS = itertools.count(10**6)
 

@@ -23,6 +23,7 @@ from nixl_kv.geometry.digest import Key
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import plan
+from nixl_kv.geometry.ranks import holdings
 from nixl_kv.geometry.slices import LocalSlice, find_slices, slices_read
 from nixl_kv.transfer.digests import Digester, HostDigester
 from nixl_kv.transfer.loop import READING_PAUSE_S
@@ -71,8 +72,9 @@ class Prompt:
     def _slices(self) -> list[LocalSlice]:
         layout = self._layout
         tables = [BlockTable.of(self._local, layout.groups[0])]
-        heads = {region.layer: region.heads for g in layout.groups for region in g.regions}
-        wanted = slices_read(layout, heads, tables, {})
+        held = holdings(layout)
+        heads = {layer: holding.heads for layer, holding in held.items()}
+        wanted = slices_read(layout, heads, tables, held)
         return find_slices(layout, wanted, tables, end=self._num_tokens)
 
 

@@ -180,9 +180,7 @@ class Pair:
                 if not route.readers:
                     continue
                 remote = self.prefill.ranks[route.remote_rank].layout
-                stripes = {r.layer: g.stripe for g in remote.groups for r in g.regions}
-                divided = {layer: s for layer, s in stripes.items() if s.count > 1}
-                slices = slices_read(rank.layout, route.share, tables, divided)
+                slices = slices_read(rank.layout, route.share, tables, holdings(remote))
                 remote_tables = block_tables(self.case.prefill, remote, 0)
                 if slices:
                     local_slices = find_slices(rank.layout, slices, tables, end=end)

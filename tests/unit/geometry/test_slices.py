@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nixl_kv.geometry.blocks import ABSENT, BlockTable, Table, block_ids
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
+from nixl_kv.geometry.ranks import holdings
 from nixl_kv.geometry.slices import KVSlice, find_slices, part_name, slices_read
 
 BASE = 1 << 20
@@ -33,6 +34,7 @@ def layout(*, windowed: bool = False) -> CacheLayout:
 
 
 FULL, WINDOWED = layout(windowed=True).groups
+HELD = holdings(layout())
 
 
 def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list[BlockTable]:
@@ -47,19 +49,19 @@ def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list
 
 def test_all_tokens_of_the_shared_heads_are_read() -> None:
     share = {"a": (2, 4), "c": (3, 4)}
-    slices = slices_read(layout(), share, tables([5, 3], [7, 8, 1, 2]), {})
+    slices = slices_read(layout(), share, tables([5, 3], [7, 8, 1, 2]), HELD)
     assert slices == (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
 
 
 def test_after_a_prefix_hit_slices_begin_with_the_tables() -> None:
-    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3), {})
+    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3), HELD)
     assert [kv.begin for kv in slices] == [3 * BLOCK * PER_ENTRY, 6 * BLOCK]
 
 
 def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
     share = {"a": (2, 6), "c": (2, 6)}
     passed = [ABSENT, 4, ABSENT, ABSENT, 7, 8]
-    slices = slices_read(layout(windowed=True), share, tables([5, 3, 1], passed), {})
+    slices = slices_read(layout(windowed=True), share, tables([5, 3, 1], passed), HELD)
     assert slices == (KVSlice("a", 2, 6, 0), KVSlice("c", 2, 6, 16))
 
 
@@ -77,7 +79,7 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
     alone = replace(layout(), groups=(group,))
     found = []
     for table in (BlockTable.of(cut, group), BlockTable(block_ids(whole[begin:]), group, begin)):
-        slices = slices_read(alone, share, [table], {})
+        slices = slices_read(alone, share, [table], HELD)
         end = len(whole) * group.entry_size
         places = find_slices(alone, slices, [table], end=end) if slices else []
         found.append((slices, [(kv.begin, kv.end, kv.ids.tolist()) for kv in places]))
@@ -86,7 +88,7 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
 
 @pytest.mark.parametrize("windowed", [[ABSENT, ABSENT], []], ids=["all absent", "empty table"])
 def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
-    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed), {})
+    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed), HELD)
     assert slices == (KVSlice("a", 2, 6, 0),)
 
 

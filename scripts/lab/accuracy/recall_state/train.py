@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
+from lab.accuracy.recall import folder as folders
 from lab.accuracy.recall.heldout import mixed, write
 from lab.accuracy.recall.task import (
     EOS,
     IGNORED,
     LONGEST,
-    PAD,
     VOCABULARY_SIZE,
     Item,
     batch,
@@ -32,7 +31,6 @@ from lab.accuracy.recall.task import (
     vocabulary,
 )
 from lab.accuracy.recall_state.model import FAMILY, StateRecall
-from lab.cluster.models.files import write_json, write_tokenizer
 
 LENGTHS: Final = (60, 120, 200)
 """Tokens of held-out prompts."""
@@ -111,13 +109,8 @@ def share_right(model: StateRecall, items: list[Item]) -> float:
 
 def save(folder: Path, model: StateRecall) -> None:
     """Write weights, configuration and tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: part.to(torch.bfloat16).contiguous() for name, part in model.tensors().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # others may run the engine
-    write_json(folder / "config.json", FAMILY.config(VOCABULARY_SIZE))
-    write_json(folder / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": PAD})
-    write_tokenizer(folder, vocabulary(), FAMILY.max_positions)
+    config = FAMILY.config(VOCABULARY_SIZE)
+    folders.write(folder, model.tensors(), config, FAMILY.max_positions)
 
 
 def main() -> None:
@@ -142,7 +135,7 @@ def main() -> None:
         "seconds": round(time.monotonic() - begin, 1),
         "cpu_seconds": round(time.process_time() - busy, 1),
     }
-    save(folder, model)
+    folders.write(folder, model.tensors(), FAMILY.config(VOCABULARY_SIZE), FAMILY.max_positions)
     write(folder / "heldout.jsonl", mixed(HELD_OUT, 0, LENGTHS))
     right = {
         str(tokens): share_right(model, prompts(HELD_OUT, tokens=tokens, seed=1))
