@@ -5,6 +5,7 @@ in it what the axes say. What is known of their backends is here, as data. A bac
 known is exchanged in whole blocks, between engines that are cut alike.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from nixl_kv.connector.vllm_config import (
     draft_model_of,
     dtype_name,
     layer_spec,
+    num_stripes,
     parallel_shape,
     stripe,
     window,
@@ -35,6 +37,8 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Region, Span
 from nixl_kv.geometry.views import join_kv, region_from_tensor
+
+logger = logging.getLogger(__name__)
 
 AXES: Final = "BHNC"
 """Of the views that vLLM registers: K and V follow each other in the content."""
@@ -69,6 +73,9 @@ IN_ONE_PIECE: Final[Mapping[str, frozenset[str]]] = {
 }
 """Quantised caches that keep a token of a head in one piece, with its scales if it has its own: by
 backend, the values of --kv-cache-dtype as the layer has resolved them."""
+
+ONE_BY_ONE: Final = frozenset(("FLASHINFER_MLA",))
+"""Attention backends that take tokens divided among ranks one by one only."""
 
 TRANSPOSED_K: Final = frozenset(("vec", "vec16"))
 """Of CPU_ATTN's instruction sets those that keep a head's block as K [D, N], then V [N, D]."""
@@ -226,6 +233,32 @@ def backend_name(module: Any) -> str:
     if backend is None:
         backend = getattr(module, "get_attn_backend", lambda: None)()
     return str(backend.get_name()) if backend is not None else "an unknown backend"
+
+
+def choose_interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Divide tokens in whole blocks, where the operator leaves it open and the kernels can do it.
+
+    Else vLLM divides them one by one, and each token of each layer is read by itself. The model
+    runner looks at the interleave after it has made the connector. Changes `vllm_config`; to be
+    called in a worker only.
+    """
+    parallel = vllm_config.parallel_config
+    sizes = {
+        group.kv_cache_spec.block_size
+        for group in kv_cache_config.kv_cache_groups
+        if num_stripes(vllm_config, group.kv_cache_spec) > 1
+    }
+    is_open = parallel._allow_auto_resolve_cp_interleave_size  # noqa: SLF001 - vLLM has no other
+    is_open &= parallel.dcp_kv_cache_interleave_size == 1  # its former name
+    if len(sizes) != 1 or not is_open or vllm_config.speculative_config is not None:
+        return
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    if ONE_BY_ONE.isdisjoint(map(backend_name, layers)):
+        parallel.cp_kv_cache_interleave_size = sizes.pop()
+        logger.info(
+            "ranks divide the tokens by %d (cp_kv_cache_interleave_size)",
+            parallel.cp_kv_cache_interleave_size,
+        )
 
 
 def _group(

@@ -6,7 +6,6 @@ cannot be served is refused in one table, at the start, in words.
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -37,8 +36,6 @@ from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Rank, RequestId
-
-logger = logging.getLogger(__name__)
 
 MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
 """Backends that BHLNC is known good for, and up to which --block-size.
@@ -78,9 +75,6 @@ MAX_FACT: Final = 1000
 
 THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 """As --master-addr: nodes that are processes of one machine."""
-
-ONE_BY_ONE: Final = frozenset(("FLASHINFER_MLA",))
-"""Attention backends that take tokens divided among ranks one by one only."""
 
 SUPPORTED_SPECS: Final = frozenset(
     (
@@ -367,36 +361,6 @@ def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
             f"allowed: what divides the block size {spec.block_size}"
         )
     return Stripe(number, get_dcp_group().rank_in_group, width)
-
-
-def choose_interleave(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, backends: Collection[str]
-) -> None:
-    """Divide tokens in whole blocks, where the operator leaves it open and the kernels can do it.
-
-    Else vLLM divides them one by one, and each token of each layer is read by itself. The model
-    runner looks at the interleave after it has made the connector.
-
-    Args:
-        vllm_config: of this engine; changed in place.
-        kv_cache_config: its cache groups.
-        backends: the names of all layers' attention backends.
-    """
-    parallel = vllm_config.parallel_config
-    sizes = {
-        group.kv_cache_spec.block_size
-        for group in kv_cache_config.kv_cache_groups
-        if num_stripes(vllm_config, group.kv_cache_spec) > 1
-    }
-    is_open = parallel._allow_auto_resolve_cp_interleave_size  # noqa: SLF001 - vLLM has no other
-    is_open &= parallel.dcp_kv_cache_interleave_size == 1  # its former name
-    is_able = vllm_config.speculative_config is None and not ONE_BY_ONE.intersection(backends)
-    if len(sizes) == 1 and is_open and is_able:
-        parallel.cp_kv_cache_interleave_size = sizes.pop()
-        logger.info(
-            "ranks divide the tokens by %d (cp_kv_cache_interleave_size)",
-            parallel.cp_kv_cache_interleave_size,
-        )
 
 
 def holds_state(spec: Any) -> bool:

@@ -10,14 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv import addresses
-from nixl_kv.connector.kv_layout import backend_name, cache_layout
+from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.stale_tails import StaleTails
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.unwritten import UnwrittenOffers
 from nixl_kv.connector.vllm_config import (
     check_supported,
-    choose_interleave,
     draft_facts,
     is_copy,
     model_facts,
@@ -43,8 +42,7 @@ class Worker:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         """Check the configuration; nothing starts before the cache exists."""
         check_supported(vllm_config, kv_cache_config)
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        choose_interleave(vllm_config, kv_cache_config, {backend_name(layer) for layer in layers})
+        choose_interleave(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._engine: TransferEngine | None = None

@@ -22,13 +22,13 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from nixl_kv.connector import vllm_config as module
+from nixl_kv.connector.kv_layout import choose_interleave
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.vllm_config import (
     DRAFT_FACT,
     REFUSALS,
     STATE_KINDS,
     check_supported,
-    choose_interleave,
     computed_on_decode,
     counts_media,
     draft_facts,
@@ -719,6 +719,14 @@ def test_a_block_table_counts_blocks_of_all_ranks() -> None:
     assert pagings(divided(4), cache) == expected
 
 
+def choose(config: Any, cache: KVCacheConfig, backends: set[str]) -> None:
+    """For an engine whose layers have these backends."""
+    layers = [SimpleNamespace(get_name=lambda name=name: name) for name in backends]
+    context = {layer.get_name(): SimpleNamespace(attn_backend=layer) for layer in layers}
+    config.compilation_config.static_forward_context = context
+    choose_interleave(config, cache)
+
+
 @pytest.mark.parametrize(
     ("backends", "changes", "width"),
     [
@@ -733,7 +741,7 @@ def test_tokens_are_divided_in_whole_blocks_where_they_can(
     config = divided()
     for name, value in changes.items():
         setattr(config, name, value)
-    choose_interleave(config, cache_of(FULL, REPLICATED), backends)
+    choose(config, cache_of(FULL, REPLICATED), backends)
     assert config.parallel_config.cp_kv_cache_interleave_size == width
 
 
@@ -743,13 +751,13 @@ def test_the_operators_interleave_stays(flag: str) -> None:
     config = divided(width=4)
     config.parallel_config._allow_auto_resolve_cp_interleave_size = flag == "dcp"
     config.parallel_config.dcp_kv_cache_interleave_size = 4 if flag == "dcp" else 1
-    choose_interleave(config, cache_of(FULL), {"TRITON_MLA"})
+    choose(config, cache_of(FULL), {"TRITON_MLA"})
     assert config.parallel_config.cp_kv_cache_interleave_size == 4
 
 
 def test_without_division_nothing_is_chosen() -> None:
     config = divided(1)
-    choose_interleave(config, cache_of(FULL), {"TRITON_MLA"})
+    choose(config, cache_of(FULL), {"TRITON_MLA"})
     assert config.parallel_config.cp_kv_cache_interleave_size == 1
 
 
