@@ -267,6 +267,11 @@ class CacheLayout:
     spans: tuple[Span, ...]
 
     @property
+    def regions(self) -> "dict[str, tuple[int, Region]]":
+        """For each layer the number of its group, and its region."""
+        return {r.layer: (number, r) for number, g in enumerate(self.groups) for r in g.regions}
+
+    @property
     def bytes_per_token(self) -> int:
         """Of all layers and heads of this rank, for a token of the prompt on average."""
         return sum(

@@ -1,8 +1,8 @@
 """What to copy from one remote rank, as maximal contiguous runs.
 
 `plan(local, remote)` is called once per remote rank. It finds the runs that every block consists
-of, and describes all blocks at once by one strided row per run and side. `Plan.reads` is called
-once per request. It only turns block ids into indices into those rows.
+of, and describes all blocks at once by one strided row per run and side. `Plan.pieces` is called
+once per request. It only turns block ids into numbers of pieces of those rows.
 
 A row is (address, length, device, stride, count): `count` pieces of `length` bytes, `stride` bytes
 apart, one piece per block. The pieces of all rows are numbered in row order, and a request names
@@ -72,6 +72,14 @@ class Reads:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """The pieces of some rows that a request reads: (local[i], remote[i]) of each row."""
+
+    local: BlockIds
+    remote: BlockIds
+
+
+@dataclass(frozen=True)
 class PagedRows:
     """Rows that move the same token segment. Pairs are (local, remote)."""
 
@@ -92,15 +100,10 @@ class Plan:
     paged_rows: tuple[PagedRows, ...]
     groups: tuple[tuple[Group, ...], tuple[Group, ...]]  # local, remote
 
-    def reads(
-        self,
-        local: Sequence[Table],
-        remote: Sequence[Table],
-        tokens: range,
-        *,
-        buffer: IndexBuffer | None = None,
-    ) -> Reads:
-        """The indices for one request, which needs these tokens of its prompt.
+    def pieces(
+        self, local: Sequence[Table], remote: Sequence[Table], tokens: range
+    ) -> tuple[Pieces, ...]:
+        """The pieces of each of `paged_rows` for one request, which needs these tokens.
 
         Args:
             local: for each local group, the block table; an entry is absent where nothing is to be
@@ -109,7 +112,6 @@ class Plan:
             tokens: they begin at the edge of an entry in each local group's table. Tokens after the
                 end, up to the next block edge of either side, are read too: they belong to the same
                 request on both sides.
-            buffer: where to put the indices. They are valid until the buffer's next use.
 
         Raises:
             ValueError: for a table that is too short, a block id that the caches do not have
@@ -121,22 +123,49 @@ class Plan:
                 raise ValueError(
                     f"{len(tables)} block tables; allowed: {len(self.groups[side])}, one per group"
                 )
-        pieces = [(rows, *self._pieces(rows, (local, remote), tokens)) for rows in self.paged_rows]
-        count = sum(len(rows.first[0]) * len(mine) for rows, mine, _ in pieces)
-        indices = (buffer or IndexBuffer()).reserve(2 * count).reshape(2, count)
-        _fill(indices[0], [(rows.first[0], mine) for rows, mine, _ in pieces])
-        _fill(indices[1], [(rows.first[1], theirs) for rows, _, theirs in pieces])
-        return Reads(
-            indices[0],
-            indices[1],
-            sum(rows.segment_bytes * len(mine) for rows, mine, _ in pieces),
-            sum(_count_runs(rows, mine, theirs) for rows, mine, theirs in pieces),
-        )
+        return tuple(self._pieces(rows, (local, remote), tokens) for rows in self.paged_rows)
+
+    def num_bytes(self, pieces: Sequence[Pieces]) -> int:
+        """How many bytes these pieces of all rows have."""
+        pairs = zip(self.paged_rows, pieces, strict=True)
+        return sum(rows.segment_bytes * len(each.local) for rows, each in pairs)
+
+    def num_runs(self, pieces: Sequence[Pieces]) -> int:
+        """How many contiguous runs they are."""
+        pairs = zip(self.paged_rows, pieces, strict=True)
+        return sum(_count_runs(rows, each) for rows, each in pairs)
+
+    def indices(
+        self, pieces: Sequence[Pieces], buffer: IndexBuffer | None = None
+    ) -> tuple[BlockIds, BlockIds]:
+        """These pieces of all rows by their numbers in the two lists, one after the other.
+
+        They are in `buffer`, if one is given, and valid until its next use.
+        """
+        pairs = list(zip(self.paged_rows, pieces, strict=True))
+        count = sum(len(rows.first[0]) * len(each.local) for rows, each in pairs)
+        local, remote = (buffer or IndexBuffer()).reserve(2 * count).reshape(2, count)
+        _fill(local, [(rows.first[0], each.local) for rows, each in pairs])
+        _fill(remote, [(rows.first[1], each.remote) for rows, each in pairs])
+        return local, remote
+
+    def reads(
+        self,
+        local: Sequence[Table],
+        remote: Sequence[Table],
+        tokens: range,
+        *,
+        buffer: IndexBuffer | None = None,
+    ) -> Reads:
+        """One request's pieces by number, and their sum: see `pieces`."""
+        pieces = self.pieces(local, remote, tokens)
+        indices = self.indices(pieces, buffer)
+        return Reads(*indices, self.num_bytes(pieces), self.num_runs(pieces))
 
     def _pieces(
         self, rows: PagedRows, tables: tuple[Sequence[Table], Sequence[Table]], tokens: range
-    ) -> tuple[BlockIds, BlockIds]:
-        """The pieces of these rows that a request reads, on both sides.
+    ) -> Pieces:
+        """The pieces of these rows that a request reads.
 
         Where pieces can merge, they are in ascending order of the local ones: an allocator hands
         out neighbouring blocks, but often backwards.
@@ -157,11 +186,11 @@ class Plan:
             missing = np.array(starts)[present][remote < 0][0]
             raise ValueError(f"the remote block of token {missing} is absent; it is wanted here")
         if not rows.dense_rows or (local[1:] > local[:-1]).all():
-            return local, remote
+            return Pieces(local, remote)
         # A sort of pairs, each in one word, is several times faster than an argsort.
         pairs = (local.astype(np.int64) << 32) | remote
         pairs.sort()
-        return (pairs >> 32).astype(np.int32), (pairs & MAX_INDEX).astype(np.int32)
+        return Pieces((pairs >> 32).astype(np.int32), (pairs & MAX_INDEX).astype(np.int32))
 
 
 def _fill(indices: BlockIds, rows: list[tuple[BlockIds, BlockIds]]) -> None:
@@ -174,7 +203,8 @@ def _fill(indices: BlockIds, rows: list[tuple[BlockIds, BlockIds]]) -> None:
         start = end
 
 
-def _count_runs(rows: PagedRows, local: BlockIds, remote: BlockIds) -> int:
+def _count_runs(rows: PagedRows, pieces: Pieces) -> int:
+    local, remote = pieces.local, pieces.remote
     separate = (len(rows.first[0]) - rows.dense_rows) * len(local)
     if not rows.dense_rows or not len(local):
         return separate
@@ -209,7 +239,7 @@ def _common_layers(
     local: CacheLayout, remote: CacheLayout, share: Share | None
 ) -> Iterator[tuple[tuple[int, int], list[tuple[Region, Region, Heads]]]]:
     """For each pair of groups with layers in common: their regions, and the heads to read."""
-    remote_regions = {r.layer: (n, r) for n, g in enumerate(remote.groups) for r in g.regions}
+    remote_regions = remote.regions
     for number, group in enumerate(local.groups):
         by_group: dict[int, list[tuple[Region, Region, Heads]]] = {}
         for mine in group.regions:

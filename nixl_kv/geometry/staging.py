@@ -1,0 +1,262 @@
+"""Where KV is on its way, if its runs are too short to be read one by one.
+
+Prefill packs what a reader wants into one slot of a ring of registered memory, the reader reads it
+there in one run into a slot of a ring of its own, and scatters it into its blocks. What is in a
+slot has a layout like any other: one group of prefill's cache, cut to the layers and heads that are
+read (a `Crop`), entry behind entry without a gap. So `plan(staged, prefill's layout)` says how to
+pack, and `plan(reader's layout, staged)` how to scatter, for all shapes that `plan` knows.
+
+Both sides find that layout by themselves, from prefill's layout and the crop. Inside an entry all
+bytes are in prefill's order, as far as strides can say it: prefill packs in runs as long as can be.
+
+A prompt is read in chunks, each of which has one crop and fits into a slot of both rings.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from nixl_kv.geometry.blocks import ABSENT, Table
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Part, Region, Span
+from nixl_kv.geometry.plan import Share
+from nixl_kv.geometry.runs import Heads
+
+NUM_SLOTS: Final[dict[Memory, int]] = {"VRAM": 4, "DRAM": 16}
+"""Of a ring. What a slot costs besides its bytes is a matter of 0.2 ms: of GPU memory, a link
+carries tens of MiB in that time, of host memory one."""
+
+LEAST_CHUNK: Final[dict[Memory, int]] = {"VRAM": 16 << 20, "DRAM": 1 << 20}
+"""Bytes of a chunk, for the same reason: of a read that has several times as many."""
+
+LEAST_CHUNKS: Final = 4
+"""That a read is cut into, if it is long enough: while one is read, others are packed and
+scattered."""
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Some layers and heads that a group of one side and a group of the other have in common."""
+
+    groups: tuple[int, int]  # their numbers: local, remote
+    share: Share
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Memory in equal slots, in which entries of a staged layout are counted from its beginning."""
+
+    span: Span
+    num_slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.span.length // self.num_slots
+
+    def first_entry(self, slot: int, entry_bytes: int) -> int:
+        """The number of the first entry that begins in a slot."""
+        return -(-slot * self.slot_bytes // entry_bytes)
+
+    def capacity(self, entry_bytes: int) -> int:
+        """How many entries there is room for in any slot."""
+        return max(0, (self.slot_bytes + 1) // entry_bytes - 1)
+
+
+def may_take(held: int, free: int) -> bool:
+    """Whether who holds so many slots of a ring may take one more, of so many that are free.
+
+    One alone gets two thirds of a ring, two get two fifths each, and there is always some room for
+    another: dynamic thresholds with a factor of 2, after Choudhury and Hahne, "Dynamic Queue Length
+    Thresholds for Shared-Memory Packet Switches", 1998.
+    """
+    return held < 2 * free
+
+
+def crops(local: CacheLayout, remote: CacheLayout, share: Share) -> list[Crop]:
+    """What is read, in parts that each have one group on either side."""
+    found: dict[tuple[int, int], dict[str, Heads]] = {}
+    theirs = remote.regions
+    for layer, (number, _) in local.regions.items():
+        heads = share.get(layer, (0, 0))
+        if layer in theirs and heads[0] < heads[1]:
+            found.setdefault((number, theirs[layer][0]), {})[layer] = heads
+    return [Crop(pair, layers) for pair, layers in found.items()]
+
+
+def entry_bytes(staged: CacheLayout) -> int:
+    """Bytes of one entry of a staged layout's only group."""
+    group = staged.groups[0]
+    return group.regions[0].block_stride * group.blocks_per_entry
+
+
+def staged_layout(
+    source: Group, share: Share, ring: Span, *, memory: Memory, device: int
+) -> CacheLayout:
+    """Cut a group of prefill's to these layers and heads, dense, as often as a ring has room.
+
+    Raises:
+        ValueError: if the group lacks some of them, or there is no room for one entry.
+    """
+    regions = {region.layer: region for region in source.regions}
+    for layer, heads in share.items():
+        if layer not in regions:
+            raise ValueError(f"layer {layer!r} is not in the group")
+        first, end = regions[layer].heads
+        if not first <= heads[0] < heads[1] <= end:
+            raise ValueError(
+                f"heads of {layer!r} are {heads[0]} to {heads[1]}; allowed: within {first} to {end}"
+            )
+    wanted = sorted((regions[layer] for layer in share), key=lambda region: region.base)
+    cut, size = _cut(wanted, share, source.block_size)
+    num_entries = ring.length // (size * source.blocks_per_entry)
+    if not cut or not num_entries:
+        raise ValueError(f"a block has {size} bytes; allowed: what a ring has room for")
+    group = Group(
+        source.block_size,
+        num_entries * source.blocks_per_entry,
+        source.blocks_per_entry,
+        tuple(replace(r, base=ring.address - 1 + r.base, block_stride=size) for r in cut),
+        source.window,
+        source.stripe,
+    )
+    return CacheLayout((group,), memory, device, (ring,))
+
+
+def staged_entries(table: Table, group: Group, tokens: range) -> range:
+    """Which entries of prefill's block table a chunk of these tokens has."""
+    size = group.entry_size
+    first = max(tokens.start // size, table.first)
+    return range(first, max(first, min(-(-tokens.stop // size), table.first + table.num_ids)))
+
+
+def staged_table(table: Table, entries: range, first: int) -> Table:
+    """The block table in a slot: entry number `first` is there for the first of these entries.
+
+    What prefill does not have is not there either.
+    """
+    start = entries.start - table.first
+    theirs = table.block_ids[start : start + len(entries)]
+    ids = np.arange(first, first + len(entries), dtype=np.int32)
+    ids[theirs == ABSENT] = ABSENT
+    return Table.of(ids, entries.start)
+
+
+def split_tokens(
+    groups: tuple[Group, Group], table: Table, tokens: range, max_entries: int
+) -> Iterator[range]:
+    """Cut what is read of a group into chunks of at most `max_entries` of prefill's entries.
+
+    Args:
+        groups: local and remote.
+        table: the local block table; what is absent at its beginning is not read.
+        tokens: what is read; it begins with a local entry.
+        max_entries: that a slot has room for.
+
+    Raises:
+        ValueError: if one local entry does not fit.
+    """
+    mine, theirs = (group.entry_size for group in groups)
+    both = math.lcm(mine, theirs)
+    start = max(tokens.start // mine, table.first) * mine
+    stop = min(tokens.stop, (table.first + table.num_ids) * mine)
+    while start < stop:
+        limit = (start // theirs + max_entries) * theirs
+        edge = limit // both * both
+        if edge <= start:
+            edge = limit // mine * mine
+        if limit >= stop:
+            edge = stop
+        if edge <= start:
+            raise ValueError("a block does not fit into a slot of the ring")
+        yield range(start, edge)
+        start = edge
+
+
+def _cut(regions: Sequence[Region], share: Share, block_size: int) -> tuple[list[Region], int]:
+    """The regions, as if the first block began at address 1, and the bytes of a block."""
+    cut: list[Region] = []
+    size = 0
+    for region in regions:
+        dense, length = _dense(region, share[region.layer], block_size)
+        cut.append(replace(dense, base=1 + size))
+        size += length
+    shapes = {replace(region, layer="", base=1, scales=()) for region in regions}
+    if len(regions) > 1 and len(shapes) == 1 and len({r.heads for r in cut}) == 1:
+        head_stride = cut[0].head_stride
+        outside = head_stride * cut[0].num_heads == size // len(cut)
+        if outside and regions[-1].base - regions[0].base < regions[0].head_stride:
+            # Prefill has all layers of a head before the next head.
+            return [
+                replace(region, base=1 + number * head_stride, head_stride=head_stride * len(cut))
+                for number, region in enumerate(cut)
+            ], size
+    return cut, size
+
+
+def _dense(region: Region, heads: Heads, block_size: int) -> tuple[Region, int]:
+    """One layer's block without gaps, and its bytes; what is inside what is as in the region."""
+    num_heads = heads[1] - heads[0]
+    size = region.content * block_size * num_heads
+    strides = [region.token_stride_of(part) for part in region.parts]
+    has_heads_inside = min(strides) > region.head_stride
+    if _is_in_one_piece(region):
+        first = min(part.offset for part in region.parts)
+        parts = [Part(part.offset - first, part.length) for part in region.parts]
+        each = region.content
+        inner = (each, num_heads * each) if has_heads_inside else (each * block_size, each)
+        return _rebuilt(region, heads, inner, parts), size
+    each = region.parts[0].content
+    apart = min(np.diff(sorted(part.offset for part in region.parts)), default=region.head_stride)
+    is_equal = all(part.content == each for part in region.parts)
+    if is_equal and has_heads_inside and all(part.count == 1 for part in region.parts):
+        offsets = range(0, size, size // len(region.parts))
+        parts = [Part(offset, each) for offset in offsets]
+        return _rebuilt(region, heads, (each, num_heads * each), parts), size
+    if is_equal and not has_heads_inside and apart >= region.head_stride:
+        offsets = range(0, size, size // len(region.parts))
+        head_stride = each * block_size
+    else:  # all parts of a head before the next head
+        offsets = np.cumsum([0, *(part.content * block_size for part in region.parts)]).tolist()
+        head_stride = region.content * block_size
+    parts = [
+        _dense_part(part, offset, stride, block_size)
+        for part, offset, stride in zip(region.parts, offsets, strides, strict=False)
+    ]
+    return _rebuilt(region, heads, (head_stride, each), parts), size
+
+
+def _dense_part(part: Part, offset: int, token_stride: int, block_size: int) -> Part:
+    """One head's tokens of it without gaps."""
+    if part.count > 1 and token_stride < part.stride:
+        return Part(offset, part.length, part.count, part.length * block_size, part.length)
+    stride = part.length if part.count > 1 else 0
+    return Part(offset, part.length, part.count, stride, part.content)
+
+
+def _is_in_one_piece(region: Region) -> bool:
+    """Whether one head's content of a token is."""
+    ordered = sorted(region.parts, key=lambda part: part.offset)
+    edges = [part.offset + part.length for part in ordered[:-1]]
+    return (
+        edges == [part.offset for part in ordered[1:]]
+        and all(part.count == 1 for part in ordered)
+        and len({region.token_stride_of(part) for part in ordered}) == 1
+    )
+
+
+def _rebuilt(
+    region: Region, heads: Heads, strides: tuple[int, int], parts: Sequence[Part]
+) -> Region:
+    return replace(
+        region,
+        base=1,
+        head_stride=strides[0],
+        token_stride=strides[1],
+        first_head=heads[0],
+        num_heads=heads[1] - heads[0],
+        parts=tuple(parts),
+        scales=(),
+    )
