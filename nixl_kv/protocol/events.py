@@ -202,16 +202,25 @@ class PeerKey(msgspec.Struct, frozen=True):
         return f"engine {self.engine!r} at {self.endpoint}"
 
 
-class PeerJoined(msgspec.Struct, frozen=True):
-    """The peer's description fits, and its memory can be read, by these routes."""
+class PeerFits(msgspec.Struct, frozen=True):
+    """The peer's description fits: its ranks may be asked, by these routes.
+
+    Its memory is being made readable; a read that is started before waits for that.
+    """
 
     peer: PeerKey
     description: messages.Description
     routes: tuple[Route, ...]
 
 
+class PeerJoined(msgspec.Struct, frozen=True):
+    """The memory of a peer that fits can be read."""
+
+    peer: PeerKey
+
+
 class PeerRefused(msgspec.Struct, frozen=True):
-    """The peer cannot be used."""
+    """The peer does not fit, or its memory cannot be made readable."""
 
     peer: PeerKey
     reason: str
@@ -225,14 +234,40 @@ class ReadStarted(msgspec.Struct, frozen=True):
     slices: tuple[KVSlice, ...]
 
 
+class Chunk(msgspec.Struct, frozen=True):
+    """A part of a read that prefill is to pack: tokens [begin, end) of these layers' heads."""
+
+    number: int
+    begin: int
+    end: int
+    layers: tuple[messages.LayerHeads, ...]
+
+
+class ChunksWanted(msgspec.Struct, frozen=True):
+    """A read goes by chunks that prefill packs: these are to be asked for.
+
+    `holds` are the numbers of all that it waits for or still reads, these among them.
+    """
+
+    request: RequestId
+    rank: Rank
+    chunks: tuple[Chunk, ...]
+    holds: tuple[int, ...]
+
+
 class ReadDone(msgspec.Struct, frozen=True):
-    """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`."""
+    """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`.
+
+    They took one of `transfer.paths`, which was estimated to need `estimate` seconds.
+    """
 
     request: RequestId
     rank: Rank
     num_bytes: int = 0
     num_runs: int = 0
     seconds: float = 0.0
+    path: str = "direct"
+    estimate: float = 0.0
 
 
 class ReadFailed(msgspec.Struct, frozen=True):
@@ -258,6 +293,15 @@ class DigestMade(msgspec.Struct, frozen=True):
     digest_request: messages.DigestRequest
     rows: bytes = b""
     columns: bytes = b""
+    refusal: str | None = None
+
+
+class ChunkPacked(msgspec.Struct, frozen=True):
+    """A slot of the ring is not written any more. `refusal`: the chunk is not in it, and why."""
+
+    route: bytes
+    pack_request: messages.PackRequest
+    slot: int
     refusal: str | None = None
 
 
@@ -303,14 +347,17 @@ class Disconnect(msgspec.Struct, frozen=True):
 
 
 class JoinPeer(msgspec.Struct, frozen=True):
-    """Check a description and make its memory readable; answered by PeerJoined or PeerRefused."""
+    """Check a description, and make its memory readable.
+
+    Answered by PeerFits and then PeerJoined, or by PeerRefused in place of either.
+    """
 
     peer: PeerKey
     description: messages.Description
 
 
 class DropPeer(msgspec.Struct, frozen=True):
-    """Forget a peer's memory; no read of it is under way."""
+    """Forget a peer's memory, or give up making it readable; no read of it is under way."""
 
     peer: PeerKey
 
@@ -322,6 +369,22 @@ class StartRead(msgspec.Struct, frozen=True):
     rank: Rank
     grant: messages.Grant
     load: StartLoad
+
+
+class ReadChunk(msgspec.Struct, frozen=True):
+    """A chunk of a read is in this slot of prefill's ring, or in none: then it is read as it is."""
+
+    request: RequestId
+    rank: Rank
+    chunk: int
+    slot: int | None
+
+
+class StopRead(msgspec.Struct, frozen=True):
+    """A read that goes by chunks is not wanted any more; answered by its end, as soon as can be."""
+
+    request: RequestId
+    rank: Rank
 
 
 class AbandonRead(msgspec.Struct, frozen=True):
@@ -348,6 +411,24 @@ class MakeDigest(msgspec.Struct, frozen=True):
     tables: tuple[Table, ...]
 
 
+class PackChunk(msgspec.Struct, frozen=True):
+    """Pack a chunk of an offer's blocks into a slot of the ring; answered by ChunkPacked."""
+
+    route: bytes
+    pack_request: messages.PackRequest
+    tables: tuple[Table, ...]
+    slot: int
+
+
+class DigestLanded(msgspec.Struct, frozen=True):
+    """Digest what has landed, of the load's tokens: a comparison will follow, unless it fails."""
+
+    rank: Rank
+    slices: tuple[KVSlice, ...]
+    load: StartLoad
+    claim: Claim
+
+
 class CompareDigest(msgspec.Struct, frozen=True):
     """Compare what landed, of the load's tokens, with prefill's; answered by DigestCompared."""
 
@@ -368,6 +449,13 @@ class ClearSlot(msgspec.Struct, frozen=True):
     """Make a grant invalid, before its blocks can be used again."""
 
     slot: int
+
+
+class NotWarm(msgspec.Struct, frozen=True):
+    """An engine of `warm` is not known, or cannot be used: said once for each reason."""
+
+    endpoint: Endpoint
+    reason: str
 
 
 class AskDenied(msgspec.Struct, frozen=True):
@@ -453,20 +541,26 @@ PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
-ReadEvent: TypeAlias = ReadStarted | ReadDone | ReadFailed | SlotRead | DigestCompared
-DataEvent: TypeAlias = PeerJoined | PeerRefused | ReadEvent
+ReadEvent: TypeAlias = (
+    ReadStarted | ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
+)
+DataEvent: TypeAlias = PeerFits | PeerJoined | PeerRefused | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
-PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | Tick
-DataAction: TypeAlias = JoinPeer | DropPeer | StartRead | AbandonRead | ReadSlot
-DigestAction: TypeAlias = MakeDigest | CompareDigest
+PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick
+DataAction: TypeAlias = (
+    JoinPeer | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
+)
+DigestAction: TypeAlias = MakeDigest | DigestLanded | CompareDigest
 Action: TypeAlias = (
     Send
     | Reply
     | Disconnect
     | DataAction
     | DigestAction
+    | PackChunk
     | WriteSlot
     | ClearSlot
+    | NotWarm
     | AskDenied
     | LoadEnded
     | OfferEnded

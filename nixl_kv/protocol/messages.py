@@ -5,6 +5,7 @@ To the scheduler of an engine:         Describe       -> Description | Refusal
                           from a tool: Drain          -> Draining
 To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
+                                       PackRequest    -> PackReply | Deny
                                        Renew          -> Renewed
                                        Release        (a hint; a lost one costs a lease)
 From a rank, unasked, to its reader:   Recall         -> Release | Renew
@@ -35,9 +36,12 @@ from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonc
 from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
 
 MAX_CLAIMS = 65536
+MAX_ALLOCATIONS = 1 << 14
 MAX_RANKS = 1024
 MAX_ROWS = 1 << 17
 MAX_SLICES = 1 << 12
+MAX_CHUNKS = 1 << 20
+MAX_RING_SLOTS = 1 << 10
 MAX_LISTED = 1000
 """Of offers, loads and so on that one `Status` lists."""
 
@@ -131,14 +135,55 @@ class Slots(_Record, frozen=True, kw_only=True):
     count: Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
+class Allocation(_Record, frozen=True, kw_only=True):
+    """`length` bytes of GPU memory from `address` on, as their owner has them.
+
+    A process on the same host maps them by CUDA's `handle` of an allocation in which they begin at
+    `offset`, or, where `handle` is empty, by the owner's file `descriptor` of an allocation that
+    they are.
+    """
+
+    address: Annotated[int, Meta(ge=1, lt=2**62)]
+    length: Annotated[int, Meta(ge=1, lt=2**62)]
+    offset: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    handle: Annotated[bytes, Meta(max_length=64)] = b""
+    descriptor: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
+
+
+class Export(_Record, frozen=True, kw_only=True):
+    """How processes on the same host map a rank's cache, in ascending order of addresses.
+
+    Its owner is process `pid`, which began at tick `started` of the host's clock, among the
+    processes that `host` names: no other has all three.
+    """
+
+    host: Annotated[str, Meta(max_length=256)]
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    started: Annotated[int, Meta(ge=0, lt=2**62)]
+    allocations: Annotated[tuple[Allocation, ...], Meta(min_length=1, max_length=MAX_ALLOCATIONS)]
+
+
+class StagingRing(_Record, frozen=True, kw_only=True):
+    """Memory of the same kind as the cache, in equal slots: there a rank packs what is read."""
+
+    address: Annotated[int, Meta(ge=1, lt=2**62)]
+    length: Annotated[int, Meta(ge=1, lt=2**62)]
+    num_slots: Annotated[int, Meta(ge=1, le=MAX_RING_SLOTS)]
+
+
 class RankDescription(_Record, frozen=True, kw_only=True):
-    """What a reader must know of one rank. `agent` is empty where the rank cannot be read."""
+    """What a reader must know of one rank. `agent` is empty where the rank cannot be read.
+
+    `export` is there where its memory may be mapped, `ring` where it packs what is read.
+    """
 
     incarnation: _Incarnation
     endpoint: _Endpoint
     agent: Annotated[bytes, Meta(max_length=1 << 20)]
     slots: Slots
     layout: CacheLayout
+    export: Export | None = None
+    ring: StagingRing | None = None
 
 
 class Description(_Message, frozen=True, kw_only=True):
@@ -198,7 +243,7 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
 
 
 class Deny(_OfClaim, frozen=True, kw_only=True):
-    """No blocks, or no digest, for this claim. Why, only prefill's log says."""
+    """No blocks, no digest and no chunk for this claim. Why, only prefill's log says."""
 
 
 class DigestRequest(_OfClaim, frozen=True, kw_only=True):
@@ -216,6 +261,43 @@ class DigestReply(_OfClaim, frozen=True, kw_only=True):
 
     rows: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_ROWS)]
     columns: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_COLUMNS)]
+
+
+_Chunk = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+
+
+class LayerHeads(_Record, frozen=True, kw_only=True):
+    """Some heads of a layer, counted over the model, from `first` up to `end`."""
+
+    layer: _Text
+    first: Annotated[int, Meta(ge=0, lt=1 << 17)]
+    end: Annotated[int, Meta(ge=1, le=1 << 17)]
+
+
+class PackRequest(_OfClaim, frozen=True, kw_only=True):
+    """Pack tokens [begin, end) of what the reader reads under its claim, as its chunk of a number.
+
+    The layers are of one cache group. `holds` are all chunks that the reader waits for or still
+    reads, this one among them: slots with others are free. `number` counts this reader's messages,
+    as in `Ask`; one that was overtaken means nothing any more.
+    """
+
+    number: _Count
+    chunk: _Chunk
+    begin: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    end: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    layers: Annotated[tuple[LayerHeads, ...], Meta(min_length=1, max_length=MAX_SLICES)]
+    holds: Annotated[tuple[_Chunk, ...], Meta(max_length=MAX_RING_SLOTS)]
+
+
+class PackReply(_OfClaim, frozen=True, kw_only=True):
+    """The chunk is in this slot of the ring (`geometry.staging`) for as long as the grant is valid.
+
+    None: it is in no slot, since none is free, or it cannot be packed. It can be read as it is.
+    """
+
+    chunk: _Chunk
+    slot: Annotated[int, Meta(ge=0, lt=MAX_RING_SLOTS)] | None
 
 
 class Recall(_OfClaim, frozen=True, kw_only=True):
@@ -335,10 +417,9 @@ class Status(_Message, frozen=True, kw_only=True):
 
 
 ToEngine: TypeAlias = Describe | Decline | Drain
-ToRank: TypeAlias = Ask | DigestRequest | Renew | Release
-Answer: TypeAlias = (
-    Description | Refusal | Grant | Deny | DigestReply | Renewed | Recall | VersionRefusal
-)
+ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Renew | Release
+ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
+Answer: TypeAlias = Description | Refusal | ClaimAnswer | Renewed | VersionRefusal
 ToTool: TypeAlias = Status | Draining | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 

@@ -7,7 +7,7 @@ Where engines share a key, a MAC over all of it proves that one of them made it.
 All of it is in one string, in a field of our own. Beside it are fields that routers know: some look
 at them, and some overwrite them, so they are written and never read.
 
-    nixl_kv_ticket = "6.0f5c...e2.l6kxMC4w..."
+    nixl_kv_ticket = "7.0f5c...e2.l6kxMC4w..."
                       |    |         |
              wire version  |         array in msgpack and base64url (no padding):
                            |         [host, port, nonce, and what this version has behind them]
@@ -27,6 +27,8 @@ WIRE_VERSION history (of tickets and messages alike)
    an offer can be declined, and what was granted recalled; a renew says which claims are being read
 6  block tables leave out the absent entries that they begin with; a description says which tokens
    a rank keeps, and what an engine keeps besides its model; a digest's slices say which tokens
+7  a description says how a rank's GPU memory is mapped, and where it packs what is read, on
+   request; the hash of a prompt is HMAC-SHA256 over msgpack
 """
 
 import base64
@@ -34,7 +36,6 @@ import hashlib
 import hmac
 import ipaddress
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
@@ -44,7 +45,7 @@ from msgspec import Meta
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 6
+WIRE_VERSION: Final = 7
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
@@ -233,16 +234,14 @@ def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable
     Keyed by the nonce, so that a ticket in a log says nothing about the prompt to whoever has only
     a guess of it and not the log of the same request.
 
+    It is over the msgpack of the array [token ids, extras], with each number in its shortest form:
+    of 16,384 tokens that is made and hashed in half the time that 8 bytes for each would take. The
+    scheduler waits for it, so the hash is the one that processors have instructions for.
+
     Args:
         nonce: the offer's.
         token_ids: of the prompt; None where it came as embeddings.
-        extras: adapter, cache salt, multimodal identifiers and positions, embeddings; each entry
-            is hashed with its length.
+        extras: adapter, cache salt, multimodal identifiers and positions, embeddings.
     """
-    digest = hashlib.blake2b(digest_size=16, key=bytes.fromhex(nonce))
-    ids = token_ids or ()
-    digest.update(struct.pack(f"<q{len(ids)}q", len(ids) if token_ids is not None else -1, *ids))
-    for extra in extras:
-        digest.update(struct.pack("<q", len(extra)))
-        digest.update(extra)
-    return digest.hexdigest()
+    packed = msgspec.msgpack.encode((token_ids, list(extras)), enc_hook=list)
+    return hmac.digest(bytes.fromhex(nonce), packed, "sha256")[:16].hex()

@@ -145,6 +145,9 @@ class RankRead:
     done: events.ReadDone | None = None  # what was read, once all data has landed
     slices: tuple[KVSlice, ...] | None = None  # what is to be compared; None: nothing is
     digest: messages.DigestReply | None = None  # prefill's, of these slices
+    chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
+    holds: tuple[int, ...] = ()  # the chunks that it waits for, or still reads
+    has_chunks: bool = False  # it is read by chunks
     name: str = field(init=False)  # for people
 
     def __post_init__(self) -> None:
@@ -157,8 +160,13 @@ class RankRead:
 
     @property
     def lacks_answer(self) -> bool:
-        """Whether its rank is asked until it answers: for a grant, or for a digest."""
-        return self.state is State.ASKING or (self.state is State.VERIFYING and self.digest is None)
+        """Whether its rank is asked until it answers: for a grant, for chunks, or for a digest."""
+        match self.state:
+            case State.READING:
+                return bool(self.chunks)
+            case State.VERIFYING:
+                return self.digest is None
+        return self.state is State.ASKING
 
     @property
     def awaits_prefill(self) -> bool:
@@ -285,7 +293,7 @@ class Load:
         self,
         description: messages.Description,
         routes: Iterable[Route],
-        event: events.PrepareLoad | events.PeerJoined,
+        event: events.PrepareLoad | events.PeerFits,
     ) -> list[events.Action]:
         """The peer is known, by this event: some ranks are read, others this side only releases."""
         self.reads = {}
@@ -360,10 +368,56 @@ class Load:
         event: messages.Deny | messages.Renewed | events.EndpointLost,
         failure: Failure,
     ) -> None:
-        """The rank does not grant, or no longer."""
+        """The rank does not grant, or no longer. What it is to pack would never come."""
         if read.awaits_prefill:
             self.fail(failure)
             self._move(read, State.FAILED, event)
+        elif read.state is State.READING and read.chunks:
+            self.fail(failure)
+
+    # --- a read by chunks
+
+    def on_chunks_wanted(self, read: RankRead, event: events.ChunksWanted) -> list[events.Action]:
+        """A read under way goes by chunks, of which some are to be asked for."""
+        read.has_chunks, read.holds = True, event.holds
+        if read.state is not State.READING:
+            return [events.StopRead(self.request, read.rank)]
+        read.chunks |= {chunk.number: chunk for chunk in event.chunks}
+        return []
+
+    def ask_chunks(
+        self, read: RankRead, chunks: Iterable[events.Chunk], number: int, now: float
+    ) -> list[events.Action]:
+        """Ask for chunks, or ask for them again."""
+        read.ask_again_at = now + ASK_AGAIN_S
+        return [
+            events.Send(
+                read.endpoint,
+                messages.PackRequest(
+                    incarnation=read.incarnation,
+                    nonce=self.ticket.nonce,
+                    claim=self.claim,
+                    reader=self.reader,
+                    number=number,
+                    chunk=chunk.number,
+                    begin=chunk.begin,
+                    end=chunk.end,
+                    layers=chunk.layers,
+                    holds=read.holds,
+                ),
+            )
+            for chunk in chunks
+        ]
+
+    def on_packed(self, read: RankRead, reply: messages.PackReply) -> list[events.Action]:
+        """A chunk is packed, or will not be; an answer that comes twice, or late, changes nothing.
+
+        A read that goes on by chunks is not stuck.
+        """
+        if read.state is not State.READING or read.chunks.pop(reply.chunk, None) is None:
+            return []
+        self.has_progressed = True
+        return [events.ReadChunk(self.request, read.rank, reply.chunk, reply.slot)]
 
     # --- the read and its proof
 
@@ -374,7 +428,14 @@ class Load:
             return [self._release(read, complete=False)]
         self._move(read, State.CHECKING, event)
         read.done = event
-        return [events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)]
+        actions: list[events.Action] = [
+            events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)
+        ]
+        if self.start is not None and read.slices:  # by when prefill's digest is here
+            actions.append(
+                events.DigestLanded(read.rank, read.slices, self.start, claim=self.claim)
+            )
+        return actions
 
     def on_slot(self, read: RankRead, event: events.SlotRead) -> list[events.Action]:
         """The slot was read."""
@@ -437,11 +498,14 @@ class Load:
             return []
         return [events.CompareDigest(read.rank, read.slices, self.start, read.digest)]
 
-    def is_comparing(self, action: events.CompareDigest) -> bool:
-        """Whether anything depends on this comparison."""
+    def is_digest_wanted(self, action: events.DigestLanded | events.CompareDigest) -> bool:
+        """Whether anything depends on this digest, or will."""
         read = (self.reads or {}).get(action.rank)
-        current = self.claim == action.digest_reply.claim
-        return current and read is not None and read.state is State.VERIFYING
+        if isinstance(action, events.CompareDigest):
+            claim, states = action.digest_reply.claim, {State.VERIFYING}
+        else:
+            claim, states = action.claim, {State.CHECKING, State.VERIFYING}
+        return self.claim == claim and read is not None and read.state in states
 
     def on_compared(self, read: RankRead, event: events.DigestCompared) -> list[events.Action]:
         """The bytes were compared; perhaps nobody wants to know any more."""
@@ -469,6 +533,8 @@ class Load:
                 continue
             if read.state in POSTED:
                 self._move(read, State.DRAINING, Cancelled(failure))
+                if read.has_chunks:
+                    actions.append(events.StopRead(self.request, read.rank))
             else:
                 self._move(read, State.FAILED, Cancelled(failure))
                 actions.append(self._release(read, complete=False))

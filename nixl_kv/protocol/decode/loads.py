@@ -160,9 +160,22 @@ class LoadBook:
             if read.state is State.ASKING:
                 actions.append(load.ask(read, self._next_number(), now))
             elif read.lacks_answer:
-                actions += load.ask_digest(read, now)
+                actions += self._ask_missing(load, read, now)
             self._due.set(load.claim, load.next_due)
         return actions + (self.renew(endpoint, now) if reads else [])
+
+    def on_chunks_wanted(
+        self, load: Load, read: RankRead, event: events.ChunksWanted, now: float
+    ) -> list[events.Action]:
+        """A read goes by chunks: ask for these."""
+        stop = load.on_chunks_wanted(read, event)
+        return stop or load.ask_chunks(read, event.chunks, self._next_number(), now)
+
+    def _ask_missing(self, load: Load, read: RankRead, now: float) -> list[events.Action]:
+        """What a read that has begun lacks: chunks, or a digest."""
+        if read.state is State.READING:
+            return load.ask_chunks(read, read.chunks.values(), self._next_number(), now)
+        return load.ask_digest(read, now)
 
     def note_silence(self, read: RankRead, now: float) -> None:
         """Its rank cannot be reached."""
@@ -208,8 +221,9 @@ class LoadBook:
                 actions += load.on_late(late, now)
             actions += self.ask_all(load, now)
             for read in load.rank_reads:
-                if read.state is State.VERIFYING and read.lacks_answer and read.ask_again_at <= now:
-                    actions += load.ask_digest(read, now)
+                is_due = read.lacks_answer and read.ask_again_at <= now
+                if is_due and read.state is not State.ASKING:
+                    actions += self._ask_missing(load, read, now)
             actions += self.settle(load, now)
         actions += self._start_reads(now)
         for endpoint in self._renewals.pop_due(now):
@@ -303,6 +317,19 @@ class LoadBook:
         """Between renews: five in a lease, whose length its owner's configuration decides."""
         lease_s = read.grant.lease_s if read.grant is not None else math.inf
         return max(MIN_RENEW_INTERVAL_S, min(self._renew_interval_s, lease_s / 5))
+
+    def greet(self, endpoint: Endpoint, incarnation: Incarnation) -> list[events.Action]:
+        """Say something to a rank at which nothing is held: it serves reads after any message."""
+        if self.at(endpoint):
+            return []
+        nothing = messages.Renew(
+            incarnation=incarnation,
+            reader=self.reader,
+            number=self._next_number(),
+            claims=(),
+            num_reading=0,
+        )
+        return [events.Send(endpoint, nothing)]
 
     def renew(self, endpoint: Endpoint, now: float) -> list[events.Action]:
         """Tell the rank at an endpoint all that it may hold for this side."""

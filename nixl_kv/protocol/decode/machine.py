@@ -1,5 +1,6 @@
 """The decode side of the protocol: the caller's commands and prefill's answers in, actions out."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
@@ -28,8 +29,12 @@ class DecodeMachine:
         timeout_s: float,
         renew_interval_s: float,
         bytes_per_token: int,
+        warm: Sequence[Endpoint] = (),
     ) -> None:
-        """Start with no load and no peer. `record` keeps each transition."""
+        """Start with no load and no peer. `record` keeps each transition.
+
+        `warm` are directories of engines to be joined, once `warm_up` is called.
+        """
         self.loads = LoadBook(
             reader,
             record,
@@ -37,7 +42,7 @@ class DecodeMachine:
             renew_interval_s=renew_interval_s,
             bytes_per_token=bytes_per_token,
         )
-        self.peers = PeerBook(record)
+        self.peers = PeerBook(record, warm)
 
     @property
     def next_due(self) -> float | None:
@@ -58,11 +63,8 @@ class DecodeMachine:
                 return self._decline(event)
             case events.Answered():
                 return self._on_answer(event.message, event.endpoint, now)
-            case events.PeerJoined():
-                return self._on_joined(event, now)
-            case events.PeerRefused():
-                failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
-                return self._on_unusable(event.peer, event, failure, now=now)
+            case events.PeerFits() | events.PeerJoined() | events.PeerRefused():
+                return self._on_peer(event, now)
             case events.LinkBroken() | events.EndpointLost():
                 return self._on_link(event, now)
             case events.Tick():
@@ -89,9 +91,9 @@ class DecodeMachine:
             return refused
         load = self.loads.add(command, key, now)
         peer, actions = self.peers.get_or_connect(key, now)
-        if peer.state is PeerState.READY and peer.description is not None:
-            joined = events.PeerJoined(key, peer.description, peer.routes)
-            return actions + self._open(load, joined, command, now=now)
+        if peer.state in (PeerState.JOINING, PeerState.READY) and peer.description is not None:
+            fits = events.PeerFits(key, peer.description, peer.routes)
+            return actions + self._open(load, fits, command, now=now)
         if peer.failure is not None:
             load.fail(peer.failure)
         return actions + self.loads.settle(load, now)
@@ -119,23 +121,60 @@ class DecodeMachine:
 
     # --- peers
 
-    def _on_joined(self, event: events.PeerJoined, now: float) -> list[events.Action]:
+    def _on_peer(
+        self, event: events.PeerFits | events.PeerJoined | events.PeerRefused, now: float
+    ) -> list[events.Action]:
+        match event:
+            case events.PeerFits():
+                return self._on_fits(event, now)
+            case events.PeerRefused():
+                return self._on_refused(event, now)
+            case events.PeerJoined() if self.peers.is_joining(event.peer):
+                self.peers.on_joined(event, now)
+                return self._greet(event.peer)
+        return []
+
+    def _greet(self, key: events.PeerKey) -> list[events.Action]:
+        """The ranks of one that is not asked: they serve first reads after any message."""
+        peer = self.peers.get(key)
+        if peer is None or peer.description is None or not peer.is_warm:
+            return []
+        ranks = peer.description.ranks
+        read = [ranks[route.remote_rank] for route in peer.routes if route.readers]
+        return [a for rank in read for a in self.loads.greet(rank.endpoint, rank.incarnation)]
+
+    def _on_fits(self, event: events.PeerFits, now: float) -> list[events.Action]:
+        """Who reads what is known: ask while its memory is being made readable."""
         if not self.peers.is_connecting(event.peer):
             return [events.DropPeer(event.peer)]
-        self.peers.on_joined(event, now)
+        self.peers.on_fits(event)
         loads = self.loads.waiting_for(event.peer)
         return [action for load in loads for action in self._open(load, event, event, now=now)]
+
+    def _on_refused(self, event: events.PeerRefused, now: float) -> list[events.Action]:
+        """It does not fit, or cannot be read, which costs also what was asked meanwhile."""
+        failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
+        if not self.peers.is_joining(event.peer):
+            return self._on_unusable(event.peer, event, failure, now=now)
+        actions = self.peers.on_unusable(event.peer, event, failure, now)
+        peer = self.peers.get(event.peer)
+        endpoints = [] if peer is None else peer.endpoints
+        for load, _ in [each for endpoint in endpoints for each in self.loads.at(endpoint)]:
+            if load.peer == event.peer:
+                load.fail(failure)
+                actions += self.loads.settle(load, now)
+        return actions
 
     def _open(
         self,
         load: Load,
-        joined: events.PeerJoined,
-        event: events.PrepareLoad | events.PeerJoined,
+        fits: events.PeerFits,
+        event: events.PrepareLoad | events.PeerFits,
         *,
         now: float,
     ) -> list[events.Action]:
         """The peer is known, at the latest by this event: ask its ranks."""
-        actions = load.open(joined.description, joined.routes, event)
+        actions = load.open(fits.description, fits.routes, event)
         if load.is_cancelled or load.failure is not None:
             actions += load.cancel(DROPPED)
         elif not all(self.loads.has_room(read.endpoint) for read in load.rank_reads):
@@ -185,7 +224,7 @@ class DecodeMachine:
     ) -> list[events.Action]:
         match message:
             case messages.Description():
-                return self.peers.on_description(message, endpoint)
+                return self.peers.on_description(message, endpoint, now)
             case messages.Refusal():
                 peer = events.PeerKey(
                     EngineId(message.engine), Incarnation(message.incarnation), endpoint
@@ -196,12 +235,12 @@ class DecodeMachine:
                 return self._on_link(events.EndpointLost(endpoint, str(message)), now)
             case messages.Renewed():
                 return self._on_renewed(message, endpoint, now)
-            case messages.Grant() | messages.Deny() | messages.DigestReply() | messages.Recall():
+            case _:
                 return self._on_claim_answer(message, endpoint, now)
 
     def _on_claim_answer(
         self,
-        message: messages.Grant | messages.Deny | messages.DigestReply | messages.Recall,
+        message: messages.ClaimAnswer,
         endpoint: Endpoint,
         now: float,
     ) -> list[events.Action]:
@@ -219,6 +258,8 @@ class DecodeMachine:
                 actions = load.on_grant(read, message, self.loads.last_number)
             case messages.DigestReply():
                 actions = load.on_digest(read, message)
+            case messages.PackReply():
+                actions = load.on_packed(read, message)
             case messages.Recall() if load.is_reading(read):
                 actions = self.loads.renew(endpoint, now)
             case messages.Recall():
@@ -258,6 +299,8 @@ class DecodeMachine:
         match event:
             case events.ReadStarted():
                 actions = load.on_read_started(read, event, now)
+            case events.ChunksWanted():
+                actions = self.loads.on_chunks_wanted(load, read, event, now)
             case events.ReadDone():
                 actions = load.on_read_done(read, event)
             case events.SlotRead():
@@ -270,10 +313,10 @@ class DecodeMachine:
 
     # --- time
 
-    def is_comparing(self, action: events.CompareDigest) -> bool:
-        """Whether any load waits for this comparison."""
+    def is_digest_wanted(self, action: events.DigestLanded | events.CompareDigest) -> bool:
+        """Whether any load waits for this digest, or will."""
         load = self.loads.get(action.load.request)
-        return load is not None and load.is_comparing(action)
+        return load is not None and load.is_digest_wanted(action)
 
     def _on_tick(self, tick: events.Tick, now: float) -> list[events.Action]:
         overdue, actions = self.peers.on_tick(tick, self.loads.is_in_use, now)
@@ -283,7 +326,7 @@ class DecodeMachine:
 
 
 def _release_unknown(
-    message: messages.Grant | messages.Deny | messages.DigestReply | messages.Recall,
+    message: messages.ClaimAnswer,
     endpoint: Endpoint,
 ) -> events.Action:
     return events.Send(

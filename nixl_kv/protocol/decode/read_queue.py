@@ -1,9 +1,10 @@
 """Which reads may be under way: as many bytes as keep a link busy, and not more.
 
 What is read from one prefill rank is its lane. The lanes take turns, first come first served in
-each. Of one lane, and of all together, at most MAX_BYTES are under way, or one read if that is
-longer. So a read that is under way gets a fair part of the link, and one that is late is stuck, not
-one of very many. What has not begun costs nothing to cancel.
+each. Of one lane, and of all together, at most MAX_BYTES are under way, or one load if that is
+larger: its reads from several ranks go together, so that the link is not idle between them. So a
+read that is under way gets a fair part of the link, and one that is late is stuck, not one of very
+many. What has not begun costs nothing to cancel.
 
 A lane in which nothing has ended for STALL_S does not count for the others: a prefill rank that
 hangs holds up nobody else.
@@ -79,7 +80,8 @@ class ReadQueue:
                 self._turns.rotate(-1)
                 passed += 1
                 continue
-            if not _fits(num_bytes, self._num_bytes) or self._num_reads >= MAX_READS:
+            has_room = _fits(num_bytes, self._num_bytes) or self._is_alone(key)
+            if not has_room or self._num_reads >= MAX_READS:
                 break
             passed = 0
             del lane.waiting[key]
@@ -132,6 +134,11 @@ class ReadQueue:
             raise LocalProtocolError(f"{self._num_reads} reads are not those of the lanes")
         if sorted(self._turns) != waiting:
             raise LocalProtocolError(f"lanes {waiting} wait, the turns are {self._turns}")
+
+    def _is_alone(self, key: Key) -> bool:
+        """Whether all that is under way is of the same load, but in lanes that are stalled."""
+        lanes = (lane for lane in self._lanes.values() if not lane.is_stalled)
+        return all(claim == key[0] for lane in lanes for claim, _ in lane.under_way)
 
     def _start(
         self, endpoint: Endpoint, lane: _Lane, key: Key, num_bytes: int, *, now: float

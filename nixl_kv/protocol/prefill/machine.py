@@ -1,5 +1,7 @@
 """The prefill side of the protocol: the caller's commands and readers' messages in, actions out."""
 
+from collections.abc import Collection
+
 from nixl_kv.ids import Claim, Incarnation, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
@@ -22,7 +24,11 @@ class PrefillMachine:
         """Start the life that `incarnation` names, with no offer. `record` keeps transitions."""
         self._incarnation = incarnation
         self.offers = OfferBook(
-            record, num_slots=num_slots, offer_ttl_s=offer_ttl_s, lease_s=lease_s, hold_s=hold_s
+            record,
+            num_slots=num_slots,
+            offer_ttl_s=offer_ttl_s,
+            lease_s=lease_s,
+            hold_s=hold_s,
         )
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
@@ -42,15 +48,15 @@ class PrefillMachine:
                 return self._reclaim(event, now)
             case events.Tick():
                 return self._on_tick(event, now)
-            case events.DigestMade():
-                return self._on_digest_made(event)
+            case events.DigestMade() | events.ChunkPacked():
+                return self._on_work_done(event)
             case events.Asked():
                 return self._on_message(event, now)
         return []
 
-    def clear(self) -> None:
-        """Forget everything, whatever state it is in."""
-        self.offers.clear()
+    def clear(self, writing: Collection[int] = ()) -> None:
+        """Forget everything, whatever state it is in, but the ring's slots that are written."""
+        self.offers.clear(writing)
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         """Whether its digest may still be sent."""
@@ -110,6 +116,8 @@ class PrefillMachine:
                 return self._on_ask(ask, event.route, now)
             case messages.DigestRequest() as request:
                 return self._on_digest_request(request, event.route)
+            case messages.PackRequest() as pack:
+                return self._on_pack_request(pack, event.route, now)
             case messages.Renew() as renew:
                 return self._on_renew(renew, event.route, now)
             case messages.Release() as release:
@@ -183,7 +191,10 @@ class PrefillMachine:
         return actions
 
     def _deny(
-        self, message: messages.Ask | messages.DigestRequest, route: bytes, reason: str
+        self,
+        message: messages.Ask | messages.DigestRequest | messages.PackRequest,
+        route: bytes,
+        reason: str,
     ) -> list[events.Action]:
         """The reason stays on this side: strangers learn nothing from a denial.
 
@@ -196,9 +207,15 @@ class PrefillMachine:
         denial = _denial(self._incarnation, message)
         return [events.AskDenied(message.nonce, reason), events.Reply(route, denial)]
 
+    def _on_work_done(self, event: events.DigestMade | events.ChunkPacked) -> list[events.Action]:
+        """What a reader has asked for is made."""
+        if isinstance(event, events.DigestMade):
+            return self._on_digest_made(event)
+        return self._on_packed(event)
+
     # --- digests
 
-    def _granted_to(self, request: messages.DigestRequest) -> Offer | None:
+    def _granted_to(self, request: messages.DigestRequest | messages.PackRequest) -> Offer | None:
         """The offer, while it is granted to this reader, who has asked for it."""
         offer = self.offers.get(request.nonce)
         if offer is None or offer.binding is None or request.incarnation != self._incarnation:
@@ -239,6 +256,59 @@ class PrefillMachine:
         )
         return [events.Reply(event.route, reply)]
 
+    # --- chunks that are packed
+
+    def _on_pack_request(
+        self, request: messages.PackRequest, route: bytes, now: float
+    ) -> list[events.Action]:
+        """Pack what a reader reads, if it may, and if there is a slot for it.
+
+        A request that comes again, since its answer may have been lost, is answered again.
+        """
+        offer, ring = self._granted_to(request), self.offers.ring
+        if offer is None or not offer.is_written:
+            return self._deny(request, route, "a chunk of what is not granted to it")
+        num_tokens = offer.prepared.num_tokens
+        if request.end > num_tokens:
+            return self._deny(request, route, f"a chunk up to token {request.end} of {num_tokens}")
+        holder = offer.nonce, request.reader.rank
+        if not ring.is_latest(holder, request.number):
+            return []
+        ring.release(holder, request.holds)
+        slot = ring.slot_of(holder, request.chunk)
+        if slot is not None:
+            return [self._packed(request, route, slot)] if ring.is_packed(slot) else []
+        slot = ring.hold(holder, request.chunk, now)
+        if slot is not None:
+            return [events.PackChunk(route, request, offer.prepared.tables, slot)]
+        taken_back = self.offers.take_back_slot(request, now) if ring.is_full else []
+        return [*taken_back, self._packed(request, route, None)]
+
+    def _on_packed(self, event: events.ChunkPacked) -> list[events.Action]:
+        """A reader that left meanwhile is nothing to tell people of."""
+        request = event.pack_request
+        is_wanted = self.offers.ring.on_packed(event.slot, is_packed=event.refusal is None)
+        offer = self._granted_to(request)
+        if not is_wanted or offer is None:
+            return []
+        if event.refusal is not None:
+            offer.note(reader_name(request.reader), f"PackRequest denied: {event.refusal}")
+            return [self._packed(request, event.route, None)]
+        return [self._packed(request, event.route, event.slot)]
+
+    def _packed(
+        self, request: messages.PackRequest, route: bytes, slot: int | None
+    ) -> events.Reply:
+        reply = messages.PackReply(
+            incarnation=self._incarnation,
+            nonce=request.nonce,
+            claim=request.claim,
+            reader=request.reader,
+            chunk=request.chunk,
+            slot=slot,
+        )
+        return events.Reply(route, reply)
+
     # --- leases
 
     def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> list[events.Action]:
@@ -262,6 +332,7 @@ class PrefillMachine:
                     offer.move(State.READING, renew, peer=reader_name(renew.reader))
             elif binding.numbers.get(rank, renew.number) < renew.number:
                 binding.ended.add(rank)
+                self.offers.ring.forget((offer.nonce, rank))
                 actions += self.offers.settle(offer, renew, events.OfferEnd.ABORTED)
         lost = tuple(claim for claim in renew.claims if claim not in held)
         return [*actions, self._renewed(renew, lost, route)]
@@ -286,6 +357,7 @@ class PrefillMachine:
             return self.offers.end_unclaimed(offer, release, events.OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
             offer.binding.ended.add(release.reader.rank)
+            self.offers.ring.forget((offer.nonce, release.reader.rank))
         is_recalled = offer.state is State.RECALLED
         given_up = events.OfferEnd.REVOKED if is_recalled else events.OfferEnd.ABORTED
         end = events.OfferEnd.READ if release.complete else given_up
@@ -293,7 +365,8 @@ class PrefillMachine:
 
 
 def _denial(
-    incarnation: Incarnation, message: messages.Ask | messages.DigestRequest
+    incarnation: Incarnation,
+    message: messages.Ask | messages.DigestRequest | messages.PackRequest,
 ) -> messages.Deny:
     return messages.Deny(
         incarnation=incarnation,

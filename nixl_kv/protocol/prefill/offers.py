@@ -4,6 +4,7 @@ Whatever a message names is found by key, and time costs what is due, however ma
 """
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
@@ -11,6 +12,7 @@ from nixl_kv.ids import EngineId, Nonce, Rank, new_generation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
+from nixl_kv.protocol.prefill.ring import RingBook
 
 RECALL_S: Final = 1.0
 """How long a reader may take to answer a recall; then the blocks are taken back without a word."""
@@ -32,6 +34,7 @@ class OfferBook:
         hold_s: float,
     ) -> None:
         """Start with nothing on offer."""
+        self.ring = RingBook(0)
         self.lease_s = lease_s
         self._record = record
         self._offer_ttl_s = offer_ttl_s
@@ -41,6 +44,10 @@ class OfferBook:
         self._offers: dict[Nonce, Offer] = {}
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._due = Deadlines[Nonce]()
+
+    def set_ring(self, num_slots: int) -> None:
+        """This rank packs what is read, into so many slots; before any offer."""
+        self.ring = RingBook(num_slots)
 
     def get(self, nonce: Nonce) -> Offer | None:
         """The offer, while it lives."""
@@ -91,8 +98,12 @@ class OfferBook:
             offer.move(None, command)
             self._remove(offer)
 
-    def clear(self) -> None:
-        """Forget everything, whatever state this is in; all slots must have been cleared before."""
+    def clear(self, writing: Collection[int] = ()) -> None:
+        """Forget everything, whatever state this is in; all slots must have been cleared before.
+
+        `writing` are the slots of the ring that are still being written.
+        """
+        self.ring.clear(writing)
         self._offers.clear()
         self._by_reader.clear()
         self._due.clear()
@@ -123,10 +134,13 @@ class OfferBook:
     def settle(
         self,
         offer: Offer,
-        event: messages.Release | messages.Renew | events.Tick,
+        event: messages.Release | messages.Renew | messages.PackRequest | events.Tick,
         end: events.OfferEnd,
     ) -> list[events.Action]:
-        """End the offer if all its readers have ended: first the slot, then the blocks."""
+        """End the offer if all its readers have ended: first the slot, then the blocks.
+
+        What they have in the ring may be used again as well, when the slot has been cleared.
+        """
         binding = offer.binding
         if binding is None or binding.readers:
             return []
@@ -135,6 +149,7 @@ class OfferBook:
         offer.binding = None
         self._free_slots.append(binding.slot)
         for rank in binding.leases:
+            self.ring.forget((offer.nonce, rank))
             held = self._by_reader[binding.engine, rank]
             del held[offer.nonce]
             if not held:
@@ -155,6 +170,16 @@ class OfferBook:
         offer.move(None, event, detail=end.value)
         self._remove(offer)
         return [events.OfferEnded(offer.nonce, offer.request, end)]
+
+    def take_back_slot(self, event: messages.PackRequest, now: float) -> list[events.Action]:
+        """No slot of the ring is free: whoever has had one for too long loses all that it holds."""
+        longest = self.ring.longest_held()
+        if longest is None or now < longest[1] + self._hold_s:
+            return []
+        offer = self._offers[longest[0][0]]
+        if offer.binding is not None:
+            offer.binding.ended.update(offer.binding.leases)
+        return self.settle(offer, event, events.OfferEnd.EXPIRED)
 
     def recall(
         self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float
@@ -211,6 +236,7 @@ class OfferBook:
         binding = offer.binding
         if binding is None:
             return self.end_unclaimed(offer, tick, events.OfferEnd.UNCLAIMED)
+        # What such a reader has in the ring stays until the slot is cleared: it may still read.
         binding.expire(now)
         end = events.OfferEnd.EXPIRED
         if offer.state is State.RECALLED and binding.readers and binding.held_until <= now:
@@ -228,6 +254,7 @@ class OfferBook:
             raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
         for offer in self._offers.values():
             offer.validate()
+        self.ring.validate()
 
     def _remove(self, offer: Offer) -> None:
         del self._offers[offer.nonce]
