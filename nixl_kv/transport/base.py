@@ -29,14 +29,29 @@ ReadHandle = Any
 
 
 class Transport(Protocol):
-    """One-sided reads. All methods are called on one thread; errors are TransportErrors.
+    """One-sided reads. Errors are TransportErrors.
+
+    All methods are called on one thread, but for `add_peer`: that may run on another one, and no
+    other call is made meanwhile.
 
     There is no abort: a read that was started may write into local memory until `poll` has said its
     end, whatever is released or dropped meanwhile, or until `close` has returned.
     """
 
+    def spread(self, peer: PeerName) -> int:
+        """How many pieces that are apart a read has to have to use all connections to a peer.
+
+        0 where these are made when they are needed, so that there is only the first.
+        """
+
     def register(self, span: Span, memory: Memory, device: int) -> None:
         """Make memory usable, on this side and for peers that are given the metadata later."""
+
+    def rehearse(self, span: Span, memory: Memory, device: int) -> None:
+        """Pay now for what only the first peer of a process costs; slow. What is there is lost.
+
+        `span` is registered.
+        """
 
     def metadata(self) -> bytes:
         """What a peer needs to read everything that is registered by now."""

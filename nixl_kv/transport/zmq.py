@@ -401,14 +401,16 @@ class ZmqControl:
 
     def wake(self) -> None:
         """End a wait of the owning thread; may be called from any thread, but not after `close`."""
-        os.eventfd_write(self._wake_fd, 1)
+        if self._wake_fd >= 0:  # who wakes may not know that this was closed
+            os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Close everything."""
         self._context.destroy(linger=0)
         if self._admission is not None:
             self._admission.port.close()
-        os.close(self._wake_fd)
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
 
     def _socket(self, kind: int, options: dict[int, int | bytes]) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
