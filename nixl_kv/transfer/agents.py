@@ -7,12 +7,14 @@ have failed: their blocks may be used again. Reads from other peers go on all th
 
 All agents but the first are made, and all are destroyed, in the background, since either may take
 a second; each on a thread of its own, so that one that cannot be destroyed keeps none from being
-made. All else runs on the transfer thread alone.
+made. Peers are prepared in the background too. All else runs on the transfer thread alone.
+
+A read waits here for its peer to be prepared, and for the agent while NIXL adds any peer to it.
 """
 
 import logging
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Final
@@ -20,14 +22,16 @@ from typing import Final
 from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.transfer.read_agent import ReadAgent, open_transport
-from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transfer.read_agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
+from nixl_kv.transfer.remote_peers import Ended, RemotePeers
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.slots import SlotPage
 
 logger = logging.getLogger(__name__)
 
 TRY_AGAIN_S: Final = 1.0
+
+PREPARING_THREADS: Final = 2
+"""Of an agent: NIXL adds a peer on one while ranks are planned on the other."""
 
 
 @dataclass
@@ -37,14 +41,6 @@ class _Closing:
     agent: ReadAgent
     closed: Future[None]
     started_at: float
-
-
-@dataclass
-class _Join:
-    """A peer that is being joined, step by step; the last one tells what came of it."""
-
-    peer: events.PeerKey
-    steps: Generator[None, None, events.DataEvent]
 
 
 class Agents:
@@ -57,18 +53,17 @@ class Agents:
         counts: defaultdict[str, float],
         *,
         clock: Callable[[], float],
-        opening: Executor,
-        closing: Executor,
+        make_background: Callable[[int], Executor],
     ) -> None:
         """Start without an agent: an engine that only prefills never needs one.
 
         Args:
             make_transport: makes one with nothing registered.
             peers: that this rank may read, and its own cache.
-            counts: agents that were destroyed to stop a read are added to them.
+            counts: agents that were destroyed to stop a read are added to them, and peers joined.
             clock: monotonic seconds.
-            opening: where agents are made.
-            closing: where they are destroyed.
+            make_background: makes so many threads: one on which agents are made, one on which they
+                are destroyed, and for each agent some on which its peers are prepared.
         """
         self.peers = peers
         self.polled: list[ReadAgent] = []
@@ -76,11 +71,13 @@ class Agents:
         self._counts = counts
         self._make_transport = make_transport
         self._clock = clock
-        self._open_on = opening
-        self._close_on = closing
-        self._joins: deque[_Join] = deque()
+        self._open_on = make_background(1)
+        self._close_on = make_background(1)
+        self._make_background = make_background
+        self._joining: dict[events.PeerKey, float] = {}  # since when
+        self._held: list[events.StartRead | events.ReadSlot] = []  # reads that wait
         self._closing: list[_Closing] = []
-        self._opening: Future[tuple[Transport, SlotPage]] | None = None
+        self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
 
     def __repr__(self) -> str:
@@ -88,36 +85,51 @@ class Agents:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a read is under way, or an agent is being made or destroyed."""
-        return bool(self._closing or self._opening) or any(a.reads for a in self.polled)
+        """Whether a peer is being joined, a read is under way, or an agent is made or destroyed."""
+        return self._is_changing or any(agent.is_busy for agent in self.polled)
 
     @property
-    def is_joining(self) -> bool:
-        """Whether a peer is to be joined: each turn does one step of that."""
-        return bool(self._joins)
+    def pause_s(self) -> float:
+        """How long they need not be looked at, in seconds, while they are busy."""
+        if self._is_changing:
+            return READING_PAUSE_S
+        return min((agent.pause_s for agent in self.polled), default=READING_PAUSE_S)
+
+    @property
+    def _is_changing(self) -> bool:
+        return bool(self._joining or self._held or self._closing or self._opening)
 
     def open(self) -> None:
-        """Make the first agent, and wait for it.
+        """Make the first agent of this process, and wait for it; it meets one that is gone then.
 
         Raises:
             TransportError: if it cannot be made.
         """
-        opened = open_transport(self._make_transport, self.peers.layout)
-        self.polled.append(ReadAgent(*opened, self.peers, self._clock))
+        opened = open_transport(self._make_transport, self.peers.layout, self.peers.means.staging)
+        if opened.scratch is not None:
+            layout = self.peers.layout
+            opened.transport.rehearse(opened.scratch.span, layout.memory, layout.device)
+        self.polled.append(self._make_agent(opened))
 
     def execute(self, action: events.DataAction) -> list[events.DataEvent]:
         """Do what the decode machine decided; the events that are known at once."""
         match action:
             case events.JoinPeer():
-                self._joins.append(_Join(action.peer, self._join(action)))
+                return [self._join(action)]
             case events.DropPeer():
                 self._drop(action.peer)
-            case events.StartRead():
-                return self.current.start_read(action)
-            case events.ReadSlot():
-                return self.current.read_slot(action)
+            case events.StartRead() | events.ReadSlot():
+                if not self.current.peers.is_adding:
+                    self.current.drop_broken()
+                return self._start_or_hold(action)
+            case events.ReadChunk():
+                return [event for agent in self.polled for event in agent.read_chunk(action)]
+            case events.StopRead():
+                for agent in self.polled:
+                    agent.stop_read(action)
             case events.AbandonRead():
                 self.abandon(action.request, action.rank)
+                return self._let_go(action)
         return []
 
     def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
@@ -128,16 +140,25 @@ class Agents:
                     read.is_abandoned = True
 
     def forget_peers(self) -> None:
-        """Forget all peers, but where a read goes on."""
-        for peer in [*self.peers.descriptions, *(join.peer for join in self._joins)]:
+        """Forget all peers, and the reads that wait; where a read goes on, it ends its agent."""
+        self._held.clear()
+        for peer in list(self.peers.descriptions):
             self._drop(peer)
 
     def poll(self) -> list[events.DataEvent]:
         """Look after all reads and agents; reads that ended become events."""
-        ended = [event for agent in self.polled for event in agent.poll()]
+        ended: list[events.DataEvent] = []
+        for agent in self.polled:
+            for preparation in agent.peers.end_step():
+                if agent is self.current:
+                    ended += self._on_prepared(preparation)
+            ended += agent.poll()
         self._replace_current()
         self._close_drained()
-        return ended + self._poll_closing() + self._step_join()
+        ended += self._poll_closing() + self._start_held()
+        for agent in self.polled:
+            agent.peers.begin_step()
+        return ended
 
     def is_read(self, request: RequestId) -> bool:
         """Whether a read may still write into the blocks of a request."""
@@ -149,7 +170,7 @@ class Agents:
         self._open_on.shutdown(wait=False)
         self._close_on.shutdown(wait=False)
         while self.polled:
-            self.polled[-1].transport.close()
+            self.polled[-1].close()
             self.polled.pop()
 
     @property
@@ -159,39 +180,94 @@ class Agents:
             raise LocalProtocolError("this rank has no agent to read with")
         return self.polled[0]
 
-    def _step_join(self) -> list[events.DataEvent]:
-        """One rank of one peer: between two of them renewals go out, and all else goes on."""
-        if not self._joins:
-            return []
-        try:
-            next(self._joins[0].steps)
-        except StopIteration as end:
-            self._joins.popleft()
-            event: events.DataEvent = end.value
-            return [event]
-        return []
+    def _make_agent(self, opened: Opened) -> ReadAgent:
+        background = self._make_background(PREPARING_THREADS)
+        return ReadAgent(opened, self.peers, background, self._counts, self._clock)
 
-    def _join(self, action: events.JoinPeer) -> Generator[None, None, events.DataEvent]:
-        """Check a description, load the peer's metadata, plan, and prepare the lists."""
+    # --- peers
+
+    def _join(self, action: events.JoinPeer) -> events.DataEvent:
+        """Check a description, and let its peer be prepared."""
         peer, description = action.peer, action.description
         try:
             self.peers.check(description)
-            yield from self.current.peers.prepare(peer, description)
             routes = self.peers.routes(description)
+            self.current.peers.prepare(peer, description, routes)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
         self.peers.descriptions[peer] = description
-        return events.PeerJoined(peer, description, routes)
+        self._joining[peer] = self._clock()
+        return events.PeerFits(peer, description, routes)
+
+    def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
+        """What waited for the peer can begin, or fails."""
+        since = self._joining.pop(ended.peer, None)
+        if ended.error is None:
+            if since is None:
+                return []
+            self._counts["joins"] += 1
+            self._counts["join_seconds"] += self._clock() - since
+            return [events.PeerJoined(ended.peer)]
+        failed: list[events.DataEvent] = []
+        if since is not None:
+            del self.peers.descriptions[ended.peer]
+            failed.append(events.PeerRefused(ended.peer, ended.error))
+        return failed + self._fail_held(lambda read: read.peer == ended.peer, ended.error)
 
     def _drop(self, peer: events.PeerKey) -> None:
-        """Forget a peer, but where a read that a restart has orphaned goes on: its agent ends."""
-        for join in [join for join in self._joins if join.peer == peer]:
-            self._joins.remove(join)
-            join.steps.close()
+        """Forget a peer. Its metadata goes when nothing reads it, or with the agent."""
         self.peers.descriptions.pop(peer, None)
+        self._joining.pop(peer, None)
         for agent in self.polled:
-            if not agent.is_reading(peer):
-                agent.peers.drop(peer)
+            agent.peers.drop(peer)
+
+    # --- reads that wait
+
+    def _start_or_hold(self, read: events.StartRead | events.ReadSlot) -> list[events.DataEvent]:
+        """Start a read; or keep it until its peer, and the agent, can be read."""
+        agent, description = self.current, self.peers.descriptions.get(read.peer)
+        if description is None:
+            reason = f"engine {read.peer.engine!r} is gone"
+            return [events.ReadFailed(request_of(read), read.rank, reason)]
+        if not agent.peers.is_adding and agent.peers.has(read.peer, read.rank):
+            started = self._start(agent, read)
+            if started is not None:
+                return started
+        if not agent.peers.is_preparing(read.peer) and not agent.peers.has(read.peer, read.rank):
+            # Another agent has joined it, or its connection broke.
+            agent.peers.prepare(read.peer, description, self.peers.routes(description))
+        self._held.append(read)
+        return []
+
+    def _start(
+        self, agent: ReadAgent, read: events.StartRead | events.ReadSlot
+    ) -> list[events.DataEvent] | None:
+        """None: it has to wait."""
+        if isinstance(read, events.ReadSlot):
+            return agent.read_slot(read)
+        return None if agent.peers.is_planning(read.peer, read.rank) else agent.start_read(read)
+
+    def _start_held(self) -> list[events.DataEvent]:
+        if not self._held or self.current.peers.is_adding:
+            return []
+        held, self._held = self._held, []
+        return [event for read in held for event in self._start_or_hold(read)]
+
+    def _let_go(self, action: events.AbandonRead) -> list[events.DataEvent]:
+        """One that waits writes nothing."""
+        return self._fail_held(
+            lambda read: (request_of(read), read.rank) == (action.request, action.rank),
+            "it could not begin in time",
+        )
+
+    def _fail_held(
+        self, is_meant: Callable[[events.StartRead | events.ReadSlot], bool], reason: str
+    ) -> list[events.DataEvent]:
+        failed = [read for read in self._held if is_meant(read)]
+        self._held = [read for read in self._held if not is_meant(read)]
+        return [events.ReadFailed(request_of(read), read.rank, reason) for read in failed]
+
+    # --- agents
 
     def _replace_current(self) -> None:
         """Make another agent when a read of the current one is abandoned."""
@@ -200,28 +276,35 @@ class Agents:
             if abandoned and self._clock() >= self._open_again_at:
                 logger.warning("a read does not end: making another NIXL agent")
                 self._opening = self._open_on.submit(
-                    open_transport, self._make_transport, self.peers.layout
+                    open_transport,
+                    self._make_transport,
+                    self.peers.layout,
+                    self.peers.means.staging,
                 )
         elif self._opening.done():
             opening, self._opening = self._opening, None
             try:
-                agent = ReadAgent(*opening.result(), self.peers, self._clock)
+                agent = self._make_agent(opening.result())
             except TransportError as error:
                 self._open_again_at = self._clock() + TRY_AGAIN_S
                 logger.error("no other NIXL agent: %s; blocks stay held, trying again", error)  # noqa: TRY400 - it says all
                 return
+            self.current.peers.give_up_all()
             self.polled.insert(0, agent)
+            for peer in self._joining:
+                description = self.peers.descriptions[peer]
+                agent.peers.prepare(peer, description, self.peers.routes(description))
 
     def _close_drained(self) -> None:
         """Destroy each agent on which nobody waits for anything."""
         for agent in self.polled[1:]:
-            if all(read.is_abandoned for read in agent.reads):
+            if agent.is_drained:
                 self.polled.remove(agent)
                 self._close(agent)
 
     def _close(self, agent: ReadAgent) -> None:
         """Destroy an agent; nothing else uses it any more."""
-        closed = self._close_on.submit(agent.transport.close)
+        closed = self._close_on.submit(agent.close)
         self._closing.append(_Closing(agent, closed, self._clock()))
 
     def _poll_closing(self) -> list[events.DataEvent]:
@@ -240,3 +323,8 @@ class Agents:
                 logger.error("a NIXL agent is not gone: %s; blocks stay held", error)
                 self._close(closing.agent)
         return failed
+
+
+def request_of(read: events.StartRead | events.ReadSlot) -> RequestId:
+    """For which request it is."""
+    return read.load.request if isinstance(read, events.StartRead) else read.request

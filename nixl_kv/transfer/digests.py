@@ -3,6 +3,9 @@
 They are made one after the other, each in short steps, so that the transfer thread stays free for
 messages and reads. A digest that nobody waits for any more is dropped, so that under overload those
 behind it are still in time; what it has read until it is dropped does no harm.
+
+What was read here is digested as soon as it has landed, and kept until there is something to
+compare it with.
 """
 
 import ctypes
@@ -16,11 +19,12 @@ from typing import TypeAlias
 import numpy as np
 
 from nixl_kv.errors import DigestError
-from nixl_kv.geometry import digest, slices
+from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import BlockTable, Table
 from nixl_kv.geometry.digest import Bytes, Digest, Key
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.slices import LocalSlice
+from nixl_kv.geometry.slices import LocalSlice, SliceFinder, count_bytes
+from nixl_kv.ids import Claim
 from nixl_kv.protocol import events
 
 Steps: TypeAlias = Generator[None, None, Digest]
@@ -70,6 +74,12 @@ class NoDigester(Digester):
         raise DigestError(self._reason)
 
 
+@dataclass(frozen=True)
+class _Made:
+    slices: Sequence[LocalSlice]
+    digest: Digest
+
+
 @dataclass
 class _Job:
     actions: list[events.DigestAction]  # all want the same digest
@@ -90,9 +100,11 @@ class DigestQueue:
     ) -> None:
         """Start with none to make. What is made is added to `counts`."""
         self._layout = layout
+        self._finder = SliceFinder(layout)
         self._digester = digester
         self._clock = clock
         self._jobs: deque[_Job] = deque()
+        self._landed: dict[events.DigestLanded, _Made] = {}
         self._counts = counts
 
     def __repr__(self) -> str:
@@ -111,8 +123,12 @@ class DigestQueue:
 
         One that is asked for again while it is made is made once, for each claim and rank.
         """
+        if isinstance(action, events.CompareDigest):
+            made = self._landed.pop(_landed(action), None)
+            if made is not None:
+                return _finished(action, made)
         pending = [(job, one) for job in self._jobs for one in job.actions]
-        if any(_requester(one) == _requester(action) for _, one in pending):
+        if any(_is_repeated(action, one) for _, one in pending):
             return None
         for job, one in pending:
             if _subject(one) == _subject(action):
@@ -120,14 +136,18 @@ class DigestQueue:
                 return None
         try:
             local_slices = self._find_slices(action)
-            steps = self._digester(_key(action), local_slices)
+            steps = self._digester(Key(_claim(action)), local_slices)
         except (DigestError, ValueError) as error:
+            if isinstance(action, events.DigestLanded):
+                return None  # the comparison tries again
             return _refused(action, str(error))
         self._jobs.append(_Job([action], local_slices, steps))
         return None
 
     def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[DigestEvent]:
         """Do one step of the next digest that is wanted; what has ended."""
+        for landed in [landed for landed in self._landed if not is_wanted(landed)]:
+            del self._landed[landed]
         if not self._jobs:
             return []
         job = self._jobs[0]
@@ -139,7 +159,7 @@ class DigestQueue:
         except StopIteration as end:
             self._jobs.popleft()
             self._count(job, self._clock() - job.started_at)
-            return [_finished(action, job.slices, end.value) for action in job.actions]
+            return self._finish(job, _Made(job.slices, end.value))
         except (DigestError, MemoryError) as error:
             return self._fail_job(str(error) or type(error).__name__)
         return []
@@ -147,28 +167,46 @@ class DigestQueue:
     def clear(self) -> None:
         """Forget all of them."""
         self._jobs.clear()
+        self._landed.clear()
 
     def close(self) -> None:
         """Return when the cache is not read any more."""
         self._digester.close()
 
+    def _finish(self, job: _Job, made: _Made) -> list[DigestEvent]:
+        ended = [
+            _finished(action, made)
+            for action in job.actions
+            if not isinstance(action, events.DigestLanded)
+        ]
+        if not ended:  # what landed is compared later
+            self._landed |= {
+                one: made for one in job.actions if isinstance(one, events.DigestLanded)
+            }
+        return ended
+
     def _fail_job(self, reason: str) -> list[DigestEvent]:
+        """Of what has landed, a comparison tries again."""
         job = self._jobs.popleft()
-        return [_refused(action, reason) for action in job.actions]
+        return [
+            _refused(action, reason)
+            for action in job.actions
+            if not isinstance(action, events.DigestLanded)
+        ]
 
     def _count(self, job: _Job, seconds: float) -> None:
         self._counts["digests"] += 1
-        self._counts["digest_bytes"] += sum(each.num_bytes for each in job.slices)
+        self._counts["digest_bytes"] += count_bytes(job.slices)
         self._counts["digest_seconds"] += seconds
 
     def _find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
         """What is to be digested."""
-        if isinstance(action, events.CompareDigest):
-            end, wanted, tables = action.load.end, action.slices, action.load.tables
-        else:
+        if isinstance(action, events.MakeDigest):
             request = action.digest_request
             end, wanted, tables = request.end, request.slices, action.tables
-        return slices.find_slices(self._layout, wanted, block_tables(self._layout, tables), end=end)
+        else:
+            end, wanted, tables = action.load.end, action.slices, action.load.tables
+        return self._finder.find(wanted, block_tables(self._layout, tables), end=end)
 
 
 def block_tables(layout: CacheLayout, tables: Sequence[Table]) -> list[BlockTable]:
@@ -177,43 +215,55 @@ def block_tables(layout: CacheLayout, tables: Sequence[Table]) -> list[BlockTabl
     return [BlockTable.of(table, group) for table, group in pairs]
 
 
+def _landed(action: events.CompareDigest) -> events.DigestLanded:
+    """The same, before there was anything to compare it with."""
+    claim = action.digest_reply.claim
+    return events.DigestLanded(action.rank, action.slices, action.load, claim)
+
+
+def _is_repeated(action: events.DigestAction, earlier: events.DigestAction) -> bool:
+    """Whether the same is asked for by the same one."""
+    return type(action) is type(earlier) and _requester(action) == _requester(earlier)
+
+
 def _requester(action: events.DigestAction) -> tuple[object, ...]:
-    if isinstance(action, events.CompareDigest):
-        return action.load.request, action.rank, action.digest_reply.claim
-    return action.digest_request.reader, action.digest_request.claim
+    if isinstance(action, events.MakeDigest):
+        return action.digest_request.reader, action.digest_request.claim
+    return action.load.request, action.rank, _claim(action)
 
 
 def _subject(action: events.DigestAction) -> tuple[object, ...]:
     """Several readers of the same heads get the same digest."""
-    if isinstance(action, events.CompareDigest):
+    if not isinstance(action, events.MakeDigest):
         return _requester(action)
     request = action.digest_request
     return request.claim, request.end, request.slices, action.tables
 
 
-def _key(action: events.DigestAction) -> Key:
-    """The claim is random, and both sides know it."""
-    message = (
-        action.digest_reply if isinstance(action, events.CompareDigest) else action.digest_request
-    )
-    return Key(message.claim)
+def _claim(action: events.DigestAction) -> Claim:
+    """It is random, and both sides know it: the digest's secret."""
+    match action:
+        case events.MakeDigest():
+            return action.digest_request.claim
+        case events.CompareDigest():
+            return action.digest_reply.claim
+        case events.DigestLanded():
+            return action.claim
 
 
-def _finished(
-    action: events.DigestAction, local_slices: Sequence[LocalSlice], result: Digest
-) -> DigestEvent:
+def _finished(action: events.MakeDigest | events.CompareDigest, made: _Made) -> DigestEvent:
     if isinstance(action, events.MakeDigest):
-        rows, columns = _to_bytes(result.rows), _to_bytes(result.columns)
+        rows, columns = _to_bytes(made.digest.rows), _to_bytes(made.digest.columns)
         return events.DigestMade(action.route, action.digest_request, rows, columns)
     reply = action.digest_reply
     remote = Digest(_from_bytes(reply.rows), _from_bytes(reply.columns))
-    difference = digest.describe_difference(result, remote, local_slices)
+    difference = digest.describe_difference(made.digest, remote, made.slices)
     return events.DigestCompared(
         action.load.request, action.rank, reply.claim, difference=difference
     )
 
 
-def _refused(action: events.DigestAction, reason: str) -> DigestEvent:
+def _refused(action: events.MakeDigest | events.CompareDigest, reason: str) -> DigestEvent:
     if isinstance(action, events.MakeDigest):
         return events.DigestMade(action.route, action.digest_request, refusal=reason)
     claim = action.digest_reply.claim

@@ -7,6 +7,7 @@ engine.pop_results()              # loads and offers that have ended, and counts
 engine.stop()
 """
 
+import contextlib
 import logging
 import time
 from collections import defaultdict, deque
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.config import Config
-from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError
+from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
@@ -25,9 +27,14 @@ from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.transfer.agents import Agents
 from nixl_kv.transfer.digests import Digester, DigestQueue, HostDigester, NoDigester
 from nixl_kv.transfer.event_log import EventLog
+from nixl_kv.transfer.gather import Gather, Means
+from nixl_kv.transfer.host_copy import NUM_THREADS, HostCopier
+from nixl_kv.transfer.huge_pages import use_huge_pages
 from nixl_kv.transfer.loop import Loop, Parts
+from nixl_kv.transfer.packs import PackQueue
 from nixl_kv.transfer.read_agent import register
 from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transfer.staging import Copier, HostMemory, Staging, StagingMemory, split
 from nixl_kv.transfer.status import StatusReporter
 from nixl_kv.transfer.thread import TransferThread
 from nixl_kv.transport.base import ControlPlane, Transport
@@ -39,8 +46,13 @@ MIN_SLOTS: Final = 1024
 MAX_SLOTS: Final = 1 << 20
 
 
-def _background_thread() -> Executor:
-    return ThreadPoolExecutor(1, "nixl-kv-agents")
+def _background_threads(count: int) -> Executor:
+    return ThreadPoolExecutor(count, "nixl-kv-agents")
+
+
+def host_copier() -> Copier:
+    """What copies in host memory, on threads of its own."""
+    return HostCopier(ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +82,16 @@ class RankSpec:
     """Facts of what the cache has besides the model's KV: an engine that is read has to say the
     same of all that this one has, and may have more."""
 
+    engine_layouts: tuple[CacheLayout, ...] | None = None
+    """Of all ranks, in rank order, where that is known at the start; else `SetEngine` says it."""
+
     # What simulations replace:
     num_slots: int | None = None
+    num_ring_slots: int | None = None
     make_slots: Callable[[int], SlotPage] = SlotPage
-    make_background: Callable[[], Executor] = _background_thread
+    make_background: Callable[[int], Executor] = _background_threads
+    make_copier: Callable[[], Copier] = host_copier
+    make_staging_memory: Callable[[int], HostMemory] = HostMemory
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -164,48 +182,79 @@ def build_parts(spec: RankSpec) -> Parts:
     Raises:
         NixlKVError: see `TransferEngine.start`.
     """
+    with contextlib.ExitStack() as undo:
+        parts = _build_parts(spec, undo)
+        undo.pop_all()
+    return parts
+
+
+def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
+    """`undo` gets what has to be done if something fails."""
     config, layout = spec.config, spec.layout
+    if layout.memory == "DRAM":
+        use_huge_pages(layout.spans)
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
     digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
-    peers = RemotePeers(layout, spec.rank, spec.model, config.allowed_hosts, extras=spec.extras)
+    control = spec.make_control()
+    undo.callback(control.close)
+    packing, reading = _make_staging(spec)
+    peers = RemotePeers(
+        layout,
+        spec.rank,
+        spec.model,
+        config.allowed_hosts,
+        extras=spec.extras,
+        means=Means(
+            _make_gather(spec, control.wake) if spec.is_decode else None, config.path, reading
+        ),
+    )
     agents = Agents(
         spec.make_transport,
         peers,
         counts,
         clock=spec.clock,
-        opening=spec.make_background(),
-        closing=spec.make_background(),
+        make_background=spec.make_background,
     )
+    undo.callback(agents.close)
     if spec.is_decode:
         agents.open()
+    decode = DecodeMachine(
+        messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
+        event_log.record,
+        timeout_s=config.request_timeout_s,
+        renew_interval_s=config.renew_interval_s,
+        bytes_per_token=layout.bytes_per_token,
+        warm=config.warm if spec.is_decode else (),
+    )
+    if spec.engine_layouts is not None:
+        peers.engine_layouts = spec.engine_layouts
+        decode.peers.warm_up()
     num_slots = spec.num_slots or slots_for(layout)
     slots = spec.make_slots(num_slots)
     serving = None
     if spec.is_prefill:
         serving = spec.make_transport()
-        register(serving, layout, slots)
-    control = spec.make_control()
+        undo.callback(serving.close)
+        register(serving, layout, slots, packing)
     port = control.listen(spec.host, 0)
+    prefill = PrefillMachine(
+        incarnation,
+        event_log.record,
+        num_slots=num_slots,
+        offer_ttl_s=config.offer_ttl_s,
+        lease_s=config.lease_s,
+        hold_s=config.hold_s,
+    )
+    if packing is not None:
+        prefill.offers.set_ring(packing.ring.num_slots)
     return Parts(
         control=control,
-        prefill=PrefillMachine(
-            incarnation,
-            event_log.record,
-            num_slots=num_slots,
-            offer_ttl_s=config.offer_ttl_s,
-            lease_s=config.lease_s,
-            hold_s=config.hold_s,
-        ),
-        decode=DecodeMachine(
-            messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
-            event_log.record,
-            timeout_s=config.request_timeout_s,
-            renew_interval_s=config.renew_interval_s,
-            bytes_per_token=layout.bytes_per_token,
-        ),
+        prefill=prefill,
+        decode=decode,
         agents=agents,
         digests=DigestQueue(layout, digester, counts, spec.clock),
+        packs=PackQueue(layout, packing, counts, spec.clock),
         serving=serving,
         slots=slots,
         event_log=event_log,
@@ -216,6 +265,8 @@ def build_parts(spec: RankSpec) -> Parts:
             agent=b"" if serving is None else serving.metadata(),
             slots=messages.Slots(address=slots.address, count=slots.count),
             layout=layout,
+            export=_export(spec) if spec.is_prefill else None,
+            ring=_describe_ring(packing),
         ),
     )
 
@@ -224,6 +275,67 @@ def slots_for(layout: CacheLayout) -> int:
     """How many offers may be granted at the same time: each has a block of its own at least."""
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
+
+
+def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
+    """Where this rank packs, and where it reads what was packed; None where it does not."""
+    roles = [spec.is_prefill, spec.is_decode]
+    config, memory = spec.config, spec.layout.memory
+    if not config.staging_mib or config.path in {"direct", "gather"}:
+        return None, None
+    try:
+        owner, copier = _make_copier(spec, config.staging_mib << 20)
+    except (ImportError, TransportError) as error:
+        logger.warning("KV is not packed before it is read: %s", error)
+        return None, None
+    rings = iter(split(owner.span, sum(roles), spec.num_ring_slots or NUM_SLOTS[memory]))
+    packing, reading = (
+        Staging(next(rings), memory, spec.layout.device, copier, owner) if has_role else None
+        for has_role in roles
+    )
+    return packing, reading
+
+
+def _make_copier(spec: RankSpec, num_bytes: int) -> tuple[StagingMemory, Copier]:
+    """Staging memory of the cache's kind, and what copies between the two."""
+    if spec.layout.memory == "DRAM":
+        return spec.make_staging_memory(num_bytes), spec.make_copier()
+    from nixl_kv.transfer.gpu_staging import GpuCopier, GpuMemory  # noqa: PLC0415 - Triton: GPUs only
+
+    return GpuMemory(num_bytes, spec.layout.device), GpuCopier(spec.layout.device)
+
+
+def _describe_ring(staging: Staging | None) -> messages.StagingRing | None:
+    if staging is None:
+        return None
+    span, num_slots = staging.ring.span, staging.ring.num_slots
+    return messages.StagingRing(address=span.address, length=span.length, num_slots=num_slots)
+
+
+def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
+    """What reads memory that is mapped; None where there is none, or it is not wanted."""
+    if spec.layout.memory == "DRAM" or spec.config.path in {"direct", "staged"}:
+        return None
+    try:
+        from nixl_kv.transfer.gpu_gather import GpuGather  # noqa: PLC0415 - Triton: GPUs only
+
+        return GpuGather(spec.layout.device, wake)
+    except (ImportError, TransportError) as error:
+        logger.warning("no GPU memory of other processes is read by a kernel: %s", error)
+        return None
+
+
+def _export(spec: RankSpec) -> messages.Export | None:
+    """How readers on this host map this rank's cache; None where they cannot, or are not to."""
+    if spec.layout.memory == "DRAM" or spec.config.path == "direct":
+        return None
+    try:
+        from nixl_kv.transfer import gpu_memory  # noqa: PLC0415 - where torch has CUDA
+
+        return gpu_memory.export(spec.layout.spans, spec.layout.device)
+    except (ImportError, TransportError) as error:
+        logger.info("this rank's cache cannot be mapped by others: %s", error)
+        return None
 
 
 def _make_digester(layout: CacheLayout, *, is_needed: bool) -> Digester:

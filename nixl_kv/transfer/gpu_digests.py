@@ -22,7 +22,7 @@ from nixl_kv.geometry import digest
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Region, Stripe
 from nixl_kv.geometry.runs import Ints
-from nixl_kv.geometry.slices import LocalSlice
+from nixl_kv.geometry.slices import LocalSlice, SlicePlace
 from nixl_kv.transfer.digests import Digester, Steps
 
 TILE: Final = digest.MIN_COLUMN
@@ -50,9 +50,13 @@ VECTOR: Final = 16
 UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
 """What torch and Triton raise: no memory, no compiler, nowhere to keep what it made, no CUDA."""
 
+MAX_TABLES: Final = 64
+"""That are kept: each is of the places of one set of slices."""
+
 NUM_HEADER: Final = 9
 BEGIN: Final = 3
 END: Final = 4
+BLOCKS_AT: Final = 5
 WORDS: Final = 7
 """Columns of a row."""
 
@@ -124,7 +128,7 @@ def _digest(numbers, first_row, first_tile, num_tiles, cut: tl.constexpr):  # ty
 
 @dataclass(frozen=True)
 class _Launch:
-    """Rows that begin with the same token, and that the same compiled kernel takes."""
+    """Rows of a group, whose tokens are the same, that the same compiled kernel takes."""
 
     first_row: int
     num_rows: int
@@ -156,16 +160,15 @@ class _KernelInput:
     sums_at: tuple[int, int]
 
     @classmethod
-    def of(cls, key: Key, local_slices: Sequence[LocalSlice]) -> "_KernelInput":
-        """For these slices, one row for each head."""
+    def of(cls, key: Key, local_slices: Sequence[LocalSlice], table: "_Table") -> "_KernelInput":
+        """For these slices, one row for each head; `table` is theirs."""
         end = digest.last_end(local_slices)
-        rows, blocks, stripes = _tables(local_slices)
+        rows, blocks, launches = table.fill(local_slices)
         # For the 64 KiB of a recurrent state that is 0.4 ms of hashing, once in a digest: less than
         # a step of `digest.digest_steps`, of which as many bytes in host memory take dozens.
-        offset, step, multipliers = key.numbers(int(rows[:, WORDS].max()))
-        rows, launches = _launches(rows, local_slices)
+        offset, step, multipliers = key.numbers(table.max_words)
         sums = Digest.empty(local_slices, end)
-        parts = [stripes, rows, blocks, multipliers, sums.rows, sums.columns]
+        parts = [table.stripes, rows, blocks, multipliers, sums.rows, sums.columns]
         places = NUM_HEADER + np.cumsum([0, *(part.size for part in parts)])
         header = [offset, step, digest.column_tokens(end), *places[1:-1], places[0]]
         flat = [np.array(header, np.uint64), *(part.ravel() for part in parts)]
@@ -188,6 +191,7 @@ class GpuDigester(Digester):
             for region in group.regions:
                 _check(region)
         self._device = torch.device("cuda", layout.device)
+        self._tables: dict[tuple[SlicePlace, ...], _Table] = {}
         with _translated():
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._warm_up(layout)
@@ -198,7 +202,12 @@ class GpuDigester(Digester):
         Raises:
             DigestError: in a step, if the GPU fails, or has no memory left.
         """
-        return self._steps(_KernelInput.of(key, local_slices))
+        places = tuple(local.place for local in local_slices)
+        table = self._tables.pop(places, None) or _Table(local_slices)
+        self._tables[places] = table  # the last one used is the last one to go
+        if len(self._tables) > MAX_TABLES:
+            del self._tables[next(iter(self._tables))]
+        return self._steps(_KernelInput.of(key, local_slices, table))
 
     def close(self) -> None:
         """Wait until nothing reads the cache any more."""
@@ -261,7 +270,7 @@ def _first_tokens(layout: CacheLayout) -> list[LocalSlice]:
     """A token of everything that this cache has, for peers that have all tokens, or a part."""
     block = np.zeros(1, np.int32)
     return [
-        LocalSlice(region, group, number, region.heads, 0, 1, block, other)
+        LocalSlice(SlicePlace(region, group, number, region.heads, other), 0, 1, block)
         for group in layout.groups
         for region in group.regions
         for number in range(len(region.parts))
@@ -269,45 +278,75 @@ def _first_tokens(layout: CacheLayout) -> list[LocalSlice]:
     ]
 
 
-def _tables(local_slices: Sequence[LocalSlice]) -> tuple[Ints, Ints, Ints]:
-    """The rows, shape (rows, 10), and the block numbers and stripes that they point into.
+class _Table:
+    """The rows of slices, but for their tokens and blocks, in the order of their launches.
 
-    Layers of a group share their block numbers.
+    Hundreds of rows take a millisecond; most requests are of the same few sets of slices.
     """
-    places: dict[int, int] = {}
-    blocks: list[npt.NDArray[np.int32]] = []
-    pairs = [(local.group.stripe, local.other) for local in local_slices]
-    stripes = list(dict.fromkeys(pairs))
-    for local in local_slices:
-        if id(local.ids) not in places:
-            places[id(local.ids)] = sum(map(len, blocks))
-            blocks.append(local.ids)
-    slice_rows = np.array(
-        [
-            _row(local, places[id(local.ids)], stripes.index(pair))
-            for local, pair in zip(local_slices, pairs, strict=True)
-        ],
-        np.int64,
-    )
-    heads = np.array([local.num_heads for local in local_slices])
-    rows = np.repeat(slice_rows, heads, axis=0)
-    numbers = np.arange(len(rows))
-    within = numbers - np.repeat(np.cumsum(heads) - heads, heads)
-    rows[:, 0] += within * rows[:, -1]
-    rows[:, -1] = numbers
-    numbers_of = [(s.count, s.place, s.width) for pair in stripes for s in pair]
-    return rows, np.concatenate(blocks).astype(np.int64), np.array(numbers_of, np.int64)
+
+    def __init__(self, local_slices: Sequence[LocalSlice]) -> None:
+        pairs = [(local.group.stripe, local.other) for local in local_slices]
+        stripes = list(dict.fromkeys(pairs))
+        numbers_of = [(s.count, s.place, s.width) for pair in stripes for s in pair]
+        self.stripes: Ints = np.array(numbers_of, np.int64)
+        rows = np.array(
+            [
+                _row(local, stripes.index(pair))
+                for local, pair in zip(local_slices, pairs, strict=True)
+            ],
+            np.int64,
+        )
+        heads = np.array([local.num_heads for local in local_slices])
+        slices = np.repeat(np.arange(len(heads)), heads)
+        rows = rows[slices]
+        numbers = np.arange(len(rows))
+        within = numbers - np.repeat(np.cumsum(heads) - heads, heads)
+        rows[:, 0] += within * rows[:, -1]
+        rows[:, -1] = numbers
+        kinds = _kinds(rows, local_slices, slices)
+        order = np.lexsort(kinds.T)
+        self._rows, self._slices, kinds = rows[order], slices[order], kinds[order]
+        edges = np.flatnonzero(np.diff(kinds, axis=0, prepend=-1).any(axis=1)).tolist()
+        self._launches = [
+            (range(first, stop), kinds[first].tolist())
+            for first, stop in itertools.pairwise([*edges, len(rows)])
+        ]
+        self.max_words = int(rows[:, WORDS].max())
+
+    def fill(
+        self, local_slices: Sequence[LocalSlice]
+    ) -> tuple[Ints, npt.NDArray[np.int64], list[_Launch]]:
+        """A request's rows, the block numbers that they point into, and the launches.
+
+        Layers of a group share their block numbers.
+        """
+        places: dict[int, int] = {}
+        blocks: list[npt.NDArray[np.int32]] = []
+        num_blocks = 0
+        for local in local_slices:
+            if id(local.ids) not in places:
+                places[id(local.ids)] = num_blocks
+                blocks.append(local.ids)
+                num_blocks += len(local.ids)
+        tokens = [(local.begin, local.end, _blocks_at(local, places)) for local in local_slices]
+        rows = self._rows.copy()
+        rows[:, [BEGIN, END, BLOCKS_AT]] = np.array(tokens, np.int64)[self._slices]
+        launches = [_launch(numbers, rows, *kind) for numbers, kind in self._launches]
+        return rows, np.concatenate(blocks).astype(np.int64), launches
 
 
-def _row(local: LocalSlice, blocks_at: int, stripes_at: int) -> tuple[int, ...]:
-    """Of the slice's first head; the head stride is where the row's number will be."""
+def _row(local: LocalSlice, stripes_at: int) -> tuple[int, ...]:
+    """Of the slice's first head; the head stride is where the row's number will be.
+
+    BEGIN, END and BLOCKS_AT are those of a request.
+    """
     return (
         local.base,
         local.region.block_stride,
         local.token_stride,
-        local.begin,
-        local.end,
-        blocks_at - local.first_position // local.group.block_size,
+        0,
+        0,
+        0,
         local.group.block_size,
         digest.num_words(local.part.content),
         stripes_at,
@@ -315,33 +354,39 @@ def _row(local: LocalSlice, blocks_at: int, stripes_at: int) -> tuple[int, ...]:
     )
 
 
-def _launches(rows: Ints, local_slices: Sequence[LocalSlice]) -> tuple[Ints, list[_Launch]]:
-    """The rows in another order, in which those of a launch stand together.
+def _blocks_at(local: LocalSlice, places: dict[int, int]) -> int:
+    """Where the number of the region's block 0 would be, if that of its first token is there."""
+    return places[id(local.ids)] - local.first_position // local.group.block_size
 
-    What is compiled for a row does not depend on the other rows, or on where it begins and ends: so
-    it is compiled before the first request.
+
+def _kinds(rows: Ints, local_slices: Sequence[LocalSlice], slices: Ints) -> Ints:
+    """Of each row what is compiled for it, and its group: rows of a kind share a launch.
+
+    What is compiled does not depend on the other rows, or on where a row begins and ends: so it is
+    compiled before the first request.
     """
-    heads = [local.num_heads for local in local_slices]
-    is_alone = np.repeat([local.group.window == 1 for local in local_slices], heads)
+    is_alone = np.array([local.group.window == 1 for local in local_slices])[slices]
     words = rows[:, WORDS]
     places = np.column_stack([rows[:, :3], words * digest.WORD])  # address, strides and length
     units = np.where((places % VECTOR).any(axis=1), digest.WORD, VECTOR)
     is_looped = is_alone | (words * digest.WORD > MAX_UNROLLED * units)
     unrolled = np.where(is_looped, LOOPED, words)
     divided = [local.group.stripe.count > 1 or local.other.count > 1 for local in local_slices]
-    kinds = np.column_stack([unrolled, units, rows[:, BEGIN], np.repeat(divided, heads)])
-    order = np.lexsort(kinds.T)
-    rows, kinds = rows[order], kinds[order]
-    edges = np.flatnonzero(np.diff(kinds, axis=0, prepend=-1).any(axis=1)).tolist()
-    launches = []
-    for first, stop in itertools.pairwise([*edges, len(rows)]):
-        num_words, unit, begin, striped = kinds[first].tolist()
-        if num_words == LOOPED:
-            cut = 1, LOOPED, LOOP_CHUNK, unit, bool(striped)
-        else:
-            chunk = min(CHUNK, 1 << (num_words - 1).bit_length())
-            cut = TILE, num_words, chunk, unit, bool(striped)
-        first_tile = begin // cut[0]
-        num_tiles = -(-int(rows[first:stop, END].max()) // cut[0]) - first_tile
-        launches.append(_Launch(first, stop - first, first_tile, num_tiles, cut))
-    return rows, launches
+    groups = np.array([local.place.table_number for local in local_slices])[slices]
+    kinds: Ints = np.column_stack([unrolled, units, groups, np.array(divided)[slices]])
+    return kinds
+
+
+def _launch(
+    numbers: range, rows: Ints, num_words: int, unit: int, _group: int, is_striped: int
+) -> _Launch:
+    """Of the rows with these numbers, which are of one kind."""
+    begin = int(rows[numbers.start : numbers.stop, BEGIN].min())
+    if num_words == LOOPED:
+        cut = 1, LOOPED, LOOP_CHUNK, unit, bool(is_striped)
+    else:
+        chunk = min(CHUNK, 1 << (num_words - 1).bit_length())
+        cut = TILE, num_words, chunk, unit, bool(is_striped)
+    first_tile = begin // cut[0]
+    last = int(rows[numbers.start : numbers.stop, END].max())
+    return _Launch(numbers.start, len(numbers), first_tile, -(-last // cut[0]) - first_tile, cut)

@@ -24,6 +24,8 @@ from nixl_kv.transfer.agents import Agents
 from nixl_kv.transfer.digests import DigestQueue
 from nixl_kv.transfer.event_log import EventLog
 from nixl_kv.transfer.outstanding import Outstanding
+from nixl_kv.transfer.packs import PackQueue
+from nixl_kv.transfer.read_agent import READING_PAUSE_S
 from nixl_kv.transport.base import (
     ControlPlane,
     FromEndpoint,
@@ -36,7 +38,6 @@ from nixl_kv.transport.slots import SlotPage
 
 logger = logging.getLogger(__name__)
 
-READING_PAUSE_S: Final = 0.0001
 SERVING_PAUSE_S: Final = 0.001
 RECEIVING_S: Final = 0.05
 """Of one turn, at most, for what was received: the description of a large engine takes 4 ms to
@@ -50,7 +51,7 @@ LINK_KEPT_S: Final = 5.0
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
 
-STORY_LINES: Final = 9
+STORY_LINES: Final = 10
 """Of a failed load, below the line that says so."""
 STORIES_PER_S: Final = 20
 """Of loads that fail at once; of the others the log has one line each."""
@@ -69,6 +70,7 @@ class Parts:
     decode: DecodeMachine
     agents: Agents
     digests: DigestQueue
+    packs: PackQueue
     serving: Transport | None  # lets peers read this rank; None if it only decodes
     slots: SlotPage
     event_log: EventLog
@@ -130,6 +132,7 @@ class Loop:
                 stack.callback(parts.serving.close)
             stack.callback(parts.agents.close)
             stack.callback(parts.digests.close)
+            stack.callback(parts.packs.close)
             stack.callback(parts.control.close)
         while self._commands:
             _, report = self.outstanding.admit(self._commands.popleft())
@@ -160,6 +163,8 @@ class Loop:
             self._handle(event)
         for digest_event in self.parts.digests.poll(self._is_wanted):
             self._handle(digest_event)
+        for packed in self.parts.packs.poll():
+            self._handle(packed)
         for orphan in self.outstanding.drained(self.parts.agents.is_read):
             self._report(orphan)
         self._tick()
@@ -179,7 +184,7 @@ class Loop:
         self._received.clear()
         self._questions.clear()
         self.parts.decode.clear()
-        self.parts.prefill.clear()
+        self.parts.prefill.clear(self.parts.packs.writing)
         self.parts.digests.clear()
         self.parts.agents.forget_peers()
         for link in self.parts.control.links():
@@ -195,13 +200,15 @@ class Loop:
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None for ever."""
-        if self._commands or self._questions or self.parts.agents.is_joining:
+        if self._commands or self._questions:
             return 0
         digests_wait_s = self.parts.digests.wait_s
         if digests_wait_s == 0:
             return 0
-        if self.parts.agents.is_busy or digests_wait_s is not None:
+        if self.parts.packs or digests_wait_s is not None:
             return READING_PAUSE_S
+        if self.parts.agents.is_busy:
+            return self.parts.agents.pause_s
         if self.outstanding.orphans:  # nothing writes for them any more: they are reported now
             return 0
         if self.parts.serving is not None and self._clock() < self._serve_until:
@@ -248,6 +255,7 @@ class Loop:
         if isinstance(command, events.SetEngine):
             self.parts.agents.peers.engine_layouts = command.layouts
             self.parts.decode.loads.set_engine(command.engine)
+            self.parts.decode.peers.warm_up()
             return
         is_admitted, report = self.outstanding.admit(command)
         if report is not None:
@@ -328,7 +336,7 @@ class Loop:
     def _is_wanted(self, action: events.DigestAction) -> bool:
         if isinstance(action, events.MakeDigest):
             return self.parts.prefill.is_digest_wanted(action.digest_request)
-        return self.parts.decode.is_comparing(action)
+        return self.parts.decode.is_digest_wanted(action)
 
     # --- what goes out
 
@@ -353,15 +361,25 @@ class Loop:
                 self.parts.slots.clear(action.slot)
             case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
-            case events.AskDenied():
-                self._count("asks_denied")
-                message = "denied an ask for offer %s: %s"
-                self._log.warning(message, short(action.nonce), action.reason)
-            case events.MakeDigest() | events.CompareDigest():
+            case events.AskDenied() | events.NotWarm():
+                self._warn(action)
+            case events.PackChunk():
+                packed = self.parts.packs.add(action)
+                self._follow_up.extend([] if packed is None else [packed])
+            case events.MakeDigest() | events.DigestLanded() | events.CompareDigest():
                 event = self.parts.digests.add(action)
                 self._follow_up.extend([] if event is None else [event])
             case _:
                 self._follow_up.extend(self.parts.agents.execute(action))
+
+    def _warn(self, action: events.AskDenied | events.NotWarm) -> None:
+        if isinstance(action, events.NotWarm):
+            message = "warm: %s: %s; it is asked again"
+            self._log.warning(message, action.endpoint, action.reason)
+        else:
+            self._count("asks_denied")
+            message = "denied an ask for offer %s: %s"
+            self._log.warning(message, short(action.nonce), action.reason)
 
     def _send(self, action: events.Send) -> None:
         try:

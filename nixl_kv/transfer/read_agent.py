@@ -2,44 +2,85 @@
 
 It knows the geometry and the transport; what a read is for, and what follows from its end, is the
 protocol's affair. Runs on the transfer thread alone.
+
+A rank that can be read is read at once, for nothing: a slot, and some bytes of its cache into
+memory that is nobody's. The first read of a peer pays for the connection and for mapping its
+memory; so that is paid while the rank is still being asked, and by nobody who waits.
 """
 
+import logging
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry import blocks
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
-from nixl_kv.geometry.slices import slices_read
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.transfer.digests import block_tables
-from nixl_kv.transfer.remote_peers import PreparedPeers, RemotePeers
-from nixl_kv.transport.base import ReadHandle, Transport
+from nixl_kv.transfer.gather import GatherRead
+from nixl_kv.transfer.paths import Link, Path
+from nixl_kv.transfer.remote_peers import PreparedPeers, PreparedRank, RemotePeers
+from nixl_kv.transfer.scratch import Scratch, make_scratch
+from nixl_kv.transfer.staged_read import StagedRead
+from nixl_kv.transfer.staging import Staging
+from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
+
+logger = logging.getLogger(__name__)
 
 MAX_SLOT_READS: Final = 4096
 """Slots that can be read at the same time."""
+WARM_UP: Final = RequestId("")
+"""In place of a request, of a read that warms up."""
+MAX_WARM_UPS: Final = 256
+"""Reads that warm up, under way at the same time; those that never end are among them."""
+WARM_UP_S: Final = 2.0
+"""How long the end of one is waited for: as long as prefill serves after a reader's last word."""
+READING_PAUSE_S: Final = 0.0001
+LONGEST_PAUSE_S: Final = 0.0005
+PAUSE_SHARE: Final = 1 / 40
+"""Of the time that a read has taken so far: its end is seen later by half of that on average. Each
+look takes a core, and Python's lock from vLLM's step, for some 40 us."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A transport that may write into this rank's cache, and into memory of its own."""
+
+    transport: Transport
+    slots: SlotPage
+    scratch: Scratch | None
 
 
 def open_transport(
-    make: Callable[[], Transport], layout: CacheLayout
-) -> tuple[Transport, SlotPage]:
-    """Make a transport that may write into this rank's cache, and into a page for slots it reads.
+    make: Callable[[], Transport], layout: CacheLayout, staging: Staging | None = None
+) -> Opened:
+    """Make a transport that reads into this rank's cache.
+
+    And into its ring, if it has one.
 
     Slow; runs on any thread.
 
     Raises:
         TransportError: if it cannot be created, or does not accept the memory.
     """
-    transport, slots = make(), SlotPage(MAX_SLOT_READS)
-    register(transport, layout, slots)
-    return transport, slots
+    opened = Opened(make(), SlotPage(MAX_SLOT_READS), make_scratch(layout))
+    register(opened.transport, layout, opened.slots, staging)
+    if opened.scratch is not None:
+        opened.transport.register(opened.scratch.span, layout.memory, layout.device)
+    return opened
 
 
-def register(transport: Transport, layout: CacheLayout, slots: SlotPage) -> None:
+def register(
+    transport: Transport, layout: CacheLayout, slots: SlotPage, staging: Staging | None = None
+) -> None:
     """Let a transport use this rank's cache and a page of slots: its own, or for those it reads.
 
     Raises:
@@ -48,22 +89,50 @@ def register(transport: Transport, layout: CacheLayout, slots: SlotPage) -> None
     for span in layout.spans:
         transport.register(span, layout.memory, layout.device)
     transport.register(slots.span, "DRAM", 0)
+    if staging is not None:
+        transport.register(staging.ring.span, staging.memory, staging.device)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Data:
+    """What a data read reads, by which path, and in how many seconds it should."""
+
+    link: Link
+    path: Path
+    num_runs: int
+    num_bytes: int
+    estimate: float
+    is_alone: bool  # no other read was under way when it began
+    goes_on_alone: bool  # who reads has nothing to do before its end
+
+
+@dataclass(eq=False)
 class ActiveRead:
     """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
 
-    handle: ReadHandle
+    handle: ReadHandle | GatherRead
     peer: events.PeerKey
     request: RequestId
     rank: Rank
     started_at: float
-    num_bytes: int = 0
-    num_runs: int = 0
+    data: _Data | None = None
     slot: int | None = None
     is_abandoned: bool = False
     error: str = ""  # it cannot be told whether it goes on, so it is abandoned too
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether it is for no request."""
+        return self.request == WARM_UP
+
+    def doubt(self, reason: str) -> None:
+        """It cannot be told whether it goes on: who waits for it need not."""
+        self.is_abandoned, self.error = not self.warms_up, reason
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether a look at it may be late by a share of its time."""
+        return self.warms_up or (self.data is not None and self.data.goes_on_alone)
 
 
 class ReadAgent:
@@ -71,60 +140,128 @@ class ReadAgent:
 
     def __init__(
         self,
-        transport: Transport,
-        slots: SlotPage,
+        opened: Opened,
         peers: RemotePeers,
+        background: Executor,
+        counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Start with no read, on what `open_transport` gave. `clock` is in monotonic seconds."""
-        self.transport = transport
-        self.peers = PreparedPeers(transport, peers)
+        """Start with no read.
+
+        Args:
+            opened: what `open_transport` gave.
+            peers: that this rank may read.
+            background: where they are prepared, see `PreparedPeers`.
+            counts: the seconds that warming up took are added to them.
+            clock: monotonic seconds.
+        """
+        self.transport = opened.transport
+        self.peers = PreparedPeers(
+            self.transport,
+            peers,
+            background,
+            is_reading=self.is_reading,
+            on_rank=self._warm_up,
+        )
         self.reads: list[ActiveRead] = []
         self._layout = peers.layout
         self._clock = clock
-        self._slots = slots
-        self._free_slots = list(range(slots.count))
-        self._slot_list = transport.prepare(slots.rows(), "DRAM", None)
+        self._counts = counts
+        self._slots, self._scratch = opened.slots, opened.scratch
+        self._free_slots = list(range(self._slots.count))
+        self._slot_list = self.transport.prepare(self._slots.rows(), "DRAM", None)
         self._indices = IndexBuffer()
+        self._gather = peers.means.gather
+        self._num_ended = 0  # of `Gather.num_ended`, what has been dealt with
         self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
 
     def __repr__(self) -> str:
         return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
 
     def is_reading(self, peer: events.PeerKey) -> bool:
-        """Whether something of a peer is being read: then it must not be dropped."""
-        return any(read.peer == peer for read in self.reads)
+        """Whether something of a peer is being read: then it must not be dropped.
 
-    def start_read(self, action: events.StartRead) -> list[events.DataEvent]:
-        """Post the data read of one load from one rank; what is known of it at once."""
+        What warms up and cannot be told from what has ended writes where nobody looks.
+        """
+        return any(read.peer == peer and not (read.warms_up and read.error) for read in self.reads)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a peer is being prepared, or the end of a read is waited for."""
+        since = self._clock() - WARM_UP_S
+        awaits = any(not read.warms_up or read.started_at > since for read in self.reads)
+        return awaits or self.peers.is_busy
+
+    @property
+    def pause_s(self) -> float:
+        """How long it need not be looked at, in seconds, while it is busy."""
+        now = self._clock()
+        since = max((r.started_at if r.may_be_late else now for r in self.reads), default=now)
+        return min(max(READING_PAUSE_S, (now - since) * PAUSE_SHARE), LONGEST_PAUSE_S)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nobody waits for anything of it, and no call of its transport is under way."""
+        awaited = any(not (read.warms_up or read.is_abandoned) for read in self.reads)
+        return not awaited and not self.peers.is_adding
+
+    def start_read(self, action: events.StartRead) -> list[events.DataEvent] | None:
+        """Post the data read of one load from one rank; what is known of it at once.
+
+        None: it has to wait, until it is planned how that rank is read.
+        """
         request, rank, load = action.load.request, action.rank, action.load
         try:
-            self._drop_broken()
             prepared = self.peers.get(action.peer, rank)
-            reads = prepared.plan.reads(
-                load.tables,
-                action.grant.tables,
-                range(load.begin, load.end),
-                buffer=self._indices,
-            )
-            if not len(reads.local):
+            tokens = range(load.begin, load.end)
+            pieces = prepared.plan.pieces(load.tables, action.grant.tables, tokens)
+            num_bytes, num_runs = prepared.plan.num_bytes(pieces), prepared.plan.num_runs(pieces)
+            if not num_bytes:
                 return [events.ReadDone(request, rank)]
+            paths = self._paths(prepared)
+            path = prepared.link.choose(paths, num_runs, num_bytes)
+            staged = self._staged_read(prepared, action) if path == "staged" else None
+            if path == "staged" and staged is None:
+                if self.peers.is_planning(action.peer, rank):
+                    return None
+                # It cannot be cut so that it fits.
+                paths.remove("staged")
+                path = prepared.link.choose(paths, num_runs, num_bytes)
+            estimate = prepared.link.estimate(path).seconds(num_runs, num_bytes)
+            is_alone = all(read.warms_up for read in self.reads)
+            goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
+            data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
             started_at = self._clock()
-            indices = (reads.local, reads.remote)
-            handle = self.transport.read(prepared.local, prepared.remote, indices)
+            if staged is not None:
+                handle = staged
+            elif path == "gather" and self._gather is not None:
+                handle = self._gather.read(prepared.mapped, pieces)
+            else:
+                indices = prepared.plan.indices(pieces, self._indices)
+                handle = self.transport.read(prepared.local, prepared.remote_list, indices)
         except (TransportError, ValueError) as error:
             self._note(error, action.peer)
             return [events.ReadFailed(request, rank, str(error))]
-        self.reads.append(
-            ActiveRead(
-                handle, action.peer, request, rank, started_at, reads.num_bytes, reads.num_runs
-            )
-        )
+        read = ActiveRead(handle, action.peer, request, rank, started_at, data)
+        self.reads.append(read)
+        wanted = self._advance(read)
         if not load.verify:
-            return []
-        tables = block_tables(self._layout, load.tables)
-        slices = slices_read(self._layout, prepared.share, tables, prepared.holdings)
-        return [events.ReadStarted(request, rank, slices)]
+            return wanted
+        slices = prepared.namer.name(block_tables(self._layout, load.tables))
+        return [events.ReadStarted(request, rank, slices), *wanted]
+
+    def read_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
+        """Go on with a read by chunks, if it is one of this agent's."""
+        wanted: list[events.DataEvent] = []
+        for read in self._staged_reads(action.request, action.rank):
+            read.handle.on_packed(action)
+            wanted += self._advance(read)
+        return wanted
+
+    def stop_read(self, action: events.StopRead) -> None:
+        """End a read by chunks as soon as can be, if it is one of this agent's."""
+        for read in self._staged_reads(action.request, action.rank):
+            read.handle.stop()
 
     def read_slot(self, action: events.ReadSlot) -> list[events.DataEvent]:
         """Post the read of a generation slot, into an entry that is cleared beforehand."""
@@ -147,21 +284,36 @@ class ReadAgent:
         return []
 
     def poll(self) -> list[events.DataEvent]:
-        """Ask for the state of all reads; those that ended become events."""
+        """Ask for the state of all reads; those that ended become events.
+
+        A read that the thread dies of, by a bug, is not asked again: nor are those that have ended.
+        """
+        if self.peers.is_adding:
+            return []
+        self._unmap_ended()
         ended: list[events.DataEvent] = []
-        active: list[ActiveRead] = []
-        for read in self.reads:
-            event = None if read.error else self._poll_read(read)
+        for read in list(self.reads):
+            try:
+                ended += self._advance(read)
+                event = None if read.error else self._poll_read(read)
+            except Exception as error:
+                read.doubt(f"{type(error).__name__}: {error}")
+                raise
             if event is None:
-                active.append(read)
+                continue
+            self.reads.remove(read)
+            if read.warms_up:
+                self._on_warm(read, event)
             else:
                 ended.append(event)
-        self.reads = active
         return ended
 
     def fail_all(self) -> list[events.DataEvent]:
         """All reads have failed, since this agent is gone."""
         reads, self.reads = self.reads, []
+        for read in reads:
+            if isinstance(read.handle, StagedRead):
+                read.handle.release()
         return [
             events.ReadFailed(
                 read.request,
@@ -169,22 +321,102 @@ class ReadAgent:
                 f"{read.error or 'it did not end'}, and was stopped with its agent",
             )
             for read in reads
+            if not read.warms_up
         ]
+
+    def _unmap_ended(self) -> None:
+        """Processes have ended whose memory is mapped: others may need it."""
+        if self._gather is not None and self._num_ended != self._gather.num_ended:
+            num_ended = self._gather.num_ended
+            if self.peers.unmap_ended():
+                self._num_ended = num_ended
+
+    def drop_broken(self) -> None:
+        """Those of which nothing is read any more; who reads them next prepares them anew."""
+        for peer in list(self._broken):
+            if not self.is_reading(peer) and not self.peers.is_preparing(peer):
+                self._broken.remove(peer)
+                self.peers.drop(peer)
+
+    def close(self) -> None:
+        """End its transport: nothing of it writes any more. Kernels end by themselves.
+
+        Raises:
+            TransportError: if that cannot be proven; it may be called again.
+        """
+        if self._gather is not None:
+            self._gather.close()  # before anything is unmapped that a kernel reads
+        self.peers.close()
+        self.peers.unmap_all()
+        for read in self.reads:
+            if isinstance(read.handle, StagedRead):
+                read.handle.end_copies()
+        self.transport.close()
+
+    def _warm_up(self, peer: events.PeerKey, prepared: PreparedRank) -> None:
+        """Read a slot, and some bytes of its cache; if that fails, the next read will say so."""
+        if sum(read.warms_up for read in self.reads) + 2 > MAX_WARM_UPS:
+            return
+        try:
+            self._warm_up_data(peer, prepared)
+            self._warm_up_slot(peer, prepared)
+        except TransportError as error:
+            logger.info("the first read of %s failed: %s", peer, error)
+            self._note(error, peer)
+
+    def _warm_up_data(self, peer: events.PeerKey, prepared: PreparedRank) -> None:
+        """As many pieces as it takes to use all of the transport's connections to the rank."""
+        spread = self.transport.spread(prepared.name)
+        if self._scratch is None or not spread:  # the slot's read connects
+            return
+        lengths = prepared.sample_lengths
+        into = [(self._scratch.span.address, n, self._layout.device, n, 1) for n in lengths]
+        rows: Rows = np.array(into, dtype=np.uint64)
+        local = self.transport.prepare(rows, self._layout.memory, None)
+        times = -(-spread // len(lengths))
+        pieces: Indices = np.tile(np.arange(len(lengths), dtype=np.int32), times)
+        self._post_warm_up(peer, prepared, (local, prepared.sample), (pieces, pieces))
+
+    def _warm_up_slot(self, peer: events.PeerKey, prepared: PreparedRank) -> None:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            pieces = blocks.block_ids([slot]), blocks.block_ids([0])
+            lists = self._slot_list, prepared.slots
+            self._post_warm_up(peer, prepared, lists, pieces, slot=slot)
+
+    def _post_warm_up(
+        self,
+        peer: events.PeerKey,
+        prepared: PreparedRank,
+        lists: tuple[ListHandle, ListHandle],
+        pieces: tuple[Indices, Indices],
+        *,
+        slot: int | None = None,
+    ) -> None:
+        started_at = self._clock()
+        try:
+            handle = self.transport.read(*lists, pieces)
+        except TransportError:
+            if slot is not None:
+                self._free_slots.append(slot)
+            raise
+        self.reads.append(ActiveRead(handle, peer, WARM_UP, prepared.rank, started_at, slot=slot))
+
+    def _on_warm(self, read: ActiveRead, event: events.DataEvent) -> None:
+        if isinstance(event, events.ReadFailed):
+            logger.info("the first read of %s failed: %s", read.peer, event.reason)
+        else:
+            self._counts["warm_ups"] += 1
+            self._counts["warm_up_seconds"] += self._clock() - read.started_at
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
         """NIXL does not connect again by itself: all later reads of that peer would fail, too."""
         if isinstance(error, PeerLost):
             self._broken.add(peer)
 
-    def _drop_broken(self) -> None:
-        """Those of which nothing is read any more; who reads them next prepares them anew."""
-        for peer in [peer for peer in self._broken if not self.is_reading(peer)]:
-            self._broken.remove(peer)
-            self.peers.drop(peer)
-
     def _poll_read(self, read: ActiveRead) -> events.DataEvent | None:
         try:
-            if not self.transport.poll(read.handle):
+            if not self._poll_handle(read):
                 return None
         except PeerLost as error:
             self._note(error, read.peer)
@@ -192,11 +424,76 @@ class ReadAgent:
                 self._free_slots.append(read.slot)
             return events.ReadFailed(read.request, read.rank, str(error))
         except TransportError as error:
-            read.is_abandoned, read.error = True, str(error)
+            read.doubt(str(error))
             return None
-        if read.slot is None:
-            seconds = self._clock() - read.started_at
-            return events.ReadDone(read.request, read.rank, read.num_bytes, read.num_runs, seconds)
-        generation = self._slots.read(read.slot)
-        self._free_slots.append(read.slot)
-        return events.SlotRead(read.request, read.rank, generation)
+        if isinstance(read.handle, StagedRead) and read.data is not None:
+            staged = read.handle
+            if staged.is_lost:
+                self._broken.add(read.peer)
+            if staged.failure is not None:
+                return events.ReadFailed(read.request, read.rank, staged.failure)
+        if read.slot is not None:
+            generation = self._slots.read(read.slot)
+            self._free_slots.append(read.slot)
+            return events.SlotRead(read.request, read.rank, generation)
+        seconds = self._clock() - read.started_at
+        return _read_done(read, seconds)
+
+    def _poll_handle(self, read: ActiveRead) -> bool:
+        if isinstance(read.handle, StagedRead):
+            return read.handle.has_ended
+        if read.data is not None and read.data.path == "gather" and self._gather is not None:
+            return self._gather.poll(read.handle)
+        return self.transport.poll(read.handle)
+
+    def _is_paced(self, prepared: PreparedRank) -> bool:
+        return self.transport.spread(prepared.name) == 0
+
+    def _staged_reads(self, request: RequestId, rank: Rank) -> list[ActiveRead]:
+        """At most one, but after a restart."""
+        return [
+            read
+            for read in self.reads
+            if read.request == request and read.rank == rank and isinstance(read.handle, StagedRead)
+        ]
+
+    def _advance(self, read: ActiveRead) -> list[events.DataEvent]:
+        """Look after the chunks of a read, if it has some; those that are to be asked for."""
+        if not isinstance(read.handle, StagedRead) or read.error or self.peers.is_adding:
+            return []
+        try:
+            return read.handle.advance()
+        except TransportError as error:
+            read.doubt(str(error))
+            return []
+
+    def _staged_read(self, prepared: PreparedRank, action: events.StartRead) -> StagedRead | None:
+        """The read by chunks, if it can be."""
+        staged = self.peers.stage(prepared)
+        try:
+            return None if staged is None else StagedRead(staged, action)
+        except ValueError as error:
+            logger.debug("request %s is not read by chunks: %s", action.load.request, error)
+            return None
+
+    def _paths(self, prepared: PreparedRank) -> list[Path]:
+        """By which ways it can be read; whether by chunks is known when that is planned."""
+        paths: list[Path] = ["direct"]
+        mapped = prepared.mapped
+        if self._gather is not None and mapped is not None and self._gather.is_mapped(mapped):
+            paths.insert(0, "gather")
+        if self.peers.may_stage(prepared):
+            paths.append("staged")
+        return paths
+
+
+def _read_done(read: ActiveRead, seconds: float) -> events.ReadDone:
+    """All of it has landed; what it took is told to the next ones."""
+    data = read.data
+    if data is None:
+        return events.ReadDone(read.request, read.rank, seconds=seconds)
+    if data.is_alone:
+        data.link.correct(data.path, data.num_runs, data.num_bytes, seconds)
+    return events.ReadDone(
+        read.request, read.rank, data.num_bytes, data.num_runs, seconds, data.path, data.estimate
+    )

@@ -39,8 +39,11 @@ class StatusReporter:
                 "links": len(links),
                 "offers": len(offers),
                 "loads": len(loads),
-                "reads": sum(len(agent.reads) for agent in parts.agents.polled),
+                "reads": sum(
+                    not read.warms_up for agent in parts.agents.polled for read in agent.reads
+                ),
                 "digests": len(parts.digests),
+                "packs": len(parts.packs),
                 "events": len(parts.event_log),
             },
             peers=tuple(

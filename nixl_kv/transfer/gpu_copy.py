@@ -1,0 +1,220 @@
+"""A kernel that copies runs from GPU memory to GPU memory, which may be another GPU's.
+
+It takes any runs, in one launch per alignment, with few of the GPU's processors: what bounds it is
+how many bytes are under way, see docs/benchmarks.md. This module is imported only where the cache
+is in GPU memory: Triton is only there.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from subprocess import SubprocessError
+from typing import Final
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry import tiles
+from nixl_kv.geometry.plan import Pieces
+from nixl_kv.geometry.runs import Ints
+from nixl_kv.geometry.tiles import Launch, Tiling
+
+PROGRAMS: Final = 24
+"""Of one launch, at most: each has a processor of the GPU to itself while it runs."""
+
+TILE_BYTES: Final = 1 << 16
+"""What a program has under way."""
+
+NUM_WARPS: Final = 16
+
+LEAST_NUMBERS: Final = 1 << 13
+MAX_FREE: Final = 8
+"""Kept of what copies have used."""
+
+UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
+"""What torch and Triton raise: no memory, no compiler, nowhere to keep what it made, no CUDA."""
+
+
+@triton.jit(do_not_specialize=["num_jobs", "num_tiles"])  # type: ignore[untyped-decorator]
+# Triton reads these annotations, and takes no others.
+def _copy(numbers, rows, num_jobs, num_tiles, unit: tl.constexpr, units: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Copy tile after tile. `numbers` is a `tiles.Launch`, `rows` are a `tiles.Tiling`'s."""
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        low = 0
+        high = num_jobs - 1
+        while low < high:  # the last job that begins with this tile, or before
+            middle = (low + high + 1) // 2
+            is_later = tl.load(numbers + middle * 8) > tile
+            high = tl.where(is_later, middle - 1, high)
+            low = tl.where(is_later, low, middle)
+        job = numbers + low * 8
+        num_rows, width = tl.load(job + 2).to(tl.int32), tl.load(job + 3).to(tl.int32)
+        start = (tile - tl.load(job)) * units
+        first = start // width
+        within = (start - first * width).to(tl.int32) + tl.arange(0, units)
+        item = first.to(tl.int32) + within // width
+        offset = (within % width) * unit
+        piece = item // num_rows
+        inside = piece < tl.load(job + 7).to(tl.int32)
+        row = rows + (tl.load(job + 1) + item % num_rows) * 2
+        ids = numbers + tl.load(job + 6) + piece * 2
+        local = tl.load(row, mask=inside, other=0) + offset
+        local += tl.load(ids, mask=inside, other=0) * tl.load(job + 4)
+        remote = tl.load(row + 1, mask=inside, other=0) + offset
+        remote += tl.load(ids + 1, mask=inside, other=0) * tl.load(job + 5)
+        # Of 16 bytes Triton makes one access of a thread, if it knows how they are aligned.
+        words: tl.constexpr = 2 if unit == 16 else 1  # noqa: PLR2004
+        word: tl.constexpr = _word(unit)
+        source = tl.multiple_of(remote.to(tl.pointer_type(word)), unit)
+        target = tl.multiple_of(local.to(tl.pointer_type(word)), unit)
+        places = tl.arange(0, words)[None, :]
+        value = tl.load(source[:, None] + places, mask=inside[:, None])
+        tl.store(target[:, None] + places, value, mask=inside[:, None])
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _word(unit: int) -> tl.dtype:
+    """The type that a thread loads."""
+    return {1: tl.int8, 2: tl.int16, 4: tl.int32}.get(unit, tl.int64)
+
+
+def launch_copy(launch: Launch, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+    """Start it on the current stream; `numbers` and `rows` are the launch's and the tiling's."""
+    grid = (min(PROGRAMS, launch.num_tiles),)
+    units = TILE_BYTES // launch.unit
+    _copy[grid](
+        numbers, rows, launch.num_jobs, launch.num_tiles, launch.unit, units, num_warps=NUM_WARPS
+    )
+
+
+class _Numbers:
+    """Room for a read's numbers on both sides, and the event behind the read.
+
+    They are used again: to allocate them takes as long as to launch a kernel.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self._here = self._pinned.numpy()
+        self._there = torch.empty(size, dtype=torch.int64, device=device)
+        self.size = size
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def send(self, launches: Sequence[Launch]) -> list[torch.Tensor]:
+        """Copy the numbers of all launches to the GPU, on the current stream; where they are."""
+        end = 0
+        parts = []
+        for launch in launches:
+            begin = end + end % 2  # Triton compiles another kernel for what 16 does not divide
+            end = begin + len(launch.numbers)
+            self._here[begin:end] = launch.numbers
+            parts.append(self._there[begin:end])
+        self._there[:end].copy_(self._pinned[:end], non_blocking=True)
+        return parts
+
+
+@dataclass(frozen=True)
+class CopyRun:
+    """A request's kernels, under way."""
+
+    numbers: _Numbers
+    rows: torch.Tensor
+
+
+class KernelStream:
+    """A stream of one GPU, on which copies run one after the other."""
+
+    def __init__(self, device: int) -> None:
+        """Make it, and compile the kernels, which needs seconds the first time.
+
+        Args:
+            device: the ordinal of the GPU.
+
+        Raises:
+            TransportError: if that cannot be done here.
+        """
+        self._device = device
+        self._free: list[_Numbers] = []
+        with translated("compiling what copies KV"), torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._warm_up()
+
+    def to_device(self, numbers: Ints) -> torch.Tensor:
+        """These numbers where kernels read them."""
+        with translated("preparing a copy"):
+            return torch.from_numpy(numbers).to(f"cuda:{self._device}")
+
+    def copy(self, tiling: Tiling, rows: torch.Tensor, pieces: Sequence[Pieces]) -> CopyRun:
+        """One launch per alignment of the plan's rows: one for most."""
+        launches = tiling.launches(pieces, TILE_BYTES)
+        size = sum(len(launch.numbers) + 1 for launch in launches)
+        with translated("starting a kernel"), torch.cuda.stream(self._stream):
+            numbers = self._free.pop() if self._free else None
+            if numbers is None or numbers.size < size:
+                numbers = _Numbers(max(2 * size, LEAST_NUMBERS), rows.device)
+            try:
+                for launch, there in zip(launches, numbers.send(launches), strict=True):
+                    launch_copy(launch, there, rows)
+                numbers.done.record()
+            except UNABLE:
+                self._stream.synchronize()  # of several kernels some may have begun
+                raise
+        return CopyRun(numbers, rows)
+
+    def touch(self, address: int) -> None:
+        """Read a byte there, and wait for it; on any thread.
+
+        Raises:
+            TransportError: if it cannot be read.
+        """
+        with translated("reading a byte"), torch.cuda.device(self._device):
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                rows = torch.tensor([[byte.data_ptr(), address]], device=self._device)
+                # One job of one row of one unit, and its piece: see `tiles.Launch`.
+                numbers = torch.tensor([0, 0, 1, 1, 0, 0, 8, 1, 0, 0], device=self._device)
+                launch_copy(Launch(1, numbers.cpu().numpy(), 1, 1), numbers, rows)
+            stream.synchronize()
+
+    def has_ended(self, copy: CopyRun, doing: str) -> bool:
+        """Ask for the event behind its kernels."""
+        with translated(doing):
+            is_done = bool(copy.numbers.done.query())  # type: ignore[no-untyped-call]
+        if is_done and len(self._free) < MAX_FREE:
+            self._free.append(copy.numbers)
+        return is_done
+
+    def wait(self) -> None:
+        """Wait for all kernels."""
+        with translated("ending copies"):
+            self._stream.synchronize()
+
+    def _warm_up(self) -> None:
+        """Do all that the first request would pay for: 20 to 130 ms, and a compiler's seconds.
+
+        By launches of which nothing is inside.
+        """
+        nothing = np.zeros(tiles.JOB_COLUMNS, dtype=np.int64)
+        nothing[2:4] = 1  # a row of one unit, which no piece has
+        with torch.cuda.stream(self._stream):
+            for unit in tiles.UNITS:
+                numbers = _Numbers(LEAST_NUMBERS, self._stream.device)
+                launch = Launch(unit, nothing, 1, 1)
+                (there,) = numbers.send([launch])
+                launch_copy(launch, there, there)
+                numbers.done.record()
+                self._free.append(numbers)
+        self._stream.synchronize()
+
+
+@contextlib.contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """What torch and Triton raise becomes a TransportError."""
+    try:
+        yield
+    except UNABLE as error:
+        raise TransportError(f"{doing}: {type(error).__name__}: {error}") from error
