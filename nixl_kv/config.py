@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from nixl_kv import addresses
 from nixl_kv.errors import ConfigError
+from nixl_kv.ids import Endpoint, endpoint_at, endpoint_host
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -27,12 +28,19 @@ LAYOUTS: Final = ("auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 POLICIES: Final = ("recompute", "fail")
 
+PATHS: Final = ("auto", "gather", "direct", "staged")
+
+MAX_STAGING_MIB: Final = 1 << 16
+
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 KEY_VARIABLE: Final = "NIXL_KV_KEY"
 AUTO: Final = "auto"
+ON: Final = "on"
+OFF: Final = "off"
 WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - not listened to
 MAX_PORT_DIGITS: Final = 5
+MAX_PORT: Final = 65535
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
 ANYWHERE: Final = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
@@ -122,7 +130,7 @@ def _literal(host: str) -> str:
 
 
 def _port(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:  # noqa: PLR2004
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PORT:
         raise _refuse(name, value, "a whole number from 0 to 65535 (0: any free port)")
     return value
 
@@ -152,6 +160,19 @@ def _policy(name: str, value: object) -> str:
     return str(value)
 
 
+def _path(name: str, value: object) -> str:
+    if value not in PATHS:
+        raise _refuse(name, value, ", ".join(map(repr, PATHS)))
+    return str(value)
+
+
+def _mebibytes(name: str, value: object) -> int:
+    allowed = f"a whole number of MiB from 0 to {MAX_STAGING_MIB}"
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_STAGING_MIB:
+        raise _refuse(name, value, allowed)
+    return value
+
+
 def _key_file(name: str, value: object) -> str | None:
     """Only the path: the file is read where the key is used."""
     if value is not None and (not isinstance(value, str) or not value or "\0" in value):
@@ -165,6 +186,15 @@ def _switch(name: str, value: object) -> bool:
     return value
 
 
+def _pacing(name: str, value: object) -> str:
+    """True and false are what it was before there was 'auto'."""
+    if isinstance(value, bool):
+        return ON if value else OFF
+    if value not in (AUTO, ON, OFF):
+        raise _refuse(name, value, f"{AUTO!r}, {ON!r} or {OFF!r}")
+    return str(value)
+
+
 def _peers(name: str, value: object) -> tuple[Network, ...] | None:
     allowed = "a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null"
     if value is None:
@@ -175,6 +205,26 @@ def _peers(name: str, value: object) -> tuple[Network, ...] | None:
         return tuple(_network(entry) for entry in value)
     except ValueError as error:
         raise _refuse(name, value, f"{allowed}; {error}") from error
+
+
+def _warm(name: str, value: object) -> tuple[Endpoint, ...]:
+    """Where other engines describe themselves, as tickets have it: an IP literal and a port."""
+    allowed = "a list of HOST:PORT, such as ['10.0.0.1:5600', '[fd00::1]:5600']"
+    if not isinstance(value, list | tuple):
+        raise _refuse(name, value, allowed)
+    try:
+        return tuple(dict.fromkeys(_endpoint(entry) for entry in value))
+    except ValueError as error:
+        raise _refuse(name, value, f"{allowed}; {error}") from error
+
+
+def _endpoint(entry: object) -> Endpoint:
+    host, colon, port = entry.rpartition(":") if isinstance(entry, str) else ("", "", "")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    is_port = port.isdecimal() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= MAX_PORT
+    if not colon or not is_port or is_bracketed != (":" in host):
+        raise ValueError(f"{entry!r} is none")
+    return endpoint_at(str(_plain(ipaddress.ip_address(host.strip("[]")))), int(port))
 
 
 def _network(entry: object) -> Network:
@@ -245,11 +295,24 @@ class Config:
     peers: Annotated[tuple[Network, ...] | None, _peers] = None
     """Networks of the other engines; None for any with a key, and this machine without one."""
 
+    warm: Annotated[tuple[Endpoint, ...], _warm] = ()
+    """Prefill engines, HOST:PORT of their descriptions, that decode joins beforehand, and keeps."""
+
     peer_timeout_s: Annotated[float, _seconds] = 2.0
     """How soon a peer that has fallen silent counts as lost."""
 
-    paced_reads: Annotated[bool, _switch] = False
-    """Whether one piece at a time is read from each prefill rank: for UCX over TCP."""
+    paced_reads: Annotated[str, _pacing] = AUTO
+    """Which prefill ranks are read piece by piece, so that they survive readers that die: those
+    that UCX reads over TCP ('auto'), all ('on'), or none ('off')."""
+
+    path: Annotated[str, _path] = "auto"
+    """How KV is read: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'), by
+    NIXL from where prefill has packed it ('staged'; both 'direct' where they cannot be), or for
+    each load as is estimated to be faster ('auto')."""
+
+    staging_mib: Annotated[int, _mebibytes] = 256
+    """How many MiB a rank has, of the memory that its cache is in, for KV that is packed before it
+    is read; 0: it is never packed."""
 
     offer_share: Annotated[float, _share] = 0.5
     """Share of the cache's blocks that offers which nobody has claimed may hold."""
@@ -325,6 +388,10 @@ class Config:
                 config.host,
                 f"without a key, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}",
             )
+        for endpoint in config.warm:
+            if not config.allowed_hosts.allows(endpoint_host(endpoint)):
+                allowed = f"hosts that 'peers' allows: {config.allowed_hosts}"
+                raise _refuse(given["warm"][0], extra["warm"], allowed)
         return config
 
 

@@ -92,7 +92,8 @@ class OutputOptions:
         ),
     ] = None
     svg: Annotated[
-        Path | None, _output(help="Draw it into this file; needs the extra nixl_kv[plot].")
+        Path | None,
+        _output(help="Draw it into this file; needs the extra plot: pip install nixl_kv\\[plot]."),
     ] = None
     json: Annotated[bool, _output("--json", help="Print JSON, with all figures as numbers.")] = (
         False

@@ -7,29 +7,38 @@ engine that also decodes it must not fill the cache either: what the engine deco
 and whoever decodes what it offers may wait for it in turn.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from nixl_kv.geometry.blocks import BlockIds
 from nixl_kv.ids import Nonce, RequestId
+
+_Indices: TypeAlias = npt.NDArray[np.intp]
+
+NONE: Final = np.zeros(0, dtype=np.intp)
 
 
 class _DistinctBlocks:
-    """Block ids, each of which may belong to several offers: prefixes are shared."""
+    """Blocks of the cache, each of which may belong to several offers: prefixes are shared."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+    def __init__(self, num_blocks: int) -> None:
+        self._counts = np.zeros(num_blocks, dtype=np.int32)  # of offers, by block
+        self._num_used = 0
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return self._num_used
 
-    def add(self, blocks: Iterable[int]) -> None:
-        self._counts.update(blocks)
+    def add(self, blocks: _Indices) -> None:
+        self._num_used += int(np.count_nonzero(self._counts[blocks] == 0))
+        self._counts[blocks] += 1
 
-    def remove(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self._counts[block] -= 1
-            if not self._counts[block]:
-                del self._counts[block]
+    def remove(self, blocks: _Indices) -> None:
+        self._counts[blocks] -= 1
+        self._num_used -= int(np.count_nonzero(self._counts[blocks] == 0))
 
 
 class OfferQuota:
@@ -38,13 +47,13 @@ class OfferQuota:
     def __init__(self, num_blocks: int, share: float) -> None:
         """Allow offers this share of a cache of `num_blocks` blocks."""
         self._allowed = int(num_blocks * share)
-        self._offers: dict[RequestId, Collection[int]] = {}
-        self._held = _DistinctBlocks()
+        self._offers: dict[RequestId, _Indices] = {}
+        self._held = _DistinctBlocks(num_blocks)
         self._expected: dict[RequestId, int] = {}  # of prefills that will be offered
         self._num_expected = 0
         self._revocable: OrderedDict[RequestId, Nonce] = OrderedDict()
         self._requests: dict[Nonce, RequestId] = {}  # of those that are revocable
-        self._unclaimed = _DistinctBlocks()  # as far as is known
+        self._unclaimed = _DistinctBlocks(num_blocks)  # as far as is known
 
     def __repr__(self) -> str:
         return f"<OfferQuota: {len(self._held)} of {self._allowed} blocks>"
@@ -63,14 +72,15 @@ class OfferQuota:
         self._num_expected += num_blocks - self._expected.get(request, 0)
         self._expected[request] = num_blocks
 
-    def add(self, request: RequestId, nonce: Nonce, blocks: Collection[int]) -> None:
-        """A ticket went out for these blocks."""
+    def add(self, request: RequestId, nonce: Nonce, blocks: BlockIds) -> None:
+        """A ticket went out for these blocks, each of which is named once."""
         self._num_expected -= self._expected.pop(request, 0)
-        self._offers[request] = blocks
-        self._held.add(blocks)
+        held = blocks.astype(np.intp)  # numpy converts other indices each time
+        self._offers[request] = held
+        self._held.add(held)
         self._revocable[request] = nonce
         self._requests[nonce] = request
-        self._unclaimed.add(blocks)
+        self._unclaimed.add(held)
 
     def remove(self, requests: Iterable[RequestId]) -> None:
         """These prefills and offers hold nothing any more."""
@@ -78,7 +88,7 @@ class OfferQuota:
             self._num_expected -= self._expected.pop(request, 0)
             if request in self._revocable:
                 self._pop_revocable(request)
-            self._held.remove(self._offers.pop(request, ()))
+            self._held.remove(self._offers.pop(request, NONE))
 
     def pop_excess(self) -> list[Nonce]:
         """The oldest offers that have to be revoked, each once.

@@ -1,5 +1,6 @@
 """How vLLM pages a cache group, and which part of a block table a transfer is told of."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -7,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from nixl_kv.geometry import blocks
-from nixl_kv.geometry.blocks import ABSENT, Table
+from nixl_kv.geometry.blocks import ABSENT, BlockIds, Table
 from nixl_kv.geometry.layout import WINDOW_EDGE
 
 NULL_BLOCK: Final = 0
@@ -76,5 +77,13 @@ def table_of(ids: Sequence[int], first: int) -> Table:
 
     ABSENT is in place of the null block.
     """
-    entries = blocks.block_ids(ids)
+    entries = ids_of(ids)
+    if (entries != NULL_BLOCK).all():
+        return Table(first, entries.tobytes())
     return Table.of(np.where(entries == NULL_BLOCK, ABSENT, entries), first)
+
+
+def ids_of(ids: Sequence[int]) -> BlockIds:
+    """Block ids of vLLM's, which are a list."""
+    packed = struct.pack(f"<{len(ids)}i", *ids)  # numpy takes four times as long
+    return np.frombuffer(packed, dtype="<i4")

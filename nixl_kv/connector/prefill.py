@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.paging import NULL_BLOCK
+from nixl_kv.connector.paging import NULL_BLOCK, ids_of
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
@@ -180,8 +182,10 @@ class PrefillScheduler:
 
     def _enforce_quota(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> None:
         """Another offer holds blocks: older ones may have to end."""
-        held = {block for table in tables for block in table} - {NULL_BLOCK}
-        self._quota.add(offer.request, offer.nonce, held)
+        held = np.concatenate(list(map(ids_of, tables)))
+        if len(tables) > 1:  # a table names each block once
+            held = np.unique(held)
+        self._quota.add(offer.request, offer.nonce, held[held != NULL_BLOCK])
         self._commands += map(events.RevokeOffer, self._quota.pop_excess())
 
     def _reason(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:

@@ -33,7 +33,19 @@ COUNTERS: Final = {
     "loads_dropped": "Requests that had ended while their KV was read: no failure.",
     "tokens_loaded": "Prompt tokens whose KV was read.",
     "bytes_read": "Bytes of KV read, per rank.",
-    "descriptors": "Contiguous runs that these bytes were read in, per rank.",
+    "descriptors": "Runs of these bytes that are contiguous on both sides, per rank.",
+    "reads_direct": "Parts of loads that NIXL has read, a descriptor for each run, per rank.",
+    "read_seconds_direct": "Seconds that these took.",
+    "estimated_seconds_direct": "Seconds that these were estimated to take.",
+    "reads_gather": "Parts of loads that a kernel has read from memory that is mapped, per rank.",
+    "read_seconds_gather": "Seconds that these took.",
+    "estimated_seconds_gather": "Seconds that these were estimated to take.",
+    "reads_staged": "Parts of loads that were read where prefill had packed all or most, per rank.",
+    "read_seconds_staged": "Seconds that these took, from the first chunk that was asked for.",
+    "estimated_seconds_staged": "Seconds that these were estimated to take.",
+    "chunks_packed": "Chunks of KV that prefill has packed for its readers, per rank.",
+    "chunk_bytes": "Bytes of KV in these chunks, per rank.",
+    "chunk_seconds": "Seconds that packing took, several chunks at a time, per rank.",
     "digests": "Digests made, on prefill for its readers and on decode of what it read, per rank.",
     "digest_bytes": "Bytes of KV that these cover, per rank.",
     "digest_seconds": "Seconds that these took, beside other work, per rank.",
@@ -52,6 +64,10 @@ COUNTERS: Final = {
     "asks_denied": "Asks for offers that are not there, or not for who asks, per rank.",
     "messages_dropped": "Control messages that are not of this protocol, per rank.",
     "peers_lost": "Prefill engines and ranks that could not be reached, twice in a row, in use.",
+    "joins": "Prefill engines whose memory was made readable, per rank.",
+    "join_seconds": "Seconds that this took, beside other work, per rank.",
+    "warm_ups": "First reads of a prefill rank, of bytes that nobody wants, per rank.",
+    "warm_up_seconds": "Seconds that these took: connecting, and mapping memory, per rank.",
     "agents_recycled": "NIXL agents that were destroyed to stop a read, per rank.",
     "thread_restarts": "Deaths of the transfer thread that it survived, per rank.",
     "tickets_refused": "Requests whose kv_transfer_params do not hold; computed locally.",
@@ -64,6 +80,8 @@ GAUGES: Final = {
 }
 
 TRANSFER_SECONDS: Final = "transfer_seconds"
+NOT_LOGGED: Final = ("read_seconds_", "estimated_seconds_")
+"""Of use only as sums over many loads."""
 _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 
 
@@ -116,6 +134,10 @@ class Stats(KVConnectorStats):
         for read in load.reads:
             self.count("bytes_read", read.num_bytes)
             self.count("descriptors", read.num_runs)
+            if read.num_bytes:
+                self.count(f"reads_{read.path}")
+                self.count(f"read_seconds_{read.path}", read.seconds)
+                self.count(f"estimated_seconds_{read.path}", read.estimate)
         seconds = max((read.seconds for read in load.reads), default=0.0)
         self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
 
@@ -142,7 +164,9 @@ class Stats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """The numbers of vLLM's log line."""
         numbers: dict[str, int | float] = {
-            name: value for name, value in self.data.items() if name != TRANSFER_SECONDS
+            name: value
+            for name, value in self.data.items()
+            if name != TRANSFER_SECONDS and not name.startswith(NOT_LOGGED)
         }
         seconds = self.data.get(TRANSFER_SECONDS, [])
         if seconds:

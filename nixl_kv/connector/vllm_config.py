@@ -36,6 +36,7 @@ from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Rank, RequestId
+from nixl_kv.transport.paced import SEGMENT_FACT
 
 MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
 """Backends that BHLNC is known good for, and up to which --block-size.
@@ -198,7 +199,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
     facts["architecture"] = model.architecture
     facts["dtype"] = dtype_name(model.dtype)
-    facts["paced_reads"] = str(parse_config(vllm_config).paced_reads)
+    facts["TCP segments"] = SEGMENT_FACT
     facts["config digest"] = _digest([values, model.hf_config.to_dict()])
     facts |= _length_facts(model.max_model_len, values)
     if model.multimodal_config is not None:

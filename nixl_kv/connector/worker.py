@@ -147,6 +147,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         host=rank_host(config.host, spans_machines=spans_machines(vllm_config)),
         is_prefill=transfer.is_kv_producer,
         is_decode=transfer.is_kv_consumer,
+        engine_layouts=(layout,) if vllm_config.parallel_config.world_size == 1 else None,
         make_transport=make_transport,
         make_control=Trust.of(config).control,
     )
