@@ -4,14 +4,18 @@ import argparse
 import importlib
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from lab.bench import record
+
 BENCHMARKS: Final = (
-    *("ttft", "idle", "transfer"),  # engines of vLLM
-    *("load", "link", "digest", "events", "scale"),  # NIXL is enough
-    "plan",
+    *("ttft", "load", "floor", "step", "idle"),  # engines of vLLM
+    *("transfer", "connect", "link", "digest", "events", "scale"),  # NIXL is enough
+    "tcp",  # NIXL and root
+    *("plan", "report"),
 )
 """Modules beside this one, each with `add_options`, and `run`, which gives the exit status."""
 
@@ -32,17 +36,32 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write them there for `bench report`, with command, date, machine and versions",
+    )
+    parser.add_argument(
+        "--commit", help="for the record, where this is a copy without the checkout's history"
+    )
     module.add_options(parser)
     return parser.parse_args(chosen.rest, argparse.Namespace(run=module.run))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line names; the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
-    try:
-        status: int = options.run(options)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    with tempfile.TemporaryDirectory() as folder:
+        if options.record and not options.json:
+            options.json = Path(folder) / "results.json"
+        try:
+            status: int = options.run(options)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        if options.record and options.json.exists():  # else nothing was measured
+            record.save(options.record, arguments, options.json, commit=options.commit)
     return status
 
 

@@ -2,7 +2,8 @@
 
 Two processes on this host, each with a cache of one model's shape, and on a GPU both on the same
 one. Each round one of them reads a prompt's blocks from the other over NIXL, then digests what it
-has read, as decode does with `verify`. Prefill digests the same while it is read.
+has read, as decode does with `verify`. Prefill digests the same while it is read. "slices us" is
+what of the digest it takes to say what was read, and to find it.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import plan
 from nixl_kv.geometry.ranks import holdings
-from nixl_kv.geometry.slices import LocalSlice, find_slices, slices_read
+from nixl_kv.geometry.slices import LocalSlice, SliceFinder, SliceNamer
 from nixl_kv.transfer.digests import Digester, HostDigester
-from nixl_kv.transfer.loop import READING_PAUSE_S
+from nixl_kv.transfer.read_agent import READING_PAUSE_S
 
 WARM_UP: Final = 2
 KEY: Final = Key("ab" * 16)
@@ -48,6 +49,10 @@ class Prompt:
         self._plan = plan(self._layout, layout_at(layout, remote.address))
         self._read = remote.prepare(self._plan.local, self._plan.remote)
         self._digester = build_digester(self._layout)
+        held = holdings(self._layout)
+        heads = {layer: holding.heads for layer, holding in held.items()}
+        self._namer = SliceNamer(self._layout, heads, held)
+        self._finder = SliceFinder(self._layout)
 
     @property
     def num_bytes(self) -> int:
@@ -69,13 +74,15 @@ class Prompt:
                 time.sleep(READING_PAUSE_S)
         return time.perf_counter() - begin
 
+    def find(self) -> float:
+        """Find all of it, from the block table on; in seconds."""
+        begin = time.perf_counter()
+        self._slices()
+        return time.perf_counter() - begin
+
     def _slices(self) -> list[LocalSlice]:
-        layout = self._layout
-        tables = [BlockTable.of(self._local, layout.groups[0])]
-        held = holdings(layout)
-        heads = {layer: holding.heads for layer, holding in held.items()}
-        wanted = slices_read(layout, heads, tables, held)
-        return find_slices(layout, wanted, tables, end=self._num_tokens)
+        tables = [BlockTable.of(self._local, self._layout.groups[0])]
+        return self._finder.find(self._namer.name(tables), tables, end=self._num_tokens)
 
 
 def build_digester(layout: CacheLayout) -> Digester:
@@ -95,8 +102,9 @@ def measure(
     (span,) = layout.spans
     with RemoteMemory(span.length, options.device, BASE) as remote:
         prompt = Prompt(layout, remote, tokens)
-        rounds = [(prompt.read(), prompt.digest()) for _ in range(WARM_UP + options.repeat)]
-        read, digest = map(statistics.median, zip(*rounds[WARM_UP:], strict=True))
+        count = WARM_UP + options.repeat
+        rounds = [(prompt.read(), prompt.digest(), prompt.find()) for _ in range(count)]
+        read, digest, slices = map(statistics.median, zip(*rounds[WARM_UP:], strict=True))
         return Figures(
             {
                 "tokens": tokens,
@@ -108,6 +116,7 @@ def measure(
                 "digest ms": digest * 1e3,
                 "digest GB/s": prompt.num_bytes / digest / 1e9,
                 "digest / read": digest / read,
+                "slices us": slices * 1e6,
             }
         )
 

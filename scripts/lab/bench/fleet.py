@@ -226,9 +226,16 @@ def main() -> None:
 
 
 class NoTransport:
-    """A data plane that takes everything and moves nothing; it is never asked to read."""
+    """A data plane that takes everything and moves nothing: reads end at once."""
+
+    def spread(self, _: object) -> int:
+        """There are no connections."""
+        return 1
 
     def register(self, *_: object) -> None:
+        """Nothing."""
+
+    def rehearse(self, *_: object) -> None:
         """Nothing."""
 
     def metadata(self) -> bytes:
@@ -247,12 +254,12 @@ class NoTransport:
         return None
 
     def read(self, *_: object) -> object:
-        """Not to be called."""
-        raise NotImplementedError
+        """Nothing."""
+        return None
 
     def poll(self, _: object) -> bool:
-        """Not to be called."""
-        raise NotImplementedError
+        """It has ended."""
+        return True
 
     def progress(self) -> None:
         """Nothing."""

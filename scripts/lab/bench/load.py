@@ -1,193 +1,154 @@
-"""How long does a load take between two engines, without vLLM?
+"""What do clients see under load: the first token, the decode leg, the time between tokens?
 
-Prefill and decode are processes of their own with all ranks of an engine (with `--transport memory`
-they are one), on this host or on its GPUs: the real transfer engines, control plane and NIXL. Timed
-is a load from the commands that decode's scheduler sends until all ranks have reported it.
-
-With --against, engines of another checkout run beside ours, and in each round both load the same.
-A ratio is ours to theirs, of each round: the median of all rounds, and where half of them lie.
+Requests arrive by a Poisson process, or as a file says; each connector's pair of engines, and one
+plain engine in decode's place, get the same ones. One after the other runs, alone. The client asks
+as a router does: prefill, then decode with prefill's ticket. TTFT is the time to the first token,
+the leg that from decode's request to it, and a gap the time between two tokens. With --client vllm,
+`vllm bench serve` asks instead, through vllm-router before a pair: it knows nothing of legs.
 """
 
 import argparse
-import contextlib
-import itertools
-import multiprocessing
-import os
-import statistics
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-from typing_extensions import Self
+from lab.bench import engines, vllm_client
+from lab.bench.arrivals import Arrival, poisson, prompt, prompts, recorded
+from lab.bench.streams import Asker, Stream, percentile, sleep_until
+from lab.cluster.client import Client
+from lab.cluster.cluster import Cluster
+from lab.cluster.engines import Connector
+from lab.cluster.metrics import CountersSince, Loaded
+from lab.results import Figures, Results, verdict_of
 
-from lab.bench.checkouts import AGAINST, OURS, REPO, checkout, environment_of
-from lab.bench.models import MODELS
-from lab.bench.timing import ratio
-from lab.results import Figures, Results
+WARM_UP: Final = 2
+"""Times that a short and a long prompt are asked before."""
 
-ROLES: Final = ("prefill", "decode")
-PROGRAM: Final = Path("scripts/lab/bench/load_engine.py")
-WARM_UP: Final = 3
-STOP_S: Final = 30.0
-
-Sample = dict[str, Any]
-"""See `load_engine.LoadTimes`."""
-
-
-class Process:
-    """A program that answers questions, see `load_engine`."""
-
-    def __init__(self, program: Path, env: dict[str, str], spec: Mapping[str, Any]) -> None:
-        """Start it."""
-        self._connection, theirs = multiprocessing.Pipe()
-        command = [
-            sys.executable,
-            str(program),
-            msgspec.json.encode(spec).decode(),
-            str(theirs.fileno()),
-        ]
-        self._process = subprocess.Popen(
-            command, env=os.environ | env, pass_fds=[theirs.fileno()], stdout=sys.stderr
-        )
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        """At the end of the block it ends."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """It ends with its connection."""
-        self._connection.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def ask(self, **question: object) -> dict[str, Any]:
-        """Wait for the answer.
-
-        Raises:
-            RuntimeError: if it has ended.
-        """
-        try:
-            self._connection.send_bytes(msgspec.json.encode(question))
-            answer: dict[str, Any] = msgspec.json.decode(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise RuntimeError("an engine has ended; stderr says why") from error
-        return answer
-
-
-class Pair:
-    """Prefill and decode of one checkout."""
-
-    def __init__(self, prefill: Process, decode: Process) -> None:
-        """Both, which may be one."""
-        self._prefill = prefill
-        self._decode = decode
-        self._numbers = itertools.count()
-
-    def load(self, tokens: int, requests: int, *, verify: bool = False) -> Sample:
-        """Load so many prompts at the same time."""
-        names = [f"request-{next(self._numbers)}" for _ in range(requests)]
-        tickets = self._prefill.ask(offer=names, tokens=tokens)["tickets"]
-        return self._decode.ask(load=tickets, tokens=tokens, verify=verify)
+PLAIN: Final = "plain"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is loaded, where, and whom to compare with."""
+    """What arrives, and where."""
+    engines.add_options(parser)
+    engines.add_engine_options(parser)
+    parser.add_argument("--rates", type=float, nargs="+", default=[3.0], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument(
-        "--against", type=checkout, metavar="DIR", help="a checkout of nixl_kv to compare with"
+        "--prompt-tokens", type=int, nargs=2, default=[1024, 16384], metavar=("LOW", "HIGH")
     )
-    parser.add_argument(
-        "--against-program",
-        type=Path,
-        metavar="FILE",
-        help=f"what answers for it; default: its {PROGRAM}",
-    )
-    parser.add_argument("--shape", choices=list(MODELS), default="tiny")
-    parser.add_argument("--transport", choices=["nixl", "memory"], default="nixl")
-    for role in ROLES:
-        parser.add_argument(
-            f"--{role}-gpus", type=int, nargs="*", default=[], help="default: memory of the host"
-        )
-    parser.add_argument("--order", default="BHLNC")
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument(
-        "--tp", type=int, nargs=2, default=[1, 1], metavar=("PREFILL", "DECODE"), help="default 1 1"
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--at-once", type=int, default=1, help="loads under way together")
-    parser.add_argument("--repeat", type=int, default=30, help="rounds, 2 or more")
+    parser.add_argument("--answer-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arrivals", type=Path, help="a recorded list, in place of all these")
+    parser.add_argument("--client", choices=["own", "vllm"], default="own")
+    parser.add_argument("--without-plain", action="store_true", help="no engine without connector")
 
 
 def run(options: argparse.Namespace) -> int:
-    """A row for each prompt length and checkout."""
-    title = (
-        f"{options.shape} in {options.order}, {'TP{} to TP{}'.format(*options.tp)}, "
-        f"{options.at_once} at once, medians of {options.repeat}"
-    )
-    results = Results(title, "rows are measured", options.json)
-    with contextlib.ExitStack() as stack:
-        pairs = {OURS: stack.enter_context(running_pair(REPO, REPO / PROGRAM, options))}
-        if options.against:
-            program = options.against_program or options.against / PROGRAM
-            pairs[AGAINST] = stack.enter_context(running_pair(options.against, program, options))
-        for tokens in options.tokens:
-            for row in measure(pairs, tokens, options.at_once, options.repeat):
-                results.add(row)
-    return results.print(len(options.tokens) * len(pairs))
+    """A row for each rate and for who answers; 0 only if all requests were answered."""
+    loads = arrivals_of(options)
+    asked = [*options.connector, *([] if options.without_plain else [PLAIN])]
+    results = Results(engines.title(options), "loads are answered", options.json)
+    with Cluster(options.log_dir, warm=False, start_timeout_s=engines.START_TIMEOUT_S) as cluster:
+        for name in asked:
+            for label, arrivals in loads.items():
+                # Engines are new for each load, and what was cached is gone.
+                figures, faults = measure(cluster, name, arrivals, options)
+                about = {"engines": name, "a second": label, "requests": len(arrivals)}
+                results.add(Figures(about | figures, verdict_of(*faults, good="answered")))
+    return results.print(len(asked) * len(loads))
 
 
-@contextlib.contextmanager
-def running_pair(path: Path, program: Path, options: argparse.Namespace) -> Iterator[Pair]:
-    """Both engines of a checkout, which have started."""
-    tp = dict(zip(ROLES, options.tp, strict=True))
-    gpus = {"prefill": options.prefill_gpus, "decode": options.decode_gpus}
-    spec = {
-        "model": MODELS[options.shape],
-        "order": options.order,
-        "block_size": options.block_size,
-        "max_tokens": max(options.tokens),
-        "transport": options.transport,
-        "gpus": gpus,
+def arrivals_of(options: argparse.Namespace) -> dict[str, list[Arrival]]:
+    """The lists, by what they are called."""
+    if options.arrivals:
+        return {options.arrivals.name: recorded(options.arrivals)}
+    low, high = options.prompt_tokens
+    return {
+        f"{rate:g}": poisson(
+            rate, options.seconds, (low, high), options.answer_tokens, options.seed
+        )
+        for rate in options.rates
     }
-    shares = [tp] if options.transport == "memory" else [{role: tp[role]} for role in ROLES]
-    with contextlib.ExitStack() as stack:
-        env = environment_of(path)
-        processes = [
-            stack.enter_context(Process(program, env, spec | {"tp": share})) for share in shares
-        ]
-        for process in processes:
-            process.ask()
-        yield Pair(processes[0], processes[-1])
 
 
-def measure(pairs: Mapping[str, Pair], tokens: int, at_once: int, repeat: int) -> Iterator[Figures]:
-    """Rounds in which each pair loads; who is first changes. The first load of all is verified."""
-    for pair in pairs.values():
+def measure(
+    cluster: Cluster, name: str, arrivals: Sequence[Arrival], options: argparse.Namespace
+) -> tuple[dict[str, str | int | float], list[str]]:
+    """Start who answers, warm it up, and load it: figures, and what went wrong."""
+    if name == PLAIN:
+        started = cluster.start(engines.plain_engine(options))
+    else:
+        connector: Connector = "in-tree" if name == "in-tree" else "nixl-kv"
+        started = cluster.start(*engines.pair_of(connector, options))
+    prefill = started[0].url if name != PLAIN else None
+    lengths = [one.prompt_tokens for one in arrivals]
+    try:
+        asyncio.run(warm_up(started[-1].url, prefill, (min(lengths), max(lengths))))
+        with Client(started[-1].url) as client:
+            since = CountersSince(client)
+            if options.client == "vllm":
+                return vllm_client.ask(cluster, started, arrivals, options)
+            streams = asyncio.run(ask_all(started[-1].url, prefill, arrivals, options.seed))
+            measured = figures_of(streams, arrivals)
+            if name != PLAIN:
+                measured |= moved(since, connector)
+    finally:
+        cluster.end(*started)
+    errors = [stream.error for stream in streams if stream.error]
+    return measured, [f"{len(errors)} failed: {errors[0]}"] if errors else []
+
+
+async def warm_up(decode: str, prefill: str | None, lengths: Sequence[int]) -> None:
+    """Connect, and let both engines compile what they compile."""
+    async with Asker(decode, prefill) as asker:
         for number in range(WARM_UP):
-            pair.load(tokens, at_once, verify=not number)
-    samples: dict[str, list[Sample]] = {name: [] for name in pairs}
-    for number in range(repeat):
-        for name in sorted(pairs, reverse=bool(number % 2)):
-            samples[name].append(pairs[name].load(tokens, at_once))
-    for name in pairs:
-        theirs = samples.get(AGAINST, []) if name == OURS else []
-        yield Figures({"checkout": name, "tokens": tokens, **figures(samples[name], theirs)})
+            for length in lengths:
+                await asker.ask(prompt(length, f"warm-up {number}"), 4)
 
 
-def figures(ours: Sequence[Sample], theirs: Sequence[Sample]) -> dict[str, str | int | float]:
-    """Medians, and ratios to the other checkout's."""
-    times = {name: [sample[name] for sample in ours] for name in ("load", "read", "cpu")}
-    medians = {f"{name} ms": statistics.median(times[name]) * 1e3 for name in times}
-    num_bytes = ours[0]["num_bytes"]
-    measured: dict[str, str | int | float] = {"MiB": num_bytes / 2**20, "runs": ours[0]["num_runs"]}
-    measured |= medians | {"read GB/s": num_bytes / medians["read ms"] / 1e6}
-    if theirs:
-        for name, its_times in times.items():
-            measured[f"{name} ratio"] = ratio(its_times, [sample[name] for sample in theirs])
+async def ask_all(
+    decode: str, prefill: str | None, arrivals: Sequence[Arrival], seed: int
+) -> list[Stream]:
+    """Ask each at its time, whatever became of those before."""
+    every = prompts(arrivals, seed)
+    async with Asker(decode, prefill) as asker:
+        begin = time.perf_counter()
+
+        async def ask(arrival: Arrival, tokens: Sequence[int]) -> Stream:
+            await sleep_until(begin + arrival.second)
+            return await asker.ask(tokens, arrival.answer_tokens)
+
+        asked = (ask(one, tokens) for one, tokens in zip(arrivals, every, strict=True))
+        return list(await asyncio.gather(*asked))
+
+
+def figures_of(
+    streams: Sequence[Stream], arrivals: Sequence[Arrival]
+) -> dict[str, str | int | float]:
+    """Percentiles over all that were answered."""
+    good = [stream for stream in streams if not stream.error]
+    if not good:
+        return {}
+    gaps = [gap for stream in good for gap in stream.gaps] or [0.0]
+    seconds = max(stream.moments[-1] for stream in good) - min(stream.begin for stream in good)
+    measured: dict[str, str | int | float] = {
+        "prompt tokens": sum(one.prompt_tokens for one in arrivals) // len(arrivals)
+    }
+    for heading, values in (
+        ("TTFT", [stream.first for stream in good]),
+        ("leg", [stream.decode_leg for stream in good]),
+        ("gap", gaps),
+    ):
+        measured[f"{heading} p50 ms"] = percentile(values, 50) * 1e3
+        measured[f"{heading} p99 ms"] = percentile(values, 99) * 1e3
+    measured["gap max ms"] = max(gaps) * 1e3
+    measured["tokens/s"] = sum(len(stream.moments) for stream in good) / seconds
     return measured
+
+
+def moved(since: CountersSince, connector: Connector) -> dict[str, str | int | float]:
+    """What decode has counted."""
+    loaded = Loaded.from_counters(since.changed(), connector)
+    return {"GB": loaded.nbytes / 1e9, "loads": loaded.loads, "transfer s": loaded.seconds}

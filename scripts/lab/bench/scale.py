@@ -17,7 +17,6 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ from lab.bench.fleet import (
     open_files,
 )
 from lab.results import Figures, Results, say_on_stderr, verdict_of
+from lab.sim.data_plane import Background
 from nixl_kv.config import Config
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import (
@@ -184,7 +184,7 @@ class Decode:
         actions = self.machine.handle(engine.prepare_load(request), 0.0)
         if any(isinstance(getattr(one, "message", None), messages.Describe) for one in actions):
             routes = tuple(Route(Rank(rank), (Rank(0),), SHARES) for rank in range(engine.tp))
-            joined = events.PeerJoined(engine.key, engine.description(), routes)
+            joined = events.PeerFits(engine.key, engine.description(), routes)
             actions = self.machine.handle(joined, 0.0)
         self.asks += [a for a in actions if isinstance(a, events.Send)]
 
@@ -332,7 +332,7 @@ def growth(held: Sequence[int]) -> list[Growth]:
 
 
 class SlowTransport(MemoryTransport):
-    """Whose clock goes on by what it takes NIXL to add a peer."""
+    """Whose clock goes on by what it takes NIXL to add a peer. It reads nothing."""
 
     def __init__(self, fabric: Fabric, clock: "CountedTime") -> None:
         super().__init__(fabric)
@@ -346,6 +346,14 @@ class SlowTransport(MemoryTransport):
     def prepare(self, *_arguments: object) -> object:  # type: ignore[override]
         """Nothing."""
         return None
+
+    def read(self, *_arguments: object) -> object:  # type: ignore[override]
+        """Nothing, which has landed at once."""
+        return None
+
+    def poll(self, _read: object) -> bool:
+        """It has."""
+        return True
 
 
 @dataclass
@@ -365,28 +373,31 @@ def storm(num_peers: int = 200, rate: float = 50.0) -> list[Figures]:
     decode = Decode.holding(1, 1, tp=1)
     decode.machine.handle(next(decode.grants()), 0.0)
     peers = RemotePeers(LAYOUT, Rank(0), FACTS)
+    background = Background()
     agents = Agents(
         lambda: SlowTransport(fabric, clock),
         peers,
         defaultdict(float),
         clock=clock,
-        opening=ThreadPoolExecutor(1),
-        closing=ThreadPoolExecutor(1),
+        make_background=lambda _count: background,
     )
     agents.open()
     joins = deque(
         (number / rate, events.JoinPeer(engine.key, engine.description()))
         for number, engine in enumerate(FleetEngine(n, 1, PORT) for n in range(1, num_peers + 1))
     )
-    while joins or agents.is_joining:
+    while joins or agents.is_busy:
         begin = clock.now
         while joins and joins[0][0] <= clock.now:
             agents.execute(joins.popleft()[1])
         agents.poll()
+        turned_at = clock.now
+        while background.waiting:
+            background.work()
         sent = decode.machine.handle(events.Tick(), clock.now)
         if any(isinstance(getattr(a, "message", None), messages.Renew) for a in sent):
             renewed_at.append(clock.now)
-        turns.append(clock.now - begin)
+        turns.append(turned_at - begin)
         clock.now += 0.001
     gap = max(after - before for before, after in itertools.pairwise(renewed_at))
     words = f"{num_peers} engines joined at {rate:g} a second, 50 ms each: longest"

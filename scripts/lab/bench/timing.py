@@ -32,3 +32,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def share(ceiling: Sequence[float], ours: Sequence[float]) -> float:
+    """How much of the ceiling's speed ours reaches: the median of the rounds' ratios of times."""
+    return statistics.median(best / one for best, one in zip(ceiling, ours, strict=True))

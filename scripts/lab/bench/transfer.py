@@ -1,247 +1,410 @@
-"""How much longer does the first token take when decode runs elsewhere, and how fast is the link?
+"""How fast do loads move between two engines, without vLLM, and how near is that to the link?
 
-For each prompt length: the time of a prefill with one token on the prefill engine alone; the time
-of the same on a prompt of its own through both engines, as a router would send it; the difference;
-and from the decode engine's counters what was moved, in how many pieces, and how fast.
+Prefill and decode are processes of their own with all ranks of an engine, on this host or on its
+GPUs: the real transfer engines, control plane and NIXL. "load" is from the command that starts a
+load, which prefill has granted by then, until all ranks have reported it; "read" is the longest
+read in it. "bulk" is the ceiling, measured in the same rounds: the same bytes over the same
+transport, in one piece from each rank that is read; on GPUs, "copy" is torch's copy of them.
+"read of bulk" is the time of bulk divided by that of the read: 1 is the link's speed. Before a
+cell is timed, its bytes are compared.
 
-With --against, engines of another checkout of nixl_kv run beside ours, and both are asked in turn.
-A ratio is ours to theirs, of each round: the median of all rounds, and where half of them lie.
+With --against, engines of another checkout run beside ours and do the same. Ratios are ours to
+theirs. All are medians of each round's.
 """
 
 import argparse
 import contextlib
 import itertools
+import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from lab.bench import engines
+import msgspec
+from typing_extensions import Self
+
 from lab.bench.checkouts import AGAINST, REPO, checkout, environment_of
-from lab.bench.timing import ratio
-from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import Connector, EngineSpec
-from lab.cluster.metrics import LOADED_METRICS, CountersSince, Loaded
-from lab.cluster.models.files import ensure_tiny_model
-from lab.cluster.models.qwen3 import TinyModel
-from lab.cluster.pair import Pair
-from lab.cluster.prompts import random_prompt
-from lab.results import Figures, Results, verdict_of
-
-QWEN3_8B: Final = TinyModel(
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    hidden=4096,
-    intermediate=12288,
-    max_positions=40960,
-    dtype="bfloat16",
+from lab.bench.models import MODELS
+from lab.bench.timing import FEWEST, ratio, share
+from lab.bench.transfer_cells import (
+    ROLES,
+    TABLES,
+    Cell,
+    cells,
+    gpus_of,
+    parse_blocks,
+    parse_tp,
+    shares,
 )
-"""Its KV cache has 144 KiB per token; the vocabulary is ours."""
+from lab.results import Figures, Results, verdict_of
+from nixl_kv.config import Config
+from nixl_kv.geometry.model_layouts import ORDERS
 
-ANSWER_TOKENS: Final = 16
-CHECKED: Final = 4
-"""Answers that are compared, of each length."""
-CPU_BLOCK_SIZE: Final = 128
-CPU_CACHE_TOKENS: Final = 32_768
-"""Of each engine on CPU: with vLLM's least cache, 1 GiB, many ranks do not fit into memory."""
-GPU_SHARE: Final = 0.8
-"""Of a GPU's memory, for all engines that share it."""
-START_TIMEOUT_S: Final = 900.0
-"""On two cores that others use too, four engines import vLLM for minutes."""
+PROGRAM: Final = Path("scripts/lab/bench/transfer_engine.py")
+PATHS: Final = ("auto", "gather", "direct", "staged")
+WARM_UP: Final = 1
+STOP_S: Final = 30.0
+BULK: Final = "bulk"
+COPY: Final = "copy"
+IN_TREE: Final = "in-tree agent"
+
+Sample = dict[str, Any]
+"""See `transfer_engine.LoadTimes`; of the ceilings, the time is `read`."""
 
 
-@dataclass
-class Samples:
-    """What was measured at one prompt length, round by round; times in seconds."""
+class Process:
+    """A program that answers questions, see `transfer_engine`."""
 
-    alone: list[float] = field(default_factory=list)
-    apart: list[float] = field(default_factory=list)
-    moved: list[Loaded] = field(default_factory=list)
+    def __init__(self, program: Path, env: Mapping[str, str], spec: Mapping[str, Any]) -> None:
+        """Start it."""
+        self._connection, theirs = multiprocessing.Pipe()
+        command = [
+            sys.executable,
+            str(program),
+            msgspec.json.encode(spec).decode(),
+            str(theirs.fileno()),
+        ]
+        self._process = subprocess.Popen(
+            command, env=os.environ | env, pass_fds=[theirs.fileno()], stdout=sys.stderr
+        )
+        theirs.close()
 
-    def add(self, pair: Pair, connector: Connector, alone: str, apart: str) -> None:
-        """One round, with a prompt for each way.
+    def __enter__(self) -> Self:
+        """At the end of the block it ends."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It ends with its connection."""
+        self._connection.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ask(self, question: str, **arguments: object) -> Any:
+        """Wait for the answer.
 
         Raises:
-            RuntimeError: if a rank of decode has not read its part.
+            RuntimeError: if it has ended.
         """
-        self.alone.append(pair.to_prefill.complete(alone, 1).seconds)
-        since = CountersSince(pair.to_decode)
-        begin = time.perf_counter()
-        pair.complete(apart, 1)
-        self.apart.append(time.perf_counter() - begin)
-        ranks = pair.decode.spec.ranks
-        changed = since.wait_for(LOADED_METRICS[connector]["loads"], ranks)
-        moved = Loaded.from_counters(changed, connector)
-        if moved.loads < ranks:
-            raise RuntimeError(
-                f"{moved.loads} of {ranks} ranks of {pair.decode.name} have read; "
-                f"see {pair.decode.log_path}"
-            )
-        self.moved.append(moved)
+        self.tell(question, **arguments)
+        return self.answer()
 
-    @property
-    def transfers(self) -> list[float]:
-        """How long each transfer took; where several ranks read at the same time, on average."""
-        return [moved.seconds / moved.loads for moved in self.moved]
+    def tell(self, question: str, **arguments: object) -> None:
+        """Ask, and go on; then `answer` has to follow.
+
+        Raises:
+            RuntimeError: if it has ended.
+        """
+        try:
+            self._connection.send_bytes(msgspec.json.encode({question: arguments}))
+        except OSError as error:
+            raise RuntimeError("an engine has ended; stderr says why") from error
+
+    def answer(self) -> Any:
+        """Wait for the answer to what was told.
+
+        Raises:
+            RuntimeError: if it has ended.
+        """
+        try:
+            return msgspec.json.decode(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise RuntimeError("an engine has ended; stderr says why") from error
+
+
+class Pair:
+    """The engines of one checkout: prefill's process and decode's."""
+
+    def __init__(self, prefill: Process, decode: Process, paths: Sequence[str]) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._numbers = itertools.count()
+        self.paths = paths
+
+    def start(self, cell: Cell, gpus: Mapping[str, Sequence[int]]) -> None:
+        """Start engines for each path."""
+        both = dict(zip(ROLES, (self._prefill, self._decode), strict=True))
+        cuts = {"prefill": cell.prefill, "decode": cell.decode}
+        for role, process in both.items():
+            placed = {"cut": asdict(cuts[role]), "gpus": gpus[role]}
+            process.tell("start", placed=placed, paths=self.paths)
+        for process in both.values():
+            process.answer()
+
+    def choose_blocks(self, tables: str) -> None:
+        """From now on prompts are in blocks at random, or in a row."""
+        for process in (self._prefill, self._decode):
+            process.ask("choose_blocks", tables=tables)
+        self._prefill.ask("fill")
+
+    def check(self) -> str:
+        """Load once on each path into cleared memory; names the paths that moved wrong bytes."""
+        wrong = []
+        for path in self.paths:
+            self._decode.ask("clear")
+            self.load(path)
+            if not self._decode.ask("check"):
+                wrong.append(path)
+        return f"wrong bytes on path {', '.join(wrong)}" if wrong else ""
+
+    def load(self, path: str) -> Sample:
+        """Load the prompt."""
+        request = f"request-{next(self._numbers)}"
+        ticket = self._prefill.ask("offer", path=path, request=request)
+        sample: Sample = self._decode.ask("load", path=path, request=request, ticket=ticket)
+        return sample
+
+    def read_bulk(self, parts: Sequence[Mapping[str, int]]) -> Sample:
+        """The same bytes in one piece from each rank."""
+        sources = self._prefill.ask("serve_bulk")
+        return {"read": self._decode.ask("read_bulk", sources=sources, shares=parts)}
+
+    @contextlib.contextmanager
+    def in_tree(
+        self, cell: Cell, gpus: Mapping[str, Sequence[int]], tables: str
+    ) -> Iterator[Callable[[], Sample]]:
+        """What reads with agents as vLLM's own connector makes them; they end with the block."""
+        sources = self._prefill.ask("start_in_tree")
+        placed = {"cut": asdict(cell.prefill), "gpus": gpus["prefill"]}
+        self._decode.ask("start_in_tree", sources=sources, prefill=placed, tables=tables)
+        try:
+            yield lambda: {"read": self._decode.ask("read_in_tree")}
+        finally:
+            for process in (self._decode, self._prefill):
+                process.ask("stop_in_tree")
+
+    def copy(self, gpus: Sequence[int], parts: Sequence[Mapping[str, int]]) -> Sample:
+        """The same bytes as torch copies them."""
+        return {"read": self._decode.ask("copy", gpus=gpus, shares=parts)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Engines, prompts, and whom to compare with."""
-    engines.add_options(parser)
+    """What is loaded, where, and whom to compare with."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=list(MODELS), default="qwen3-8b")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument(
+        "--paths", nargs="+", choices=known_paths(), default=["auto"], help="default: auto"
+    )
+    parser.add_argument(
+        "--tp",
+        nargs="+",
+        type=parse_tp,
+        default=[(1, 1), (1, 2), (2, 1)],
+        metavar="P-D",
+        help="ranks of prefill and decode; default: 1-1 1-2 2-1",
+    )
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=["BHLNC", "LBHNC", "LBNHC"])
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        type=parse_blocks,
+        default=[parse_blocks(text) for text in ("16-16", "16-64", "64-16", "128/64-128/64")],
+        metavar="P-D",
+        help="block sizes; 128/64 has kernel blocks of 64. "
+        "Default: 16-16 16-64 64-16 128/64-128/64, the last one where the order allows it",
+    )
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    for role in ROLES:
+        parser.add_argument(
+            f"--{role}-gpus",
+            type=int,
+            nargs="+",
+            metavar="N",
+            help="rank n has the n-th of them, in turn; default: prefill the first GPUs, "
+            "decode the others, both the only one",
+        )
+    parser.add_argument("--repeat", type=int, default=11, help="rounds, 2 or more")
+    parser.add_argument(
+        "--row-seconds",
+        type=float,
+        default=4.0,
+        help=f"after them a row has no more than {FEWEST} rounds; default: 4",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--beside-in-tree-agent",
+        action="store_true",
+        help="also read with NIXL agents as vLLM's own connector makes them, after the rounds: "
+        "their threads spin for as long as they live. Where decode has one rank",
+    )
     parser.add_argument(
         "--against", type=checkout, metavar="DIR", help="a checkout of nixl_kv to compare with"
     )
-    parser.add_argument("--shape", choices=["tiny", "qwen3-8b"], default="tiny")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--attention-backend")
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument(
-        "--tp", type=int, nargs=2, default=[1, 1], metavar=("PREFILL", "DECODE"), help="default 1 1"
-    )
-    parser.add_argument("--layout", help="of nixl_kv's caches; default: its own choice")
-    parser.add_argument("--verify", default="off", help="off (default), sample:RATE or all")
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        help=f"of each engine; default: {GPU_SHARE} for all together. All use the first GPUs",
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[300, 1000, 2000])
-    parser.add_argument("--repeat", type=int, default=7, help="rounds, 2 or more")
-    parser.add_argument("engine_args", nargs="*", help="more arguments of all engines, after --")
+
+
+def known_paths() -> Sequence[str]:
+    """The paths that this checkout can be told to take."""
+    return PATHS if "path" in Config.parsers() else PATHS[:1]
 
 
 def run(options: argparse.Namespace) -> int:
-    """A row for each prompt length and pair of engines; 0 only if no answer is wrong."""
-    tp, layout = "TP{} to TP{}".format(*options.tp), options.layout or "auto"
-    backend = options.attention_backend or "auto"
-    title = f"{options.shape} on {options.device}, {tp}, backend {backend}, layout {layout}"
-    results = Results(title, "rows are measured", options.json)
-    expected = 0
-    with Cluster(options.log_dir, warm=False, start_timeout_s=START_TIMEOUT_S) as cluster:
-        for connector in options.connector:
-            with running_pairs(cluster, connector, options) as pairs:
-                expected += len(pairs) * len(options.lengths)
-                for figures_of_pair in measure(pairs, connector, options):
-                    results.add(figures_of_pair)
-    return results.print(expected)
+    """A row for each cell, kind of block tables, and path; 0 only if all bytes were right."""
+    measured = list(cells(options.tp, options.orders, options.blocks))
+    sizes = {
+        blocks.size for cell in measured for blocks in (cell.prefill.blocks, cell.decode.blocks)
+    }
+    uneven = [size for size in sizes if options.tokens % size]
+    if uneven:
+        raise SystemExit(f"--tokens is {options.tokens}; allowed: multiples of {max(uneven)}")
+    title = (
+        f"{options.shape} on {options.device}, {options.tokens:,} tokens, "
+        f"medians of {options.repeat} or fewer"
+    )
+    results = Results(title, "rows are good", options.json)
+    with contextlib.ExitStack() as stack:
+        pairs = {"": stack.enter_context(running_pair(REPO, measured, options.paths, options))}
+        if options.against:
+            theirs = running_pair(options.against, measured, ["auto"], options)
+            pairs[AGAINST] = stack.enter_context(theirs)
+        for cell in measured:
+            for row in measure(pairs, cell, options):
+                results.add(row)
+    num_paths = sum(len(pair.paths) for pair in pairs.values())
+    return results.print(len(measured) * len(options.tables) * num_paths)
 
 
 @contextlib.contextmanager
-def running_pairs(
-    cluster: Cluster, connector: Connector, options: argparse.Namespace
-) -> Iterator[dict[str, Pair]]:
-    """Our engines, and those of the other checkout."""
-    checkouts: dict[str, Path] = {connector: REPO}
-    if options.against and connector == "nixl-kv":
-        checkouts[AGAINST] = options.against
-    share = options.gpu_memory_utilization or GPU_SHARE / (2 * len(checkouts))
-    specs = [
-        spec
-        for name, path in checkouts.items()
-        for spec in engine_specs(connector, name, path, share, options)
-    ]
-    started = cluster.start(*specs)
+def running_pair(
+    path: Path, measured: Sequence[Cell], paths: Sequence[str], options: argparse.Namespace
+) -> Iterator[Pair]:
+    """The processes of a checkout, which serve all cells: to import and to connect takes long."""
+    model, env = MODELS[options.shape], environment_of(path)
+    if options.device == "cpu":
+        # UCX also connects over TCP, by every interface there is: one that goes ends the loads.
+        env["UCX_NET_DEVICES"] = "lo"
     with contextlib.ExitStack() as stack:
-        stack.callback(cluster.end, *started)
-        yield {
-            name: stack.enter_context(Pair(prefill, decode))
-            for name, prefill, decode in zip(checkouts, started[::2], started[1::2], strict=True)
-        }
+        processes = []
+        for role in ROLES:
+            spec = {
+                "role": role,
+                "model": model,
+                "tokens": options.tokens,
+                "seed": options.seed,
+                "num_bytes": largest(measured, role, options),
+            }
+            processes.append(stack.enter_context(Process(path / PROGRAM, env, spec)))
+        yield Pair(processes[0], processes[1], paths)
 
 
-def engine_specs(
-    connector: Connector, name: str, path: Path, gpu_share: float, options: argparse.Namespace
-) -> list[EngineSpec]:
-    """Prefill and decode, which may share GPUs."""
-    extra = ["--no-enable-prefix-caching", "--enforce-eager"]
-    if options.shape == "tiny":
-        model = ensure_tiny_model(model=replace(TinyModel(), dtype=options.dtype))
-    else:
-        model = ensure_tiny_model(model=QWEN3_8B, weights=False)
-        extra += ["--load-format", "dummy"]
-    if options.attention_backend:
-        extra += ["--attention-backend", options.attention_backend]
-    fields: dict[str, Any] = {
-        "device": options.device,
-        "dtype": options.dtype,
-        "block_size": options.block_size,
-        "gpu_memory_utilization": gpu_share,
-        "extra_args": (*extra, *options.engine_args),
-    }
-    if options.device == "cuda":
-        fields["cores"] = frozenset()
-    else:
-        fields["num_blocks"] = CPU_CACHE_TOKENS // (options.block_size or CPU_BLOCK_SIZE)
-    if connector == "nixl-kv":
-        layout = {"layout": options.layout} if options.layout else {}
-        fields["connector_config"] = {"verify": options.verify} | layout
-        fields["extra_env"] = environment_of(path)
-    specs = pair_specs(model, connector, suffix=f"-{name}", **fields)
-    return [replace(spec, tensor_parallel=tp) for spec, tp in zip(specs, options.tp, strict=True)]
+def largest(measured: Sequence[Cell], role: str, options: argparse.Namespace) -> list[int]:
+    """For each rank, the bytes of its cache in the cell where it is largest."""
+    sizes: dict[int, int] = {}
+    for cell in measured:
+        cut = cell.prefill if role == "prefill" else cell.decode
+        layouts = cut.layouts(MODELS[options.shape], options.tokens, "DRAM")
+        for rank, layout in enumerate(layouts):
+            end = max(span.address + span.length for span in layout.spans)
+            sizes[rank] = max(sizes.get(rank, 0), end - layout.spans[0].address)
+    return [sizes[rank] for rank in sorted(sizes)]
 
 
 def measure(
-    pairs: Mapping[str, Pair], connector: Connector, options: argparse.Namespace
+    pairs: Mapping[str, Pair], cell: Cell, options: argparse.Namespace
 ) -> Iterator[Figures]:
-    """Rows of all pairs; each length is asked for once before, which connects and warms up."""
-    seeds = itertools.count()
-    for length in options.lengths:
-        ask_in_turn(pairs, connector, [length], seeds)
-    for length in options.lengths:
-        samples = ask_in_turn(pairs, connector, [length] * options.repeat, seeds)
-        for name, pair in pairs.items():
-            asked = CHECKED if options.shape == "tiny" else 0
-            prompts = [random_prompt(length, next(seeds)) for _ in range(asked)]
-            same = count_matches(pair, prompts)
-            matches = f"{same}/{asked} answers match" if asked else ""
-            theirs = None if name == AGAINST else samples.get(AGAINST)
-            yield Figures(
-                {"engines": name, "tokens": length} | figures(samples[name], theirs),
-                verdict_of("" if same == asked else matches, good=matches),
-            )
+    """Rows of one cell: rounds in which all are timed in turn; who is first changes."""
+    gpus = place(cell, options)
+    parts = [asdict(part) for part in shares(cell, MODELS[options.shape], options.tokens)]
+    for pair in pairs.values():
+        pair.start(cell, gpus)
+    ways: dict[str, Any] = {
+        name or path: (lambda pair=pair, path=path: pair.load(path))
+        for name, pair in pairs.items()
+        for path in pair.paths
+    }
+    contenders = list(ways)
+    ways[BULK] = lambda: pairs[""].read_bulk(parts)
+    if gpus["prefill"]:
+        ways[COPY] = lambda: pairs[""].copy(gpus["prefill"], parts)
+    for tables in options.tables:
+        for pair in pairs.values():
+            pair.choose_blocks(tables)
+        wrong = {name: pair.check() for name, pair in pairs.items()}
+        samples = rounds(ways, options.repeat, options.row_seconds)
+        if options.beside_in_tree_agent and cell.decode.tp == 1:
+            with pairs[""].in_tree(cell, gpus, tables) as read:
+                samples |= rounds({IN_TREE: read}, options.repeat, options.row_seconds)
+        for name in contenders:
+            about = {"path": name, **cell.names, "tables": tables, "GPUs": in_words(gpus)}
+            verdict = verdict_of(wrong[AGAINST if name == AGAINST else ""], good="same bytes")
+            yield Figures(about | figures(samples, name), verdict)
 
 
-def ask_in_turn(
-    pairs: Mapping[str, Pair], connector: Connector, lengths: Sequence[int], seeds: Iterator[int]
-) -> dict[str, Samples]:
-    """A round for each length; who is first changes from round to round."""
-    samples = {name: Samples() for name in pairs}
-    for number, length in enumerate(lengths):
-        prompts = [random_prompt(length, next(seeds)) for _ in range(2)]
-        for name in sorted(pairs, reverse=bool(number % 2)):
-            samples[name].add(pairs[name], connector, *prompts)
+def rounds(
+    ways: Mapping[str, Callable[[], Sample]], count: int, seconds: float
+) -> dict[str, list[Sample]]:
+    """Samples of each way in turn; who is first changes. The first round does not count.
+
+    After so many seconds there are no more rounds than a median needs.
+    """
+    samples: dict[str, list[Sample]] = {way: [] for way in ways}
+    end = time.monotonic() + seconds
+    for number in range(WARM_UP + count):
+        if number >= WARM_UP + FEWEST and time.monotonic() > end:
+            break
+        for way in sorted(ways, reverse=bool(number % 2)):
+            sample = ways[way]()
+            if number >= WARM_UP:
+                samples[way].append(sample)
     return samples
 
 
-def count_matches(pair: Pair, prompts: Sequence[str]) -> int:
-    """How many answers through both engines are those of the prefill engine alone."""
-    return sum(
-        pair.complete(prompt, ANSWER_TOKENS).tokens
-        == pair.to_prefill.complete(prompt, ANSWER_TOKENS).tokens
-        for prompt in prompts
-    )
+def place(cell: Cell, options: argparse.Namespace) -> dict[str, list[int]]:
+    """The GPU of each rank; none on the host."""
+    if options.device == "cpu":
+        return {role: [] for role in ROLES}
+    import torch  # noqa: PLC0415 - only to count GPUs
+
+    tp = cell.prefill.tp, cell.decode.tp
+    placed = gpus_of(tp, torch.cuda.device_count())
+    for role, ranks in zip(ROLES, tp, strict=True):
+        given = getattr(options, f"{role}_gpus")
+        if given:
+            placed[role] = [given[rank % len(given)] for rank in range(ranks)]
+    return placed
 
 
-def figures(ours: Samples, theirs: Samples | None) -> dict[str, str | int | float]:
-    """The medians of a pair of engines, and ratios to another one's."""
-    alone, apart = statistics.median(ours.alone), statistics.median(ours.apart)
-    transfer = statistics.median_low(ours.transfers)
-    moved = ours.moved[ours.transfers.index(transfer)]
+def in_words(gpus: Mapping[str, Sequence[int]]) -> str:
+    """Of prefill's ranks, and of decode's."""
+    if not gpus["prefill"]:
+        return "none"
+    return " to ".join(", ".join(map(str, gpus[role])) for role in ROLES)
+
+
+def figures(samples: Mapping[str, Sequence[Sample]], name: str) -> dict[str, str | int | float]:
+    """Medians of one way, and ratios of each round's times to the ceilings'."""
+    ours = samples[name]
+    times = {one: [sample[one] for sample in ours] for one in ("load", "read", "cpu")}
+    medians = {f"{one} ms": statistics.median(times[one]) * 1e3 for one in times}
+    num_bytes = ours[0]["num_bytes"]
+    bulk = [sample["read"] for sample in samples[BULK]]
     measured: dict[str, str | int | float] = {
-        "alone ms": alone * 1e3,
-        "apart ms": apart * 1e3,
-        "added ms": (apart - alone) * 1e3,
-        "MiB": moved.nbytes / 2**20,
-        "pieces": moved.descriptors,
-        "transfer ms": transfer * 1e3,
-        "GB/s": moved.nbytes / transfer / 1e9,
+        "rounds": len(ours),
+        "MiB": num_bytes / 2**20,
+        "runs": ours[0]["num_runs"],
     }
-    if theirs is not None:
-        measured["transfer ratio"] = ratio(ours.transfers, theirs.transfers)
-        measured["apart ratio"] = ratio(ours.apart, theirs.apart)
+    measured |= medians | {"GB/s": num_bytes / medians["read ms"] / 1e6}
+    measured["bulk GB/s"] = num_bytes / statistics.median(bulk) / 1e9
+    if COPY in samples:
+        copies = [sample["read"] for sample in samples[COPY]]
+        measured["copy GB/s"] = num_bytes / statistics.median(copies) / 1e9
+    measured["read of bulk"] = share(bulk, times["read"])
+    measured["load of bulk"] = share(bulk, times["load"])
+    if IN_TREE in samples:
+        theirs = statistics.median(sample["read"] for sample in samples[IN_TREE])
+        measured["in-tree agent ms"] = theirs * 1e3
+        measured["in-tree agent to read"] = theirs * 1e3 / medians["read ms"]
+    if AGAINST in samples and name != AGAINST:
+        for one, its_times in times.items():
+            measured[f"{one} ratio"] = ratio(
+                its_times, [sample[one] for sample in samples[AGAINST]]
+            )
     return measured
