@@ -150,19 +150,6 @@ class Client:
         with self._http.stream("POST", COMPLETIONS, json=body) as reply:
             next(_choices(reply), None)
 
-    def time_to_first_token(self, prompt: Prompt, **extra: object) -> float:
-        """Seconds from the request to the first streamed token."""
-        body = self._body(prompt, 1, extra) | {"stream": True}
-        begin = time.perf_counter()
-        with self._http.stream("POST", COMPLETIONS, json=body) as reply:
-            first = None
-            for choice in _choices(reply):  # read to the end, so that the connection is kept
-                if first is None and choice.get("text"):
-                    first = time.perf_counter() - begin
-        if first is None:
-            raise RuntimeError(f"{self.url}: the stream ended without a token")
-        return first
-
     def counters(self) -> Counters:
         """All samples of /metrics by name, added up over their labels."""
         return parse_counters(self.metrics())

@@ -19,6 +19,9 @@ UNREACHABLE: Final = f"{PREFIX}load_failures_unreachable_total"
 TOKENS: Final = f"{PREFIX}tokens_loaded_total"
 NBYTES: Final = f"{PREFIX}bytes_read_total"
 DESCRIPTORS: Final = f"{PREFIX}descriptors_total"
+READS: Final[Mapping[str, str]] = {
+    path: f"{PREFIX}reads_{path}_total" for path in ("direct", "gather", "staged")
+}
 SECONDS: Final = f"{PREFIX}transfer_seconds_sum"
 TICKETS_REFUSED: Final = f"{PREFIX}tickets_refused_total"
 TICKETS_MISSING: Final = f"{PREFIX}tickets_missing_total"

@@ -39,7 +39,7 @@ from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, Part, Span
 from nixl_kv.geometry.ranks import ParallelShape
-from nixl_kv.geometry.slices import KVSlice, find_slices
+from nixl_kv.geometry.slices import KVSlice, SliceFinder
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import Ticket
@@ -53,6 +53,12 @@ LARGE_CACHE: Final = CacheMemory(1 << 40, layers=36, blocks=8192, tokens=16, hea
 ROOM: Final = (Span(1, 2**62),)
 SLICES: Final = tuple(KVSlice(f"layer.{number}", 0, 2, 0) for number in range(3))
 """All that is read of a rank that has all heads."""
+
+LAYERS: Final = tuple(
+    messages.LayerHeads(layer=each.layer, first=each.first_head, end=each.end_head)
+    for each in SLICES
+)
+"""The same, as it is packed."""
 
 
 def every_message() -> list[bytes]:
@@ -94,6 +100,12 @@ def questions() -> list[bytes]:
         messages.DigestRequest(**common, end=end, slices=slices)
         for end, slices in ((TOKENS, SLICES), (TOKENS + 1, SLICES[1:]))
     ]
+    packs = [
+        messages.PackRequest(
+            **common, number=2, chunk=n, begin=0, end=TOKENS, layers=LAYERS[n:], holds=(n,)
+        )
+        for n in (0, 1)
+    ]
     renew = messages.Renew(
         incarnation=OWN_LIFE, reader=OTHER_READER, number=2, claims=(CLAIM,), num_reading=1
     )
@@ -106,6 +118,7 @@ def questions() -> list[bytes]:
         [ask, incomplete],
         [ask, digests[0], complete],
         [ask, digests[0], digests[0], digests[1], renew, incomplete],
+        [ask, packs[0], packs[1], packs[0], renew, complete],
         [status, ask, status],
     ]
     return [_conversation([(1, message) for message in each]) for each in conversations]
@@ -212,7 +225,7 @@ def _digest_of_zeros() -> dict[str, Any]:
     """What a prefill rank replies whose memory is all zeros."""
     layout = CacheMemory().layout()
     tables = block_tables(layout, (TABLE, TABLE))
-    local_slices = find_slices(layout, SLICES, tables, end=TOKENS)
+    local_slices = SliceFinder(layout).find(SLICES, tables, end=TOKENS)
     results: list[Digest] = []
 
     def steps() -> Iterator[None]:

@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import Self
 
 from lab.fuzz.samples import CacheMemory
+from lab.sim.data_plane import Background
 from nixl_kv.config import Config
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import Span
@@ -30,6 +31,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Reader
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.host_copy import HostCopier
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
@@ -107,7 +109,7 @@ class RankUnderTest:
     def __init__(self) -> None:
         """Start it; `close` ends it."""
         self.loads: list[events.LoadEnded] = []
-        self._now = 0.0
+        self._now, self._background = 0.0, Background()
         fabric, self._network = Fabric(), MemoryNetwork(held=True)
         MemoryTransport(fabric).register(PREFILL_MEMORY, "DRAM", 0)
         self._control = MemoryControl(self._network, "under test")
@@ -127,6 +129,8 @@ class RankUnderTest:
             is_decode=True,
             make_transport=lambda: MemoryTransport(fabric),
             make_control=lambda: self._control,
+            make_copier=lambda: HostCopier(self._background),
+            make_background=lambda _count: self._background,
             num_slots=SLOTS,
             clock=lambda: self._now,
         )
@@ -164,8 +168,8 @@ class RankUnderTest:
         """Take all of its connections away; then check what must hold.
 
         Raises:
-            BrokenPromiseError: if a read or a digest does not end, the load is not reported once,
-                other blocks are written, or bytes are called verified that are not.
+            BrokenPromiseError: if a read, a digest or packing does not end, the load is not
+                reported once, other blocks are written, or bytes are called verified that are not.
         """
         while self._control.open_links:  # which it opens once more, to look a second time
             for link in list(self._control.open_links.values()):
@@ -194,14 +198,17 @@ class RankUnderTest:
         return payload.replace(OWN_LIFE.encode(), self._parts.description.incarnation.encode())
 
     def _run(self) -> None:
-        """Turns, until no read and no digest is under way."""
+        """Turns, until no read, no digest and no packing is under way."""
         for _ in range(MAX_TURNS):
             self._now += TURN_S
             self._control.wake()
             self._loop.turn()
+            while self._background.waiting:
+                self._background.work()
             for result in self._engine.pop_results():
                 if isinstance(result, events.LoadEnded):
                     self.loads.append(result)
-            if not self._parts.agents.is_busy and not len(self._parts.digests):
+            parts = self._parts
+            if not (parts.agents.is_busy or len(parts.digests) or len(parts.packs)):
                 return
-        raise BrokenPromiseError(f"a read or a digest has not ended after {MAX_TURNS} turns")
+        raise BrokenPromiseError(f"something under way has not ended after {MAX_TURNS} turns")

@@ -18,8 +18,9 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
-from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.engine import RankSpec, TransferEngine, host_copier
 from nixl_kv.transfer.loop import Parts
+from nixl_kv.transfer.staging import Copier, HostMemory
 from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import ControlPlane, Transport
 
@@ -88,6 +89,9 @@ class LocalEngine:
         config: Config | None = None,
         roles: str = "prefill and decode",
         make_control: Callable[[], ControlPlane] | None = None,
+        staging_bytes: int | None = None,
+        num_ring_slots: int | None = None,
+        make_copier: Callable[[], Copier] | None = None,
     ) -> None:
         """Start all ranks, and describe them.
 
@@ -100,6 +104,9 @@ class LocalEngine:
             roles: with the words "prefill" and "decode", or one of them.
             make_control: called once for each rank, and for the directory; by default makes
                 sockets as configured.
+            staging_bytes: of each rank, in place of what is configured.
+            num_ring_slots: of each of its rings, in place of what its memory's kind has.
+            make_copier: called once for each rank, in place of what copies on threads.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
@@ -118,6 +125,9 @@ class LocalEngine:
                 is_decode="decode" in roles,
                 make_transport=make_transport,
                 make_control=make_control,
+                make_copier=make_copier or host_copier,
+                make_staging_memory=lambda length: HostMemory(staging_bytes or length),
+                num_ring_slots=num_ring_slots,
             )
             engine = TransferEngine(spec)
             self.ranks.append(LocalRank(engine, engine.start()))

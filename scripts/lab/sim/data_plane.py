@@ -15,7 +15,7 @@ from typing import Any
 
 from lab.sim.faults import Costs, Faults
 from lab.sim.repeatable import Clock, Violation
-from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.errors import NixlKVError, PeerLost, TransportError
 from nixl_kv.ids import Generation
 from nixl_kv.transport.base import Indices, PeerName
 from nixl_kv.transport.memory import Fabric, MemoryTransport
@@ -271,7 +271,7 @@ class Work:
 
 
 class Background(Executor):
-    """Makes and destroys agents when the schedule says so."""
+    """Makes and destroys agents, and prepares peers, when the schedule says so."""
 
     def __init__(self) -> None:
         """Start with nothing to do."""
@@ -292,7 +292,11 @@ class Background(Executor):
         if not self.waiting:
             return
         work = self.waiting.pop(0)
-        if fail:
-            work.future.set_exception(TransportError("the schedule let it fail"))
-        else:
+        if not work.future.set_running_or_notify_cancel():
+            return
+        try:
+            if fail:
+                raise TransportError("the schedule let it fail")
             work.future.set_result(work.call())
+        except (NixlKVError, ValueError) as error:
+            work.future.set_exception(error)

@@ -29,7 +29,7 @@ from nixl_kv.protocol.decode.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill.offers import RECALL_S
 from nixl_kv.transfer.agents import TRY_AGAIN_S
-from nixl_kv.transfer.loop import LINGER_S, LINK_KEPT_S
+from nixl_kv.transfer.loop import LINGER_S, LINK_KEPT_S, Parts
 
 PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0
@@ -203,3 +203,12 @@ def _left_on(rank: RankLife) -> Iterator[str]:
         yield repr(parts.agents)
     if parts.digests:
         yield repr(parts.digests)
+    yield from _left_in_rings(parts)
+
+
+def _left_in_rings(parts: Parts) -> Iterator[str]:
+    if parts.packs or parts.prefill.offers.ring:
+        yield f"{len(parts.prefill.offers.ring)} slots that were packed"
+    free = parts.agents.peers.free_slots
+    if free is not None and len(free) < free.ring.num_slots:
+        yield f"{free.ring.num_slots - len(free)} slots that were read"

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
@@ -161,7 +161,7 @@ def _rank(rank: RankLife, now: float) -> str:
         rank.loop,
         rank.control.inbox,
         (rank.is_stopped, rank.has_died, faults.dies_after, faults.refuses_peer, faults.unsent),
-        len(rank.background.waiting),
+        [len(each.waiting) for each in (rank.background, rank.joining, rank.copying)],
         [slots.read(number) for number in range(slots.count)],
     )
     return " ".join(_canonical(part, now) for part in parts)
@@ -173,6 +173,8 @@ def _canonical(value: Any, now: float) -> str:
         return value.hex()
     if isinstance(value, float):
         return f"{value - now:.3f}" if abs(value) > CLOCK_AT_LEAST else f"{value:.3f}"
+    if isinstance(value, Future):
+        return f"done: {value.done()}"
     if isinstance(value, Read):
         return f"read {value.number}"
     if value is None or isinstance(value, (str, int, Enum, itertools.count)):

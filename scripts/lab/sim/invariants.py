@@ -32,7 +32,7 @@ from nixl_kv.geometry.blocks import ABSENT
 from nixl_kv.ids import Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded
-from nixl_kv.protocol.messages import DigestReply, Grant, decode_answer
+from nixl_kv.protocol.messages import DigestReply, Grant, PackReply, decode_answer
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,13 @@ class Invariants:
             return
         if isinstance(answer, Grant):
             self._add_grant(engine, rank, answer)
-        if isinstance(answer, DigestReply):
+        if isinstance(answer, DigestReply) or (
+            isinstance(answer, PackReply) and answer.slot is not None
+        ):
             granted = self._grants.get((rank, answer.nonce))
             if granted is None or not granted.is_valid:
-                raise Violation("digest of what is not held", f"{control.name}: {answer.nonce}")
+                kind = "digest" if isinstance(answer, DigestReply) else "chunk"
+                raise Violation(f"{kind} of what is not held", f"{control.name}: {answer.nonce}")
             self._check_grant(granted)
 
     def on_compared(self, rank: RankLife, event: events.DigestCompared) -> None:
@@ -176,6 +179,8 @@ class Invariants:
             raise Violation("reported while its slot is valid", detail)
         if self._is_served():
             for read in self._world.fabric.reads():
+                if self._warms_up(read):
+                    continue
                 remote = {rank.seat.cache.block_at(there) for _, (there, _) in read.pieces}
                 if remote & granted.blocks:
                     raise Violation("not served to its end", detail)
@@ -192,6 +197,11 @@ class Invariants:
                 raise Violation("blocks back while a read can write", detail)
             if (rank, owner) in self._reported:
                 raise Violation("reported while a read can write", detail)
+
+    def _warms_up(self, read: Read) -> bool:
+        """Whether it is of bytes that nobody wants, into memory that is nobody's."""
+        caches = [rank.seat.cache for rank in self._world.ranks()]
+        return all(cache.block_at(read.addresses[0]) is None for cache in caches)
 
     def _reads(self, engine: Engine) -> Iterator[tuple[RankLife, Read]]:
         """Those that write into an engine's caches."""

@@ -30,6 +30,7 @@ EVERY_DAY: Final[Mapping[str, float]] = {
     "deliver": 34,
     "land": 22,
     "work": 3,
+    "join": 6,
     "round": 1.5,
     "wait briefly": 4,
 }
@@ -100,6 +101,8 @@ FEATURES: Final[Sequence[tuple[float, str, Sequence[float]]]] = (
     (0.15, "post", (0.002, 0.03)),
     (0.1, "tick", (0.01, 0.3)),
     (0.1, "links", (1, 2, 3)),
+    (0.3, "apart", (1,)),
+    (0.25, "staged", (1024, 8192)),
     (0.1, "newer", (1, -1)),
 )
 """What a world may have besides its shape, and how often, unless its schedules are gentle."""
@@ -119,6 +122,14 @@ class Profile:
 PROFILES: Final[Mapping[str, Profile]] = {
     "gentle": Profile({**EVERY_DAY, **GENTLE}, gentle=True),
     "leaving": Profile({**EVERY_DAY, **GENTLE, "abort": 5}, gentle=True),
+    "staged": Profile(
+        {**EVERY_DAY, **GENTLE, "lose": 1, "repeat": 2, "abort": 2, "preempt": 1, "work": 8},
+        shapes=[
+            Shape(1, 1, staged=1024),
+            Shape(2, 1, staged=1024, engines=2),
+            Shape(1, 2, staged=512, blocks=60),
+        ],
+    ),
     "overtaken": Profile(
         {**EVERY_DAY, "prefill": 8, "decode": 10, "deliver": 25, "wait briefly": 16},
         shapes=[Shape(1, decode, prefills=each) for each in (1, 2) for decode in (1, 2)],
@@ -141,6 +152,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "late": Profile({**EVERY_DAY, **BUSY, "wait": 5, "hang": 1, "fail": 0.2, "damage": 1}),
     "lossy": Profile(
         {**EVERY_DAY, **BUSY, **NETWORK, "wait": 1, "damage": 1, "refuse": 0.3, "mute": 0.7}
+        | {"balk": 0.3}
     ),
     "dying": Profile(
         {
@@ -163,9 +175,11 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "meeting": Profile(
         {**IN_STEP, "occupy": 0.5, "vacate": 0.3},
         shapes=[
-            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.14),
-            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.1, post=0.01, tick=0.02),
-            Shape(3, 1, prefills=3, heads=3, blocks=60, join=0.14),
+            # Peers are joined beside the thread: messages come and go meanwhile, which a schedule
+            # that joins at once does not show. So it is not long, against a lease of a second.
+            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.03),
+            Shape(3, 1, prefills=4, heads=3, blocks=60, join=0.02, post=0.01, tick=0.02),
+            Shape(3, 1, prefills=3, heads=3, blocks=60, join=0.03),
         ],
         gentle=True,
         num_steps=400,
@@ -335,7 +349,8 @@ def _rank_where(is_chosen: Callable[[RankLife], object]) -> Draw:
 
 
 _rank: Final = _rank_where(lambda _rank: True)
-_rank_with_agents: Final = _rank_where(lambda rank: rank.background.waiting)
+_rank_with_work: Final = _rank_where(lambda rank: rank.num_waiting)
+_rank_that_joins: Final = _rank_where(lambda rank: rank.joining.waiting)
 
 
 def _mostly(share: float, first: Draw, other: Draw) -> Draw:
@@ -385,8 +400,10 @@ ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "turn": (_mostly(0.8, _rank_where(lambda rank: rank.has_work), _rank),),
     "deliver": (_packet,),
     "land": (_read, _one_of(0, 0, 1, 2)),
-    "work": (_rank_with_agents,),
-    "fail": (_rank_with_agents,),
+    "work": (_rank_with_work,),
+    "fail": (_rank_with_work,),
+    "join": (_rank_that_joins,),
+    "balk": (_rank_that_joins,),
     "wait briefly": (_one_of(0.06),),
     "wait": (_one_of(0.1, 0.3, 0.6, 1.1, 2.1, 3.5, 5.5),),
     "abort": (_engine, _below(4)),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from lab.sim.cache import RankCache
-from lab.sim.data_plane import Background, Process, SimFabric, SimSlots, SimTransport
+from lab.sim.data_plane import Background, Process, Read, SimFabric, SimSlots, SimTransport
 from lab.sim.faults import Faults, InjectedError
 from lab.sim.network import HOST, SimControl
 from lab.sim.repeatable import Clock, Violation
@@ -15,9 +15,12 @@ from nixl_kv.config import Config
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.host_copy import HostCopier
 from nixl_kv.transfer.loop import Parts
+from nixl_kv.transfer.staging import HostMemory
 from nixl_kv.transport.memory_control import MemoryNetwork
 
+RING_SLOTS: Final = 4
 MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
 
 
@@ -70,6 +73,7 @@ class Seat:
     number: Rank
     cache: RankCache
     slots: SimSlots
+    staging: HostMemory
     port: int
     is_prefill: bool
     is_decode: bool
@@ -95,6 +99,8 @@ class RankLife:
         self.counts: Counter[str] = Counter()
         self.faults = Faults()
         self.background = Background()
+        self.joining = Background()
+        self.copying = Background()
         self.control = SimControl(
             seat.name, seat.port, environment.network, self.faults, is_newer=seat.is_newer
         )
@@ -113,9 +119,12 @@ class RankLife:
                 is_decode=seat.is_decode,
                 make_transport=partial(SimTransport, environment.fabric, seat.process, self.faults),
                 make_control=lambda: self.control,
-                make_background=lambda: self.background,
+                make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
                 num_slots=seat.slots.count,
+                make_copier=lambda: HostCopier(self.copying),
+                make_staging_memory=lambda _length: seat.staging,
+                num_ring_slots=RING_SLOTS,
                 clock=environment.clock,
             )
         )
@@ -135,7 +144,8 @@ class RankLife:
     def has_work(self) -> bool:
         """Whether a turn would do something, besides looking at reads and the time."""
         commands = self.engine._commands  # noqa: SLF001 - nobody else wants to know
-        return bool(commands or self.control.inbox or self.has_died or self.parts.digests)
+        work = self.parts.digests or self.parts.packs
+        return bool(commands or self.control.inbox or self.has_died or work)
 
     def turn(self) -> None:
         """One turn of the loop; or its restart, if the last one died.
@@ -154,6 +164,24 @@ class RankLife:
         except Exception as error:
             detail = f"{self.seat.name}: {type(error).__name__}: {error}"
             raise Violation("thread died", detail) from error
+
+    @property
+    def num_waiting(self) -> int:
+        """How much there is to do beside the thread: with agents one thing, and all copies."""
+        return bool(self.background.waiting) + len(self.copying.waiting)
+
+    def work(self, *, fail: bool = False) -> None:
+        """Make or destroy an agent, or else copy between the cache and the ring."""
+        (self.background if self.background.waiting else self.copying).work(fail=fail)
+
+    def join_at_once(self) -> None:
+        """Peers are prepared as far as they can be, and what warms up has landed."""
+        while self.joining.waiting:
+            self.joining.work()
+        for agent in self.parts.agents.polled:
+            for read in agent.reads:
+                if read.warms_up and isinstance(read.handle, Read):
+                    read.handle.land_all()
 
     def stop(self) -> None:
         """Its engine sleeps: as `Worker.stop`."""
@@ -201,6 +229,9 @@ class RankLife:
         self.faults.guard(parts.decode, "handle")
         self.faults.guard(parts.digests, "add")
         self.faults.guard(parts.digests, "poll")
+        if parts.description.ring is not None:
+            self.faults.guard(parts.packs, "add")
+            self.faults.guard(parts.packs, "poll")
         handle = parts.decode.handle
 
         def observed(event: events.DecodeEvent, now: float) -> list[events.Action]:

@@ -26,6 +26,13 @@ READING: Final = f"{ASKED}; deliver 0; turn p.0; deliver 0; turn d0.0"
 
 SCENES: Final = (
     Scene(
+        "one reader, while its peer is joined",
+        Setting(Shape(apart=True)),
+        ASKED,
+        "deliver 0; turn d0.0; turn p.0; join d0.0; balk d0.0; land 0 0; die d0.0 3; step d0;"
+        "abort d0 0; kill p; report 0; wait 4.1",
+    ),
+    Scene(
         "one reader, from the ask on",
         Setting(Shape()),
         ASKED,

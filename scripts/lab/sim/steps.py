@@ -22,7 +22,8 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     land N PIECES                    of a read arrive (0: all), on links without a rate
     hang N, break N                  a read never lands, or fails
     damage                           a bit changes of the next piece that will be compared
-    work R, fail R                   agents are made and destroyed, or that fails
+    work R, fail R                   agents are made and destroyed, KV is copied, or that fails
+    join R, balk R                   a peer is prepared, or that fails, where it is not at once
     kill E, start E                  an engine
     stop X, cont X                   an engine or a rank stands still
     die R N                          the thread dies at the N-th thing that it does next
@@ -85,6 +86,7 @@ def perform(world: World, line: str) -> None:
     if word not in STEPS:
         raise ValueError(f"no such step: {line!r}; there are {', '.join(STEPS)}")
     STEPS[word](world, arguments)
+    world.join_at_once()
     world.fabric.flow()
     for engine in world.alive():
         if engine.directory_control.inbox:
@@ -295,8 +297,10 @@ def round_lines(world: World) -> Iterator[str]:
         yield "report 0"
     for rank in list(world.ranks()):
         yield from _turns(rank)
-        if rank.background.waiting:
+        for _ in range(rank.num_waiting):
             yield f"work {rank.seat.name}"
+        for _ in range(len(rank.joining.waiting)):
+            yield f"join {rank.seat.name}"
     for number in range(len(world.fabric.reads()) - 1, -1, -1):
         yield f"land {number} 0"
     for engine in world.alive():
@@ -323,8 +327,10 @@ STEPS: Final[Mapping[str, Step]] = {
     "die": Step(_die, _rank, _number),
     "refuse": Step(_refuse, _running),
     "mute": Step(_mute, _running, _number),
-    "work": Step(lambda _world, rank: rank.background.work(), _running),
-    "fail": Step(lambda _world, rank: rank.background.work(fail=True), _running),
+    "work": Step(lambda _world, rank: rank.work(), _running),
+    "fail": Step(lambda _world, rank: rank.work(fail=True), _running),
+    "join": Step(lambda _world, rank: rank.joining.work(), _running),
+    "balk": Step(lambda _world, rank: rank.joining.work(fail=True), _running),
     "deliver": Step(lambda world, packet: world.network.deliver(packet), _packet),
     "repeat": Step(lambda world, packet: world.network.deliver(packet, again=True), _packet),
     "lose": Step(lambda world, packet: world.network.packets.remove(packet), _packet),

@@ -17,6 +17,7 @@ from lab.sim.repeatable import Clock
 from lab.sim.tickets import IssuedTicket
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
+from nixl_kv.transfer.staging import HostMemory
 
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"
@@ -47,6 +48,8 @@ class Shape:
     post: float = 0.0  # to post a read,
     tick: float = 0.0  # and to do what is due
     links: int = 0  # connections that a listener takes; 0: all
+    apart: bool = False  # peers are prepared when the schedule says so, not at once
+    staged: int = 0  # bytes of each rank for what is packed before it is read; 0: nothing is
     newer: int = 0  # so many engines are of the next release, if below 0 of the last ones
 
     def __str__(self) -> str:
@@ -55,8 +58,8 @@ class Shape:
         more += [f"{self.engines} engines"] if self.engines != 1 else []
         more += ["both"] if self.both else []
         more += ["copies"] if self.heads < self.prefill else []
-        flags = "tcp", "window", "verify", "rate", "join", "post", "tick", "links", "newer"
-        more += [name for name in flags if getattr(self, name)]
+        flags = "tcp", "window", "verify", "rate", "join", "post", "tick", "links", "staged"
+        more += [name for name in (*flags, "apart", "newer") if getattr(self, name)]
         return " ".join([f"{self.prefill}x{self.decode}", *more])
 
     @property
@@ -85,6 +88,7 @@ class Shape:
             request_timeout_s=4.0,
             offer_share=self.share,
             verify=self.verify,
+            path="staged" if self.staged else "direct",
         )
 
 
@@ -166,6 +170,19 @@ class World:
         for engine in self.alive():
             yield from engine.ranks
 
+    def join_at_once(self) -> None:
+        """What goes on beside the transfer threads ends, where the schedule does not say when.
+
+        Ranks do it at the same time.
+        """
+        began = ended = self.clock.now
+        for rank in [] if self.shape.apart else self.ranks():
+            if not rank.is_stopped:
+                self.clock.now = began
+                rank.join_at_once()
+                ended = max(ended, self.clock.now)
+        self.clock.now = ended
+
     def new_prompt(self, length: int) -> KnownPrompt:
         """One that nobody has seen."""
         self.router.num_prompts += 1
@@ -188,6 +205,7 @@ class World:
                 number=Rank(number),
                 cache=RankCache(shape.blocks, Heads(number * each % shape.heads, each)),
                 slots=SimSlots(shape.slots),
+                staging=HostMemory(max(1, shape.staged)),
                 port=port + number,
                 is_prefill=is_prefill,
                 is_decode=shape.both or not is_prefill,

@@ -57,7 +57,6 @@ COUNTED_S: Final = 30.0
 AGAIN_S: Final = 60.0
 CONFIG: Final[Mapping[str, object]] = {
     **PATIENT,
-    "paced_reads": True,  # UCX has nothing but TCP here
     "peer_timeout_s": 10,
     "request_timeout_s": 60,
 }

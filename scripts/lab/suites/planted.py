@@ -12,6 +12,7 @@ import logging
 import os
 import random
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from lab.suites.detect.planting import Planted, Planter, Planting, PlantingTransport
+from lab.suites.detect.planting import Planted, Planter, Planting, PlantingCopier, PlantingTransport
 from nixl_kv.connector import worker
 from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
 from nixl_kv.connector.metadata import StepMetadata
@@ -74,7 +75,9 @@ class PlantingWorker(worker.Worker):
             spec = sound(vllm_config, layout)
             planter = self._planter = LoggingPlanter(layout, np.random.default_rng())
             return replace(
-                spec, make_transport=lambda: PlantingTransport(spec.make_transport(), planter)
+                spec,
+                make_transport=lambda: PlantingTransport(spec.make_transport(), planter),
+                make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter),
             )
 
         with patch.object(worker, "rank_spec", planting_spec):

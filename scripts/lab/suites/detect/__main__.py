@@ -32,6 +32,7 @@ def parse_arguments() -> argparse.Namespace:
         prog="detect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--transport", choices=TRANSPORTS, default="nixl")
+    parser.add_argument("--path", choices=("direct", "staged"), default="direct")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="loads for each fault and shape")
     parser.add_argument("--clean", type=int, default=0, help="clean loads, over all shapes")
     parser.add_argument("--only", nargs="+", metavar="SHAPE", help="some shapes; see --list")
@@ -62,7 +63,7 @@ def main() -> int:
         orders = orders_of(options.faults, options.seeds, each + (number < more))
         cell_started_at = time.monotonic()
         make = TRANSPORTS[options.transport]()
-        tallies[cell.name] = run_cell(cell, make, orders, seed=number)
+        tallies[cell.name] = run_cell(cell, make, orders, seed=number, path=options.path)
         seconds = time.monotonic() - cell_started_at
         say_on_stderr(f"{cell.name}: {len(orders)} loads in {seconds:.1f} s")
     return 0 if report(options.faults, tallies, time.monotonic() - started_at) else 1

@@ -120,6 +120,7 @@ def _model(heads: int = 2, content: tuple[int, ...] = (8, 8)) -> ModelShape:
 
 
 TP1: Final = Cut()
+ONE_HEAD: Final = _model(1)
 TWO_HEADS: Final = _model()
 FOUR_HEADS: Final = _model(4)
 SLIDING: Final = ModelShape(4, 2, (8, 8), "uint8", window=10, sliding=(0, 2))
@@ -166,6 +167,7 @@ CELLS: Final[Sequence[Cell]] = (
     Cell("block-4-8", TP1, Cut(block=8), TWO_HEADS),
     Cell("block-8-4", Cut(block=8), TP1, TWO_HEADS),
     Cell("block-6-4", Cut(block=6), TP1, TWO_HEADS),
+    Cell("block-4-6-one-head", TP1, Cut(block=6), ONE_HEAD, tokens=37),
     Cell("blocks-per-entry-2-3", Cut(per_entry=2), Cut(per_entry=3), TWO_HEADS),
     Cell("lbhnc-lbnhc", TP1, Cut(order="LBNHC"), TWO_HEADS),
     Cell("lbnhc-lhbnc", Cut(order="LBNHC"), Cut(order="LHBNC"), TWO_HEADS),

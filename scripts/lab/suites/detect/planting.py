@@ -1,23 +1,27 @@
 """Faults planted into what a decode rank has read: after the read has landed, before its news.
 
-A `PlantingTransport` is put around a real transport. A `Planter` knows where the tokens of a load
+A `PlantingTransport` is put around a real transport, a `PlantingCopier` takes the place of what
+scatters KV that prefill has packed. A `Planter` knows where the tokens of a load
 are on its rank, from the rank's layout and the load's block tables. So each fault is what it says,
 in any layout: a wrong byte, blocks that changed places, a layer that was not read.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from concurrent.futures import Executor
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lab.suites.detect.fields import Content, Field, fields_of
+from nixl_kv.geometry import plan as plans
 from nixl_kv.geometry.layout import CacheLayout, Memory, Span
-from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE
+from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Plan
 from nixl_kv.geometry.slices import part_name
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
+from nixl_kv.transfer.host_copy import HostCopier
 from nixl_kv.transport.base import (
     Indices,
     ListHandle,
@@ -301,9 +305,17 @@ class PlantingTransport:
         self._inner = inner
         self._planter = planter
 
+    def spread(self, peer: PeerName) -> int:
+        """Unchanged."""
+        return self._inner.spread(peer)
+
     def register(self, span: Span, memory: Memory, device: int) -> None:
         """Unchanged."""
         self._inner.register(span, memory, device)
+
+    def rehearse(self, span: Span, memory: Memory, device: int) -> None:
+        """Unchanged."""
+        self._inner.rehearse(span, memory, device)
 
     def metadata(self) -> bytes:
         """Unchanged."""
@@ -340,6 +352,39 @@ class PlantingTransport:
     def close(self) -> None:
         """Unchanged."""
         self._inner.close()
+
+
+class PlantingCopier(HostCopier):
+    """Scatters what was packed; a copy into the cache ends as the planter says."""
+
+    def __init__(self, executor: Executor, planter: Planter) -> None:
+        """Copy on this executor."""
+        super().__init__(executor)
+        self.num_started = 0
+        self._planter = planter
+        self._plantings: dict[int, Planting | None] = {}
+
+    def prepare(self, plan: Plan) -> Any:
+        """Remember the plan."""
+        return plan, super().prepare(plan)
+
+    def start(self, prepared: Any, pieces: Sequence[plans.Pieces]) -> Any:
+        """Look at what will be written, before it is."""
+        plan, rows = prepared
+        local, _ = plan.indices(pieces)
+        planting = self._planter.before_read(pieces_of(plan.local, local))
+        copy = super().start(rows, pieces)
+        self.num_started += 1
+        self._plantings[id(copy)] = planting
+        return copy
+
+    def poll(self, copy: Any) -> bool:
+        """Plant what is to be planted, before anybody knows that it has ended."""
+        ended = super().poll(copy)
+        planting = self._plantings.pop(id(copy), None) if ended else None
+        if planting is not None:
+            self._planter.after_read(planting)
+        return ended
 
 
 def pieces_of(rows: Rows, indices: Indices) -> Pieces:

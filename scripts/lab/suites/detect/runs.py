@@ -27,10 +27,11 @@ def run_cell(
     *,
     seed: int = 0,
     verify: bool = True,
+    path: str = "direct",
 ) -> Tally:
     """Make all loads between the two engines of a cell."""
     tally = Tally()
-    world = World(cell, make, wave=min(WAVE, len(orders)), seed=seed, verify=verify)
+    world = World(cell, make, wave=min(WAVE, len(orders)), seed=seed, verify=verify, path=path)
     try:
         for outcome in world.run(orders):
             tally.add(outcome)

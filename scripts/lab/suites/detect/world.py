@@ -1,7 +1,8 @@
 """A cell's two engines in one process, and the loads between them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -10,13 +11,14 @@ from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine, Tables, tables_from
 from lab.suites.detect.cells import Cell, Cut
 from lab.suites.detect.fields import Content, Field, fields_of
-from lab.suites.detect.planting import Planted, Planter, PlantingTransport
+from lab.suites.detect.planting import Planted, Planter, PlantingCopier, PlantingTransport
 from nixl_kv.config import Config
 from nixl_kv.geometry import model_layouts
 from nixl_kv.geometry.blocks import ABSENT
 from nixl_kv.geometry.layout import STATE_WINDOW, CacheLayout
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import LoadEnded, StartLoad
+from nixl_kv.transfer.staging import Copier
 from nixl_kv.transport.base import Transport
 
 PATIENT_S: Final = 600.0
@@ -28,6 +30,10 @@ PATIENT: Final = Config(
     peer_timeout_s=60.0,
 )
 """Nothing fails because this machine is busy: such a failure would say nothing of the digest."""
+
+RING_SLOTS: Final = 128
+STAGING_BYTES: Final = RING_SLOTS << 16
+"""Of a rank: what is read of a group fits into one slot, so that a fault in it stays there."""
 
 MakeTransport = Callable[[], Transport]
 
@@ -101,8 +107,9 @@ class World:
     """See the module's head. Prefill serves and never reads, decode reads and never serves."""
 
     def __init__(
-        self, cell: Cell, make: MakeTransport, *, wave: int, seed: int = 0, verify: bool = True
-    ) -> None:
+        self, cell: Cell, make: MakeTransport, *, wave: int, seed: int = 0, verify: bool = True,
+        path: str = "direct",
+    ) -> None:  # fmt: skip
         """Start all ranks of both engines.
 
         Args:
@@ -111,10 +118,11 @@ class World:
             wave: how many loads are under way at a time.
             seed: of all that is chosen by chance.
             verify: whether loads are verified.
+            path: how KV is read.
         """
         self._cell = cell
         self._wave = wave
-        self._verify = verify
+        self._verify, self._config = verify, replace(PATIENT, path=path)
         self._rng = np.random.default_rng(seed)
         self._tables = [self._deal_blocks(cut) for cut in (cell.prefill, cell.decode)]
         self._prefill_memory, self._decode_memory = map(self._allocate, (cell.prefill, cell.decode))
@@ -123,18 +131,28 @@ class World:
             for rank, memory in enumerate(self._decode_memory)
         ]
         self._prefill = self._start("prefill", cell.prefill, self._prefill_memory, make)
-        planters = iter(self._planters)  # each decode rank makes one transport, in rank order
+        self._copiers = [PlantingCopier(ThreadPoolExecutor(2), each) for each in self._planters]
+        # Each decode rank takes one of each, in rank order.
+        planters, copiers = iter(self._planters), iter(self._copiers)
         self._decode = self._start(
             "decode",
             cell.decode,
             self._decode_memory,
             lambda: PlantingTransport(make(), next(planters)),
+            make_copier=lambda: next(copiers),
         )
 
     def close(self) -> None:
-        """End both engines, and check that their machines are in order."""
+        """End both engines, and check that their machines are in order.
+
+        Raises:
+            RuntimeError: if nothing took the path that was wanted.
+        """
         self._decode.close()
         self._prefill.close()
+        is_staged = any(copier.num_started for copier in self._copiers)
+        if is_staged != (self._config.path == "staged"):
+            raise RuntimeError(f"path is {self._config.path!r}, read in chunks: {is_staged}")
 
     def run(self, orders: Sequence[Order]) -> Iterator[Outcome]:
         """Make loads, as many at a time as there is room for."""
@@ -169,7 +187,12 @@ class World:
         return job
 
     def _start(
-        self, name: str, cut: Cut, memories: Sequence[Memory], make: MakeTransport
+        self,
+        name: str,
+        cut: Cut,
+        memories: Sequence[Memory],
+        make: MakeTransport,
+        make_copier: Callable[[], Copier] | None = None,
     ) -> LocalEngine:
         layouts = [memory.layout for memory in memories]
         return LocalEngine(
@@ -177,8 +200,11 @@ class World:
             layouts,
             make,
             shape=cut.shape,
-            config=PATIENT,
+            config=self._config,
             roles=name,
+            staging_bytes=STAGING_BYTES,
+            num_ring_slots=RING_SLOTS,
+            make_copier=make_copier,
         )
 
     def _allocate(self, cut: Cut) -> list[Memory]:

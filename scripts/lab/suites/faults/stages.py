@@ -26,7 +26,7 @@ CONFIG: Final[Mapping[str, object]] = {
 }
 KV_CACHE_BYTES: Final = 128 << 20
 """Enough for so few blocks."""
-NETWORK: Final = {"insecure": True, "peers": [ADDRESSES], "paced_reads": True}
+NETWORK: Final = {"insecure": True, "peers": [ADDRESSES]}
 """Two hosts of a network that nobody else is in, where UCX has nothing but TCP."""
 
 
