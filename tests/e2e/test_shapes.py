@@ -9,6 +9,7 @@ import pytest
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
 from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.metrics import READS, CountersSince
 from lab.cluster.pair import Pair
 from lab.results import Results
 from lab.suites.matrix import cells
@@ -20,7 +21,7 @@ from lab.suites.matrix.answers import (
     compare,
     outcome_of,
 )
-from support.engines import connect, started
+from support.engines import EVENT_S, connect, started
 
 pytestmark = pytest.mark.e2e
 
@@ -42,11 +43,15 @@ def decode_engines(
     base_specs: tuple[EngineSpec, EngineSpec],
     base_engines: tuple[Engine, Engine, Engine],
 ) -> Iterator[dict[str, Engine]]:
-    """Decode engines of other shapes than the shared prefill engine."""
+    """Decode engines of other shapes than the shared prefill engine.
+
+    One of them has what it reads packed.
+    """
     decode = base_specs[1]
+    of_path = {path: {**decode.connector_config, "path": path} for path in ("direct", "staged")}
     specs = [
-        replace(decode, name="decode-tp2", tensor_parallel=2),
-        replace(decode, name="decode-block64", block_size=64),
+        replace(decode, name="decode-tp2", tensor_parallel=2, connector_config=of_path["direct"]),
+        replace(decode, name="decode-block64", block_size=64, connector_config=of_path["staged"]),
     ]
     with started(cluster, *specs) as engines:
         for engine in engines:
@@ -54,17 +59,21 @@ def decode_engines(
         yield dict(zip(("tp-1-2", "block-128-64"), engines, strict=True))
 
 
-@pytest.mark.parametrize("name", ["tp-1-2", "block-128-64"])
+@pytest.mark.parametrize(("name", "path"), [("tp-1-2", "direct"), ("block-128-64", "staged")])
 def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
     base_engines: tuple[Engine, Engine, Engine],
     decode_engines: dict[str, Engine],
     single: Client,
     name: str,
+    path: str,
 ) -> None:
     questions = ask_single(single, seed=[*decode_engines].index(name), tokens=16)
     with Pair(base_engines[0], decode_engines[name]) as pair:
+        since = CountersSince(pair.to_decode)
         outcome = compare(outcome_of("qwen3", BY_NAME[name]), pair, questions)
-    assert outcome.verdict.words == "ok"
+        assert outcome.verdict.words == "ok"
+        counted = since.wait(lambda now: now[READS[path]] > 0, EVENT_S, step=True)
+    assert {each for each, name in READS.items() if counted[name]} == {path}
 
 
 @pytest.mark.slow

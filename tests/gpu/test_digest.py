@@ -14,7 +14,7 @@ from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.slices import KVSlice, LocalSlice, find_slices
+from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder
 
 torch = pytest.importorskip("torch")
 gpu_digests = pytest.importorskip("nixl_kv.transfer.gpu_digests", exc_type=ImportError)
@@ -101,7 +101,7 @@ def hybrid_slices(layout: CacheLayout, end: int) -> list[LocalSlice]:
         for group, begin in zip(layout.groups, (0, end - 1), strict=True)
         for region in group.regions
     ]
-    return find_slices(layout, wanted, tables, end=end)
+    return SliceFinder(layout).find(wanted, tables, end=end)
 
 
 def run(steps: Any) -> Digest:
@@ -138,7 +138,7 @@ class Both:
         self, wanted: Sequence[KVSlice], table: Sequence[int], end: int
     ) -> tuple[Digest, Digest]:
         on_host, on_gpu = (
-            find_slices(layout, wanted, [self._block_table(layout, table)], end=end)
+            SliceFinder(layout).find(wanted, [self._block_table(layout, table)], end=end)
             for layout in (self.host_layout, self.gpu_layout)
         )
         return self.of_slices(on_host, on_gpu)

@@ -19,6 +19,9 @@ from support.processes import (
     start_load,
 )
 
+MOST_LOADS = 2
+"""That are checked between two readers: of fifty not all."""
+
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
 
@@ -36,21 +39,31 @@ def decode() -> Iterator[SmallEngine]:
     engine.close()
 
 
+def expect_load(decode: SmallEngine, prefill: PrefillProcess, name: str) -> None:
+    start_load(decode, prefill, name)
+    assert decode.wait_failure(name, timeout_s=120) is None
+    assert np.array_equal(decode.cache.blocks(TABLE), prefill_blocks())
+    decode.cache.memory[...] = 0
+
+
 @pytest.mark.parametrize(
-    "is_stopped",
-    [pytest.param(False, id="running"), pytest.param(True, id="stopped", marks=pytest.mark.slow)],
+    ("num_readers", "is_stopped"),
+    [
+        pytest.param(2, False, id="running"),
+        pytest.param(2, True, id="stopped", marks=pytest.mark.slow),
+        pytest.param(50, False, id="fifty", marks=pytest.mark.slow),
+    ],
 )
-def test_a_killed_reader_takes_nobody_with_it(
-    prefill: PrefillProcess, decode: SmallEngine, *, is_stopped: bool
+def test_killed_readers_take_nobody_with_them(
+    prefill: PrefillProcess, decode: SmallEngine, num_readers: int, *, is_stopped: bool
 ) -> None:
-    for attempt in range(2):
+    for attempt in range(num_readers):
         with reader_process(paced_over_tcp) as begin:
             begin(prefill.offer(f"killed{attempt}"))
             if is_stopped:
                 prefill.send(signal.SIGSTOP)
         prefill.send(signal.SIGCONT)
-        name = f"next{attempt}"
-        start_load(decode, prefill, name)
-        assert decode.wait_failure(name, timeout_s=120) is None
-        assert np.array_equal(decode.cache.blocks(TABLE), prefill_blocks())
-        decode.cache.memory[...] = 0
+        if attempt < MOST_LOADS:
+            expect_load(decode, prefill, f"next{attempt}")
+        assert prefill.process.is_alive()
+    expect_load(decode, prefill, "last")

@@ -21,6 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 WHOLE = Sizes(layers=2, blocks=24, heads=4, tokens=4)
 TOKENS = 30
+SMALL_STAGING = 2 * 16 * 1024  # of both sides, each with 16 slots: some blocks fit into a slot
 ORDERS = ("LBHNC", "BHLNC", "LHBNC", "BLHNC") * 2
 
 
@@ -34,15 +35,18 @@ class World:
         *,
         tp: tuple[int, int],
         tokens: tuple[int, int],
+        path: str = "direct",
     ) -> None:
+        self.path = path
         self.caches = [_caches(*cut) for cut in zip(tp, tokens, strict=True)]
         self.prefill, self.decode = (
             LocalEngine(
                 name,
                 [cache.layout() for cache in caches],
                 transport,
-                config=CONFIG,
+                config=replace(CONFIG, path=path),
                 make_control=make_control,
+                staging_bytes=SMALL_STAGING,
             )
             for name, caches in zip(("prefill", "decode"), self.caches, strict=True)
         )
@@ -64,8 +68,9 @@ def make_world(memory: MakeTransport) -> Iterator[MakeWorld]:
             tp: tuple[int, int],
             tokens: tuple[int, int] = (4, 4),
             make_control: Callable[[], ControlPlane] = ZmqControl,
+            path: str = "direct",
         ) -> World:
-            world = World(memory, make_control, tp=tp, tokens=tokens)
+            world = World(memory, make_control, tp=tp, tokens=tokens, path=path)
             for engine in (world.prefill, world.decode):
                 stack.callback(engine.close)
             return world
@@ -105,6 +110,7 @@ def check_all_ranks(world: World) -> None:
     assert [(report.failure, report.verified) for report in reports] == [(None, True)] * len(
         world.caches[1]
     )
+    assert {read.path for report in reports for read in report.reads} == {world.path}
     for cache in world.caches[1]:
         first, count = cache.first_head, cache.sizes.heads
         assert np.array_equal(kv_of(cache, tables[1], TOKENS), whole[:, first : first + count])
@@ -124,14 +130,27 @@ def test_all_ranks_get_their_heads_and_prefill_is_released(
     check_all_ranks(make_world(tp, tokens, lambda: MemoryControl(network)))
 
 
+@pytest.mark.parametrize("path", ["direct", "staged"])
 @pytest.mark.parametrize("tp", [(8, 2), (2, 8)], ids=str)
-def test_all_ranks_get_their_heads_over_zmq(make_world: MakeWorld, tp: tuple[int, int]) -> None:
-    check_all_ranks(make_world(tp, (4, 8)))
+def test_all_ranks_get_their_heads_over_zmq(
+    make_world: MakeWorld, tp: tuple[int, int], path: str
+) -> None:
+    check_all_ranks(make_world(tp, (4, 8), path=path))
+
+
+@pytest.mark.parametrize("tokens", [(4, 4), (4, 8), (8, 4), (6, 4)], ids=str)
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1), (4, 2), (8, 1)], ids=str)
+def test_all_ranks_get_what_prefill_packs(
+    make_world: MakeWorld, tp: tuple[int, int], tokens: tuple[int, int]
+) -> None:
+    network = MemoryNetwork()
+    check_all_ranks(make_world(tp, tokens, lambda: MemoryControl(network), path="staged"))
 
 
 DIVIDED_TOKENS = 61
 
 
+@pytest.mark.parametrize("path", ["direct", "staged"])
 @pytest.mark.parametrize(
     "stripes",
     [
@@ -142,7 +161,7 @@ DIVIDED_TOKENS = 61
     ],
 )
 def test_ranks_with_the_same_head_divide_the_tokens(
-    memory: MakeTransport, stripes: tuple[tuple[int, int], tuple[int, int]]
+    memory: MakeTransport, stripes: tuple[tuple[int, int], tuple[int, int]], path: str
 ) -> None:
     """Pairs are (prefill, decode): how many ranks, and how many tokens each has in turn."""
     sizes, network = replace(WHOLE, heads=1), MemoryNetwork()
@@ -169,8 +188,9 @@ def test_ranks_with_the_same_head_divide_the_tokens(
                 name,
                 [_divided(cache.layout(), s) for cache, s in zip(*side, strict=True)],
                 memory,
-                config=CONFIG,
+                config=replace(CONFIG, path=path),
                 make_control=lambda: MemoryControl(network),
+                staging_bytes=SMALL_STAGING,
             )
             for name, *side in zip(("prefill", "decode"), caches, places, strict=True)
         )

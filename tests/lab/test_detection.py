@@ -17,7 +17,14 @@ from nixl_kv.protocol.events import StartLoad
 
 BY_NAME = {cell.name: cell for cell in CELLS}
 FEW = (
-    *("tp-2-3", "pp-2-1", "block-6-4", "blnhc-bhlnc", "k-transposed-there", "sliding-window"),
+    *(
+        "tp-2-3",
+        "pp-2-1",
+        "block-4-6-one-head",
+        "blnhc-bhlnc",
+        "k-transposed-there",
+        "sliding-window",
+    ),
     *("state-1-2", "state-rows-apart"),
 )
 MORE = (
@@ -26,18 +33,20 @@ MORE = (
 )
 IMPOSSIBLE = {
     "one-part": {"head", "parts"},
+    "block-4-6-one-head": {"head"},
     "tp-2-4-above-heads": {"head"},
     "state-copies": {"head"},
 }
 
 
+@pytest.mark.parametrize("path", ["direct", "staged"])
 @pytest.mark.parametrize(
     "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )
-def test_every_fault_is_detected_and_named(name: str) -> None:
+def test_every_fault_is_detected_and_named(name: str, path: str) -> None:
     """With all threads, sockets and machines; the bytes move in memory."""
     orders = orders_of(tuple(FAULTS), seeds=2, clean=10)
-    tally = run_cell(BY_NAME[name], TRANSPORTS["memory"](), orders, seed=5)
+    tally = run_cell(BY_NAME[name], TRANSPORTS["memory"](), orders, seed=5, path=path)
     assert tally.alarms == []
     assert tally.clean == 10
     possible = set(FAULTS) - IMPOSSIBLE.get(name, set())

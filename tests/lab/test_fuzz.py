@@ -162,6 +162,7 @@ def test_questions_are_answered_with_grants_digests_and_status() -> None:
         ["Grant"],
         ["Grant", "DigestReply"],
         ["Grant", "DigestReply", "DigestReply", "DigestReply", "Renewed"],
+        ["Grant", "PackReply", "PackReply", "PackReply", "Renewed"],
         ["Status", "Grant", "Status"],
     ]
 

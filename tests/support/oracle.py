@@ -21,7 +21,8 @@ import numpy as np
 from nixl_kv.geometry.blocks import ABSENT
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.model_layouts import ORDERS
-from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Plan, Reads, Rows
+from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces, Plan, Reads, Rows
+from nixl_kv.geometry.tiles import JOB_COLUMNS, Tiling
 
 TRANSPOSED = ("LBHT", "BLHT", "BHLT", "LHBT")
 ALL_ORDERS = ORDERS + TRANSPOSED
@@ -396,6 +397,28 @@ def byte_pairs(plan: Plan, reads: Reads) -> np.ndarray:
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     pairs = [np.repeat(side[:, 1], lengths) + within for side in (local, remote)]
     return np.stack(pairs, axis=1)
+
+
+def tile_pairs(tiling: Tiling, pieces: Sequence[Pieces], tile_bytes: int) -> np.ndarray:
+    """The same pairs as a kernel finds them, tile after tile, as `geometry.tiles` says."""
+    pairs = [np.empty((0, 2), dtype=np.int64)]
+    for launch in tiling.launches(pieces, tile_bytes):
+        jobs = launch.numbers[: launch.num_jobs * JOB_COLUMNS].reshape(-1, JOB_COLUMNS)
+        for tile in range(launch.num_tiles):
+            job = jobs[np.flatnonzero(jobs[:, 0] <= tile)[-1]].tolist()
+            before, first_row, num_rows, width, *strides, pieces_at, num_pieces = job
+            units = np.arange(tile_bytes // launch.unit) + (tile - before) * (
+                tile_bytes // launch.unit
+            )
+            units = units[units < num_pieces * num_rows * width]
+            piece, row = units // width // num_rows, units // width % num_rows
+            ids = launch.numbers[pieces_at:].reshape(-1)[2 * piece[:, None] + [0, 1]]
+            first = tiling.rows[first_row + row] + ids * strides
+            first += (units % width * launch.unit)[:, None]
+            assert (first % launch.unit == 0).all(), "not aligned"
+            within = np.arange(launch.unit)
+            pairs.append((first[:, None] + within[None, :, None]).reshape(-1, 2))
+    return np.concatenate(pairs)
 
 
 def copy_pieces(plan: Plan, reads: Reads) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from multiprocessing.context import ForkServerContext
 from lab.local.caches import Bytes, Cache, Sizes
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.paced import SEGMENT_CONFIG, PacedTransport
+from nixl_kv.transport.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport
 from support.pair import MakeTransport, SmallEngine
 
 SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  # 128 MiB
@@ -37,10 +38,13 @@ def over_tcp() -> Transport:
 
 
 def paced_over_tcp() -> Transport:
-    """The same, by one piece after the other."""
+    """The same, piece by piece."""
     from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where NIXL is
 
-    return PacedTransport(NixlTransport(engine_config=f"TLS=tcp,{SEGMENT_CONFIG}"))
+    def make() -> NixlTransport:
+        return NixlTransport(engine_config=f"TLS=tcp,{SEGMENT_CONFIG}")
+
+    return PacedTransport(make(), lambda _: make(), AlwaysTcp(), ThreadPoolExecutor(1))
 
 
 def prefill_blocks() -> Bytes:

@@ -19,7 +19,10 @@ from nixl_kv.protocol.ticket import SealedTicket, Ticket
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys((b"\xa8Describe", b"\xa7Decline", b"\xa5Drain"), messages.decode_to_engine),
     **dict.fromkeys(
-        (b"\xa3Ask", b"\xadDigestRequest", b"\xa5Renew", b"\xa7Release", b"\xadStatusRequest"),
+        (
+            *(b"\xa3Ask", b"\xadDigestRequest", b"\xabPackRequest", b"\xa5Renew"),
+            *(b"\xa7Release", b"\xadStatusRequest"),
+        ),
         messages.decode_to_rank,
     ),
     **dict.fromkeys((b"\xa6Status", b"\xa8Draining"), messages.decode_to_tool),
@@ -62,6 +65,7 @@ TABLES = (Table.of([7, 3]),)
 LEASE_S, HOLD_S, TIMEOUT_S, RENEW_S = 2.0, 60.0, 30.0, 0.4
 GENERATION = Generation(b"\1" * 16)
 SLICES = (KVSlice("layer.0", 0, 2, 0),)
+LAYERS = (messages.LayerHeads(layer="layer.0", first=0, end=2),)
 SUMS = b"\5" * 8
 P1, P2 = RequestId("p1"), RequestId("p2")
 D1, D2 = RequestId("d1"), RequestId("d2")
@@ -108,6 +112,16 @@ def digest_request(**changed: Any) -> messages.DigestRequest:
 
 def digest_reply(**changed: Any) -> messages.DigestReply:
     return messages.DigestReply(**{**OF_CLAIM, "rows": SUMS * 4, "columns": SUMS, **changed})
+
+
+def pack_request(chunk: int = 0, **changed: Any) -> messages.PackRequest:
+    tokens = {"begin": 0, "end": 7, "layers": LAYERS}
+    values = {"number": 2, "chunk": chunk, **tokens, "holds": (chunk,)}
+    return messages.PackRequest(**{**OF_CLAIM, **values, **changed})
+
+
+def pack_reply(chunk: int = 0, **changed: Any) -> messages.PackReply:
+    return messages.PackReply(**{**OF_CLAIM, "chunk": chunk, "slot": 0, **changed})
 
 
 def renew(number: int, *claims: Claim, reading: int = 0, **changed: Any) -> messages.Renew:
@@ -223,9 +237,9 @@ def routes(*remote_ranks: int, readers: Sequence[int] = (0,)) -> tuple[Route, ..
     return tuple(Route(Rank(remote), tuple(map(Rank, readers))) for remote in remote_ranks)
 
 
-def joined(ranks: int = 1, readers: Sequence[int] = (0,)) -> events.PeerJoined:
+def fits(ranks: int = 1, readers: Sequence[int] = (0,)) -> events.PeerFits:
     """All ranks are read, by these readers."""
-    return events.PeerJoined(PEER, description(ranks), routes(*range(ranks), readers=readers))
+    return events.PeerFits(PEER, description(ranks), routes(*range(ranks), readers=readers))
 
 
 def lost(endpoint: Endpoint = RANK_0, reason: str = "closed") -> events.EndpointLost:

@@ -5,10 +5,20 @@ from typing import Any, Protocol, TypeAlias
 
 import pytest
 
-from nixl_kv.ids import Rank
+from nixl_kv.ids import Endpoint, Rank
 from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.events import Action, CompareDigest, ReadSlot, Record, Send, StartRead
+from nixl_kv.protocol.events import (
+    Action,
+    CompareDigest,
+    DigestLanded,
+    PeerJoined,
+    ReadSlot,
+    Record,
+    Send,
+    StartRead,
+)
 from support.records import (
+    CLAIM,
     D1,
     HOME,
     PEER,
@@ -21,8 +31,8 @@ from support.records import (
     describe,
     digest_reply,
     digest_request,
+    fits,
     grant,
-    joined,
     no_record,
     prepare_load,
     read_done,
@@ -71,6 +81,7 @@ def decode_machine(
     timeout_s: float = TIMEOUT_S,
     renew_interval_s: float = 1e9,
     bytes_per_token: int = 1,
+    warm: Sequence[Endpoint] = (),
 ) -> DecodeMachine:
     return DecodeMachine(
         READER,
@@ -78,6 +89,7 @@ def decode_machine(
         timeout_s=timeout_s,
         renew_interval_s=renew_interval_s,
         bytes_per_token=bytes_per_token,
+        warm=warm,
     )
 
 
@@ -93,7 +105,9 @@ READ, READ_SLOT = StartRead(PEER, Rank(0), GRANT, START), ReadSlot(PEER, Rank(0)
 LANDED = (read_done(), READ_SLOT)
 
 PREPARED: Script = [(100.0, prepare_load(), Send(HOME, describe()))]
-ASKING: Script = [*PREPARED, (joined(), Send(RANK_0, ask()))]
+JOINING: Script = [*PREPARED, (fits(), Send(RANK_0, ask()))]
+ASKING: Script = [*JOINING, (PeerJoined(PEER),)]
+"""The peer can be read, and prefill's answer is not here yet."""
 GRANTED: Script = [*ASKING, (answered(GRANT),)]
 READING: Script = [*GRANTED, (110.0, START, READ)]
 CHECKING: Script = [*READING, LANDED]
@@ -103,7 +117,9 @@ VERIFIED: Script = [
     (read_started(), Send(RANK_0, digest_request())),
 ]
 """Prefill's digest was asked for when the read was started."""
-VERIFYING: Script = [*VERIFIED, LANDED, (slot_read(),)]
+TO_DIGEST = DigestLanded(Rank(0), SLICES, START_VERIFIED, CLAIM)
+LANDED_VERIFIED = (*LANDED, TO_DIGEST)
+VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED, (slot_read(),)]
 """The slot was valid; prefill's digest is not here yet."""
 COMPARE = CompareDigest(Rank(0), SLICES, START_VERIFIED, digest_reply())
 """What follows when it comes."""

@@ -21,13 +21,18 @@ from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.host_copy import HostCopier
 from nixl_kv.transfer.loop import Loop
+from nixl_kv.transfer.staging import HostMemory
 from nixl_kv.transport.base import Received
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import CONTEXT, hex32
 
 HOST = "127.0.0.1"
+RING_SLOTS = 4
+STAGING_BYTES = 2 * RING_SLOTS * 1024
+"""Of a rank that both packs and reads what was packed: slots of 1 KiB."""
 
 
 class Clock:
@@ -61,6 +66,8 @@ class Background(Executor):
         """Do all of it."""
         while self._jobs:
             future, job = self._jobs.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(job())
             except Exception as error:  # noqa: BLE001 - as any executor
@@ -87,7 +94,7 @@ class Stepped:
     ) -> None:
         self.world = world
         self.cache = Cache(world.sizes).fill(seed)
-        self.background = Background()
+        self.background, self.copying = Background(), Background()
         self.control = StepControl(world.network, name)
         self.results: deque[events.Result] = deque()
         spec = RankSpec(
@@ -102,7 +109,10 @@ class Stepped:
             make_transport=lambda: MemoryTransport(world.fabric),
             make_control=lambda: self.control,
             num_slots=64,
-            make_background=lambda: self.background,
+            make_background=lambda _count: self.background,
+            make_copier=lambda: HostCopier(self.copying),
+            make_staging_memory=lambda _length: HostMemory(STAGING_BYTES),
+            num_ring_slots=RING_SLOTS,
             clock=world.clock,
         )
         self.engine = TransferEngine(spec)

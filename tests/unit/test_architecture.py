@@ -15,7 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "nixl_kv"
 EXEMPT = frozenset(
     {
-        "transfer/gpu_digests.py",  # runs where the cache is in GPU memory
+        "transfer/gpu_copy.py",  # these run where the cache is in GPU memory
+        "transfer/gpu_digests.py",
+        "transfer/gpu_gather.py",
+        "transfer/gpu_memory.py",
+        "transfer/gpu_scratch.py",
+        "transfer/gpu_staging.py",
         "transport/nixl.py",  # names of UCX's own settings
     }
 )

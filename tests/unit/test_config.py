@@ -67,7 +67,9 @@ def test_these_are_the_defaults() -> None:
         insecure=False,
         peers=None,
         peer_timeout_s=2.0,
-        paced_reads=False,
+        paced_reads="auto",
+        path="auto",
+        staging_mib=256,
         offer_share=0.5,
         on_load_failure="recompute",
         verify=0.0,
@@ -90,6 +92,8 @@ def test_every_key_can_be_given() -> None:
             "peer_timeout_s": 1,
             "offer_share": 1,
             "on_load_failure": "fail",
+            "path": "gather",
+            "staging_mib": 64,
             "verify": "sample:0.25",
         },
         {},
@@ -108,6 +112,8 @@ def test_every_key_can_be_given() -> None:
         peer_timeout_s=1.0,
         offer_share=1.0,
         on_load_failure="fail",
+        path="gather",
+        staging_mib=64,
         verify=0.25,
     )
     assert isinstance(config.offer_ttl_s, float)
@@ -231,9 +237,12 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
             for value in ("", 5, True, ["key"], b"key", "a\0b")
         ],
         *[
-            pytest.param(key, value, NO_TRUTH, id=f"{key} {value!r}")
-            for key in ("insecure", "paced_reads")
+            pytest.param("insecure", value, NO_TRUTH, id=f"insecure {value!r}")
             for value in NO_TRUTHS
+        ],
+        *[
+            pytest.param("paced_reads", value, "'auto', 'on' or 'off'", id=f"pacing {value!r}")
+            for value in ("", "Auto", "true", None, 0, 1, ["on"])
         ],
         *[
             pytest.param("offer_share", value, NO_SHARE, id=f"offer_share {value!r}")
@@ -263,6 +272,16 @@ def test_a_value_that_is_not_allowed_is_refused_with_key_and_what_is(
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [("auto", "auto"), ("on", "on"), ("off", "off"), (True, "on"), (False, "off")],
+)
+def test_pacing_has_three_words_of_which_two_are_also_true_and_false(
+    given: object, meant: str
+) -> None:
+    assert Config.parse({"paced_reads": given}, {}).paced_reads == meant
+
+
+@pytest.mark.parametrize(
     ("extra", "first"),
     [
         pytest.param({"prot": 5600}, "'prot' (value 5600)", id="one"),
@@ -279,8 +298,8 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
         Config.parse(extra, {})
     keys = (
         "host, port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, layout, "
-        "key_file, insecure, peers, peer_timeout_s, paced_reads, offer_share, "
-        "on_load_failure, verify"
+        "key_file, insecure, peers, warm, peer_timeout_s, paced_reads, path, staging_mib, "
+        "offer_share, on_load_failure, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"
@@ -517,6 +536,49 @@ BY_CIDR = {"peers": ["10.0.0.0/24", "fd00::/64", "192.168.7.7", "::ffff:172.16.0
 )
 def test_which_hosts_are_allowed(extra: dict[str, object], host: str, allowed: bool) -> None:  # noqa: FBT001
     assert Config.parse(extra, {}).allowed_hosts.allows(host) is allowed
+
+
+@pytest.mark.parametrize(
+    ("warm", "endpoints"),
+    [
+        ([], ()),
+        (["127.0.0.1:5600"], ("tcp://127.0.0.1:5600",)),
+        (["[::1]:1", "127.0.0.1:65535", "[::1]:1"], ("tcp://[::1]:1", "tcp://127.0.0.1:65535")),
+        (["[::ffff:127.0.0.1]:7"], ("tcp://127.0.0.1:7",)),
+    ],
+)
+def test_engines_to_be_known_are_endpoints(warm: list[str], endpoints: tuple[str, ...]) -> None:
+    assert Config.parse({"warm": warm}, {}).warm == endpoints
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "",
+        "127.0.0.1",
+        ":5600",
+        "localhost:5600",
+        "127.0.0.1:0",
+        "127.0.0.1:65536",
+        "::1:5600",
+        "[127.0.0.1]:5600",
+        "127.0.0.1:five",
+        "tcp://127.0.0.1:5600",
+        5600,
+        None,
+    ],
+)
+def test_what_is_no_endpoint_is_refused(entry: object) -> None:
+    with pytest.raises(ConfigError, match=r"allowed: a list of HOST:PORT, such as"):
+        Config.parse({"warm": [entry]}, {})
+    with pytest.raises(ConfigError, match="allowed: a list of HOST:PORT"):
+        Config.parse({"warm": entry}, {})
+
+
+def test_engines_to_be_known_are_peers() -> None:
+    with pytest.raises(ConfigError, match=r"\['warm'\] is .* allowed: hosts that 'peers' allows"):
+        Config.parse({"warm": ["10.0.0.1:5600"]}, {})
+    Config.parse({"warm": ["10.0.0.1:5600"], "peers": ["10.0.0.0/24"]}, {})
 
 
 @given(address=st.ip_addresses(v=4), prefix=st.integers(0, 32))

@@ -86,13 +86,13 @@ def test_loads_and_offers_say_what_they_wait_for(
         lambda rank: (
             {load["request"]: (load["reads"], load["waits_for"]) for load in rank["loads"]}
             == expected
+            and rank["totals"]["reads"] == 1  # posted a little later, while peers are added
         ),
         *options,
     )
     for number, rank in enumerate(ranks):
         assert (rank["rank"], rank["roles"], rank["offers"]) == (number, "decode", [])
         assert rank["totals"]["loads"] == 2
-        assert rank["totals"]["reads"] == 1
         late_in_s = {load["request"]: load["late_in_s"] for load in rank["loads"]}
         assert late_in_s["no-blocks"] is None
         assert 0 < late_in_s["hanging"] <= CONFIG.request_timeout_s
@@ -162,7 +162,8 @@ def test_story_of_a_request_is_in_time_order_over_all_ranks(make_engine: MakeEng
     assert times == sorted(times)
     assert {row[2] for row in rows} == {"0", "1"}
     assert sum("READING -> CHECKING" in row and "ReadDone" in row for row in rows) == 4
-    assert "CONNECTING -> READY" in shown.stdout  # what happened to the peer is part of it
+    for move in ("CONNECTING -> JOINING", "JOINING -> READY"):  # of the peer, which is part of it
+        assert move in shown.stdout
 
     states = [event["after"] for event in status(prefill, "--request 2-p")["ranks"][0]["story"]]
     assert states == ["PREPARED", "OFFERED", "GRANTED", "OVER"]

@@ -1,145 +1,232 @@
-"""How `bench transfer` compares two checkouts."""
+"""Loads without vLLM: which cells there are, that wrong bytes are seen, and what is computed."""
 
 import argparse
-import itertools
-import os
+import json
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lab.bench import transfer
-from lab.bench.__main__ import parse_arguments
-from lab.cluster import metrics
-from lab.cluster.metrics import LOADS, NBYTES, SECONDS
-from lab.results import Verdict
+from lab.bench import __main__ as bench
+from lab.bench import transfer, transfer_cells
+from lab.bench.checkouts import REPO
+from lab.bench.models import MODELS
+from lab.bench.transfer_cells import Blocks, Cell, Cut, Share
+
+pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
+
+TINY = MODELS["tiny"]
+SIXTEEN = Blocks(16, 16)
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """A checkout of nixl_kv."""
-    (tmp_path / "nixl_kv" / "connector").mkdir(parents=True)
-    (tmp_path / "nixl_kv" / "__init__.py").touch()
-    return tmp_path
+def cell(prefill: int, decode: int) -> Cell:
+    return Cell(Cut(prefill, "LBHNC", SIXTEEN), Cut(decode, "LBHNC", SIXTEEN))
 
 
-def test_against_refuses_a_folder_without_nixl_kv(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["transfer", "--against", str(tmp_path)])
-    assert "has no nixl_kv/connector" in capsys.readouterr().err
+@pytest.mark.slow
+@pytest.mark.nixl
+def test_cells_are_loaded_by_two_checkouts_beside_the_ceiling(tmp_path: Path) -> None:
+    """This one against itself."""
+    path = tmp_path / "figures.json"
+    command = ["transfer", "--shape", "tiny", "--tokens", "128", "--repeat", "2", "--tp", "1-2"]
+    command += ["--orders", "LBNHC", "BHLNC", "--blocks", "16-64", "128/64-128/64"]
+    command += ["--tables", "random", "--against", str(REPO), "--json", str(path)]
+    assert bench.main(command) == 0
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert [result["verdict"] for result in results] == ["same bytes"] * 6
+    rows = [result["figures"] for result in results]
+    cells = [(row["path"], row["layout"], row["blocks"], row["runs"]) for row in rows[::2]]
+    assert cells == [
+        ("auto", "LBNHC", "16 to 64", 2 * 128 * 4),  # each token of each layer, for both ranks
+        ("auto", "LBNHC", "128/64 to 128/64", 2 * 128 * 4),
+        ("auto", "BHLNC", "16 to 64", 2 * 8 * 2 * 4),  # each block, head and layer
+    ]
+    for row in rows:
+        assert row["MiB"] == 128 * 4 * 4 * 512 / 2**20
+        assert row["load ms"] >= row["read ms"] > 0
+        assert row["bulk GB/s"] > 0
+        assert ("load ratio" in row) == (row["path"] == "auto")
 
 
-def test_engines_of_a_checkout_import_it(other: Path) -> None:
-    env = transfer.environment_of(other)
-    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(other)
+@pytest.mark.slow
+@pytest.mark.nixl
+def test_agents_of_vllms_own_connector_read_beside(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = ["transfer", "--shape", "tiny", "--tokens", "64", "--repeat", "2", "--tp", "2-1"]
+    command += ["--orders", "LBHNC", "--blocks", "16-16", "--tables", "random"]
+    assert bench.main([*command, "--beside-in-tree-agent", "--json", str(path)]) == 0
+    (result,) = json.loads(path.read_text(encoding="utf-8"))
+    row = result["figures"]
+    assert row["in-tree agent ms"] > 0
+    assert row["in-tree agent to read"] == pytest.approx(row["in-tree agent ms"] / row["read ms"])
 
 
-def test_checkout_that_is_not_imported_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="nixl_kv is imported from"):
-        transfer.environment_of(tmp_path)
+class Agent:
+    """Whose transfers are in these states, one after the other."""
+
+    def __init__(self, *states: str) -> None:
+        self._states = iter(states)
+
+    def check_xfer_state(self, _: object) -> str:
+        return next(self._states)
 
 
-def test_both_sides_differ_in_nothing_but_the_checkout(
-    other: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "ensure_tiny_model", lambda **_: Path("model"))
-    command = ["transfer", "--against", str(other), "--device", "cuda", "--tp", "1", "2"]
-    command += ["--shape", "qwen3-8b", "--", "--max-model-len", "20000"]
-    cluster = Cluster()
-    with transfer.running_pairs(cluster, "nixl-kv", parse_arguments(command)) as pairs:  # type: ignore[arg-type]
-        assert list(pairs) == ["nixl-kv", transfer.AGAINST]
-    ours, theirs = cluster.started[:2], cluster.started[2:]
-    assert [spec.tensor_parallel for spec in ours] == [1, 2]
-    assert sum(spec.gpu_memory_utilization for spec in cluster.started) == transfer.GPU_SHARE
-    for one, another in zip(ours, theirs, strict=True):
-        assert one.extra_args == another.extra_args
-        assert one.extra_args[-2:] == ("--max-model-len", "20000")
-        assert one.connector_config == another.connector_config
-        assert one.extra_env["PYTHONPATH"].startswith(str(transfer.REPO))
-        assert another.extra_env["PYTHONPATH"].startswith(str(other))
-    assert cluster.ended == cluster.started
+def test_read_of_an_in_tree_agent_ends_well_or_is_an_error() -> None:
+    from lab.bench import in_tree_agent  # noqa: PLC0415 - needs NIXL
+
+    in_tree_agent.wait_until_done(Agent("PROC", "PROC", "DONE", "DONE"), [1, 2])
+    with pytest.raises(RuntimeError, match="ended as ERR"):
+        in_tree_agent.wait_until_done(Agent("DONE", "PROC", "ERR"), [1, 2])
 
 
-class Cluster:
-    """Starts nothing."""
-
-    def __init__(self) -> None:
-        self.started: list[Any] = []
-        self.ended: list[Any] = []
-
-    def start(self, *specs: Any) -> list[Any]:
-        self.started += specs
-        return [SimpleNamespace(url="http://127.0.0.1:1", spec=spec) for spec in specs]
-
-    def end(self, *engines: Any) -> None:
-        self.ended += [engine.spec for engine in engines]
+def test_process_that_ends_is_an_error(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("raise SystemExit(1)", encoding="utf-8")
+    with transfer.Process(program, {}, {}) as process, pytest.raises(RuntimeError, match="ended"):
+        process.ask("start")
 
 
-class Pair:
-    """Answers at once; so many ranks of decode, of two, then have read 1 MiB each."""
+class Process:
+    """Answers as told, and notes what it was asked."""
 
-    def __init__(
-        self, name: str, asked: list[tuple[str, str]], *, seconds: float, reading: int = 2
-    ) -> None:
-        self.to_prefill = self.to_decode = self
-        self.decode = SimpleNamespace(
-            name=name, log_path="decode.log", spec=SimpleNamespace(ranks=2)
-        )
-        self._name = name
-        self._asked = asked
-        self._step = {LOADS: reading, NBYTES: reading << 20, SECONDS: reading * seconds}
-        self._num_answers = 0
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.asked: list[str] = []
+        self._answers = answers
 
-    def complete(self, prompt: str, max_tokens: int) -> SimpleNamespace:
-        self._asked.append((self._name, prompt))
-        self._num_answers += 1
-        return SimpleNamespace(seconds=0.5, tokens=(prompt, max_tokens))
-
-    def counters(self) -> dict[str, float]:
-        return {name: self._num_answers * value for name, value in self._step.items()}
+    def ask(self, question: str, **_: object) -> Any:
+        self.asked.append(question)
+        return self._answers.get(question)
 
 
-def pairs_of(asked: list[tuple[str, str]], reading: int = 2) -> dict[str, Any]:
-    """Ours, whose transfers take 2 ms, and one whose transfers take 1 ms."""
-    return {
-        "nixl-kv": Pair("nixl-kv", asked, seconds=0.002, reading=reading),
-        transfer.AGAINST: Pair(transfer.AGAINST, asked, seconds=0.001),
+def test_wrong_bytes_are_named_with_their_path() -> None:
+    decode: Any = Process({"check": False, "load": {}})
+    prefill: Any = Process({})
+    pair = transfer.Pair(prefill, decode, ["auto", "direct"])
+    assert pair.check() == "wrong bytes on path auto, direct"
+    assert decode.asked == ["clear", "load", "check"] * 2
+
+
+def test_figures_are_medians_and_ratios_of_each_round() -> None:
+    ours, theirs = (
+        [
+            {
+                "load": n * 0.004,
+                "read": n * 0.002,
+                "cpu": 0.001,
+                "num_bytes": 1 << 21,
+                "num_runs": 7,
+            }
+            for n in factors
+        ]
+        for factors in ((1, 2, 3), (2, 4, 6))
+    )
+    bulk = [{"read": seconds} for seconds in (0.001, 0.002, 0.004)]
+    samples = {"auto": ours, transfer.AGAINST: theirs, transfer.BULK: bulk}
+    figures = transfer.figures(samples, "auto")
+    assert figures == {
+        "rounds": 3,
+        "MiB": 2.0,
+        "runs": 7,
+        "load ms": 8.0,
+        "read ms": 4.0,
+        "cpu ms": 1.0,
+        "GB/s": pytest.approx(0.524288),
+        "bulk GB/s": pytest.approx(1.048576),
+        "read of bulk": pytest.approx(0.5),
+        "load of bulk": pytest.approx(0.25),
+        "load ratio": "0.50 (0.50 to 0.50)",
+        "read ratio": "0.50 (0.50 to 0.50)",
+        "cpu ratio": "1.00 (1.00 to 1.00)",
     }
+    assert "load ratio" not in transfer.figures(samples, transfer.AGAINST)
+    with_copy = transfer.figures({**samples, transfer.COPY: bulk}, "auto")
+    assert with_copy["copy GB/s"] == figures["bulk GB/s"]
 
 
-def test_both_sides_are_asked_the_same_prompts_and_take_turns_to_be_first() -> None:
-    asked: list[tuple[str, str]] = []
-    transfer.ask_in_turn(pairs_of(asked), "nixl-kv", [4, 4], itertools.count())
-    names = [name for name, _ in asked]
-    assert names == [*["against"] * 2, *["nixl-kv"] * 4, *["against"] * 2]
-    prompts = {name: [p for n, p in asked if n == name] for name in names}
-    assert prompts["against"] == prompts["nixl-kv"]
-    assert len(set(prompts["against"])) == 4
+def test_ways_take_turns_and_the_first_round_does_not_count() -> None:
+    order: list[str] = []
+
+    def way(name: str) -> transfer.Sample:
+        order.append(name)
+        return {"read": len(order)}
+
+    ways = {name: lambda name=name: way(name) for name in ("a", "b")}
+    samples = transfer.rounds(ways, 2, 60.0)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert samples == {"a": [{"read": 4}, {"read": 5}], "b": [{"read": 3}, {"read": 6}]}
 
 
-def test_ratio_is_of_ours_to_theirs() -> None:
-    options = argparse.Namespace(lengths=[4], repeat=3, shape="tiny")
-    ours, theirs = transfer.measure(pairs_of([]), "nixl-kv", options)
-    assert ours.figures["engines"] == "nixl-kv"
-    assert ours.figures["transfer ms"] == pytest.approx(2.0)
-    assert ours.figures["MiB"] == 2
-    assert ours.figures["GB/s"] == pytest.approx(2 * 2**20 / 0.002 / 1e9)
-    assert ours.figures["transfer ratio"] == "2.00 (2.00 to 2.00)"
-    assert "transfer ratio" not in theirs.figures
-    assert ours.verdict == Verdict("good", "4/4 answers match")
+@pytest.mark.parametrize(("count", "rounds"), [(2, 2), (9, 3)])
+def test_slow_rounds_are_as_few_as_a_median_needs(count: int, rounds: int) -> None:
+    assert len(transfer.rounds({"a": dict}, count, -1.0)["a"]) == rounds
 
 
-def test_rank_of_decode_that_has_not_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics.CountersSince, "wait_for", lambda self, *_: self.changed())
-    with pytest.raises(RuntimeError, match=r"1 of 2 ranks of nixl-kv have read; see decode\.log"):
-        transfer.ask_in_turn(pairs_of([], reading=1), "nixl-kv", [4], itertools.count())
+@pytest.mark.parametrize(
+    ("tp", "expected"),
+    [
+        pytest.param((1, 1), [(0, 0, 8)], id="equal"),
+        pytest.param((1, 2), [(0, 0, 4), (1, 0, 4)], id="decode has more"),
+        pytest.param((2, 1), [(0, 0, 4), (0, 1, 4)], id="prefill has more"),
+        pytest.param((8, 1), [(0, 2 * n, 2) for n in range(4)], id="copies are read once"),
+        pytest.param((1, 8), [(n, 0, 2) for n in range(8)], id="copies are written twice"),
+    ],
+)
+def test_shares_are_what_each_rank_reads(
+    tp: tuple[int, int], expected: list[tuple[int, int, int]]
+) -> None:
+    half_head = 4 * 512 * 32 // 2
+    assert transfer_cells.shares(cell(*tp), TINY, 32) == [
+        Share(decode, prefill, heads * half_head) for decode, prefill, heads in expected
+    ]
 
 
-def test_answer_that_differs_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "count_matches", lambda *_: 3)
-    options = argparse.Namespace(lengths=[4], repeat=2, shape="tiny")
-    (ours, _) = transfer.measure(pairs_of([]), "nixl-kv", options)
-    assert ours.verdict == Verdict("bad", "3/4 answers match")
+@pytest.mark.parametrize(
+    ("tp", "count", "prefill", "decode"),
+    [
+        pytest.param((1, 2), 1, [0], [0, 0], id="one GPU"),
+        pytest.param((1, 2), 2, [0], [1, 1], id="two, 1-2"),
+        pytest.param((2, 1), 2, [0, 0], [1], id="two, 2-1"),
+        pytest.param((1, 2), 4, [0], [1, 2], id="four, 1-2"),
+        pytest.param((2, 1), 4, [0, 1], [2], id="four, 2-1"),
+    ],
+)
+def test_prefill_has_the_first_gpus(
+    tp: tuple[int, int], count: int, prefill: list[int], decode: list[int]
+) -> None:
+    assert transfer_cells.gpus_of(tp, count) == {"prefill": prefill, "decode": decode}
+
+
+def test_packed_blocks_have_no_kernel_blocks() -> None:
+    pairs = [transfer_cells.parse_blocks(text) for text in ("16-64", "128/64-128/64")]
+    found = list(transfer_cells.cells([(1, 1)], ["BHLNC", "LBNHC"], pairs))
+    assert [(one.prefill.order, str(one.decode.blocks)) for one in found] == [
+        ("BHLNC", "64"),
+        ("LBNHC", "64"),
+        ("LBNHC", "128/64"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["16", "16-", "0-16", "128/48-128", "a-b"])
+def test_block_sizes_that_cannot_be(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="allowed"):
+        transfer_cells.parse_blocks(text)
+
+
+@pytest.mark.parametrize("text", ["1", "0-1", "1-2-3"])
+def test_ranks_that_cannot_be(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="allowed"):
+        transfer_cells.parse_tp(text)
+
+
+def test_tokens_must_fill_blocks() -> None:
+    with pytest.raises(SystemExit, match="multiples of 128"):
+        bench.main(["transfer", "--tokens", "1000"])
+
+
+def test_memory_holds_the_largest_cell() -> None:
+    options = argparse.Namespace(shape="tiny", tokens=32)
+    sizes = transfer.largest([cell(1, 2), cell(1, 1)], "decode", options)
+    each = TINY.layers * (1 + 2 * 2) * 16 * 4 * 512
+    assert sizes == [each, each // 2]
+    assert asdict(cell(1, 1).prefill)["blocks"] == {"size": 16, "kernel": 16}

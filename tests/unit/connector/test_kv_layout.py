@@ -26,7 +26,7 @@ from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span, Stripe
-from nixl_kv.geometry.slices import KVSlice, LocalSlice, find_slices
+from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder
 from support import recorded_vllm as recorded
 from support.recorded_vllm import torch
 
@@ -69,7 +69,7 @@ def test_what_only_a_kernel_knows_is_digested_in_whole_blocks() -> None:
     group = Group(tokens, 1, 1, (region,))
     layout = CacheLayout((group,), "DRAM", 0, (span,))
     table = BlockTable(np.zeros(1, np.int32), group)
-    slices = find_slices(layout, [KVSlice("layers.0", 0, HEADS, 0)], [table], end=end)
+    slices = SliceFinder(layout).find([KVSlice("layers.0", 0, HEADS, 0)], [table], end=end)
     content = cache.view(-1).view(torch.uint8).numpy()
     key, value = torch.randn(2, end, HEADS, size)
     halves = cache.view(1, HEADS, 2 * tokens, size).chunk(2, dim=2)

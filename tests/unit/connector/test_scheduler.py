@@ -14,6 +14,7 @@ from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import TransportError
+from nixl_kv.geometry.blocks import block_ids
 from nixl_kv.ids import EngineId, Nonce, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
@@ -127,7 +128,7 @@ def counted(scheduler: Scheduler) -> Record:
         pytest.param(
             {"do_remote_prefill": True, "remote_engine_id": "x"}, "lacks the field", id="vLLM's own"
         ),
-        pytest.param({"nixl_kv_ticket": "6..AA"}, "nixl_kv_ticket: ", id="no array"),
+        pytest.param({"nixl_kv_ticket": "7..AA"}, "nixl_kv_ticket: ", id="no array"),
     ],
 )
 def test_a_ticket_that_is_not_valid_is_counted_and_logged(
@@ -302,7 +303,7 @@ def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
         return {} if stats is None else stats.data
 
     assert shown() == {}
-    scheduler._prefill._quota.add(offered.request_id, NONCE, TABLE)
+    scheduler._prefill._quota.add(offered.request_id, NONCE, block_ids(TABLE))
     scheduler.on_arrival(loaded)
     assert shown() == {"open_offers": 1, "open_loads": 1}
     assert shown() == {}
@@ -360,7 +361,7 @@ def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
         return commands(scheduler)
 
     assert wait() + wait() == []  # there is no offer
-    scheduler._prefill._quota.add(RequestId("offered"), NONCE, TABLE)
+    scheduler._prefill._quota.add(RequestId("offered"), NONCE, block_ids(TABLE))
     assert wait() == [ReclaimBlocks(4)]
     scheduler.on_ended(["offered"], None)
     assert wait() + wait() == []

@@ -36,6 +36,18 @@ NAMES = [
     "tokens_loaded",
     "bytes_read",
     "descriptors",
+    "reads_direct",
+    "read_seconds_direct",
+    "estimated_seconds_direct",
+    "reads_gather",
+    "read_seconds_gather",
+    "estimated_seconds_gather",
+    "reads_staged",
+    "read_seconds_staged",
+    "estimated_seconds_staged",
+    "chunks_packed",
+    "chunk_bytes",
+    "chunk_seconds",
     "digests",
     "digest_bytes",
     "digest_seconds",
@@ -50,6 +62,10 @@ NAMES = [
     "asks_denied",
     "messages_dropped",
     "peers_lost",
+    "joins",
+    "join_seconds",
+    "warm_ups",
+    "warm_up_seconds",
     "agents_recycled",
     "thread_restarts",
     "tickets_refused",
@@ -87,7 +103,7 @@ def test_each_end_of_an_offer_has_a_counter(end: OfferEnd) -> None:
 
 def good_load(*seconds: float, verified: bool = False) -> LoadEnded:
     reads = tuple(
-        read_done(rank, num_bytes=1000, num_runs=5, seconds=each)
+        read_done(rank, num_bytes=1000, num_runs=5, seconds=each, path="gather", estimate=0.2)
         for rank, each in enumerate(seconds)
     )
     return LoadEnded(D1, 7, None, PEER, verified=verified, reads=reads)
@@ -103,6 +119,9 @@ def test_a_good_load_counts_its_reads() -> None:
         "tokens_loaded": 14,
         "bytes_read": 2000,
         "descriptors": 10,
+        "reads_gather": 2,
+        "read_seconds_gather": 0.75,
+        "estimated_seconds_gather": 0.4,
         TRANSFER_SECONDS: [0.5, 0.0],
     }
 
@@ -151,6 +170,7 @@ def test_the_log_line_has_counts_and_the_median_time() -> None:
         "tokens_loaded": 21,
         "bytes_read": 3000,
         "descriptors": 15,
+        "reads_gather": 3,
         "median transfer ms": 2.0,
         "GB/s": 0.0,
     }

@@ -275,7 +275,7 @@ def test_the_models_facts_are_those_of_its_configuration() -> None:
         "served_model_name": "tiny",
         "architecture": "Qwen3ForCausalLM",
         "dtype": "float32",
-        "paced_reads": "False",
+        "TCP segments": "2m",
     }
     assert len(facts["config digest"]) == 16
 

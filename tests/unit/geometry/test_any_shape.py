@@ -20,8 +20,20 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from nixl_kv.geometry.blocks import ABSENT, Table
 from nixl_kv.geometry.compat import layout_mismatches
-from nixl_kv.geometry.plan import IndexBuffer, Plan, plan
+from nixl_kv.geometry.layout import CacheLayout, Span
+from nixl_kv.geometry.plan import IndexBuffer, Plan, Share, plan
 from nixl_kv.geometry.ranks import holdings, routes
+from nixl_kv.geometry.staging import (
+    Crop,
+    Ring,
+    crops,
+    entry_bytes,
+    split_tokens,
+    staged_entries,
+    staged_layout,
+    staged_table,
+)
+from nixl_kv.geometry.tiles import Tiling
 from nixl_kv.ids import Rank
 from support.cases import Case, cases, typical
 from support.oracle import (
@@ -35,6 +47,7 @@ from support.oracle import (
     fewest_runs,
     random_dense,
     runs_within_rows,
+    tile_pairs,
 )
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "120"))
@@ -46,6 +59,10 @@ WINDOW_MISMATCH = "for a sliding window"
 
 # Each kind of byte has its own values: they show what was copied, and whether it should have been.
 KV, PREFILL_NOISE, DECODE_NOISE = 100, (100, 150), (150, 256)
+
+
+TILE_BYTES = 64  # a case has many of them
+MAX_SLOT = 1 << 30
 
 
 class RunCounts(NamedTuple):
@@ -101,9 +118,69 @@ class Pair:
             owners = [
                 rank.owners[pairs[:, side] - rank.base] for side, rank in enumerate((local, remote))
             ]
+            self._check_tiles(planned, pairs)
+            self._check_staged(local.layout, remote.layout, route.share, pairs)
             copy_pieces(planned, reads)
             fewest = fewest_runs(pairs), fewest_runs(pairs, np.stack(owners, 1))
             yield len(pairs), RunCounts(reads.num_runs, *fewest)
+
+    def _check_tiles(self, planned: Plan, pairs: np.ndarray) -> None:
+        """A kernel that copies tiles copies the same bytes, each once."""
+        pieces = planned.pieces(*self.tables(), self.case.tokens)
+        tiled = tile_pairs(Tiling(planned, lambda first, _: first), pieces, TILE_BYTES)
+        assert np.array_equal(tiled[np.lexsort(tiled.T)], pairs[np.lexsort(pairs.T)])
+
+    def _check_staged(
+        self, local: CacheLayout, remote: CacheLayout, share: Share, pairs: np.ndarray
+    ) -> None:
+        """Packed into slots, read there in one run and scattered, the same bytes arrive, once."""
+        arrived = [
+            chunk
+            for crop in crops(local, remote, share)
+            for chunk in self._stage(local, remote, crop)
+        ]
+        staged = np.concatenate([np.empty((0, 2), dtype=np.int64), *arrived])
+        assert np.array_equal(staged[np.lexsort(staged.T)], pairs[np.lexsort(pairs.T)])
+
+    def _stage(self, local: CacheLayout, remote: CacheLayout, crop: Crop) -> Iterator[np.ndarray]:
+        """Of each chunk, where its bytes are and where they were."""
+        groups = local.groups[crop.groups[0]], remote.groups[crop.groups[1]]
+        # As many entries at a time as are needed for one local one, or one more.
+        most = -(-groups[0].entry_size // groups[1].entry_size) + 1 + self.case.seed % 2
+        ends = []
+        for begin in (1000, 2000):  # both rings have other addresses, and slots of other numbers
+            least = Ring(Span(begin, MAX_SLOT), 1)
+            one = staged_layout(groups[1], crop.share, least.span, memory="DRAM", device=0)
+            ring = Ring(Span(begin, entry_bytes(one) * (most + 1) * 3 + 2), 3)
+            assert ring.capacity(entry_bytes(one)) >= most
+            ends.append(
+                (ring, staged_layout(groups[1], crop.share, ring.span, memory="DRAM", device=0))
+            )
+        (mine, landed), (theirs, packed) = ends
+        _check_dense(packed, remote)
+        tables = self.tables()
+        mine_table, their_table = tables[0][crop.groups[0]], tables[1][crop.groups[1]]
+        for number, tokens in enumerate(split_tokens(groups, mine_table, self.case.tokens, most)):
+            entries = staged_entries(their_table, groups[1], tokens)
+            size, slot = entry_bytes(packed), number % 3
+            first = theirs.first_entry(slot, size), mine.first_entry(2 - slot, size)
+            whole = range(entries.start * groups[1].entry_size, entries.stop * groups[1].entry_size)
+            pack = plan(packed, remote).reads(
+                [staged_table(their_table, entries, first[0])], tables[1], whole
+            )
+            scatter = plan(local, landed).reads(
+                tables[0], [staged_table(their_table, entries, first[1])], tokens
+            )
+            packed_pairs = byte_pairs(plan(packed, remote), pack)
+            packed_pairs = packed_pairs[np.argsort(packed_pairs[:, 0])]
+            moved = theirs.span.address + first[0] * size - mine.span.address - first[1] * size
+            for side, begin, used in ((theirs, first[0], slot), (mine, first[1], 2 - slot)):
+                assert begin * size >= used * side.slot_bytes
+                assert (begin + len(entries)) * size <= (used + 1) * side.slot_bytes
+            arrived = byte_pairs(plan(local, landed), scatter)
+            found = np.searchsorted(packed_pairs[:, 0], arrived[:, 1] + moved)
+            assert np.array_equal(packed_pairs[found, 0], arrived[:, 1] + moved)
+            yield np.stack([arrived[:, 0], packed_pairs[found, 1]], axis=1)
 
     def _check_count(self, more: int, planned: Plan) -> None:
         """Groups in the same memory on both sides share rows: there, runs of two groups may merge.
@@ -150,6 +227,20 @@ class Pair:
             for token in np.flatnonzero(common).tolist():
                 allowed[token] |= tuple(blocks[token].tolist()) in wanted
         return np.flatnonzero(allowed)
+
+
+def _check_dense(packed: CacheLayout, remote: CacheLayout) -> None:
+    """An entry has no gap, and each of its bytes once."""
+    group = packed.groups[0]
+    block = group.regions[0].block_stride
+    content = sum(r.content * r.num_heads * group.block_size for r in group.regions)
+    assert content == block
+    table = Table.of(np.zeros(1, dtype=np.int32))
+    others = [Table.of(np.zeros(1, dtype=np.int32)) for _ in remote.groups]
+    pack = plan(packed, remote)
+    reads = pack.reads([table], others, range(group.entry_size))
+    written = byte_pairs(pack, reads)[:, 0] - packed.spans[0].address
+    assert sorted(written.tolist()) == list(range(block * group.blocks_per_entry))
 
 
 def check(case: Case) -> list[RunCounts]:

@@ -23,7 +23,7 @@ from nixl_kv.geometry.blocks import ABSENT, BlockTable, block_ids
 from nixl_kv.geometry.digest import Digest, Key, describe_difference, digest_steps
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import holdings, routes
-from nixl_kv.geometry.slices import KVSlice, LocalSlice, find_slices, slices_read
+from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder, SliceNamer
 from nixl_kv.ids import Rank
 from support.cases import Case, cases, typical
 from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
@@ -180,11 +180,15 @@ class Pair:
                 if not route.readers:
                     continue
                 remote = self.prefill.ranks[route.remote_rank].layout
-                slices = slices_read(rank.layout, route.share, tables, holdings(remote))
+                slices = SliceNamer(rank.layout, route.share, holdings(remote)).name(tables)
                 remote_tables = block_tables(self.case.prefill, remote, 0)
                 if slices:
-                    local_slices = find_slices(rank.layout, slices, tables, end=end)
-                    yield slices, local_slices, find_slices(remote, slices, remote_tables, end=end)
+                    local_slices = SliceFinder(rank.layout).find(slices, tables, end=end)
+                    yield (
+                        slices,
+                        local_slices,
+                        SliceFinder(remote).find(slices, remote_tables, end=end),
+                    )
 
     def first_read(self) -> list[LocalSlice]:
         """Where the slices of the first read are on decode."""

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from nixl_kv.geometry.blocks import ABSENT, BlockTable, Table, block_ids
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.ranks import holdings
-from nixl_kv.geometry.slices import KVSlice, find_slices, part_name, slices_read
+from nixl_kv.geometry.slices import (
+    KVSlice,
+    SliceFinder,
+    SliceNamer,
+    count_bytes,
+    part_name,
+)
 
 BASE = 1 << 20
 SIZE = 1 << 16
@@ -49,19 +55,21 @@ def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list
 
 def test_all_tokens_of_the_shared_heads_are_read() -> None:
     share = {"a": (2, 4), "c": (3, 4)}
-    slices = slices_read(layout(), share, tables([5, 3], [7, 8, 1, 2]), HELD)
+    slices = SliceNamer(layout(), share, HELD).name(tables([5, 3], [7, 8, 1, 2]))
     assert slices == (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
 
 
 def test_after_a_prefix_hit_slices_begin_with_the_tables() -> None:
-    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3), HELD)
+    slices = SliceNamer(layout(), {"a": (2, 6), "c": (2, 6)}, HELD).name(
+        tables([5], [7, 8], first=3)
+    )
     assert [kv.begin for kv in slices] == [3 * BLOCK * PER_ENTRY, 6 * BLOCK]
 
 
 def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
     share = {"a": (2, 6), "c": (2, 6)}
     passed = [ABSENT, 4, ABSENT, ABSENT, 7, 8]
-    slices = slices_read(layout(windowed=True), share, tables([5, 3, 1], passed), HELD)
+    slices = SliceNamer(layout(windowed=True), share, HELD).name(tables([5, 3, 1], passed))
     assert slices == (KVSlice("a", 2, 6, 0), KVSlice("c", 2, 6, 16))
 
 
@@ -79,26 +87,55 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
     alone = replace(layout(), groups=(group,))
     found = []
     for table in (BlockTable.of(cut, group), BlockTable(block_ids(whole[begin:]), group, begin)):
-        slices = slices_read(alone, share, [table], HELD)
+        slices = SliceNamer(alone, share, HELD).name([table])
         end = len(whole) * group.entry_size
-        places = find_slices(alone, slices, [table], end=end) if slices else []
+        places = SliceFinder(alone).find(slices, [table], end=end) if slices else []
         found.append((slices, [(kv.begin, kv.end, kv.ids.tolist()) for kv in places]))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("windowed", [[ABSENT, ABSENT], []], ids=["all absent", "empty table"])
 def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
-    slices = slices_read(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed), HELD)
+    slices = SliceNamer(layout(), {"a": (2, 6), "c": (2, 6)}, HELD).name(tables([5], windowed))
     assert slices == (KVSlice("a", 2, 6, 0),)
 
 
 # --- where it is
 
 
+def test_a_finder_keeps_places_and_nothing_of_a_request() -> None:
+    finder = SliceFinder(layout())
+    wanted = [KVSlice("c", 3, 5, 4), KVSlice("a", 2, 6, 8)]
+    first = finder.find(wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
+    again = finder.find(wanted, tables([9, 4], [1, 2, 3, 4]), end=12)
+    assert [kv.place for kv in again] == [kv.place for kv in first]
+    assert [kv.end for kv in again] == [12] * 3
+    alone = SliceFinder(layout()).find(wanted, tables([9, 4], [1, 2, 3, 4]), end=12)
+    assert [kv.ids.tolist() for kv in again] == [kv.ids.tolist() for kv in alone]
+    assert count_bytes(again) == sum(kv.num_bytes for kv in alone) > 0
+    later = [KVSlice("c", 3, 5, 8), KVSlice("a", 2, 6, 8)]
+    after_a_hit = finder.find(later, tables([9, 4], [1, 2, 3, 4]), end=12)
+    assert after_a_hit[0].begin == 8
+    assert [kv.place for kv in after_a_hit] == [kv.place for kv in first]
+
+
+def test_a_namer_names_what_each_request_reads() -> None:
+    share = {"a": (2, 6), "c": (2, 6)}
+    namer = SliceNamer(layout(), share, HELD)
+    for first in (0, 3, 0):
+        blocks = tables([5], [7, 8, 1, 2], first=first)
+        assert namer.name(blocks) == SliceNamer(layout(), share, HELD).name(blocks)
+    assert namer.name(tables([5], [7], first=3)) != namer.name(tables([5], [7]))
+
+
 def test_each_part_has_a_local_slice() -> None:
     wanted = [KVSlice("c", 3, 5, 4), KVSlice("a", 2, 6, 8)]
-    slices = find_slices(layout(), wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
-    assert [(kv.region.layer, kv.part_number) for kv in slices] == [("c", 0), ("a", 0), ("a", 1)]
+    slices = SliceFinder(layout()).find(wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
+    assert [(kv.region.layer, kv.place.part_number) for kv in slices] == [
+        ("c", 0),
+        ("a", 0),
+        ("a", 1),
+    ]
     assert [kv.ids.tolist() for kv in slices] == [[8, 1, 2], [6, 7], [6, 7]]
     assert [kv.first_position for kv in slices] == [4, 8, 8]
     assert [kv.num_heads for kv in slices] == [2, 4, 4]
@@ -107,7 +144,7 @@ def test_each_part_has_a_local_slice() -> None:
 
 
 def test_a_slice_that_begins_inside_a_block_has_the_whole_block() -> None:
-    (kv,) = find_slices(layout(), [KVSlice("c", 2, 3, 6)], tables([], [7, 8, 1, 2]), end=9)
+    (kv,) = SliceFinder(layout()).find([KVSlice("c", 2, 3, 6)], tables([], [7, 8, 1, 2]), end=9)
     assert (kv.begin, kv.end, kv.first_position) == (6, 9, 4)
     assert kv.ids.tolist() == [8, 1]
 
@@ -119,7 +156,7 @@ def test_a_slice_of_an_opaque_region_ends_with_a_block() -> None:
     mixed = replace(plain, groups=(replace(plain.groups[0], regions=regions), plain.groups[1]))
     for end, stop in ((13, 16), (16, 16), (17, 20)):
         wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 3, 8)]
-        slices = find_slices(mixed, wanted, tables([5, 3, 1], []), end=end)
+        slices = SliceFinder(mixed).find(wanted, tables([5, 3, 1], []), end=end)
         assert [kv.end for kv in slices] == [end, end, stop, stop]
         assert {len(kv.ids) * BLOCK + kv.first_position for kv in slices} == {stop}
 
@@ -141,7 +178,7 @@ def test_of_divided_tokens_an_opaque_slice_ends_with_a_block_of_the_rank(
     group = Group(BLOCK, 64, 1, regions, stripe=Stripe(2, place, 4 if place else 2))
     cache = replace(layout(), groups=(group,))
     table = BlockTable(block_ids([5, 3, 1]), group)
-    kv, _ = find_slices(cache, [KVSlice("b", 2, 3, 0)], [table], end=end)
+    kv, _ = SliceFinder(cache).find([KVSlice("b", 2, 3, 0)], [table], end=end)
     assert kv.end == last
     assert len(kv.positions) == len(kv.ids) * BLOCK
 
@@ -151,25 +188,22 @@ def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
     cache = replace(layout(), groups=(group,))
     table = BlockTable(block_ids([5, 3]), group)
     wanted = [KVSlice("a", 2, 3, 0, (Stripe(2, 0, 4), Stripe(4, 0, 1)))]
-    sizes = [kv.num_bytes for kv in find_slices(cache, wanted, [table], end=20)]
+    sizes = [kv.num_bytes for kv in SliceFinder(cache).find(wanted, [table], end=20)]
     kept = [t for t in range(20) if t // 4 % 2 == 0 and t % 4 == 0]
     assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
 
 def test_ids_are_numbers_of_blocks_not_of_entries() -> None:
     """An entry of 8 tokens is two blocks of the region."""
-    kv = find_slices(layout(), [KVSlice("a", 2, 3, 0)], tables([5, 3, 9], []), end=18)[0]
+    kv = SliceFinder(layout()).find([KVSlice("a", 2, 3, 0)], tables([5, 3, 9], []), end=18)[0]
     assert kv.ids.tolist() == [10, 11, 6, 7, 18]
 
 
 def test_a_part_may_have_a_token_stride_of_its_own() -> None:
     parts = (Part(0, 1, 2, 4, 1), Part(8, 2))
     transposed = replace(FULL, regions=(replace(FULL.regions[0], parts=parts),))
-    slices = find_slices(
-        replace(layout(), groups=(transposed, WINDOWED)),
-        [KVSlice("a", 2, 3, 0)],
-        tables([5], []),
-        end=4,
+    slices = SliceFinder(replace(layout(), groups=(transposed, WINDOWED))).find(
+        [KVSlice("a", 2, 3, 0)], tables([5], []), end=4
     )
     assert [kv.token_stride for kv in slices] == [1, 6]
     assert [kv.part.content for kv in slices] == [2, 2]
@@ -185,11 +219,8 @@ def test_a_part_may_have_a_token_stride_of_its_own() -> None:
 )
 def test_each_head_has_a_name(count: int, names: list[str]) -> None:
     group = replace(FULL, regions=(region("x", parts=count),))
-    slices = find_slices(
-        replace(layout(), groups=(group,)),
-        [KVSlice("x", 3, 5, 0)],
-        [BlockTable(block_ids([1]), group)],
-        end=8,
+    slices = SliceFinder(replace(layout(), groups=(group,))).find(
+        [KVSlice("x", 3, 5, 0)], [BlockTable(block_ids([1]), group)], end=8
     )
     assert [kv.names for kv in slices] == [
         [f"{name} of head 3 of layer x", f"{name} of head 4 of layer x"] for name in names
@@ -205,30 +236,27 @@ def test_parts_of_a_state_are_not_named_like_those_of_kv(count: int, names: list
 
 def test_layers_that_begin_with_the_same_token_share_an_array_of_blocks() -> None:
     wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 6, 0)]
-    slices = find_slices(layout(), wanted, tables([5, 3], []), end=9)
+    slices = SliceFinder(layout()).find(wanted, tables([5, 3], []), end=9)
     assert len({id(kv.ids) for kv in slices}) == 1
     assert np.array_equal(slices[0].ids, [10, 11, 6])
 
 
 def test_layers_that_begin_with_other_tokens_have_other_blocks() -> None:
     wanted = [KVSlice("a", 2, 3, 0), KVSlice("b", 2, 6, 8)]
-    slices = find_slices(layout(), wanted, tables([5, 3], []), end=14)
+    slices = SliceFinder(layout()).find(wanted, tables([5, 3], []), end=14)
     assert [kv.ids.tolist() for kv in slices] == [[10, 11, 6, 7]] * 2 + [[6, 7]] * 2
 
 
 def test_a_state_is_not_divided() -> None:
     group = replace(FULL, window=1)
     with pytest.raises(ValueError, match=r"'a' has 1 stripes .* this rank's; allowed: 0$"):
-        find_slices(
-            replace(layout(), groups=(group,)),
-            [KVSlice("a", 2, 3, 0, (Stripe(2),))],
-            [BlockTable(block_ids([5]), group)],
-            end=4,
+        SliceFinder(replace(layout(), groups=(group,))).find(
+            [KVSlice("a", 2, 3, 0, (Stripe(2),))], [BlockTable(block_ids([5]), group)], end=4
         )
 
 
 def test_no_slices_are_found_if_none_are_wanted() -> None:
-    assert find_slices(layout(), [], tables([5], []), end=4) == []
+    assert SliceFinder(layout()).find([], tables([5], []), end=4) == []
 
 
 # --- what a peer may ask for
@@ -301,14 +329,14 @@ def test_slices_that_are_not_on_this_rank_are_refused(
     wanted: list[KVSlice], end: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        find_slices(layout(windowed=True), wanted, tables([5, 3], [7, ABSENT, 8]), end=end)
+        SliceFinder(layout(windowed=True)).find(wanted, tables([5, 3], [7, ABSENT, 8]), end=end)
 
 
 def test_a_token_before_the_first_entry_is_absent() -> None:
     with pytest.raises(ValueError, match="the block of token 0 is absent"):
-        find_slices(layout(), [A], tables([5, 3], [], first=2), end=4)
+        SliceFinder(layout()).find([A], tables([5, 3], [], first=2), end=4)
 
 
 def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="block id 10; allowed: 0 to 9"):
-        find_slices(layout(), [A], tables([10], []), end=4)
+        SliceFinder(layout()).find([A], tables([10], []), end=4)

@@ -53,6 +53,8 @@ from support.records import (
     digest_request,
     grant,
     hex32,
+    pack_reply,
+    pack_request,
     rank_description,
     reader,
     recall,
@@ -98,9 +100,10 @@ LAYOUT_WIRE = {
     "device": 0,
     "spans": [{"address": 4096, "length": 1024}],
 }
-RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE]
+RANK_WIRE = [RANK_LIFE, "tcp://10.0.0.1:7000", b"agent", [65536, 64], LAYOUT_WIRE, None, None]
 OFFER_WIRE = [NONCE, CLAIM, READER_WIRE]
 TABLE_WIRE = {"first": 0, "ids": b"\7\0\0\0\3\0\0\0"}
+LAYER_WIRE = ["layer.0", 0, 2]
 SLICE_WIRE = {"layer": "layer.0", "first_head": 0, "end_head": 2, "begin": 0, "stripes": []}
 
 PEER_STATUS = PeerStatus(
@@ -167,12 +170,12 @@ STATUS_WIRE = [
 ]
 
 WIRE = [
-    pytest.param(describe(), ["Describe", 6, ENGINE_LIFE, "prefill"], id="describe"),
+    pytest.param(describe(), ["Describe", 7, ENGINE_LIFE, "prefill"], id="describe"),
     pytest.param(
         description(),
         [
             "Description",
-            6,
+            7,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -182,52 +185,61 @@ WIRE = [
         ],
         id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 6, ENGINE_LIFE, "prefill", "no"], id="refusal"),
+    pytest.param(refusal("no"), ["Refusal", 7, ENGINE_LIFE, "prefill", "no"], id="refusal"),
     pytest.param(
         ask(number=5, readers=(0, 1)),
-        ["Ask", 6, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 7, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
         id="ask",
     ),
     pytest.param(
-        grant(), ["Grant", 6, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, GENERATION], id="grant"
+        grant(), ["Grant", 7, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, GENERATION], id="grant"
     ),
-    pytest.param(deny(), ["Deny", 6, RANK_LIFE, *OFFER_WIRE], id="deny"),
+    pytest.param(deny(), ["Deny", 7, RANK_LIFE, *OFFER_WIRE], id="deny"),
     pytest.param(
         digest_request(),
-        ["DigestRequest", 6, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
+        ["DigestRequest", 7, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
         id="digest request",
     ),
     pytest.param(
         digest_reply(),
-        ["DigestReply", 6, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
+        ["DigestReply", 7, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
         id="digest reply",
     ),
     pytest.param(
+        pack_request(3, holds=(2, 3)),
+        ["PackRequest", 7, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
+        id="pack request",
+    ),
+    pytest.param(pack_reply(3), ["PackReply", 7, RANK_LIFE, *OFFER_WIRE, 3, 0], id="pack reply"),
+    pytest.param(
+        pack_reply(3, slot=None), ["PackReply", 7, RANK_LIFE, *OFFER_WIRE, 3, None], id="not packed"
+    ),
+    pytest.param(
         renew(6, CLAIM, reading=1),
-        ["Renew", 6, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
+        ["Renew", 7, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
         id="renew",
     ),
-    pytest.param(renew(6), ["Renew", 6, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
-    pytest.param(recall(), ["Recall", 6, RANK_LIFE, *OFFER_WIRE], id="recall"),
-    pytest.param(renewed(CLAIM), ["Renewed", 6, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
-    pytest.param(release(), ["Release", 6, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
+    pytest.param(renew(6), ["Renew", 7, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
+    pytest.param(recall(), ["Recall", 7, RANK_LIFE, *OFFER_WIRE], id="recall"),
+    pytest.param(renewed(CLAIM), ["Renewed", 7, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
+    pytest.param(release(), ["Release", 7, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
     pytest.param(
-        release(complete=False), ["Release", 6, RANK_LIFE, *OFFER_WIRE, False], id="release"
+        release(complete=False), ["Release", 7, RANK_LIFE, *OFFER_WIRE, False], id="release"
     ),
     pytest.param(
         StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
-        ["StatusRequest", 6, ANY_INCARNATION, "d1"],
+        ["StatusRequest", 7, ANY_INCARNATION, "d1"],
         id="status request",
     ),
-    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 6, ANY_INCARNATION], id="drain"),
+    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 7, ANY_INCARNATION], id="drain"),
     pytest.param(
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
-        ["Draining", 6, ENGINE_LIFE, 3],
+        ["Draining", 7, ENGINE_LIFE, 3],
         id="draining",
     ),
-    pytest.param(status(), ["Status", 6, RANK_LIFE, *STATUS_WIRE], id="status"),
+    pytest.param(status(), ["Status", 7, RANK_LIFE, *STATUS_WIRE], id="status"),
     pytest.param(Decline(nonce=NONCE), ["Decline", 0, NONCE], id="decline"),
-    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 6], id="version refusal"),
+    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 7], id="version refusal"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -240,7 +252,7 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
 
 def test_a_release_has_these_bytes() -> None:
     assert encode(release()) == (
-        b"\x97\xa7Release\x06\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
+        b"\x97\xa7Release\x07\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
         b"\xd9\x20" + CLAIM.encode() + b"\x93\xa6decode\xd9\x20" + hex32(0xD).encode() +
         b"\x00\xc3"
     )  # fmt: skip
@@ -254,18 +266,21 @@ def test_every_message_of_the_wire_is_in_the_table() -> None:
 def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
     """So that a nonce and a claim cannot change places unnoticed."""
     with pytest.raises(TypeError, match="positional arguments"):
-        kind(6, RANK_LIFE)
+        kind(7, RANK_LIFE)
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
     messages.decode_to_engine: {"Describe", "Decline", "Drain"},
-    messages.decode_to_rank: {"Ask", "DigestRequest", "Renew", "Release", "StatusRequest"},
+    messages.decode_to_rank: {
+        *["Ask", "DigestRequest", "PackRequest", "Renew", "Release", "StatusRequest"],
+    },
     messages.decode_answer: {
         "Description",
         "Refusal",
         "Grant",
         "Deny",
         "DigestReply",
+        "PackReply",
         "Renewed",
         "Recall",
         "VersionRefusal",
@@ -418,6 +433,13 @@ def test_a_message_at_its_bounds_is_accepted(message: Message) -> None:
         pytest.param(digest_request(end=1 << 31), "`int` <= 2147483647", id="end"),
         pytest.param(digest_request(slices=()), "length >= 1", id="no slices"),
         pytest.param(digest_request(slices=SLICES * 4097), "length <= 4096", id="slices"),
+        pytest.param(pack_request(-1, holds=()), "`int` >= 0", id="chunk"),
+        pytest.param(pack_request(1 << 20, holds=()), "`int` <= 1048575", id="chunks"),
+        pytest.param(pack_request(end=0), "`int` >= 1", id="chunk of nothing"),
+        pytest.param(pack_request(layers=()), "length >= 1", id="chunk of no layers"),
+        pytest.param(pack_request(holds=(0,) * 1025), "length <= 1024", id="chunks held"),
+        pytest.param(pack_reply(slot=1024), "`int` <= 1023", id="slot of the ring"),
+        pytest.param(pack_reply(slot=-1), "`int` >= 0", id="negative slot of the ring"),
         pytest.param(digest_reply(rows=SUMS[1:]), "length >= 8", id="no row"),
         pytest.param(digest_reply(rows=SUMS * (1 << 17) + b"\0"), "<= 1048576", id="rows"),
         pytest.param(digest_reply(columns=SUMS[1:]), "length >= 8", id="no column"),
@@ -537,8 +559,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
         pytest.param(msgspec.msgpack.encode(["Release"]), "at least length", id="tag alone"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 6]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 6]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 7]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 7]), "Expected `str`", id="tag is no string"),
         pytest.param(msgspec.msgpack.encode(["Release", "1"]), "Expected", id="version in words"),
     ],
 )
@@ -547,7 +569,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         decode(payload)
 
 
-@pytest.mark.parametrize("version", [-1, 1, 5, 7, 2**63])
+@pytest.mark.parametrize("version", [-1, 1, 6, 8, 2**63])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -563,7 +585,7 @@ def test_a_foreign_version_is_what_is_said_first(
 ) -> None:
     with pytest.raises(ForeignVersion) as raised:
         decode(msgspec.msgpack.encode([kind, version, *fields]))
-    assert str(raised.value) == f"wire version {version}; this side speaks 6"
+    assert str(raised.value) == f"wire version {version}; this side speaks 7"
 
 
 @pytest.mark.parametrize(
@@ -580,8 +602,8 @@ def test_what_is_the_same_in_every_version_is_read_for_ever(
     for longer in (wire, [*wire, "more", {"of": "a later version"}]):
         assert decode(msgspec.msgpack.encode(longer)) == message
     assert msgspec.msgpack.decode(encode(message)) == wire
-    with pytest.raises(ForeignVersion, match="wire version 7"):
-        decode(msgspec.msgpack.encode([wire[0], 7, wire[2]]))
+    with pytest.raises(ForeignVersion, match="wire version 8"):
+        decode(msgspec.msgpack.encode([wire[0], 8, wire[2]]))
 
 
 def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
@@ -592,11 +614,11 @@ def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
 
 
 def test_a_refusal_says_both_versions() -> None:
-    assert str(VersionRefusal(speaks=9)) == "it speaks wire version 9; this side speaks 6"
+    assert str(VersionRefusal(speaks=9)) == "it speaks wire version 9; this side speaks 7"
 
 
 def test_a_message_with_more_fields_is_read() -> None:
-    wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 6"}]
+    wire = [*msgspec.msgpack.decode(RELEASE), "new", {"in": "version 7"}]
     assert decode(msgspec.msgpack.encode(wire)) == release()
 
 
@@ -608,7 +630,7 @@ def test_an_engine_that_says_nothing_of_extras_has_none() -> None:
 
 def test_an_error_has_its_cause() -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 6]))
+        decode(msgspec.msgpack.encode(["Gone", 7]))
     assert isinstance(raised.value.__cause__, msgspec.ValidationError)
 
 
@@ -630,7 +652,7 @@ MANY = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
     [
         pytest.param(MANY, id="as the message"),
         pytest.param(b"\x92" + MANY + b"\x01", id="as its kind"),
-        pytest.param(b"\x93\xa7Release\x06" + MANY, id="behind another version"),
+        pytest.param(b"\x93\xa7Release\x07" + MANY, id="behind another version"),
         pytest.param(RELEASE[:9] + MANY, id="as a field"),
     ],
 )

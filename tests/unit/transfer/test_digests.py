@@ -21,6 +21,7 @@ from nixl_kv.protocol.events import (
     CompareDigest,
     DigestAction,
     DigestCompared,
+    DigestLanded,
     DigestMade,
     MakeDigest,
     StartLoad,
@@ -275,6 +276,72 @@ def test_a_digest_of_another_size_differs(
     difference = compared(landed, comparison(cut)).difference
     assert difference is not None
     assert difference.startswith("digests of (8, 1) heads and columns here and (")
+
+
+def landing(wanted: CompareDigest) -> DigestLanded:
+    return DigestLanded(wanted.rank, wanted.slices, wanted.load, wanted.digest_reply.claim)
+
+
+def test_what_has_landed_is_digested_before_there_is_something_to_compare(
+    digests: DigestQueue, landed: Cache, counts: defaultdict[str, float]
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = DigestQueue(landed.layout, HostDigester(), counts)
+    counts.clear()
+    assert here.add(landing(wanted)) is None
+    assert here.add(landing(wanted)) is None
+    assert drained(here) == []
+    assert counts["digests"] == 1
+    landed.bytes[:] = 0  # it was read before
+    ended = here.add(wanted)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is None
+    assert here.add(wanted) is None  # a second comparison digests again
+    (again,) = drained(here)
+    assert isinstance(again, DigestCompared)
+    assert again.difference is not None
+
+
+def test_a_comparison_waits_for_the_digest_that_is_being_made(
+    digests: DigestQueue, landed: Cache, counts: defaultdict[str, float]
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = DigestQueue(landed.layout, HostDigester(), counts)
+    counts.clear()
+    assert here.add(landing(wanted)) is None
+    assert here.add(wanted) is None
+    assert here.add(wanted) is None
+    (ended,) = drained(here)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is None
+    assert counts["digests"] == 1
+
+
+def test_the_digest_of_a_load_that_is_over_is_forgotten(
+    digests: DigestQueue, landed: Cache
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = queue_of(landed)
+    here.add(landing(wanted))
+    drained(here)
+    here.poll(lambda _: False)
+    landed.bytes[:] = 0
+    assert here.add(wanted) is None
+    (ended,) = drained(here)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is not None
+
+
+def test_what_has_landed_and_cannot_be_digested_is_tried_again(
+    digests: DigestQueue, cache: Cache
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = DigestQueue(cache.layout, NoDigester("no GPU"), defaultdict(float))
+    assert here.add(landing(wanted)) is None
+    assert len(here) == 0
+    ended = here.add(wanted)
+    assert isinstance(ended, DigestCompared)
+    assert ended.refusal == "no GPU"
 
 
 # --- one after the other

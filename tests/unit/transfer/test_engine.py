@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,18 @@ from lab.local.engine import HOST, MODEL
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
 from nixl_kv.transfer.digests import HostDigester, NoDigester
-from nixl_kv.transfer.engine import MAX_SLOTS, MIN_SLOTS, RankSpec, TransferEngine, slots_for
+from nixl_kv.transfer.engine import (
+    MAX_SLOTS,
+    MIN_SLOTS,
+    RankSpec,
+    TransferEngine,
+    _make_gather,
+    slots_for,
+)
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
@@ -57,7 +65,7 @@ def spec_of(planes: Planes, **changed: Any) -> RankSpec:
         "is_decode": True,
         "make_transport": planes.make_transport,
         "make_control": planes.make_control,
-        "make_background": Background,
+        "make_background": lambda _count: Background(),
     }
     return RankSpec(**{**values, **changed})
 
@@ -153,7 +161,36 @@ def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
     engine = step(is_decode=False)
     assert engine.loop is not None
     (serving,) = planes.transports
-    assert serving._spans == [*CACHE.layout().spans, engine.loop.parts.slots.span]
+    ring = engine.loop.parts.description.ring
+    assert ring is not None
+    assert serving._spans == [
+        *CACHE.layout().spans,
+        engine.loop.parts.slots.span,
+        Span(ring.address, ring.length),
+    ]
+
+
+@pytest.mark.parametrize("changed", [{"staging_mib": 0}, {"path": "direct"}, {"path": "gather"}])
+def test_a_rank_that_is_not_to_pack_has_no_ring(step: Step, changed: dict[str, Any]) -> None:
+    engine = step(config=Config(**changed))
+    assert engine.loop is not None
+    assert engine.loop.parts.description.ring is None
+    assert engine.loop.parts.agents.peers.means.staging is None
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_a_rank_that_packs_and_reads_has_half_of_its_staging_for_either(
+    step: Step, *, is_decode: bool
+) -> None:
+    engine = step(is_decode=is_decode, config=Config(staging_mib=2))
+    assert engine.loop is not None
+    ring = engine.loop.parts.description.ring
+    staging = engine.loop.parts.agents.peers.means.staging
+    assert ring is not None
+    assert (ring.length, ring.num_slots) == ((1 if is_decode else 2) << 20, 16)
+    assert (staging is not None) == is_decode
+    if staging is not None:
+        assert staging.ring.span == Span(ring.address + ring.length, ring.length)
 
 
 def test_the_configuration_reaches_the_machines(step: Step) -> None:
@@ -253,6 +290,16 @@ def test_memory_of_this_process_is_digested_on_the_host(planes: Planes, verify: 
     assert isinstance(
         digester_of(spec_in(planes, "DRAM", config=Config(verify=verify))), HostDigester
     )
+
+
+@pytest.mark.parametrize("path", ["auto", "gather", "direct", "staged"])
+def test_mapped_memory_is_read_by_who_may_read_it_so(
+    planes: Planes, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(GpuGather=lambda device, _wake: f"gather on {device}")
+    monkeypatch.setitem(sys.modules, "nixl_kv.transfer.gpu_gather", fake)
+    gather = _make_gather(spec_in(planes, "VRAM", config=Config(path=path)), lambda: None)
+    assert (gather is not None) == (path in {"auto", "gather"})
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def sums_alike(gpu: Any) -> str:
 def _kv_is_alike(gpu: Any, sizes: Any, order: str, stripes: Any = ((1, 0, 1), (1, 0, 1))) -> bool:
     from nixl_kv.geometry.blocks import BlockTable  # noqa: PLC0415 - as the kernel
     from nixl_kv.geometry.layout import Stripe  # noqa: PLC0415 - as the kernel
-    from nixl_kv.geometry.slices import KVSlice, find_slices  # noqa: PLC0415
+    from nixl_kv.geometry.slices import KVSlice, SliceFinder  # noqa: PLC0415
 
     rng = np.random.default_rng(5)
     host = rng.integers(0, 256, sizes.shape(order), dtype=np.uint8)
@@ -83,23 +83,32 @@ def _kv_is_alike(gpu: Any, sizes: Any, order: str, stripes: Any = ((1, 0, 1), (1
         KVSlice("layer.0", sizes.heads - 1, sizes.heads, 0, (other,)),
     ]
     end = min(121, sizes.blocks * sizes.tokens - 1)
-    return _is_alike(gpu, find_slices(layout, wanted, [table], end=end))
+    earlier = BlockTable(table.ids[::-1].copy(), group)  # of another request, which was shorter
+    finder = SliceFinder(layout)
+    return _is_alike(
+        gpu,
+        finder.find(wanted, [table], end=end),
+        finder.find([replace(kv, begin=6 - kv.begin) for kv in wanted], [earlier], end=7),
+    )
 
 
 def _hybrid_is_alike(gpu: Any, end: int) -> bool:
     length = gpu.hybrid_layout(1, gpu=False).spans[0].length
     host = np.random.default_rng(5).integers(0, 256, length, dtype=np.uint8)
-    return _is_alike(gpu, gpu.hybrid_slices(gpu.hybrid_layout(host.ctypes.data, gpu=False), end))
+    slices = gpu.hybrid_slices(gpu.hybrid_layout(host.ctypes.data, gpu=False), end)
+    return _is_alike(gpu, slices, slices)
 
 
-def _is_alike(gpu: Any, slices: Any) -> bool:
+def _is_alike(gpu: Any, slices: Any, earlier: Any) -> bool:
+    """By a table that was made for an earlier request of slices like these."""
     import torch  # noqa: PLC0415 - slow
 
     from nixl_kv.geometry import digest  # noqa: PLC0415 - beside it
     from nixl_kv.transfer import gpu_digests  # noqa: PLC0415 - only under the interpreter
 
     expected = gpu.run(digest.digest_steps(gpu.KEY, slices, gpu.window))
-    kernel_input = gpu_digests._KernelInput.of(gpu.KEY, slices)
+    table = gpu_digests._Table(earlier)
+    kernel_input = gpu_digests._KernelInput.of(gpu.KEY, slices, table)
     numbers = torch.from_numpy(kernel_input.numbers)
     for launch in kernel_input.launches:
         launch.run(numbers)
@@ -114,7 +123,7 @@ def kernels_compiled(gpu: Any) -> str:
     from nixl_kv.transfer import gpu_digests  # noqa: PLC0415 - as above
 
     def needed(slices: Any) -> set[Any]:
-        return {one.cut for one in gpu_digests._KernelInput.of(gpu.KEY, slices).launches}
+        return {one.cut for one in gpu_digests._Table(slices).fill(slices)[2]}
 
     layout = gpu.hybrid_layout(1 << 20, gpu=True)
     before = needed(gpu_digests._first_tokens(layout))

@@ -1,5 +1,7 @@
 """One agent that reads: data and slots, what becomes of them, and what cannot be read."""
 
+import dataclasses
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,14 @@ from nixl_kv.protocol.events import (
     StartLoad,
     StartRead,
 )
+from nixl_kv.transfer.gather import Means
 from nixl_kv.transfer.read_agent import MAX_SLOT_READS, ReadAgent, open_transport
 from nixl_kv.transfer.remote_peers import RemotePeers
 from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support.memory_gather import EXPORT, MemoryGather
 from support.readable import ReadableRank, engine_of
 from support.records import D1, PEER, grant
-from support.stepped import Clock
+from support.stepped import Background, Clock
 
 SIZES = Sizes()
 R0 = Rank(0)
@@ -38,14 +42,31 @@ UNKNOWN = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
 class Reading:
     """A decode rank's agent, and the prefill rank that it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, means: Means | None = None) -> None:
         self.fabric, self.clock = Fabric(), Clock()
         self.prefill = ReadableRank(self.fabric, SIZES)
         self.cache = Cache(SIZES).fill(2)
-        self.peers = RemotePeers(self.cache.layout(), R0, MODEL)
-        self.peers.descriptions[PEER] = engine_of(self.prefill)
-        opened = open_transport(lambda: MemoryTransport(self.fabric), self.cache.layout())
-        self.agent = ReadAgent(*opened, self.peers, self.clock)
+        layout = dataclasses.replace(self.cache.layout(), memory="VRAM")
+        self.peers = RemotePeers(layout, R0, MODEL, means=means)
+        engine = engine_of(self.prefill)
+        ranks = tuple(replace(rank, export=EXPORT) for rank in engine.ranks)
+        self.peers.descriptions[PEER] = replace(engine, ranks=ranks)
+        opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
+        self.prepare()
+        while self.agent.reads:  # that warm up
+            assert self.agent.poll() == []
+        self.counts.clear()
+        self.fabric.bytes_copied = 0
+
+    def prepare(self) -> None:
+        """Until the peer can be read."""
+        description = self.peers.descriptions[PEER]
+        self.agent.peers.prepare(PEER, description, self.peers.routes(description))
+        while self.agent.peers.is_busy:
+            self.agent.peers.end_step()
+            self.agent.peers.begin_step()
 
     def start(
         self,
@@ -59,7 +80,9 @@ class Reading:
         """What is known at once of a read."""
         load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
         granted = grant(tables=(Table.of(remote),))
-        return self.agent.start_read(StartRead(peer, R0, granted, load))
+        events = self.agent.start_read(StartRead(peer, R0, granted, load))
+        assert events is not None
+        return events
 
     def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
         """The same of a slot."""
@@ -233,9 +256,101 @@ def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_re
     assert dropped == [], "its slot is being read"
     reading.fabric.reads_hang = False
     assert len(reading.agent.poll()) == 1
-    assert reading.start([2], [7], range(4)) == []
+    reading.agent.drop_broken()
+    assert not reading.agent.peers.has(PEER, R0)
+    reading.prepare()
     assert dropped == [name]
+    assert reading.start([2], [7], range(4)) == []
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
+    reading.agent.drop_broken()
     assert reading.start([2], [7], range(4)) == []
     assert dropped == [name]
+
+
+class Gathering(Reading):
+    """Prefill's memory is mapped."""
+
+    def __init__(self, *, is_able: bool = True) -> None:
+        self.gather = MemoryGather(is_able=is_able)
+        super().__init__(Means(self.gather, "gather"))
+
+    def read(self) -> list[DataEvent]:
+        return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()
+
+
+def test_mapped_memory_is_read_without_nixl() -> None:
+    reading = Gathering()
+    reading.gather.polls = 1
+    before = reading.cache.view.copy()
+    assert reading.start([2, 9], [7, 3], range(8)) == []
+    assert reading.agent.poll() == []
+    assert np.array_equal(reading.cache.view, before)
+    (event,) = reading.agent.poll()
+    assert isinstance(event, ReadDone)
+    assert (event.path, event.num_bytes) == ("gather", reading.cache.blocks([0, 0]).nbytes)
+    expected = reading.prefill.cache.blocks([7, 3])
+    assert np.array_equal(reading.cache.blocks([2, 9]), expected)
+    assert reading.fabric.bytes_copied == 0
+
+
+def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
+    reading = Gathering(is_able=False)
+    (event,) = reading.read()
+    assert isinstance(event, ReadDone)
+    assert event.path == "direct"
+    assert reading.fabric.bytes_copied == event.num_bytes
+
+
+def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> None:
+    """It would stay allocated, and the owner's next life would lack it."""
+    reading = Gathering()
+    reading.gather.polls = 2
+    reading.start([2, 9], [7, 3], range(8))
+    reading.gather.end_owners()
+    assert reading.agent.poll() == []
+    assert len(reading.gather.mapped) == 1
+    while not reading.agent.poll():
+        assert len(reading.gather.mapped) == 1
+    reading.agent.poll()
+    assert reading.gather.mapped == []
+    (event,) = reading.read()
+    assert isinstance(event, ReadDone)
+    assert event.path == "direct"
+
+
+def test_a_dropped_peer_is_unmapped() -> None:
+    reading = Gathering()
+    reading.read()
+    assert len(reading.gather.mapped) == 1
+    reading.agent.peers.drop(PEER)
+    assert reading.gather.mapped == []
+
+
+def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
+    reading = Gathering()
+    reading.read()
+    reading.agent.close()
+    assert reading.gather.is_closed
+    assert reading.gather.mapped == []
+    assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
+
+
+def test_a_read_that_was_alone_corrects_the_estimate() -> None:
+    reading = Reading()
+    (peer,) = (reading.agent.peers.get(PEER, R0),)
+    read = ReadDone(D1, R0)
+    for _ in range(60):
+        reading.start([2, 9], [7, 3], range(8))
+        reading.clock.now += 0.002
+        (event,) = reading.agent.poll()
+        assert isinstance(event, ReadDone)
+        read = event
+    estimate = peer.link.estimate("direct").seconds(read.num_runs, read.num_bytes)
+    assert estimate == pytest.approx(0.002, rel=0.01)
+    reading.start([2, 9], [7, 3], range(8))
+    reading.start([4, 5], [7, 3], range(8))
+    reading.clock.now += 50.0
+    assert len(reading.agent.poll()) == 2
+    # The first of them was alone when it began.
+    assert peer.link.estimate("direct").seconds(1, 1) < 50

@@ -9,15 +9,24 @@ import pytest
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
 from nixl_kv.config import AllowedHosts, Config
-from nixl_kv.errors import IncompatiblePeer, PeerLost, TransportError
+from nixl_kv.errors import IncompatiblePeer, TransportError
 from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.geometry.ranks import Route
 from nixl_kv.ids import Endpoint, Rank
 from nixl_kv.protocol.messages import Description
-from nixl_kv.transfer.remote_peers import SHOWN_MISMATCHES, PreparedPeers, RemotePeers
+from nixl_kv.transfer.remote_peers import (
+    SAMPLE_BYTES,
+    SHOWN_MISMATCHES,
+    Ended,
+    PreparedPeers,
+    RemotePeers,
+    sample_rows,
+)
 from nixl_kv.transport.base import ListHandle, PeerName, Rows
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.readable import ReadableRank, engine_of
 from support.records import PEER
+from support.stepped import Background
 
 SIZES = Sizes()
 HALF = replace(SIZES, heads=1)
@@ -189,94 +198,193 @@ def two_halves(fabric: Fabric) -> tuple[Description, list[ReadableRank]]:
     return engine_of(*ranks), ranks
 
 
-def prepare(prepared: PreparedPeers, description: Description) -> None:
-    """All of its steps."""
-    for _ in prepared.prepare(PEER, description):
-        pass
+class Preparing:
+    """One agent's peers, and what is told of them."""
+
+    def __init__(self, transport: MemoryTransport, peers: RemotePeers) -> None:
+        self.background, self.is_reading = Background(is_held=True), False
+        self.ready: list[int] = []
+        self.ended: list[Ended] = []
+        self.peers = peers
+        self.prepared = PreparedPeers(
+            transport,
+            peers,
+            self.background,
+            is_reading=lambda _peer: self.is_reading,
+            on_rank=lambda _peer, prepared: self.ready.append(prepared.rank),
+        )
+
+    def prepare(self, description: Description) -> None:
+        self.prepared.prepare(PEER, description, self.peers.routes(description))
+
+    def step(self) -> None:
+        """What a turn does, and the background before the next one."""
+        self.ended += self.prepared.end_step()
+        self.prepared.begin_step()
+        self.background.work()
+
+    def run(self) -> list[Ended]:
+        """All steps."""
+        while self.prepared.is_busy:
+            self.step()
+        return self.ended
 
 
-@pytest.mark.parametrize("is_joined", [True, False], ids=["joined", "by another agent"])
+@pytest.fixture
+def preparing(transport: CountingTransport, cache: Cache) -> Preparing:
+    return Preparing(transport, peers_of(cache))
+
+
 def test_all_ranks_that_are_read_are_prepared(
-    fabric: Fabric, cache: Cache, transport: CountingTransport, *, is_joined: bool
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
 ) -> None:
-    """By the agent that joins them, or when another one first reads them."""
     described, ranks = two_halves(fabric)
-    peers = peers_of(cache)
-    peers.descriptions[PEER] = described
-    prepared = PreparedPeers(transport, peers)
+    prepared = preparing.prepared
     assert repr(prepared) == "<PreparedPeers: none>"
-    if is_joined:
-        prepare(prepared, described)
-    prepared.get(PEER, Rank(1))
+    preparing.prepare(described)
+    assert prepared.is_preparing(PEER)
+    assert not prepared.is_preparing(OTHER)
+    assert preparing.run() == [Ended(PEER)]
+    assert not prepared.is_preparing(PEER)
+    assert preparing.ready == [0, 1]
     assert transport.known == [rank.transport.name for rank in ranks]
     assert repr(prepared) == "<PreparedPeers: 2 of prefill>"
     for number, rank in enumerate(ranks):
+        assert prepared.has(PEER, Rank(number))
         one = prepared.get(PEER, Rank(number))
         assert one.name == rank.transport.name
         assert one.share == {f"layer.{layer}": (number, number + 1) for layer in range(3)}
-    assert len(transport.known) == 2
-
-
-def test_a_peer_can_be_read_until_it_is_removed(
-    fabric: Fabric, cache: Cache, transport: CountingTransport
-) -> None:
-    """What this agent has prepared of it may outlast it, where a read goes on."""
-    peers = peers_of(cache)
-    peers.descriptions[PEER] = engine_of(ReadableRank(fabric, SIZES))
-    prepared = PreparedPeers(transport, peers)
-    prepared.get(PEER, Rank(0))
-    del peers.descriptions[PEER]
     for missing in (OTHER, PEER):
+        prepared.drop(PEER)
         with pytest.raises(TransportError, match=r"^engine 'prefill' is gone$"):
             prepared.get(missing, Rank(0))
 
 
+def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Preparing) -> None:
+    """So each has a thread; and a rank can be read before the next one is added."""
+    described, _ = two_halves(fabric)
+    preparing.prepare(described)
+    for _ in range(2):
+        preparing.prepared.begin_step()
+        assert len(preparing.background) == 2, "one is planned, one is added"
+        assert preparing.prepared.is_adding
+    preparing.background.work()
+    assert not preparing.prepared.is_adding
+    assert preparing.prepared.end_step() == []
+    assert preparing.ready == [0]
+    assert preparing.prepared.has(PEER, Rank(0))
+    assert not preparing.prepared.has(PEER, Rank(1))
+    assert preparing.run() == [Ended(PEER)]
+
+
+def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(
+    fabric: Fabric, preparing: Preparing
+) -> None:
+    preparing.prepared.prepare(PEER, two_halves(fabric)[0], [Route(Rank(0), ())])
+    assert preparing.prepared.end_step() == [Ended(PEER)]
+
+
 def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
-    fabric: Fabric, cache: Cache, transport: CountingTransport
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
 ) -> None:
     described, ranks = two_halves(fabric)
-    fabric.lost_peers.add(ranks[1].transport.name)
-    prepared = PreparedPeers(transport, peers_of(cache))
-    with pytest.raises(PeerLost):
-        prepare(prepared, described)
+    name = ranks[1].transport.name
+    fabric.lost_peers.add(name)
+    preparing.prepare(described)
+    assert preparing.run() == [Ended(PEER, f"no peer {name!r} on the fabric")]
     assert transport.known == []
-    assert repr(prepared) == "<PreparedPeers: none>"
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
 
 
 def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
-    fabric: Fabric, cache: Cache, transport: CountingTransport
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
 ) -> None:
-    described, _ = two_halves(fabric)
-
     def refuse(peer: PeerName | None, num_known: int) -> None:
         if peer is not None and num_known == 2:
             raise TransportError("no such memory")
 
     transport.on_prepare = refuse
-    prepared = PreparedPeers(transport, peers_of(cache))
-    with pytest.raises(TransportError, match="no such memory"):
-        prepare(prepared, described)
+    preparing.prepare(two_halves(fabric)[0])
+    assert preparing.run() == [Ended(PEER, "no such memory")]
     assert transport.known == []
+
+
+def test_a_rank_that_cannot_be_planned_leaves_nothing_of_its_engine(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    described, _ = two_halves(fabric)
+    routes = [Route(Rank(n), (Rank(0),), {"layer.0": (0, 99)}) for n in range(2)]
+    preparing.prepared.prepare(PEER, described, routes)
+    (ended,) = preparing.run()
+    assert ended.error is not None
+    assert transport.known == []
+
+
+def test_the_others_are_prepared_after_one_that_fails(fabric: Fabric, preparing: Preparing) -> None:
+    good, _ = two_halves(fabric)
+    bad, ranks = two_halves(fabric)
+    fabric.lost_peers.add(ranks[0].transport.name)
+    for peer, description in ((OTHER, bad), (PEER, good)):
+        preparing.prepared.prepare(peer, description, preparing.peers.routes(description))
+    assert [(ended.peer, ended.error is None) for ended in preparing.run()] == [
+        (OTHER, False),
+        (PEER, True),
+    ]
 
 
 def test_a_dropped_peer_is_dropped_by_the_transport(
-    fabric: Fabric, cache: Cache, transport: CountingTransport
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    preparing.prepare(two_halves(fabric)[0])
+    preparing.run()
+    preparing.prepared.drop(OTHER)
+    preparing.run()
+    assert len(transport.known) == 2
+    preparing.is_reading = True
+    preparing.prepared.drop(PEER)
+    preparing.step()
+    assert len(transport.known) == 2, "it is being read"
+    assert not preparing.prepared.is_busy
+    preparing.is_reading = False
+    preparing.run()
+    assert transport.known == []
+
+
+def test_a_peer_that_comes_back_while_it_is_still_read_stays(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
 ) -> None:
     described, _ = two_halves(fabric)
-    prepared = PreparedPeers(transport, peers_of(cache))
-    prepare(prepared, described)
-    prepared.drop(OTHER)
-    assert len(transport.known) == 2
-    prepared.drop(PEER)
-    assert transport.known == []
-    prepared.drop(PEER)
+    preparing.prepare(described)
+    preparing.run()
+    preparing.is_reading = True
+    preparing.prepared.drop(PEER)
+    preparing.prepare(described)
+    preparing.step()
+    preparing.is_reading = False
+    assert preparing.run()[-1] == Ended(PEER)
+    assert preparing.prepared.has(PEER, Rank(1))
+    assert set(transport.known) == {rank.agent.decode() for rank in described.ranks}
 
 
-def test_heads_that_no_rank_has_cannot_be_prepared(
-    fabric: Fabric, cache: Cache, transport: CountingTransport
-) -> None:
-    described = engine_of(ReadableRank(fabric, HALF))
-    prepared = PreparedPeers(transport, peers_of(cache))
+def test_nothing_is_added_after_the_end(fabric: Fabric, preparing: Preparing) -> None:
+    preparing.prepare(two_halves(fabric)[0])
+    preparing.prepared.begin_step()
+    preparing.prepared.close()
+    preparing.background.work()
+    assert preparing.prepared.end_step() == []
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+
+
+def test_heads_that_no_rank_has_have_no_route(fabric: Fabric, preparing: Preparing) -> None:
     with pytest.raises(ValueError, match="KV head 1"):
-        prepare(prepared, described)
-    assert transport.known == []
+        preparing.prepare(engine_of(ReadableRank(fabric, HALF)))
+
+
+def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
+    layout = cache.layout()
+    (span,) = layout.spans
+    few = Span(span.address, 10)
+    rows = sample_rows(replace(layout, spans=(span, few)))
+    length = min(SAMPLE_BYTES, span.length)
+    expected = [(span.address, length, 0, length, 1), (span.address, 10, 0, 10, 1)]
+    assert rows.tolist() == [list(row) for row in expected]

@@ -66,7 +66,7 @@ def test_a_load_says_what_it_waits_for(world: World) -> None:
     answer = status(world.decode)
     assert answer.loads[0].waits_for == "data"
     assert answer.loads[0].late_in_s == world.config.request_timeout_s
-    totals = {"peers": 1, "links": 1, "offers": 0, "loads": 1, "reads": 1, "digests": 0}
+    totals = {"peers": 1, "links": 1, "offers": 0, "loads": 1, "reads": 1, "digests": 0, "packs": 0}
     assert answer.totals == {**totals, "events": len(world.decode.parts.event_log)}
 
 
@@ -100,9 +100,10 @@ def test_the_story_of_a_load_has_each_transition_with_its_cause(world: World) ->
     assert [(e.request, e.peer, e.before, e.after, e.cause) for e in story] == [
         ("d1", home, "", "PREPARED", "PrepareLoad: offer 00000000"),
         ("", home, "", "CONNECTING", "PrepareLoad"),
-        ("", home, "CONNECTING", "READY", "PeerJoined: 1 of 1 ranks"),
-        ("d1", rank, "", "ASKING", "PeerJoined"),
+        ("", home, "CONNECTING", "JOINING", "PeerFits: 1 of 1 ranks"),
+        ("d1", rank, "", "ASKING", "PeerFits"),
         ("d1", rank, "ASKING", "GRANTED", "Grant"),
+        ("", home, "JOINING", "READY", "PeerJoined"),
         ("d1", home, "PREPARED", "STARTED", "StartLoad: tokens 0 to 10"),
         ("d1", rank, "GRANTED", "READING", "StartLoad"),
         ("d1", rank, "READING", "CHECKING", "ReadDone"),

@@ -1,6 +1,8 @@
-"""One piece at a time from each peer: the same bytes, whatever the rows, in bounded pieces."""
+"""Piece by piece, one in each stream: the same bytes, whatever the rows, in bounded pieces."""
 
-from itertools import pairwise
+import itertools
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,55 +12,89 @@ from hypothesis import strategies as st
 
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry import blocks
-from nixl_kv.geometry.layout import Span
-from nixl_kv.transport import paced
-from nixl_kv.transport.base import Indices, ListHandle, ReadHandle
+from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.transport import paced, window
+from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
 from nixl_kv.transport.memory import Fabric, MemoryTransport
-from nixl_kv.transport.paced import PacedTransport
+from nixl_kv.transport.paced import AlwaysTcp, PacedTransport
+from support.stepped import Background
 
 SIZE = 4096
 
 
 class Watched(MemoryTransport):
-    """Keeps how long each read is, and checks that there is one at a time."""
+    """Keeps how long each read is, and checks that a peer has one at a time."""
 
     def __init__(self, fabric: Fabric) -> None:
         super().__init__(fabric)
         self.lengths: list[int] = []
-        self.under_way = 0
+        self.reading: Counter[str] = Counter()
+        self.doubt: TransportError | None = None
+        self.peers: set[PeerName] = set()
+        self.num_polls = 0
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        name = super().add_peer(metadata)
+        self.peers.add(name)
+        return name
+
+    def drop_peer(self, peer: PeerName) -> None:
+        self.peers.remove(peer)
 
     def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
         started = super().read(local, remote, indices)
-        self.under_way += 1
-        assert self.under_way == 1
-        pieces = [remote_piece for _, remote_piece in started.pairs]
-        for (address, length), (following, _) in pairwise(pieces):
-            assert address + length == following, "what is read at once is one range"
-        self.lengths.append(sum(length for _, length in pieces))
+        self.reading[started.peer] += 1
+        assert self.reading[started.peer] == 1
+        assert len(started.pairs) == 1, "what is read at once is one range"
+        self.lengths += [length for _, (_, length) in started.pairs]
         return started
 
     def poll(self, read: Any) -> bool:
+        self.num_polls += 1
+        if self.doubt is not None:
+            raise self.doubt
         try:
             ended = super().poll(read)
         except PeerLost:
-            self.under_way -= 1
+            self.reading[read.peer] -= 1
             raise
-        self.under_way -= ended
+        self.reading[read.peer] -= ended
         return ended
+
+    @property
+    def under_way(self) -> int:
+        return self.reading.total()
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, links: Any = None) -> None:
         self.fabric = Fabric(polls=1)
         self.owner = MemoryTransport(self.fabric)
-        self.watched = Watched(self.fabric)
-        self.reader = PacedTransport(self.watched)
+        self.agents: list[Watched] = []
+        self.now: Iterator[int] = itertools.count()
+        self.background = Background()
+        self.reader = PacedTransport(
+            self.make_agent("DRAM"),
+            self.make_agent,
+            links or AlwaysTcp(),
+            self.background,
+            clock=lambda: next(self.now) * 1e-3,
+        )
         rng = np.random.default_rng(1)
         self.remote_bytes = rng.integers(1, 256, SIZE, dtype=np.uint8)
         self.local_bytes = np.zeros(SIZE, dtype=np.uint8)
         self.owner.register(Span(self.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
         self.reader.register(Span(self.local_bytes.ctypes.data, SIZE), "DRAM", 0)
         self.peer = self.reader.add_peer(self.owner.metadata())
+
+    def make_agent(self, memory: Memory) -> Watched:
+        assert memory == "DRAM"
+        self.agents.append(Watched(self.fabric))
+        return self.agents[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for agent in self.agents for length in agent.lengths]
 
     def lists(self, table: list[tuple[int, int, int, int]]) -> tuple[ListHandle, ListHandle]:
         """(offset, length, stride, count) of each row, the same on both sides."""
@@ -75,9 +111,30 @@ class World:
         raise AssertionError("it does not end")
 
 
+class NoLink:
+    """Nothing is read over TCP."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def is_tcp(self, metadata: bytes, memory: Memory) -> bool:
+        assert metadata
+        assert memory == "DRAM"
+        return False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paced, "PIECE_BYTES", 16)
+    for module, name, value in (
+        (window, "MAX_PIECE_BYTES", 16),
+        (window, "FIRST_PIECE_BYTES", 16),
+        (window, "MIN_PIECE_BYTES", 16),
+        (paced, "MIN_PIECE_BYTES", 16),
+    ):
+        monkeypatch.setattr(module, name, value)
 
 
 def ids(*numbers: int) -> blocks.BlockIds:
@@ -88,7 +145,7 @@ def test_a_long_run_is_read_in_parts() -> None:
     world = World()
     local, remote = world.lists([(0, 40, 48, 3)])
     world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
-    assert world.watched.lengths == [16, 16, 8]
+    assert sorted(world.lengths) == [8, 16, 16]
     assert np.array_equal(world.local_bytes[48:88], world.remote_bytes[96:136])
     assert world.local_bytes[:48].sum() + world.local_bytes[88:].sum() == 0
 
@@ -97,30 +154,188 @@ def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece() -> None:
     world = World()
     local, remote = world.lists([(0, 4, 4, 100)])
     world.finish(world.reader.read(local, remote, (ids(*range(10)), ids(*range(20, 30)))))
-    assert world.watched.lengths == [16, 16, 8]
+    assert sorted(world.lengths) == [8, 16, 16]
     assert np.array_equal(world.local_bytes[:40], world.remote_bytes[80:120])
 
 
-def test_reads_from_one_peer_wait_for_each_other() -> None:
+def test_neighbours_of_two_rows_are_read_together_too() -> None:
     world = World()
-    local, remote = world.lists([(0, 8, 8, 100)])
-    reads = [world.reader.read(local, remote, (ids(n), ids(n))) for n in range(3)]
-    assert not world.reader.poll(reads[2])
-    for read in reads:
-        world.finish(read)
-    assert np.array_equal(world.local_bytes[:24], world.remote_bytes[:24])
+    local, remote = world.lists([(0, 4, 100, 1), (4, 8, 100, 1)])
+    world.finish(world.reader.read(local, remote, (ids(0, 1), ids(0, 1))))
+    assert world.lengths == [12]
 
 
-def test_a_read_that_fails_lets_the_next_one_go_on() -> None:
+def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
     world = World()
-    local, remote = world.lists([(0, 8, 8, 100)])
-    reads = [world.reader.read(local, remote, (ids(n), ids(n))) for n in range(2)]
+    world.fabric.polls = 20
+    local, remote = world.lists([(0, 16, 32, 128)])
+    world.finish(world.reader.read(local, remote, (ids(*range(128)), ids(*range(128)))))
+    assert 2 < len(world.agents) <= window.MAX_STREAMS
+    assert all(agent.lengths for agent in world.agents)
+    for start in range(0, SIZE, 32):
+        assert np.array_equal(
+            world.local_bytes[start : start + 16], world.remote_bytes[start : start + 16]
+        )
+
+
+def test_a_read_goes_on_while_its_peer_is_connected_once_more() -> None:
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(*range(50)), ids(*range(50))))
+    while len(world.lengths) < 20:
+        assert not world.reader.poll(read)
+    assert len(world.background) == len(world.agents) == 1
+    world.background.work()
+    world.finish(read)
+    assert len(world.agents) > 1
+    assert all(agent.lengths for agent in world.agents)
+
+
+def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(50)), ids(*range(50)))))
+    assert len(world.agents) > 1
+    other = MemoryTransport(world.fabric)
+    other.register(Span(world.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
+    name = world.reader.add_peer(other.metadata())
+    rows = np.array([(world.remote_bytes.ctypes.data, 16, 0, 32, 100)], dtype=np.uint64)
+    world.background.is_held, world.fabric.polls = True, 5
+    theirs = world.reader.prepare(rows, "DRAM", name)
+    reads = [
+        world.reader.read(local, each, (ids(*range(60, 80)), ids(*range(60, 80))))
+        for each in (theirs, remote)
+    ]
+    while not world.background:
+        assert not world.reader.poll(reads[0])
+    before = len(world.agents[1].lengths)
+    world.finish(reads[1])
+    assert len(world.agents[1].lengths) == before
+    world.background.work()
+    world.finish(reads[0])
+    assert len(world.agents[1].lengths) > before
+
+
+def test_what_such_an_agent_reads_is_not_looked_at_meanwhile() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(50)), ids(*range(50)))))
+    other = MemoryTransport(world.fabric)
+    other.register(Span(world.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
+    name = world.reader.add_peer(other.metadata())
+    rows = np.array([(world.remote_bytes.ctypes.data, 16, 0, 32, 100)], dtype=np.uint64)
+    world.background.is_held, world.fabric.polls = True, 50
+    world.reader._peers[world.peer].max_streams = 2  # so that the other peer is connected next
+    read = world.reader.read(local, remote, (ids(*range(60, 80)), ids(*range(60, 80))))
+    while not world.agents[1].under_way:
+        assert not world.reader.poll(read)
+    theirs = world.reader.prepare(rows, "DRAM", name)
+    their_read = world.reader.read(local, theirs, (ids(1, 3, 5), ids(1, 3, 5)))
+    while not world.background:
+        assert not world.reader.poll(their_read)
+    before = [agent.num_polls for agent in world.agents[:2]]
+    for _ in range(9):
+        assert not world.reader.poll(read)
+    after = [agent.num_polls for agent in world.agents[:2]]
+    assert (after[0] > before[0], after[1]) == (True, before[1])
+    world.background.work()
+    world.finish(read)
+    world.finish(their_read)
+
+
+def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(*range(9)), ids(*range(9))))
+    world.finish(read)
+    assert len(world.background) == 1
+    world.reader.drop_peer(world.peer)
+    world.background.work()
+    assert world.peer in world.agents[1].peers
+    world.reader.close()
+    assert world.peer not in world.agents[1].peers
+    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
+
+
+def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+
+    def fail(_: Memory) -> Watched:
+        raise TransportError("no more file descriptors")
+
+    reader = PacedTransport(world.agents[0], fail, AlwaysTcp(), Background())
+    reader.add_peer(world.owner.metadata())
+    world.reader = reader
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    assert world.lengths == [16] * 9
+    assert caplog.text.count("no more file descriptors") == 1
+
+
+def test_a_short_read_does_not_wait_for_a_long_one() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    long = world.reader.read(local, remote, (ids(*range(50)), ids(*range(50))))
+    assert not world.reader.poll(long)
+    short = world.reader.read(local, remote, (ids(70), ids(70)))
+    world.finish(short)
+    assert not world.reader.poll(long)
+    world.finish(long)
+
+
+def test_nobody_looks_twice_in_no_time() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(0), ids(0))))
+    world.fabric.polls = 3
+    read = world.reader.read(local, remote, (ids(1), ids(1)))
+    world.now = itertools.repeat(next(world.now))
+    assert not any(world.reader.poll(read) for _ in range(9))
+    world.now = itertools.count(next(world.now) + 1)
+    world.finish(read)
+
+
+def test_a_lost_peer_fails_all_its_reads() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    reads = [world.reader.read(local, remote, (ids(*p), ids(*p))) for p in ([1, 2, 3], [4, 5])]
     assert not world.reader.poll(reads[0])
     world.fabric.lost_peers.add(world.peer)
     for read in reads:
         with pytest.raises(PeerLost):
             world.finish(read)
-    assert not world.reader.queues[world.peer]
+    assert not any(agent.under_way for agent in world.agents)
+
+
+def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(1, 3, 5), ids(1, 3, 5)))
+    while [agent.under_way for agent in world.agents] != [1, 1]:
+        assert not world.reader.poll(read)
+    world.agents[0].doubt = PeerLost("it was reset")
+    with pytest.raises(PeerLost, match="it was reset"):
+        world.finish(read)
+    assert world.agents[1].under_way == 0
+
+
+def test_an_error_that_leaves_the_end_open_is_told_at_once() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(1, 3), ids(1, 3)))
+    assert not world.reader.poll(read)
+    world.agents[0].doubt = TransportError("nobody knows")
+    with pytest.raises(TransportError, match="nobody knows"):
+        world.finish(read)
+    world.agents[0].doubt = None
+    other = world.reader.read(local, remote, (ids(5), ids(5)))
+    world.finish(other)  # in another stream: what goes on in the first one stays alone there
+    assert world.agents[0].under_way == 1
 
 
 @pytest.mark.parametrize("index", [-1, 100])
@@ -128,7 +343,14 @@ def test_an_index_without_a_piece_is_refused(index: int) -> None:
     world = World()
     local, remote = world.lists([(0, 8, 8, 100)])
     with pytest.raises(TransportError, match=f"index {index}"):
-        world.finish(world.reader.read(local, remote, (ids(index), ids(0))))
+        world.reader.read(local, remote, (ids(index), ids(0)))
+
+
+def test_pieces_of_unequal_length_are_refused() -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 1), (8, 9, 9, 1)])
+    with pytest.raises(TransportError, match="differ in length"):
+        world.reader.read(local, remote, (ids(0), ids(1)))
 
 
 def test_a_read_of_nothing_is_refused() -> None:
@@ -138,16 +360,33 @@ def test_a_read_of_nothing_is_refused() -> None:
         world.reader.read(local, remote, (ids(), ids()))
 
 
-def test_the_rest_is_as_with_the_inner_transport() -> None:
-    world = World()
-    assert world.reader.metadata() == world.watched.metadata()
-    world.reader.progress()
-    local, remote = world.lists([(0, 8, 8, 100)])
-    world.finish(world.reader.read(local, remote, (ids(0), ids(0))))
+def test_what_is_not_tcp_is_read_as_it_is() -> None:
+    links = NoLink()
+    world = World(links)
+    local, remote = world.lists([(0, 40, 48, 3)])
+    world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
+    assert world.lengths == [40]
+    assert len(world.agents) == 1
     world.reader.drop_peer(world.peer)
-    assert world.reader.queues == {}
     world.reader.close()
-    assert world.watched.name not in world.fabric.transports
+    assert links.is_closed
+
+
+def test_the_rest_is_as_with_the_agents() -> None:
+    world = World()
+    assert world.reader.metadata() == world.agents[0].metadata()
+    world.reader.progress()
+    local, remote = world.lists([(0, 8, 16, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(99)), ids(*range(99)))))
+    assert world.reader.add_peer(world.owner.metadata()) == world.peer
+    world.reader.register(Span(world.local_bytes.ctypes.data, 8), "DRAM", 0)
+    world.reader.drop_peer(world.peer)
+    world.fabric.closes_fail = True
+    with pytest.raises(TransportError):
+        world.reader.close()
+    world.fabric.closes_fail = False
+    world.reader.close()
+    assert all(agent.name not in world.fabric.transports for agent in world.agents)
 
 
 row = st.tuples(st.integers(1, 50), st.integers(0, 6), st.integers(1, 8))
@@ -173,4 +412,21 @@ def test_whatever_the_rows_the_bytes_are_those_of_the_pieces(
         start, length = pieces[index]
         expected[start : start + length] = world.remote_bytes[start : start + length]
     assert np.array_equal(world.local_bytes, expected)
-    assert max(world.watched.lengths) <= 16
+    assert max(world.lengths) <= 16
+
+
+def test_a_rehearsal_finds_out_what_this_side_would_be_read_over() -> None:
+    """It is the first question that takes long."""
+    asked: list[bytes] = []
+
+    class Asked(NoLink):
+        def is_tcp(self, metadata: bytes, memory: Memory) -> bool:
+            asked.append(metadata)
+            return super().is_tcp(metadata, memory)
+
+    fabric, links = Fabric(), Asked()
+    transport = PacedTransport(
+        MemoryTransport(fabric), lambda _: MemoryTransport(fabric), links, Background()
+    )
+    transport.rehearse(Span(4096, 4096), "DRAM", 0)
+    assert asked == [transport.metadata()]

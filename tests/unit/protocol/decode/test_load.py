@@ -24,7 +24,7 @@ from nixl_kv.protocol.events import (
     Failure,
     FailureKind,
     LoadEnded,
-    PeerJoined,
+    PeerFits,
     PeerRefused,
     Send,
     StartLoad,
@@ -53,8 +53,8 @@ from support.records import (
     digest_compared,
     digest_reply,
     digest_request,
+    fits,
     grant,
-    joined,
     lost,
     no_record,
     prepare_load,
@@ -77,11 +77,13 @@ from support.scripts import (
     GRANT,
     GRANTED,
     LANDED,
+    LANDED_VERIFIED,
     PREPARED,
     READ,
     READING,
     START,
     START_VERIFIED,
+    TO_DIGEST,
     VERIFIED,
     VERIFYING,
     Script,
@@ -126,7 +128,7 @@ EQUAL = (digest_compared(), RELEASED, GOOD_VERIFIED)
 CANCELLED = (cancel_load(),)
 DRAINING: Script = after(READING, CANCELLED)
 TWO_ASKED: Script = after(
-    PREPARED, (joined(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))), (start_load(),)
+    PREPARED, (fits(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))), (start_load(),)
 )
 GRANTED_1 = StartRead(PEER, Rank(1), GRANT, START)
 
@@ -217,16 +219,16 @@ SOME_TOKENS = StartLoad(D1, 4, 7, (Table.of([5], first=1),), verify=True)
 VERIFICATION: dict[str, Script] = {
     "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
     "a digest that comes during the read waits for the slot": after(
-        VERIFIED, DIGEST, LANDED, (slot_read(), COMPARE), EQUAL
+        VERIFIED, DIGEST, LANDED_VERIFIED, (slot_read(), COMPARE), EQUAL
     ),
     "a digest that comes before the slot waits for it": after(
-        VERIFIED, LANDED, DIGEST, (slot_read(), COMPARE), EQUAL
+        VERIFIED, LANDED_VERIFIED, DIGEST, (slot_read(), COMPARE), EQUAL
     ),
     "only the tokens that are loaded are compared": after(
         GRANTED,
         (SOME_TOKENS, StartRead(PEER, Rank(0), GRANT, SOME_TOKENS)),
         (read_started(), ASK_DIGEST),
-        LANDED,
+        (*LANDED, replace(TO_DIGEST, load=SOME_TOKENS)),
         (slot_read(),),
         (*DIGEST, replace(COMPARE, load=SOME_TOKENS)),
         (digest_compared(), RELEASED, replace(GOOD_VERIFIED, num_tokens=3)),
@@ -252,13 +254,13 @@ VERIFICATION: dict[str, Script] = {
         for name, (event, report) in LOSSES.items()
     },
     "a lost connection does not end the read": after(
-        VERIFIED, (lost(),), LANDED, (slot_read(),), TO_COMPARE
+        VERIFIED, (lost(),), LANDED_VERIFIED, (slot_read(),), TO_COMPARE
     ),
     "a repeated digest is compared once": after(
         VERIFYING, TO_COMPARE, (answered(OTHER_DIGEST),), EQUAL, DIGEST
     ),
     "of two digests the first is compared": after(
-        VERIFIED, DIGEST, (answered(OTHER_DIGEST),), LANDED, (slot_read(), COMPARE)
+        VERIFIED, DIGEST, (answered(OTHER_DIGEST),), LANDED_VERIFIED, (slot_read(), COMPARE)
     ),
     "a digest after the end is ignored": after(VERIFIED, (read_failed(), GIVEN_UP, BROKEN), DIGEST),
     "a digest that nobody asked for is ignored": after(
@@ -275,7 +277,7 @@ VERIFICATION: dict[str, Script] = {
     },
     **{
         f"what is fenced is not compared, {name}": after(
-            VERIFIED, *digest, LANDED, (slot_read(EMPTY), GIVEN_UP, FENCED)
+            VERIFIED, *digest, LANDED_VERIFIED, (slot_read(EMPTY), GIVEN_UP, FENCED)
         )
         for name, digest in DIGESTS.items()
     },
@@ -296,12 +298,14 @@ VERIFICATION: dict[str, Script] = {
         TO_COMPARE,
         EQUAL,
     ),
-    "a comparison during the read shows nothing": after(VERIFIED, (digest_compared(),), LANDED),
+    "a comparison during the read shows nothing": after(
+        VERIFIED, (digest_compared(),), LANDED_VERIFIED
+    ),
     # The slot decides about a read under way; then the digest is asked for again, in vain.
     "a denied digest fails the load when it is all that is missing": after(
         VERIFIED,
         (answered(deny()),),
-        LANDED,
+        LANDED_VERIFIED,
         (answered(deny()),),
         (slot_read(),),
         (110.0 + ASK_AGAIN_S, Tick(), ASK_DIGEST),
@@ -322,7 +326,7 @@ VERIFICATION: dict[str, Script] = {
     ),
     **{
         f"cancelled while its slot is read, it is not compared, {name}": after(
-            VERIFIED, *digest, LANDED, CANCELLED, (slot_read(), GIVEN_UP, DROPPED)
+            VERIFIED, *digest, LANDED_VERIFIED, CANCELLED, (slot_read(), GIVEN_UP, DROPPED)
         )
         for name, digest in DIGESTS.items()
     },
@@ -332,7 +336,7 @@ VERIFICATION: dict[str, Script] = {
     "the digest is asked for again only when it is all that is missing": after(
         VERIFIED,
         (112.0, Tick()),
-        LANDED,
+        LANDED_VERIFIED,
         (112.2, Tick()),
         (slot_read(),),
         (112.4, Tick(), ASK_DIGEST),
@@ -348,7 +352,7 @@ VERIFICATION: dict[str, Script] = {
     ],
     "without a rank to read nothing is compared": after(
         PREPARED,
-        (PeerJoined(PEER, description(), routes(0, readers=())), RELEASED),
+        (PeerFits(PEER, description(), routes(0, readers=())), RELEASED),
         (START_VERIFIED, replace(GOOD_VERIFIED, reads=())),
     ),
     # Prefill makes no digest of nothing.
@@ -368,12 +372,14 @@ TWO_READING: Script = [
         for rank in (0, 1)
     ],
     *[(read_started(rank), Send(at(rank), digest_request())) for rank in (0, 1)],
-    LANDED,
+    LANDED_VERIFIED,
     (slot_read(),),
 ]
 """Two ranks are read and verified; the slot of the first was valid."""
 TWO_VERIFYING: Script = after(
-    TWO_READING, (read_done(1), replace(LANDED[1], rank=Rank(1))), (slot_read(rank=1),)
+    TWO_READING,
+    (read_done(1), *(replace(action, rank=Rank(1)) for action in LANDED_VERIFIED[1:])),
+    (slot_read(rank=1),),
 )
 SEVERAL_VERIFIED: dict[str, Script] = {
     "each rank is compared with its own digest": after(
@@ -413,16 +419,25 @@ def test_how_a_load_ends(script: Script) -> None:
 
 def test_a_comparison_is_of_use_until_its_load_is_over() -> None:
     machine = loading([*VERIFYING, TO_COMPARE])
-    assert machine.is_comparing(COMPARE)
-    assert not machine.is_comparing(replace(COMPARE, digest_reply=digest_reply(claim=RIVAL)))
-    assert not machine.is_comparing(replace(COMPARE, rank=Rank(1)))
+    assert machine.is_digest_wanted(COMPARE)
+    assert not machine.is_digest_wanted(replace(COMPARE, digest_reply=digest_reply(claim=RIVAL)))
+    assert not machine.is_digest_wanted(replace(COMPARE, rank=Rank(1)))
+    assert machine.is_digest_wanted(TO_DIGEST)
+    assert not machine.is_digest_wanted(replace(TO_DIGEST, claim=RIVAL))
     machine.handle(cancel_load(), 110.8)
-    assert not machine.is_comparing(COMPARE)
+    assert not machine.is_digest_wanted(COMPARE)
+    assert not machine.is_digest_wanted(TO_DIGEST)
+
+
+def test_what_has_landed_is_digested_before_the_slot_was_read() -> None:
+    machine = loading([*VERIFIED, LANDED_VERIFIED])
+    assert machine.is_digest_wanted(TO_DIGEST)
+    assert not machine.is_digest_wanted(COMPARE)
 
 
 @each_of({"no load": [], "no peer": PREPARED, "data under way": READING})
 def test_before_its_data_is_here_no_comparison_is_of_use(script: Script) -> None:
-    assert not loading(script).is_comparing(COMPARE)
+    assert not loading(script).is_digest_wanted(COMPARE)
 
 
 @pytest.mark.parametrize(
@@ -614,8 +629,8 @@ IS_PREPARED = [
 STARTED = of_load("PREPARED", "STARTED", "StartLoad: tokens 0 to 6")
 IS_ASKING = [
     *IS_PREPARED,
-    of_peer("CONNECTING", "READY", "PeerJoined: 1 of 1 ranks"),
-    moved("", "ASKING", "PeerJoined"),
+    of_peer("CONNECTING", "JOINING", "PeerFits: 1 of 1 ranks"),
+    moved("", "ASKING", "PeerFits"),
 ]
 IS_READING = [
     *IS_ASKING,
@@ -625,7 +640,7 @@ IS_READING = [
 ]
 IS_CHECKING = [*IS_READING, moved("READING", "CHECKING", "ReadDone", 4096)]
 READ_4096 = read_done(num_bytes=4096)
-TO_READING = [prepare_load(), joined(), answered(grant()), start_load()]
+TO_READING = [prepare_load(), fits(), answered(grant()), start_load()]
 RECORDS: dict[str, tuple[list[Any], list[Transition]]] = {
     "verified": (
         [

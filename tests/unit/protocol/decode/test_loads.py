@@ -16,7 +16,7 @@ from nixl_kv.protocol.events import (
     FailureKind,
     LinkBroken,
     LoadEnded,
-    PeerJoined,
+    PeerFits,
     PeerKey,
     Send,
     StartRead,
@@ -44,9 +44,9 @@ from support.records import (
     description,
     digest_reply,
     digest_request,
+    fits,
     grant,
     hex32,
-    joined,
     lost,
     no_record,
     prepare_load,
@@ -96,7 +96,7 @@ def renewing(number: int, reading: int = 0) -> Send:
 
 SILENCE = lost(reason="no heartbeat")
 IS_SILENT = 110.1 + SILENCE_S
-TWO_ASKED: Script = after(PREPARED, (joined(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))))
+TWO_ASKED: Script = after(PREPARED, (fits(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))))
 
 TIMES: dict[str, Script] = {
     "an unanswered ask is repeated": after(
@@ -122,7 +122,7 @@ TIMES: dict[str, Script] = {
         VERIFYING, (110.5, BROKEN, Send(RANK_0, digest_request()), renewing(2, reading=1))
     ),
     "after a broken link a description is asked for at once": after(
-        PREPARED, (100.5, LinkBroken(HOME), Send(HOME, describe())), (joined(), Send(RANK_0, ask()))
+        PREPARED, (100.5, LinkBroken(HOME), Send(HOME, describe())), (fits(), Send(RANK_0, ask()))
     ),
     "a broken link on which nothing is held is nothing": after(READING, (LinkBroken(at(1)),)),
     "a read whose link broke is given up if its rank stays silent": after(
@@ -272,7 +272,7 @@ RENEWALS: dict[str, Script] = {
         (lost(),),
         (prepare_load(D2, RIVAL, incarnation=OTHER_LIFE), Send(HOME, describe(OTHER_LIFE))),
         (
-            PeerJoined(
+            PeerFits(
                 PeerKey(PEER.engine, OTHER_LIFE, HOME),
                 description(1, OTHER_LIFE, OTHER_RANK_LIFE),
                 routes(0),
@@ -301,7 +301,7 @@ def test_renewals(script: Script) -> None:
 
 def test_a_peer_that_connects_does_not_extend_the_time_of_a_load() -> None:
     late = replace(LATE, failure=Failure(FailureKind.LATE, "nothing of it has moved for 0.5 s"))
-    steps: Script = [(100.25, START), (100.7, Tick()), (100.75, Tick(), late), (100.8, joined())]
+    steps: Script = [(100.25, START), (100.7, Tick()), (100.75, Tick(), late), (100.8, fits())]
     play(decode_machine(timeout_s=0.5), [*PREPARED, *steps])
 
 
@@ -391,7 +391,7 @@ def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None
 
 def test_the_book_has_loads_whose_reads_are_in_states() -> None:
     machine = decode_machine()
-    steps: list[Any] = [prepare_load(), joined(), prepare_load(D2, RIVAL), start_load(D2)]
+    steps: list[Any] = [prepare_load(), fits(), prepare_load(D2, RIVAL), start_load(D2)]
     seen = []
     for step in (*steps, answered(grant(claim=RIVAL))):
         machine.handle(step, 100.0)
@@ -420,7 +420,7 @@ def test_the_book_checks_its_loads() -> None:
         READER, no_record, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S, bytes_per_token=1
     )
     load = book.add(prepare_load(), PEER, 100.0)
-    load.open(description(), routes(0), joined())
+    load.open(description(), routes(0), fits())
     with pytest.raises(LocalProtocolError, match="found by endpoint"):
         book.validate()
     book.settle(load, 100.0)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nixl_kv.ids import Endpoint, Rank, RequestId
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.decode.load import ASK_AGAIN_S
 from nixl_kv.protocol.decode.machine import TOO_MANY, DecodeMachine
@@ -18,16 +18,18 @@ from nixl_kv.protocol.events import (
     FailureKind,
     JoinPeer,
     LoadEnded,
+    PeerFits,
     PeerJoined,
     PeerKey,
     PeerRefused,
+    ReadFailed,
     ReadSlot,
     Send,
     StartRead,
     Tick,
     Transition,
 )
-from nixl_kv.protocol.messages import Decline, VersionRefusal
+from nixl_kv.protocol.messages import Decline, Describe, VersionRefusal
 from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, KEPT_S, LOOK_AGAIN_S, TRANSITIONS
 from support.records import (
     CLAIM,
@@ -50,8 +52,8 @@ from support.records import (
     deny,
     describe,
     description,
+    fits,
     grant,
-    joined,
     lost,
     no_record,
     prepare_load,
@@ -61,6 +63,7 @@ from support.records import (
     recall,
     refusal,
     release,
+    renew,
     renewed,
     routes,
     slot_read,
@@ -71,6 +74,7 @@ from support.scripts import (
     CHECKING,
     GRANT,
     GRANTED,
+    JOINING,
     LANDED,
     PREPARED,
     READ,
@@ -122,22 +126,23 @@ LOADS: dict[str, Script] = {
     "from arrival to report": [
         (prepare_load(), DESCRIBE),
         (answered(description(), HOME), JoinPeer(PEER, description()), CLOSE_HOME),
-        (joined(), ASK),
+        (fits(), ASK),
+        (PeerJoined(PEER),),
         (answered(GRANT),),
         *READ_WELL,
         (START, NOT_PREPARED),
     ],
     "blocks may come before the peer and the grant": after(
-        PREPARED, (START,), (joined(), ASK), (answered(GRANT), READ)
+        PREPARED, (START,), (fits(), ASK), (answered(GRANT), READ)
     ),
     "a known peer is asked at once": after(ASKING, (SECOND, ASK_SECOND)),
     "a peer that joins is asked for all that wait for it": after(
-        PREPARED, (SECOND,), (joined(), ASK, ASK_SECOND)
+        PREPARED, (SECOND,), (fits(), ASK, ASK_SECOND)
     ),
     "loads of another life of the engine go on waiting": after(
         PREPARED,
         (SECOND_OF_NEXT_LIFE, Send(HOME, describe(OTHER_LIFE))),
-        (joined(), ASK),
+        (fits(), ASK),
         (START,),
         (PeerRefused(NEXT_LIFE, "another dtype"), CLOSE_HOME),
         (START_2, failed(NOT_COMPATIBLE, D2, NEXT_LIFE)),
@@ -146,7 +151,7 @@ LOADS: dict[str, Script] = {
     "a rank without readers is released with the asks": after(
         PREPARED,
         (
-            PeerJoined(PEER, description(3), (*routes(0), *routes(2, readers=()))),
+            PeerFits(PEER, description(3), (*routes(0), *routes(2, readers=()))),
             Send(at(2), release()),
             ASK,
         ),
@@ -157,7 +162,7 @@ LOADS: dict[str, Script] = {
         PREPARED,
         (cancel_load(),),
         (
-            PeerJoined(PEER, description(2), (*routes(0), *routes(1, readers=()))),
+            PeerFits(PEER, description(2), (*routes(0), *routes(1, readers=()))),
             Send(at(1), release()),
             GIVEN_UP,
         ),
@@ -166,14 +171,14 @@ LOADS: dict[str, Script] = {
     # As in a stage of a pipeline that has no layer with a cache.
     "one that reads no rank is good with its blocks": after(
         PREPARED,
-        (PeerJoined(PEER, description(), routes(0, readers=())), RELEASED),
+        (PeerFits(PEER, description(), routes(0, readers=())), RELEASED),
         (100.0 + 2 * TIMEOUT_S, Tick()),
         (START, LoadEnded(D1, 7, None, PEER)),
     ),
     "each rank is read as soon as it grants": after(
         PREPARED,
         (
-            joined(2, THREE),
+            fits(2, THREE),
             Send(RANK_0, ask(readers=THREE)),
             Send(at(1), ask(readers=THREE, number=2)),
         ),
@@ -192,13 +197,13 @@ LOADS: dict[str, Script] = {
         ASKING, (cancel_load(), GIVEN_UP), (START, NOT_PREPARED)
     ),
     "the release waits until the peer is known": after(
-        PREPARED, (cancel_load(),), (joined(), GIVEN_UP), (START, NOT_PREPARED)
+        PREPARED, (cancel_load(),), (fits(), GIVEN_UP), (START, NOT_PREPARED)
     ),
     "cancelled, it is forgotten when its peer cannot be used": after(
         PREPARED, (cancel_load(),), (REFUSED, CLOSE_HOME), (START, NOT_PREPARED)
     ),
     "started, it is reported though cancelled without a peer": after(
-        PREPARED, (START,), (cancel_load(),), (joined(), GIVEN_UP, DROPPED)
+        PREPARED, (START,), (cancel_load(),), (fits(), GIVEN_UP, DROPPED)
     ),
     "a failed one that is cancelled is forgotten": after(
         ASKING, (answered(deny()),), (cancel_load(),), (START, NOT_PREPARED)
@@ -217,7 +222,7 @@ NOT_OURS: dict[str, Any] = {
     "another reader's grant": answered(grant(reader=STRANGER)),
     "the loss of a claim on its way": answered(renewed(CLAIM)),
     "a connection that no load uses": lost(ELSEWHERE),
-    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=7), ELSEWHERE),
+    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=8), ELSEWHERE),
 }
 NOT_LOST: dict[str, Any] = {
     "nothing": answered(renewed()),
@@ -270,14 +275,14 @@ ANSWERS: dict[str, Script] = {
         (START, failed(Failure(FailureKind.LEASE_LOST, "prefill rank 0 let the lease run out"))),
     ),
 }
-OTHER_VERSION = "it speaks wire version 7; this side speaks 6"
+OTHER_VERSION = "it speaks wire version 8; this side speaks 7"
 NEW_LIFE = "it has begun another life since"
 UNUSABLE: dict[str, tuple[Any, Failure]] = {
     "not compatible": (REFUSED, NOT_COMPATIBLE),
     "lost": (lost(HOME, "cannot connect"), unreachable(f"{HOME}: cannot connect")),
     "refused": (answered(refusal(NEW_LIFE), HOME), unreachable(NEW_LIFE)),
     "of another version": (
-        answered(VersionRefusal(speaks=7), HOME),
+        answered(VersionRefusal(speaks=8), HOME),
         unreachable(f"{HOME}: {OTHER_VERSION}"),
     ),
 }
@@ -295,7 +300,7 @@ PEERS: dict[str, Script] = {
     # A forged ticket may have made us ask there; it must not harm the loads of others.
     **{
         f"a refusal {name} fails nothing": after(
-            PREPARED, (START,), (answered(*answer),), (joined(), ASK)
+            PREPARED, (START,), (answered(*answer),), (fits(), ASK)
         )
         for name, answer in {
             "of another life": (refusal(NEW_LIFE, OTHER_LIFE), HOME),
@@ -304,6 +309,37 @@ PEERS: dict[str, Script] = {
     },
     "a refusal after the description is ignored": after(
         GRANTED, (answered(refusal("late"), HOME),), (PeerRefused(PEER, "late"),), (START, READ)
+    ),
+    "its ranks are asked, and reads are started, while it is joined": after(
+        JOINING,
+        (answered(GRANT),),
+        (START, READ),
+        (PeerJoined(PEER),),
+        LANDED,
+        (slot_read(), RELEASED, GOOD),
+    ),
+    "a load that comes while it is joined asks at once": after(JOINING, (SECOND, ASK_SECOND)),
+    "one that cannot be read is left alone for a while": after(
+        JOINING,
+        (SECOND, ASK_SECOND),
+        (answered(GRANT),),
+        (START, READ),
+        (
+            103.0,
+            REFUSED,
+            Send(RANK_0, release(nonce=NONCE2, claim=RIVAL, complete=False)),
+        ),
+        (ReadFailed(D1, Rank(0), "another dtype"), GIVEN_UP, failed(NOT_COMPATIBLE)),
+        (START_2, failed(NOT_COMPATIBLE, D2)),
+        (103.0 + BACKOFF_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+    ),
+    "one that is lost while it is joined is gone": after(
+        JOINING,
+        (START,),
+        (103.0, lost(), failed(RANK_LOST)),
+        (PeerJoined(PEER),),
+        (103.0, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        (PeerRefused(PEER, "late"),),
     ),
     "a refusal of an unknown peer is ignored": [(answered(refusal("no"), HOME),), *PREPARED],
     "a silent one is given up": after(
@@ -337,15 +373,15 @@ PEERS: dict[str, Script] = {
         PAUSED,
         (100.0 + BACKOFF_S, Tick()),
         (SECOND, DESCRIBE),
-        (joined(), GIVEN_UP, Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL))),
+        (fits(), GIVEN_UP, Send(RANK_0, ask(nonce=NONCE2, claim=RIVAL))),
         (START, failed(NOT_COMPATIBLE)),
     ),
     **{
-        f"one that joins {name} is dropped": after(script, (joined(), DropPeer(PEER)))
+        f"one that joins {name} is dropped": after(script, (fits(), DropPeer(PEER)))
         for name, script in {"unknown": [], "in its pause": PAUSED, "again": ASKING}.items()
     },
     "one that nobody used for long is forgotten": after(
-        [*PREPARED, (joined(), ASK), (cancel_load(), Send(RANK_0, release(complete=False)))],
+        [*ASKING, (cancel_load(), Send(RANK_0, release(complete=False)))],
         (100.0 + KEPT_S, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
     ),
     # It names a known engine and life, at somebody else's address.
@@ -357,7 +393,7 @@ PEERS: dict[str, Script] = {
             JoinPeer(FORGED, description()),
             Disconnect(FORGED.endpoint),
         ),
-        (joined(), ASK),
+        (fits(), ASK),
     ],
     "with its connection every load that is not read fails": after(
         GRANTED,
@@ -383,17 +419,30 @@ PEERS: dict[str, Script] = {
     ),
     "two ranks at one endpoint are lost together, and reported once": after(
         PREPARED,
-        (PeerJoined(PEER, AT_ONE_ENDPOINT, routes(0, 1)), ASK, Send(RANK_0, ask(number=2))),
+        (PeerFits(PEER, AT_ONE_ENDPOINT, routes(0, 1)), ASK, Send(RANK_0, ask(number=2))),
         (START,),
         (lost(), GIVEN_UP, failed(RANK_LOST)),
     ),
     "when one rank is lost the others are released": after(
         PREPARED,
-        (joined(2), ASK, Send(at(1), ask(number=2))),
+        (fits(2), ASK, Send(at(1), ask(number=2))),
         (START,),
         (lost(at(1)), GIVEN_UP, failed(unreachable("prefill rank 1 is unreachable: closed"))),
     ),
 }
+
+
+def test_the_ranks_of_one_that_was_not_asked_for_hear_something_when_it_has_joined() -> None:
+    """They serve first reads after any message."""
+    machine = decode_machine(warm=[HOME])
+    machine.peers.warm_up()
+    question = Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
+    assert machine.handle(Tick(), 100.0) == [Send(HOME, question)]
+    joining = [JoinPeer(PEER, description(2)), CLOSE_HOME]
+    assert machine.handle(answered(description(2), HOME), 100.1) == joining
+    read = (*routes(0), *routes(1, readers=()))
+    assert machine.handle(PeerFits(PEER, description(2), read), 100.1) == []
+    assert machine.handle(PeerJoined(PEER), 100.2) == [Send(RANK_0, renew(1))]
 
 
 @each_of(LOADS)
@@ -429,7 +478,7 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
 def test_the_report_has_what_each_read_was_measured_to_be() -> None:
     machine = loading(PREPARED)
     reads = tuple(read_done(n, num_bytes=100 + n, num_runs=n, seconds=0.1) for n in range(2))
-    machine.handle(joined(2), 100.0)
+    machine.handle(fits(2), 100.0)
     machine.handle(START, 100.0)
     for rank, read in enumerate(reads):
         machine.handle(answered(GRANT, at(rank)), 100.1)
@@ -443,14 +492,14 @@ def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     machine = DecodeMachine(
         second, no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9, bytes_per_token=1
     )
-    event = PeerJoined(PEER, description(2), routes(1, readers=[1]))
+    event = PeerFits(PEER, description(2), routes(1, readers=[1]))
     play(machine, [*PREPARED, (event, Send(at(1), ask(reader=second, readers=(1,))))])
 
 
 def test_a_rank_of_another_version_is_not_waited_for() -> None:
     """It listens where the one did that was described."""
     failure = unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}")
-    refused = (answered(VersionRefusal(speaks=7)),)
+    refused = (answered(VersionRefusal(speaks=8)),)
     play(loading(ASKING), [refused, (START, failed(failure))])
 
 
@@ -496,7 +545,7 @@ def test_a_second_request_with_an_id_costs_both_their_loads(
 def test_an_id_may_come_again_when_its_load_is_cancelled() -> None:
     """A client that tries again, while the peer is still asked who it is."""
     machine = loading([*PREPARED, (cancel_load(),), (ANOTHER,)])
-    actions = machine.handle(joined(), 100.1)
+    actions = machine.handle(fits(), 100.1)
     assert actions == [
         Send(RANK_0, release(complete=False)),
         Send(RANK_0, ask(claim=RIVAL, nonce=NONCE2)),
@@ -548,7 +597,7 @@ def test_a_cleared_machine_has_no_load_and_no_peer() -> None:
 def test_a_link_is_used_while_something_is_asked_for_or_held_over_it() -> None:
     machine = loading(PREPARED)
     used = [(machine.is_using(HOME), machine.is_using(RANK_0))]
-    for step in (joined(), cancel_load()):
+    for step in (fits(), cancel_load()):
         machine.handle(step, 100.0)
         used.append((machine.is_using(HOME), machine.is_using(RANK_0)))
     assert used == [(True, False), (False, True), (False, False)]

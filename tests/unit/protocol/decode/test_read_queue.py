@@ -47,6 +47,17 @@ def test_a_read_longer_than_all_that_is_allowed_goes_alone() -> None:
     assert started(queue) == [1]
 
 
+def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES))
+    queue.add((key(0)[0], Rank(1)), at(1), MAX_BYTES)
+    queue.add(key(1), at(1), 1)
+    assert started(queue) == [0, 0]
+    queue.remove(key(0), 1.0, has_progressed=True)
+    assert started(queue, 1.0) == []
+    queue.remove((key(0)[0], Rank(1)), 2.0, has_progressed=True)
+    assert started(queue, 2.0) == [1]
+
+
 def test_ranks_take_turns() -> None:
     queue = queue_of(*[(number, at(number // 3), HALF) for number in range(6)])
     assert started(queue) == [0, 3]

@@ -11,12 +11,14 @@ from nixl_kv.protocol.events import (
     OVER,
     Action,
     AskDenied,
+    ChunkPacked,
     ClearSlot,
     DigestMade,
     MakeDigest,
     MarkWritten,
     OfferEnd,
     OfferEnded,
+    PackChunk,
     PrefillCommand,
     ReclaimBlocks,
     Record,
@@ -26,7 +28,7 @@ from nixl_kv.protocol.events import (
     WithdrawOffer,
     WriteSlot,
 )
-from nixl_kv.protocol.messages import DigestRequest
+from nixl_kv.protocol.messages import DigestRequest, PackRequest
 from nixl_kv.protocol.prefill import offers
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.protocol.prefill.offer import TRANSITIONS
@@ -54,6 +56,8 @@ from support.records import (
     grant,
     hex32,
     no_record,
+    pack_reply,
+    pack_request,
     prepare_offer,
     publish_offer,
     reader,
@@ -93,10 +97,12 @@ def new_machine(
     life: Incarnation = RANK_LIFE,
     num_slots: int = 4,
     lease_s: float = LEASE_S,
+    num_ring_slots: int = 4,
 ) -> PrefillMachine:
     machine = PrefillMachine(
         life, record, num_slots=num_slots, offer_ttl_s=TTL_S, lease_s=lease_s, hold_s=HOLD_S
     )
+    machine.offers.set_ring(num_ring_slots)
     play(machine, script)
     return machine
 
@@ -373,6 +379,167 @@ TIMES: dict[str, Script] = {
 }
 
 
+def pack(request: PackRequest, slot: int = 0, route: bytes = ROUTE) -> PackChunk:
+    return PackChunk(route, request, TABLES, slot)
+
+
+def packed(request: PackRequest, slot: int = 0, refusal: str | None = None) -> ChunkPacked:
+    return ChunkPacked(ROUTE, request, slot, refusal)
+
+
+NO_CHUNK = "a chunk of what is not granted to it"
+CHUNK_0, CHUNK_1 = pack_request(0), pack_request(1, holds=(0, 1))
+CHUNK_2, LATER_2 = pack_request(2, holds=(0, 1, 2)), pack_request(2, number=3)
+CHUNK_3 = pack_request(3, holds=(0, 1, 2, 3))
+CHUNK_OF_SECOND = pack_request(0, reader=SECOND)
+TO_PACK = (asked(CHUNK_0), pack(CHUNK_0))
+PACKED: Script = after(GRANTED, TO_PACK, (packed(CHUNK_0), replied(pack_reply())))
+CHUNKS: dict[str, Script] = {
+    "what is granted is packed, and the slot is told when it is": PACKED,
+    "a request that comes again is not packed again": after(
+        GRANTED, TO_PACK, (asked(CHUNK_0),), (packed(CHUNK_0), replied(pack_reply()))
+    ),
+    "a request that comes again is answered again": after(
+        PACKED, (asked(CHUNK_0, b"again"), replied(pack_reply(), b"again"))
+    ),
+    "a reader that is alone leaves a quarter of the ring": after(
+        PACKED,
+        (asked(CHUNK_1), pack(CHUNK_1, 1)),
+        (asked(CHUNK_2), pack(CHUNK_2, 2)),
+        (asked(CHUNK_3), replied(pack_reply(3, slot=None))),
+    ),
+    "what a reader does not name any more is free": after(
+        PACKED,
+        (asked(CHUNK_1), pack(CHUNK_1, 1)),
+        (asked(LATER_2), pack(LATER_2, 2)),
+        (
+            asked(pack_request(3, number=4, holds=(2, 3))),
+            pack(pack_request(3, number=4, holds=(2, 3)), 3),
+        ),
+        (packed(CHUNK_1, 1),),
+    ),
+    # What it says of slots is no longer true.
+    "a request that was overtaken means nothing": after(
+        GRANTED,
+        (asked(LATER_2), pack(LATER_2)),
+        (asked(CHUNK_0),),
+        (packed(LATER_2), replied(pack_reply(2))),
+    ),
+    "the others are there for others": after(
+        BOTH_ASKED,
+        TO_PACK,
+        (asked(CHUNK_1), pack(CHUNK_1, 1)),
+        (asked(CHUNK_OF_SECOND), pack(CHUNK_OF_SECOND, 2)),
+        (packed(CHUNK_OF_SECOND, 2), replied(pack_reply(reader=SECOND, slot=2))),
+    ),
+    "who is not granted it gets no chunk": after(
+        GRANTED,
+        (asked(CHUNK_OF_SECOND), *denied(NO_CHUNK, reader=SECOND)),
+        (asked(pack_request(claim=RIVAL)), *denied(NO_CHUNK, claim=RIVAL)),
+        (
+            asked(pack_request(reader=OTHER_LIFE_OF_READER)),
+            *denied(NO_CHUNK, reader=OTHER_LIFE_OF_READER),
+        ),
+        (asked(pack_request(nonce=NONCE2)), *denied(NO_CHUNK, nonce=NONCE2)),
+    ),
+    "who has not asked gets no chunk": after(
+        SHARED, (asked(CHUNK_OF_SECOND), *denied(NO_CHUNK, reader=SECOND))
+    ),
+    # The blocks have what belonged to another prompt.
+    "nothing is packed before it is written": after(
+        [(99.0, prepare_offer(is_written=False))],
+        (ASK, WRITTEN),
+        (asked(CHUNK_0), *denied(NO_CHUNK)),
+    ),
+    "tokens behind the prompt are not packed": after(
+        GRANTED, (asked(pack_request(end=9)), *denied("a chunk up to token 9 of 8"))
+    ),
+    "what cannot be packed leaves its slot, and why stays here": after(
+        GRANTED,
+        TO_PACK,
+        (packed(CHUNK_0, 0, "no kernel"), replied(pack_reply(slot=None))),
+        (asked(CHUNK_1), pack(CHUNK_1, 1)),
+        (asked(CHUNK_2), pack(CHUNK_2, 2)),
+    ),
+    "who has left meanwhile is told nothing": after(GRANTED, TO_PACK, READ, (packed(CHUNK_0),)),
+    "a slot that is still written is nobody's, and then free": after(
+        GRANTED,
+        TO_PACK,
+        READ,
+        (OFFER_2,),
+        (
+            asked(ask(nonce=NONCE2)),
+            WriteSlot(FIRST_SLOT, generation(2)),
+            replied(grant(nonce=NONCE2, generation=generation(2))),
+        ),
+        (asked(pack_request(nonce=NONCE2)), pack(pack_request(nonce=NONCE2), 1)),
+        (packed(CHUNK_0),),
+        (packed(pack_request(nonce=NONCE2), 1), replied(pack_reply(nonce=NONCE2, slot=1))),
+    ),
+    "an answer of a former life is forgotten": after(GRANTED, (packed(CHUNK_0, 3),)),
+}
+
+OTHER_CHUNK = pack_request(nonce=NONCE2, claim=RIVAL)
+RIVALS: Script = [
+    (OFFER_2,),
+    (
+        asked(ask(nonce=NONCE2, claim=RIVAL)),
+        WriteSlot(2, generation(2)),
+        replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
+    ),
+]
+IN_VAIN = (asked(OTHER_CHUNK), replied(pack_reply(nonce=NONCE2, claim=RIVAL, slot=None)))
+BACK = (
+    100.0 + HOLD_S,
+    asked(OTHER_CHUNK),
+    *EXPIRED,
+    replied(pack_reply(nonce=NONCE2, claim=RIVAL, slot=None)),
+)
+THEN = (asked(OTHER_CHUNK), pack(OTHER_CHUNK))
+SLOT_TAKEN_BACK: dict[str, Script] = {
+    "a ring that is full means direct; a slot is not kept for ever": after(
+        PACKED, *RIVALS, IN_VAIN, (100.0 + HOLD_S - 0.1, *IN_VAIN), BACK, THEN
+    ),
+    "also of who reads": after(
+        PACKED,
+        *RIVALS,
+        (asked(renew(3, CLAIM, RIVAL, reading=1)), replied(renewed(number=3))),
+        BACK,
+        THEN,
+    ),
+    "also of who was recalled": after(
+        PACKED, *RIVALS, (ReclaimBlocks(1), replied(recall())), BACK, THEN
+    ),
+}
+ONE_SLOT = list(SLOT_TAKEN_BACK.values())
+
+
+@each_of(SLOT_TAKEN_BACK)
+def test_the_only_slot_of_a_ring(script: Script) -> None:
+    new_machine(script, num_ring_slots=1).offers.validate()
+
+
+def test_a_rank_without_a_ring_packs_nothing() -> None:
+    in_vain = (asked(CHUNK_0), replied(pack_reply(slot=None)))
+    play(new_machine(GRANTED, num_ring_slots=0), [in_vain])
+
+
+def test_after_a_restart_only_slots_that_are_written_are_not_free() -> None:
+    machine = new_machine(after(PACKED, (asked(CHUNK_1), pack(CHUNK_1, 1))))
+    machine.clear(writing=[1])
+    play(machine, GRANTED_ANEW)
+    play(machine, [(asked(CHUNK_0), pack(CHUNK_0, 0)), (asked(CHUNK_1), pack(CHUNK_1, 2))])
+    machine.offers.validate()
+    play(machine, [(packed(CHUNK_1, 1),)])
+    machine.offers.validate()
+
+
+GRANTED_ANEW: Script = after(
+    OFFERED,
+    (ASK, WriteSlot(FIRST_SLOT, generation(2)), replied(grant(generation=generation(2)))),
+)
+
+
 def made(request: DigestRequest, route: bytes = ROUTE, refusal: str | None = None) -> DigestMade:
     if refusal is not None:
         return DigestMade(route, request, refusal=refusal)
@@ -635,6 +802,7 @@ ALL: dict[str, Script] = {
         "releases": RELEASES,
         "time": TIMES,
         "digests": DIGESTS,
+        "chunks": CHUNKS,
         "renewals": RENEWALS,
         "recalls": RECALLS,
         "commands": COMMANDS,
@@ -652,12 +820,12 @@ def test_the_scripts_above_make_each_transition_of_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded: list[Transition] = []
-    for script in ALL.values():
+    for script in [*ALL.values(), *ONE_SLOT]:
         numbers = iter(range(1, 256))
         monkeypatch.setattr(
             offers, "new_generation", lambda numbers=numbers: generation(next(numbers))
         )
-        new_machine(script, recorded.append)
+        new_machine(script, recorded.append, num_ring_slots=1 if script in ONE_SLOT else 4)
     moves = [move for move in recorded if move.before and " denied" not in move.cause]
     assert {(move.before, move.cause.partition(":")[0], move.after) for move in moves} == {
         (state.name, event.__name__, OVER if end is None else end.name)
@@ -669,6 +837,7 @@ def test_the_scripts_above_make_each_transition_of_the_table(
         *["Release: read", "Release: aborted", "Release: not_needed", "Renew: aborted"],
         *["Tick: expired", "Tick: unclaimed", "RevokeOffer: revoked", "WithdrawOffer"],
         *["Tick: revoked", "Release: revoked", "ReclaimBlocks: revoked"],
+        "PackRequest: expired",
     }
 
 

@@ -1,0 +1,197 @@
+"""Another process's GPU memory, mapped and read by a kernel: also while its owner stops and dies.
+
+python -m pytest -s -m gpu tests/gpu/test_gather.py
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings")
+
+from nixl_kv.errors import TransportError  # noqa: E402
+from nixl_kv.geometry.layout import Span  # noqa: E402
+from nixl_kv.geometry.plan import Pieces  # noqa: E402
+from nixl_kv.protocol import messages  # noqa: E402
+from nixl_kv.transfer import gpu_memory  # noqa: E402
+from nixl_kv.transfer.gpu_gather import GpuGather  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+SIZE = 1 << 30
+PIECE = 8 << 10
+COUNT = SIZE // (2 * PIECE)
+SEED = 5
+LONG = 1000
+"""Kernels in a row, which take a second or more."""
+
+
+def _content() -> Any:
+    torch.manual_seed(SEED)
+    return torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda:0")
+
+
+def _own(pipe: Connection, settings: dict[str, str]) -> None:
+    os.environ |= settings
+    memory = _content()
+    torch.cuda.synchronize()
+    span = Span(memory.data_ptr(), SIZE)
+    pipe.send((gpu_memory.export([span], 0), span.address))
+    pipe.recv()
+
+
+class Owner:
+    def __init__(self, settings: dict[str, str]) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_own, args=(theirs, settings), daemon=True)
+        self.process.start()
+        assert self.pipe.poll(120), "the process did not start"
+        self.export: messages.Export
+        self.export, self.address = self.pipe.recv()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@contextmanager
+def owner(**settings: str) -> Iterator[Owner]:
+    one = Owner(settings)
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+class Reader:
+    """Reads every other piece, at random, into memory of its own."""
+
+    def __init__(self) -> None:
+        self.owner_ended = threading.Event()
+        self.gather = GpuGather(0, self.owner_ended.set)
+        self.memory = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+        torch.cuda.synchronize()
+        rng = np.random.default_rng(SEED)
+        local, remote = (rng.permutation(COUNT).astype(np.int32) for _ in range(2))
+        self.pieces = [Pieces(local, remote)]
+
+    def plan(self, address: int) -> Any:
+        lists = [
+            np.array([[base, PIECE, 0, 2 * PIECE, COUNT]], dtype=np.uint64)
+            for base in (self.memory.data_ptr(), address)
+        ]
+        first = np.zeros(1, dtype=np.int32)
+        rows = (SimpleNamespace(first=(first, first)),)
+        return SimpleNamespace(local=lists[0], remote=lists[1], paged_rows=rows)
+
+    def map(self, one: Owner) -> Any:
+        return self.gather.map(one.export, self.plan(one.address))
+
+    def wait(self, read: Any) -> None:
+        while not self.gather.poll(read):
+            pass
+
+    def check(self) -> None:
+        """All of it is there, and nothing else was written."""
+        expected = torch.zeros_like(self.memory)
+        pieces = _content().view(COUNT, 2, PIECE)[:, 0]
+        (pair,) = self.pieces
+        to, of = (torch.from_numpy(side.astype(np.int64)) for side in (pair.local, pair.remote))
+        expected.view(COUNT, 2, PIECE)[to, 0] = pieces[of]
+        assert torch.equal(self.memory, expected)
+        self.memory.zero_()
+        torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    return Reader()
+
+
+@pytest.mark.parametrize("settings", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}])
+def test_a_kernel_reads_what_another_process_has(reader: Reader, settings: dict[str, str]) -> None:
+    """Its memory is one allocation, or pieces that torch has put in one line."""
+    with owner(**settings) as one:
+        assert (len(one.export.allocations) > 1) == bool(settings)
+        mapped = reader.map(one)
+        reader.wait(reader.gather.read(mapped, reader.pieces))
+        reader.check()
+        reader.gather.unmap(mapped)
+
+
+def test_an_owner_may_stop_and_die_while_its_memory_is_read(reader: Reader) -> None:
+    with owner() as one:
+        mapped = reader.map(one)
+        one.signal(signal.SIGSTOP)
+        reader.wait(reader.gather.read(mapped, reader.pieces))
+        reader.check()
+        one.signal(signal.SIGCONT)
+        assert reader.gather.is_mapped(mapped)
+        reads = [reader.gather.read(mapped, reader.pieces) for _ in range(LONG)]
+        one.signal(signal.SIGKILL)
+        assert not reader.gather.poll(reads[-1]), "it was too short: nothing was under way"
+        one.process.join()
+        for read in reads:
+            reader.wait(read)
+        reader.check()
+        assert reader.owner_ended.wait(60)
+        assert not reader.gather.is_mapped(mapped)
+        free, _ = torch.cuda.mem_get_info()
+        reader.gather.unmap(mapped)
+        assert torch.cuda.mem_get_info()[0] >= free + SIZE, "the dead process's memory is kept"
+        with pytest.raises(TransportError, match="No such process"):
+            reader.map(one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host": "elsewhere"}, "not another one"),
+        ({"started": 1}, "has ended"),
+        ({"pid": 1 << 22}, "No such process|Invalid argument"),
+        ({"allocations": "garbage"}, "cuIpcOpenMemHandle"),
+        ({"allocations": "short"}, "not in the memory"),
+        ({"allocations": "long"}, "is said to have more"),
+        ({"allocations": "descriptor"}, "."),
+    ],
+)
+def test_an_export_that_does_not_hold_is_refused(
+    reader: Reader, changes: dict[str, Any], words: str
+) -> None:
+    with owner() as one:
+        (whole,) = one.export.allocations
+        replaced = {
+            "garbage": messages.Allocation(address=one.address, length=SIZE, handle=b"\1" * 64),
+            "short": messages.Allocation(
+                address=one.address, length=SIZE // 2, handle=whole.handle
+            ),
+            "long": messages.Allocation(address=one.address, length=1 << 40, handle=whole.handle),
+            "descriptor": messages.Allocation(address=one.address, length=SIZE, descriptor=0),
+        }
+        fields = {name: getattr(one.export, name) for name in one.export.__struct_fields__}
+        fields |= changes
+        if isinstance(fields["allocations"], str):
+            fields["allocations"] = (replaced[fields["allocations"]],)
+        free, _ = torch.cuda.mem_get_info()
+        with pytest.raises(TransportError, match=words):
+            reader.gather.map(messages.Export(**fields), reader.plan(one.address))
+        assert torch.cuda.mem_get_info()[0] == free

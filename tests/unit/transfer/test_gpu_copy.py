@@ -1,0 +1,75 @@
+"""The kernel that copies runs, by Triton's interpreter: it moves what a plan says, and no more."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+def test_the_kernel_moves_the_bytes_of_a_plan() -> None:
+    """In a process of its own: Triton asks for the interpreter when a kernel is defined."""
+    ended = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.splitlines() == [f"{name}: right" for name in CASES]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "equal ranks, whole blocks": {"orders": ("BHLNC", "BHLNC")},
+    "two ranks read from one": {"tp": (2, 1)},
+    "block size 6 to 4": {"block": (4, 6), "orders": ("BHLNC", "LBNHC")},
+    "K transposed": {"tp": (2, 1), "orders": ("LBHT", "BHLNC")},
+}
+
+
+def main() -> None:
+    """Copy each case's KV with the kernel, all ranks."""
+    import torch  # noqa: PLC0415 - only here
+
+    from nixl_kv.geometry.plan import plan  # noqa: PLC0415
+    from nixl_kv.geometry.ranks import routes  # noqa: PLC0415
+    from nixl_kv.geometry.tiles import Tiling  # noqa: PLC0415
+    from nixl_kv.ids import Rank  # noqa: PLC0415
+    from nixl_kv.transfer import gpu_copy  # noqa: PLC0415
+    from support.cases import typical  # noqa: PLC0415
+    from support.oracle import Layer  # noqa: PLC0415
+
+    sys.path.insert(0, str(TESTS / "unit" / "geometry"))
+    make_pair = importlib.import_module("test_any_shape").Pair
+    even = tuple(Layer(name, 4, 6, 4) for name in "abc")
+    for name, changes in CASES.items():
+        pair = make_pair(typical(**{"model": even} | changes))
+        for number, local in enumerate(pair.decode.ranks):
+            copied = 0
+            for route in routes(Rank(number), *pair.held):
+                if route.readers:
+                    remote = pair.prefill.ranks[route.remote_rank]
+                    planned = plan(local.layout, remote.layout, route.share)
+                    local_tables, remote_tables = pair.tables()
+                    pieces = planned.pieces(local_tables, remote_tables, pair.case.tokens)
+                    tiling = Tiling(planned, lambda first, _: first)
+                    for launch in tiling.launches(pieces, gpu_copy.TILE_BYTES):
+                        numbers = torch.from_numpy(launch.numbers)
+                        gpu_copy.launch_copy(launch, numbers, torch.from_numpy(tiling.rows))
+                    copied += planned.num_bytes(pieces)
+            pair.check_memory(number, copied)
+        print(f"{name}: right")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
