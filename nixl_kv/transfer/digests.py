@@ -4,8 +4,8 @@ They are made one after the other, each in short steps, so that the transfer thr
 messages and reads. A digest that nobody waits for any more is dropped, so that under overload those
 behind it are still in time; what it has read until it is dropped does no harm.
 
-What was read here is digested as soon as it has landed, and kept until there is something to
-compare it with.
+What was read here is digested while it is copied, where a kernel of ours copies it, else as soon as
+it has landed; and kept until there is something to compare it with.
 """
 
 import ctypes
@@ -127,6 +127,8 @@ class DigestQueue:
             made = self._landed.pop(_landed(action), None)
             if made is not None:
                 return _finished(action, made)
+        if action in self._landed:
+            return None
         pending = [(job, one) for job in self._jobs for one in job.actions]
         if any(_is_repeated(action, one) for _, one in pending):
             return None
@@ -144,6 +146,21 @@ class DigestQueue:
         self._jobs.append(_Job([action], local_slices, steps))
         return None
 
+    def slices_of(self, landing: events.DigestLanded) -> list[LocalSlice]:
+        """What is to be digested when that has landed, or while it does.
+
+        Raises:
+            ValueError: if it is not in this rank's cache.
+        """
+        return self._find_slices(landing)
+
+    def keep(
+        self, landed: events.DigestLanded, local_slices: Sequence[LocalSlice], made: Digest
+    ) -> None:
+        """It has landed, and was digested by what has copied it."""
+        self._landed[landed] = _Made(local_slices, made)
+        self._count(local_slices, 0.0)
+
     def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[DigestEvent]:
         """Do one step of the next digest that is wanted; what has ended."""
         for landed in [landed for landed in self._landed if not is_wanted(landed)]:
@@ -158,7 +175,7 @@ class DigestQueue:
             next(job.steps)
         except StopIteration as end:
             self._jobs.popleft()
-            self._count(job, self._clock() - job.started_at)
+            self._count(job.slices, self._clock() - job.started_at)
             return self._finish(job, _Made(job.slices, end.value))
         except (DigestError, MemoryError) as error:
             return self._fail_job(str(error) or type(error).__name__)
@@ -194,9 +211,9 @@ class DigestQueue:
             if not isinstance(action, events.DigestLanded)
         ]
 
-    def _count(self, job: _Job, seconds: float) -> None:
+    def _count(self, local_slices: Sequence[LocalSlice], seconds: float) -> None:
         self._counts["digests"] += 1
-        self._counts["digest_bytes"] += count_bytes(job.slices)
+        self._counts["digest_bytes"] += count_bytes(local_slices)
         self._counts["digest_seconds"] += seconds
 
     def _find_slices(self, action: events.DigestAction) -> list[LocalSlice]:

@@ -199,6 +199,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     control = spec.make_control()
     undo.callback(control.close)
     packing, reading = _make_staging(spec)
+    digests = DigestQueue(layout, digester, counts, spec.clock)
     peers = RemotePeers(
         layout,
         spec.rank,
@@ -206,7 +207,10 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         config.allowed_hosts,
         extras=spec.extras,
         means=Means(
-            _make_gather(spec, control.wake) if spec.is_decode else None, config.path, reading
+            _make_gather(spec, control.wake) if spec.is_decode else None,
+            config.path,
+            reading,
+            digests,
         ),
     )
     agents = Agents(
@@ -253,7 +257,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         prefill=prefill,
         decode=decode,
         agents=agents,
-        digests=DigestQueue(layout, digester, counts, spec.clock),
+        digests=digests,
         packs=PackQueue(layout, packing, counts, spec.clock),
         serving=serving,
         slots=slots,
@@ -319,7 +323,8 @@ def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
     try:
         from nixl_kv.transfer.gpu_gather import GpuGather  # noqa: PLC0415 - Triton: GPUs only
 
-        return GpuGather(spec.layout.device, wake)
+        digested = spec.layout if spec.config.verify else None
+        return GpuGather(spec.layout.device, wake, digested)
     except (ImportError, TransportError) as error:
         logger.warning("no GPU memory of other processes is read by a kernel: %s", error)
         return None

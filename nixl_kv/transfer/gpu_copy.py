@@ -5,10 +5,8 @@ how many bytes are under way, see docs/benchmarks.md. This module is imported on
 is in GPU memory: Triton is only there.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from subprocess import SubprocessError
 from typing import Final
 
 import numpy as np
@@ -17,10 +15,13 @@ import triton
 import triton.language as tl
 
 from nixl_kv.errors import TransportError
-from nixl_kv.geometry import tiles
-from nixl_kv.geometry.plan import Pieces
+from nixl_kv.geometry import contents, tiles
+from nixl_kv.geometry.contents import DigestInput
+from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.runs import Ints
-from nixl_kv.geometry.tiles import Launch, Tiling
+from nixl_kv.geometry.tiles import Launch
+from nixl_kv.transfer.gpu_errors import UNABLE, translated
+from nixl_kv.transfer.gpu_sums import mixed, position
 
 PROGRAMS: Final = 24
 """Of one launch, at most: each has a processor of the GPU to itself while it runs."""
@@ -34,31 +35,28 @@ LEAST_NUMBERS: Final = 1 << 13
 MAX_FREE: Final = 8
 """Kept of what copies have used."""
 
-UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
-"""What torch and Triton raise: no memory, no compiler, nowhere to keep what it made, no CUDA."""
-
 
 @triton.jit(do_not_specialize=["num_jobs", "num_tiles"])  # type: ignore[untyped-decorator]
 # Triton reads these annotations, and takes no others.
-def _copy(numbers, rows, num_jobs, num_tiles, unit: tl.constexpr, units: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Copy tile after tile. `numbers` is a `tiles.Launch`, `rows` are a `tiles.Tiling`'s."""
+def _copy(numbers, rows, sums, num_jobs, num_tiles, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Copy tile after tile. `numbers` is a `tiles.Launch`, `rows` are a `tiles.Tiling`'s.
+
+    If it digests, `sums` is a `contents.DigestInput`, and `rows` are a `contents.Contents`'.
+    """
+    unit: tl.constexpr = cut[0]
+    units: tl.constexpr = cut[1]
+    content: tl.constexpr = cut[2]
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        low = 0
-        high = num_jobs - 1
-        while low < high:  # the last job that begins with this tile, or before
-            middle = (low + high + 1) // 2
-            is_later = tl.load(numbers + middle * 8) > tile
-            high = tl.where(is_later, middle - 1, high)
-            low = tl.where(is_later, low, middle)
-        job = numbers + low * 8
+        job = numbers + _job_of(tile, numbers, num_jobs) * 9
         num_rows, width = tl.load(job + 2).to(tl.int32), tl.load(job + 3).to(tl.int32)
+        num_pieces = tl.load(job + 7).to(tl.int32)
         start = (tile - tl.load(job)) * units
         first = start // width
         within = (start - first * width).to(tl.int32) + tl.arange(0, units)
         item = first.to(tl.int32) + within // width
         offset = (within % width) * unit
         piece = item // num_rows
-        inside = piece < tl.load(job + 7).to(tl.int32)
+        inside = piece < num_pieces
         row = rows + (tl.load(job + 1) + item % num_rows) * 2
         ids = numbers + tl.load(job + 6) + piece * 2
         local = tl.load(row, mask=inside, other=0) + offset
@@ -71,8 +69,62 @@ def _copy(numbers, rows, num_jobs, num_tiles, unit: tl.constexpr, units: tl.cons
         source = tl.multiple_of(remote.to(tl.pointer_type(word)), unit)
         target = tl.multiple_of(local.to(tl.pointer_type(word)), unit)
         places = tl.arange(0, words)[None, :]
-        value = tl.load(source[:, None] + places, mask=inside[:, None])
+        if content:
+            # Which tokens these are is asked for before the bytes, which take longer.
+            label = rows + tl.load(sums + 7) + tl.load(job + 8) // (unit * content)
+            row_width = width // content
+            number = (start // content - first * row_width).to(tl.int32)
+            number += tl.arange(0, units // content)
+            item = first.to(tl.int32) + number // row_width
+            known = item // num_rows < num_pieces
+            label += item % num_rows * row_width + number % row_width
+            label = tl.load(label, mask=known, other=0)
+            ids_at = (tl.load(job + 6) - num_jobs * 9) // 2
+            token = sums + tl.load(sums + 4) + ids_at + item // num_rows
+            token = tl.load(token, mask=known, other=0) + (label & 0xFFFFFFFF)
+        value = tl.load(source[:, None] + places, mask=inside[:, None], other=0)
         tl.store(target[:, None] + places, value, mask=inside[:, None])
+        if content:
+            _add(value, label >> 32, token, known, sums, content)
+
+
+@triton.jit
+def _job_of(tile, numbers, num_jobs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """The last job that begins with this tile, or before."""
+    low = 0
+    high = num_jobs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_later = tl.load(numbers + middle * 9) > tile
+        high = tl.where(is_later, middle - 1, high)
+        low = tl.where(is_later, low, middle)
+    return low
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(value, head, token, known, sums, content: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Add what was loaded, two int64 of each thread, to a digest's sums.
+
+    The shape of `value` is (units, 2). Each `content` units are one `head` of a `token`, if that is
+    `known`.
+    """
+    row = sums + tl.load(sums + 3) + head * 3
+    which = tl.load(row, mask=known, other=0)
+    begin, end = tl.load(row + 1, mask=known, other=0), tl.load(row + 2, mask=known, other=0)
+    known &= (token >= begin) & (token < end)
+    # 16 bytes are four words: each int64 has two of them, which have multipliers of their own.
+    units: tl.constexpr = value.shape[0]
+    factors = sums + 8 + (tl.arange(0, units) % content * 2)[:, None] + tl.arange(0, 2)[None, :]
+    wide = value.to(tl.uint64, bitcast=True)
+    products = (wide & 0xFFFFFFFF) * tl.load(factors).to(tl.uint64, bitcast=True)
+    products += (wide >> 32) * tl.load(factors + 2 * content).to(tl.uint64, bitcast=True)
+    terms = tl.sum(tl.reshape(products, [units // content, 2 * content]), axis=1)
+    terms = mixed(terms + position(tl.load(sums), tl.load(sums + 1), token))
+    total = terms.to(tl.int64, bitcast=True)
+    tl.atomic_add(sums + tl.load(sums + 5) + which, total, mask=known, sem="relaxed")
+    column = sums + tl.load(sums + 6) + (token >> tl.load(sums + 2))
+    # `geometry.digest.weight`.
+    tl.atomic_add(column, total * (2 * which + 1), mask=known, sem="relaxed")
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -81,13 +133,24 @@ def _word(unit: int) -> tl.dtype:
     return {1: tl.int8, 2: tl.int16, 4: tl.int32}.get(unit, tl.int64)
 
 
-def launch_copy(launch: Launch, numbers: torch.Tensor, rows: torch.Tensor) -> None:
-    """Start it on the current stream; `numbers` and `rows` are the launch's and the tiling's."""
+def launch_copy(
+    launch: Launch,
+    numbers: torch.Tensor,
+    rows: torch.Tensor,
+    digested: tuple[torch.Tensor, int] | None = None,
+) -> None:
+    """Start it on the current stream.
+
+    Args:
+        launch: what is copied.
+        numbers: the launch's.
+        rows: the tiling's; of its `Contents` where it is digested.
+        digested: the numbers of a `DigestInput`, and the bytes of a head's token.
+    """
+    sums, size = digested or (numbers, 0)
     grid = (min(PROGRAMS, launch.num_tiles),)
-    units = TILE_BYTES // launch.unit
-    _copy[grid](
-        numbers, rows, launch.num_jobs, launch.num_tiles, launch.unit, units, num_warps=NUM_WARPS
-    )
+    cut = launch.unit, TILE_BYTES // launch.unit, size // launch.unit
+    _copy[grid](numbers, rows, sums, launch.num_jobs, launch.num_tiles, cut, num_warps=NUM_WARPS)
 
 
 class _Numbers:
@@ -103,66 +166,94 @@ class _Numbers:
         self.size = size
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def send(self, launches: Sequence[Launch]) -> list[torch.Tensor]:
-        """Copy the numbers of all launches to the GPU, on the current stream; where they are."""
+    def send(self, parts: Sequence[Ints]) -> list[torch.Tensor]:
+        """Copy all of these to the GPU, on the current stream; where they are."""
         end = 0
-        parts = []
-        for launch in launches:
+        there = []
+        for part in parts:
             begin = end + end % 2  # Triton compiles another kernel for what 16 does not divide
-            end = begin + len(launch.numbers)
-            self._here[begin:end] = launch.numbers
-            parts.append(self._there[begin:end])
+            end = begin + len(part)
+            self._here[begin:end] = part
+            there.append(self._there[begin:end])
         self._there[:end].copy_(self._pinned[:end], non_blocking=True)
-        return parts
+        return there
+
+    def fetch(self, part: torch.Tensor) -> Ints:
+        """Copy one of them back, on the current stream; where it will be."""
+        begin = part.storage_offset()
+        here = self._pinned[begin : begin + len(part)]
+        here.copy_(part, non_blocking=True)
+        return self._here[begin : begin + len(part)]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CopyRun:
     """A request's kernels, under way."""
 
     numbers: _Numbers
     rows: torch.Tensor
+    sums: tuple[DigestInput, Ints] | None = None
+    """What it digests, and where its numbers are on this side when it has ended."""
+    digest: Digest | None = None  # when it has ended
 
 
 class KernelStream:
     """A stream of one GPU, on which copies run one after the other."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, size: int = 0) -> None:
         """Make it, and compile the kernels, which needs seconds the first time.
 
         Args:
             device: the ordinal of the GPU.
+            size: bytes of one head of one token, where copies are digested.
 
         Raises:
             TransportError: if that cannot be done here.
         """
         self._device = device
         self._free: list[_Numbers] = []
-        with translated("compiling what copies KV"), torch.cuda.device(device):
+        with translated(TransportError, "compiling what copies KV"), torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._warm_up()
+            self._warm_up(size)
 
     def to_device(self, numbers: Ints) -> torch.Tensor:
         """These numbers where kernels read them."""
-        with translated("preparing a copy"):
+        with translated(TransportError, "preparing a copy"):
             return torch.from_numpy(numbers).to(f"cuda:{self._device}")
 
-    def copy(self, tiling: Tiling, rows: torch.Tensor, pieces: Sequence[Pieces]) -> CopyRun:
-        """One launch per alignment of the plan's rows: one for most."""
-        launches = tiling.launches(pieces, TILE_BYTES)
-        size = sum(len(launch.numbers) + 1 for launch in launches)
-        with translated("starting a kernel"), torch.cuda.stream(self._stream):
+    def copy(
+        self,
+        launches: Sequence[Launch],
+        rows: torch.Tensor,
+        digested: tuple[DigestInput, int] | None = None,
+    ) -> CopyRun:
+        """Start a request's launches, of TILE_BYTES; `rows` are their tiling's.
+
+        What the first one copies may be digested, by heads and tokens of so many bytes, see
+        `CopyRun.digest`; then `rows` are of its `Contents`.
+        """
+        parts = [launch.numbers for launch in launches]
+        if digested is not None:
+            parts.append(digested[0].numbers)
+        size = sum(len(part) + 1 for part in parts)
+        with translated(TransportError, "starting a kernel"), torch.cuda.stream(self._stream):
             numbers = self._free.pop() if self._free else None
             if numbers is None or numbers.size < size:
                 numbers = _Numbers(max(2 * size, LEAST_NUMBERS), rows.device)
+            copy = CopyRun(numbers, rows)
             try:
-                for launch, there in zip(launches, numbers.send(launches), strict=True):
-                    launch_copy(launch, there, rows)
+                there = numbers.send(parts)
+                of_first = None if digested is None else (there[-1], digested[1])
+                for launch, part in zip(launches, there, strict=False):
+                    launch_copy(launch, part, rows, of_first)
+                    of_first = None
+                if digested is not None:
+                    copy.sums = digested[0], numbers.fetch(there[-1])
                 numbers.done.record()
             except UNABLE:
                 self._stream.synchronize()  # of several kernels some may have begun
                 raise
-        return CopyRun(numbers, rows)
+        return copy
 
     def touch(self, address: int) -> None:
         """Read a byte there, and wait for it; on any thread.
@@ -170,51 +261,48 @@ class KernelStream:
         Raises:
             TransportError: if it cannot be read.
         """
-        with translated("reading a byte"), torch.cuda.device(self._device):
+        with translated(TransportError, "reading a byte"), torch.cuda.device(self._device):
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 rows = torch.tensor([[byte.data_ptr(), address]], device=self._device)
                 # One job of one row of one unit, and its piece: see `tiles.Launch`.
-                numbers = torch.tensor([0, 0, 1, 1, 0, 0, 8, 1, 0, 0], device=self._device)
+                numbers = torch.tensor([0, 0, 1, 1, 0, 0, 9, 1, 0, 0, 0], device=self._device)
                 launch_copy(Launch(1, numbers.cpu().numpy(), 1, 1), numbers, rows)
             stream.synchronize()
 
     def has_ended(self, copy: CopyRun, doing: str) -> bool:
         """Ask for the event behind its kernels."""
-        with translated(doing):
+        with translated(TransportError, doing):
             is_done = bool(copy.numbers.done.query())  # type: ignore[no-untyped-call]
-        if is_done and len(self._free) < MAX_FREE:
-            self._free.append(copy.numbers)
+        if is_done:
+            if copy.sums is not None:
+                copy.digest = copy.sums[0].digest(copy.sums[1])
+            if len(self._free) < MAX_FREE:
+                self._free.append(copy.numbers)
         return is_done
 
     def wait(self) -> None:
         """Wait for all kernels."""
-        with translated("ending copies"):
+        with translated(TransportError, "ending copies"):
             self._stream.synchronize()
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, size: int) -> None:
         """Do all that the first request would pay for: 20 to 130 ms, and a compiler's seconds.
 
         By launches of which nothing is inside.
         """
         nothing = np.zeros(tiles.JOB_COLUMNS, dtype=np.int64)
-        nothing[2:4] = 1  # a row of one unit, which no piece has
+        nothing[2] = 1  # a row, which no piece has
         with torch.cuda.stream(self._stream):
             for unit in tiles.UNITS:
+                nothing[3] = max(1, size // unit)
                 numbers = _Numbers(LEAST_NUMBERS, self._stream.device)
                 launch = Launch(unit, nothing, 1, 1)
-                (there,) = numbers.send([launch])
+                (there,) = numbers.send([nothing])
                 launch_copy(launch, there, there)
+                if size and unit == contents.UNIT:
+                    launch_copy(launch, there, there, (there, size))
                 numbers.done.record()
                 self._free.append(numbers)
         self._stream.synchronize()
-
-
-@contextlib.contextmanager
-def translated(doing: str) -> Iterator[None]:
-    """What torch and Triton raise becomes a TransportError."""
-    try:
-        yield
-    except UNABLE as error:
-        raise TransportError(f"{doing}: {type(error).__name__}: {error}") from error

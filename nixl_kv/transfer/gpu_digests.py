@@ -4,11 +4,9 @@ The sums are those of `geometry.digest`, which says what they mean. This module 
 where the cache is in GPU memory: Triton is only there.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from subprocess import SubprocessError
 from typing import Final
 
 import numpy as np
@@ -24,6 +22,8 @@ from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Region, Stripe
 from nixl_kv.geometry.runs import Ints
 from nixl_kv.geometry.slices import LocalSlice, SlicePlace
 from nixl_kv.transfer.digests import Digester, Steps
+from nixl_kv.transfer.gpu_errors import translated
+from nixl_kv.transfer.gpu_sums import mixed, position
 
 TILE: Final = digest.MIN_COLUMN
 """Tokens of a program, where they are short: a column of the digest is a whole number of them."""
@@ -46,9 +46,6 @@ LOOP_CHUNK: Final = 1 << 10
 
 VECTOR: Final = 16
 """Bytes that a thread loads at a time, where a row is aligned to so many; else it is one word."""
-
-UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
-"""What torch and Triton raise: no memory, no compiler, nowhere to keep what it made, no CUDA."""
 
 MAX_TABLES: Final = 64
 """That are kept: each is of the places of one set of slices."""
@@ -86,19 +83,19 @@ def _digest(numbers, first_row, first_tile, num_tiles, cut: tl.constexpr):  # ty
     begin, end = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
     token = tile * tokens + tl.arange(0, tokens)
     inside = (token >= begin) & (token < end)
-    position = token
+    place = token
     if is_striped:  # `geometry.layout.Stripe`, of this rank and of the other side
         stripes = numbers + tl.load(numbers + 8) + tl.load(row + 8) * 6
-        count, place = tl.load(stripes).to(tl.int32), tl.load(stripes + 1).to(tl.int32)
+        count, number = tl.load(stripes).to(tl.int32), tl.load(stripes + 1).to(tl.int32)
         width, other = tl.load(stripes + 2).to(tl.int32), tl.load(stripes + 3).to(tl.int32)
-        inside &= token // width % count == place
+        inside &= token // width % count == number
         inside &= token // tl.load(stripes + 5).to(tl.int32) % other == tl.load(stripes + 4)
-        position = token // (count * width) * width + token % width
+        place = token // (count * width) * width + token % width
     # Where the content of each token begins.
     size = tl.load(row + 6).to(tl.int32)
-    number = tl.load(row + 5) + position // size
-    block = tl.load(numbers + tl.load(numbers + 4) + number, mask=inside, other=0)
-    address = tl.load(row) + block * tl.load(row + 1) + position % size * tl.load(row + 2)
+    block_at = tl.load(row + 5) + place // size
+    block = tl.load(numbers + tl.load(numbers + 4) + block_at, mask=inside, other=0)
+    address = tl.load(row) + block * tl.load(row + 1) + place % size * tl.load(row + 2)
     first = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), unit)
     factors = numbers + tl.load(numbers + 5)
     if unrolled:
@@ -112,12 +109,7 @@ def _digest(numbers, first_row, first_tile, num_tiles, cut: tl.constexpr):  # ty
         for start in range(0, num_words, chunk):
             sums += _products(first, inside, factors, start, num_words, chunk)
         terms = tl.sum(sums, axis=1)
-    # The position, and `geometry.digest.mix`.
-    offset = tl.load(numbers) + token.to(tl.int64) * tl.load(numbers + 1)
-    terms += offset.to(tl.uint64, bitcast=True)
-    terms = (terms ^ (terms >> 30)) * 0xBF58476D1CE4E5B9
-    terms = (terms ^ (terms >> 27)) * 0x94D049BB133111EB
-    terms = terms ^ (terms >> 31)
+    terms = mixed(terms + position(tl.load(numbers), tl.load(numbers + 1), token))
     total = tl.sum(tl.where(inside, terms.to(tl.int64, bitcast=True), 0))
     which = tl.load(row + 9)
     column = tile * tokens // tl.load(numbers + 2).to(tl.int32)
@@ -192,7 +184,7 @@ class GpuDigester(Digester):
                 _check(region)
         self._device = torch.device("cuda", layout.device)
         self._tables: dict[tuple[SlicePlace, ...], _Table] = {}
-        with _translated():
+        with translated(DigestError, "making a stream"):
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._warm_up(layout)
 
@@ -220,7 +212,11 @@ class GpuDigester(Digester):
 
     def _steps(self, kernel_input: _KernelInput) -> Steps:
         rows_at, columns_at = kernel_input.sums_at
-        with _translated(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with (
+            translated(DigestError, "starting a digest"),
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._stream),
+        ):
             there = (
                 torch.from_numpy(kernel_input.numbers)
                 .pin_memory()
@@ -239,17 +235,8 @@ class GpuDigester(Digester):
         return Digest(result[:split].copy(), result[split:].copy())
 
 
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """What torch and Triton raise becomes a DigestError."""
-    try:
-        yield
-    except UNABLE as error:
-        raise DigestError(f"{type(error).__name__}: {error}") from error
-
-
 def _has_happened(event: torch.cuda.Event) -> bool:
-    with _translated():
+    with translated(DigestError, "digesting"):
         return bool(event.query())  # type: ignore[no-untyped-call]
 
 
@@ -320,17 +307,20 @@ class _Table:
 
         Layers of a group share their block numbers.
         """
-        places: dict[int, int] = {}
+        places: dict[tuple[int, int], int] = {}
+        """By block numbers and first token: where the number of the region's block 0 would be."""
         blocks: list[npt.NDArray[np.int32]] = []
+        tokens = np.empty((len(local_slices), 3), dtype=np.int64)
         num_blocks = 0
-        for local in local_slices:
-            if id(local.ids) not in places:
-                places[id(local.ids)] = num_blocks
-                blocks.append(local.ids)
-                num_blocks += len(local.ids)
-        tokens = [(local.begin, local.end, _blocks_at(local, places)) for local in local_slices]
+        for number, (place, begin, end, ids) in enumerate(local_slices):
+            if (id(ids), begin) not in places:
+                first = local_slices[number].first_position // place.group.block_size
+                places[id(ids), begin] = num_blocks - first
+                blocks.append(ids)
+                num_blocks += len(ids)
+            tokens[number] = begin, end, places[id(ids), begin]
         rows = self._rows.copy()
-        rows[:, [BEGIN, END, BLOCKS_AT]] = np.array(tokens, np.int64)[self._slices]
+        rows[:, [BEGIN, END, BLOCKS_AT]] = tokens[self._slices]
         launches = [_launch(numbers, rows, *kind) for numbers, kind in self._launches]
         return rows, np.concatenate(blocks).astype(np.int64), launches
 
@@ -352,11 +342,6 @@ def _row(local: LocalSlice, stripes_at: int) -> tuple[int, ...]:
         stripes_at,
         local.region.head_stride,
     )
-
-
-def _blocks_at(local: LocalSlice, places: dict[int, int]) -> int:
-    """Where the number of the region's block 0 would be, if that of its first token is there."""
-    return places[id(local.ids)] - local.first_position // local.group.block_size
 
 
 def _kinds(rows: Ints, local_slices: Sequence[LocalSlice], slices: Ints) -> Ints:

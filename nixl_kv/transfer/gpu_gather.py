@@ -4,6 +4,7 @@ This module is imported only where the cache is in GPU memory: Triton is only th
 """
 
 import contextlib
+import logging
 import select
 import threading
 from collections.abc import Callable, Sequence
@@ -13,12 +14,17 @@ import numpy as np
 import torch
 
 from nixl_kv.errors import TransportError
-from nixl_kv.geometry.layout import Span
+from nixl_kv.geometry.contents import Contents, content_size
+from nixl_kv.geometry.digest import Digest
+from nixl_kv.geometry.layout import CacheLayout, Span
 from nixl_kv.geometry.plan import Pieces, Plan
 from nixl_kv.geometry.tiles import Tiling
 from nixl_kv.protocol import messages
-from nixl_kv.transfer.gpu_copy import CopyRun, KernelStream
+from nixl_kv.transfer.gather import Wanted
+from nixl_kv.transfer.gpu_copy import TILE_BYTES, CopyRun, KernelStream
 from nixl_kv.transfer.gpu_memory import Mapping, export
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,18 +32,25 @@ class _MappedPlan:
     mapping: Mapping
     tiling: Tiling
     rows: torch.Tensor
+    contents: Contents | None
 
 
 class GpuGather:
     """See `gather.Gather`. Kernels run one after the other, on a stream of their own."""
 
-    def __init__(self, device: int, on_owner_ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: int,
+        on_owner_ended: Callable[[], None],
+        digested: CacheLayout | None = None,
+    ) -> None:
         """Make a stream, and compile the kernels, which needs seconds the first time.
 
         Args:
             device: the ordinal of this rank's GPU.
             on_owner_ended: called on another thread when a process has ended whose memory is
                 mapped, after it was counted in `num_ended`.
+            digested: this rank's cache, where what is read is to be verified.
 
         Raises:
             TransportError: if that cannot be done here.
@@ -46,7 +59,8 @@ class GpuGather:
         self._device = device
         self._on_owner_ended = on_owner_ended
         self._owners = select.epoll()
-        self._stream = KernelStream(device)
+        self._layout = digested
+        self._stream = KernelStream(device, content_size(digested) if digested else 0)
         mine = self._stream.to_device(np.zeros(1, dtype=np.int64))
         with contextlib.suppress(TransportError):  # no handles: what counts is who is asked first
             export([Span(mine.data_ptr(), mine.nbytes)], device)
@@ -60,7 +74,8 @@ class GpuGather:
             tiling = Tiling(plan, mapping.locate)
             if not len(tiling.rows):
                 raise TransportError("nothing of it is read")
-            rows = self._stream.to_device(tiling.rows)
+            contents = self._contents(tiling, plan)
+            rows = self._stream.to_device(tiling.rows if contents is None else contents.numbers)
             # Part of what the other GPU's first use costs; 115 ms remain, see docs/benchmarks.md.
             self._stream.touch(int(tiling.rows[0, 1]))
             try:
@@ -68,7 +83,7 @@ class GpuGather:
             except OSError as error:
                 raise TransportError(f"watching process {exported.pid}: {error}") from error
             undo.pop_all()
-        return _MappedPlan(mapping, tiling, rows)
+        return _MappedPlan(mapping, tiling, rows, contents)
 
     def unmap(self, mapped: _MappedPlan) -> None:
         """Unmap it: its owner's descriptor is closed, and so no longer watched."""
@@ -78,17 +93,39 @@ class GpuGather:
         """Ask the kernel for the owner."""
         return not mapped.mapping.has_owner_ended
 
-    def read(self, mapped: _MappedPlan, pieces: Sequence[Pieces]) -> CopyRun:
+    def can_digest(self, mapped: _MappedPlan) -> bool:
+        """Where all its runs are of whole heads and tokens."""
+        return mapped.contents is not None
+
+    def read(
+        self, mapped: _MappedPlan, pieces: Sequence[Pieces], wanted: Wanted | None = None
+    ) -> CopyRun:
         """One launch per alignment of the plan's rows: one for most."""
-        return self._stream.copy(mapped.tiling, mapped.rows, pieces)
+        launches = mapped.tiling.launches(pieces, TILE_BYTES)
+        contents, digested = mapped.contents, None
+        if wanted is not None and contents is not None:
+            digested = contents.request(*wanted, pieces, launches[0]), contents.size
+        return self._stream.copy(launches, mapped.rows, digested)
 
     def poll(self, read: CopyRun) -> bool:
         """Ask for the event behind its kernels."""
         return self._stream.has_ended(read, "reading mapped memory")
 
+    def digest(self, read: CopyRun) -> Digest | None:
+        """What the kernel has summed up."""
+        return read.digest
+
     def close(self) -> None:
         """Wait for all kernels."""
         self._stream.wait()
+
+    def _contents(self, tiling: Tiling, plan: Plan) -> Contents | None:
+        """What a digest needs; None where none is wanted, or it cannot be made so."""
+        try:
+            return None if self._layout is None else Contents(tiling, plan, self._layout)
+        except ValueError as error:
+            logger.info("what is read is digested after it has landed: %s", error)
+            return None
 
     def _watch_owners(self) -> None:
         while True:

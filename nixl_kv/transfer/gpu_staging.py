@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import Pieces, Plan
 from nixl_kv.geometry.tiles import Tiling
-from nixl_kv.transfer.gpu_copy import CopyRun, KernelStream, translated
+from nixl_kv.transfer.gpu_copy import TILE_BYTES, CopyRun, KernelStream
+from nixl_kv.transfer.gpu_errors import translated
 from nixl_kv.transfer.staging import PAGE
 
 
@@ -24,7 +26,7 @@ class GpuMemory:
         Raises:
             TransportError: if the GPU has not so many.
         """
-        with translated("allocating staging memory"):
+        with translated(TransportError, "allocating staging memory"):
             self._memory = torch.empty(length + PAGE, dtype=torch.uint8, device=f"cuda:{device}")
         self.span = Span(-(-self._memory.data_ptr() // PAGE) * PAGE, length)
 
@@ -53,7 +55,8 @@ class GpuCopier:
 
     def start(self, prepared: _Prepared, pieces: Sequence[Pieces]) -> CopyRun:
         """One launch per alignment of the plan's rows: one for most."""
-        return self._stream.copy(prepared.tiling, prepared.rows, pieces)
+        launches = prepared.tiling.launches(pieces, TILE_BYTES)
+        return self._stream.copy(launches, prepared.rows)
 
     def poll(self, copy: CopyRun) -> bool:
         """Ask for the event behind its kernels."""

@@ -19,12 +19,14 @@ import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry import blocks
+from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
+from nixl_kv.geometry.slices import KVSlice, LocalSlice
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.transfer.digests import block_tables
-from nixl_kv.transfer.gather import GatherRead
+from nixl_kv.transfer.digests import DigestQueue, block_tables
+from nixl_kv.transfer.gather import GatherRead, Wanted
 from nixl_kv.transfer.paths import Link, Path
 from nixl_kv.transfer.remote_peers import PreparedPeers, PreparedRank, RemotePeers
 from nixl_kv.transfer.scratch import Scratch, make_scratch
@@ -106,6 +108,25 @@ class _Data:
     goes_on_alone: bool  # who reads has nothing to do before its end
 
 
+@dataclass(frozen=True)
+class _Digested:
+    """What is digested while it is read, for whom."""
+
+    digests: DigestQueue
+    landing: events.DigestLanded
+    slices: list[LocalSlice]
+
+    @property
+    def wanted(self) -> Wanted:
+        """As a gather is asked for it."""
+        return Wanted(Key(self.landing.claim), self.slices)
+
+    def keep(self, made: Digest | None) -> None:
+        """All of it has landed."""
+        if made is not None:
+            self.digests.keep(self.landing, self.slices, made)
+
+
 @dataclass(eq=False)
 class ActiveRead:
     """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
@@ -117,6 +138,7 @@ class ActiveRead:
     started_at: float
     data: _Data | None = None
     slot: int | None = None
+    digested: _Digested | None = None
     is_abandoned: bool = False
     error: str = ""  # it cannot be told whether it goes on, so it is abandoned too
 
@@ -171,7 +193,7 @@ class ReadAgent:
         self._free_slots = list(range(self._slots.count))
         self._slot_list = self.transport.prepare(self._slots.rows(), "DRAM", None)
         self._indices = IndexBuffer()
-        self._gather = peers.means.gather
+        self._gather, self._digests = peers.means.gather, peers.means.digests
         self._num_ended = 0  # of `Gather.num_ended`, what has been dealt with
         self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
 
@@ -231,24 +253,24 @@ class ReadAgent:
             is_alone = all(read.warms_up for read in self.reads)
             goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
             data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
+            slices, digested = self._slices(prepared, load), None
             started_at = self._clock()
             if staged is not None:
                 handle = staged
             elif path == "gather" and self._gather is not None:
-                handle = self._gather.read(prepared.mapped, pieces)
+                digested = self._digested(prepared, action, slices)
+                wanted = None if digested is None else digested.wanted
+                handle = self._gather.read(prepared.mapped, pieces, wanted)
             else:
                 indices = prepared.plan.indices(pieces, self._indices)
                 handle = self.transport.read(prepared.local, prepared.remote_list, indices)
         except (TransportError, ValueError) as error:
             self._note(error, action.peer)
             return [events.ReadFailed(request, rank, str(error))]
-        read = ActiveRead(handle, action.peer, request, rank, started_at, data)
+        read = ActiveRead(handle, action.peer, request, rank, started_at, data, digested=digested)
         self.reads.append(read)
-        wanted = self._advance(read)
-        if not load.verify:
-            return wanted
-        slices = prepared.namer.name(block_tables(self._layout, load.tables))
-        return [events.ReadStarted(request, rank, slices), *wanted]
+        chunks = self._advance(read)
+        return [events.ReadStarted(request, rank, slices), *chunks] if load.verify else chunks
 
     def read_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
         """Go on with a read by chunks, if it is one of this agent's."""
@@ -436,8 +458,27 @@ class ReadAgent:
             generation = self._slots.read(read.slot)
             self._free_slots.append(read.slot)
             return events.SlotRead(read.request, read.rank, generation)
+        if read.digested is not None and self._gather is not None:
+            read.digested.keep(self._gather.digest(read.handle))
         seconds = self._clock() - read.started_at
         return _read_done(read, seconds)
+
+    def _slices(self, prepared: PreparedRank, load: events.StartLoad) -> tuple[KVSlice, ...]:
+        """What a load to be verified reads from a rank."""
+        tables = block_tables(self._layout, load.tables)
+        return prepared.namer.name(tables) if load.verify else ()
+
+    def _digested(
+        self, prepared: PreparedRank, action: events.StartRead, slices: tuple[KVSlice, ...]
+    ) -> _Digested | None:
+        """What is digested while it is gathered, if that can be."""
+        gather, digests = self._gather, self._digests
+        if not slices or gather is None or digests is None:
+            return None
+        if not gather.can_digest(prepared.mapped):
+            return None
+        landing = events.DigestLanded(action.rank, slices, action.load, action.grant.claim)
+        return _Digested(digests, landing, digests.slices_of(landing))
 
     def _poll_handle(self, read: ActiveRead) -> bool:
         if isinstance(read.handle, StagedRead):

@@ -19,7 +19,10 @@ from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder
 torch = pytest.importorskip("torch")
 gpu_digests = pytest.importorskip("nixl_kv.transfer.gpu_digests", exc_type=ImportError)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 KEY = Key("ab" * 16)

@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nixl_kv.errors import TransportError
+from nixl_kv.geometry.contents import Contents
+from nixl_kv.geometry.digest import Digest
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Pieces, Plan
 from nixl_kv.geometry.tiles import Tiling
 from nixl_kv.protocol import messages
+from nixl_kv.transfer.gather import Wanted
+from support.digested import digest_of_copy
 from support.oracle import tile_pairs
+
+TILE_BYTES = 256
 
 EXPORT = messages.Export(
     host="here",
@@ -21,7 +28,25 @@ EXPORT = messages.Export(
 @dataclass(eq=False)
 class Mapped:
     tiling: Tiling
+    contents: Contents | None
     has_owner: bool = True
+
+
+@dataclass(eq=False)
+class MemoryRead:
+    mapped: Mapped
+    pieces: Sequence[Pieces]
+    wanted: Wanted | None
+    polls: int
+    digest: Digest | None = None
+
+    def land(self) -> None:
+        for local, remote in tile_pairs(self.mapped.tiling, self.pieces, TILE_BYTES).tolist():
+            ctypes.memmove(local, remote, 1)
+        if self.wanted is not None and self.mapped.contents is not None:
+            self.digest = digest_of_copy(
+                self.mapped.contents, self.mapped.tiling, self.pieces, self.wanted, TILE_BYTES
+            )
 
 
 @dataclass
@@ -29,6 +54,7 @@ class MemoryGather:
     """A read lands at this poll after it was started."""
 
     polls: int = 0
+    digested: CacheLayout | None = None
     is_able: bool = True  # to map memory
     num_ended: int = 0
     mapped: list[Mapped] = field(default_factory=list)
@@ -38,7 +64,9 @@ class MemoryGather:
     def map(self, exported: messages.Export, plan: Plan) -> Mapped:
         if not self.is_able:
             raise TransportError(f"process {exported.pid} is not seen here")
-        self.mapped.append(Mapped(Tiling(plan, lambda first, _: first)))
+        tiling = Tiling(plan, lambda first, _: first)
+        contents = None if self.digested is None else Contents(tiling, plan, self.digested)
+        self.mapped.append(Mapped(tiling, contents))
         return self.mapped[-1]
 
     def unmap(self, mapped: Mapped) -> None:
@@ -53,18 +81,24 @@ class MemoryGather:
             mapped.has_owner = False
         self.num_ended += 1
 
-    def read(self, mapped: Mapped, pieces: Sequence[Pieces]) -> list[object]:
+    def can_digest(self, mapped: Mapped) -> bool:
+        return mapped.contents is not None
+
+    def read(
+        self, mapped: Mapped, pieces: Sequence[Pieces], wanted: Wanted | None = None
+    ) -> MemoryRead:
         assert mapped in self.mapped, "it was unmapped"
         self.num_reads += 1
-        return [self.polls, tile_pairs(mapped.tiling, pieces, 64)]
+        return MemoryRead(mapped, pieces, wanted, self.polls)
 
-    def poll(self, read: list[object]) -> bool:
-        polls, pairs = read
-        read[0] = polls - 1  # type: ignore[operator]
-        if polls == 0:
-            for local, remote in pairs.tolist():  # type: ignore[attr-defined]
-                ctypes.memmove(local, remote, 1)
-        return polls <= 0  # type: ignore[operator]
+    def poll(self, read: MemoryRead) -> bool:
+        if read.polls == 0:
+            read.land()
+        read.polls -= 1
+        return read.polls < 0
+
+    def digest(self, read: MemoryRead) -> Digest | None:
+        return read.digest
 
     def close(self) -> None:
         self.is_closed = True

@@ -27,7 +27,7 @@ from nixl_kv.geometry.tiles import JOB_COLUMNS, Tiling
 TRANSPOSED = ("LBHT", "BLHT", "BHLT", "LHBT")
 ALL_ORDERS = ORDERS + TRANSPOSED
 UNUSED = "unused."  # begins the name of a place in memory that no layer uses
-GUARD = 5  # unused bytes between stores, so that no layer's end touches another store's start
+GUARD = 16  # unused bytes between stores: no layer's end touches another store's start
 
 Dense = Mapping[str, Sequence[np.ndarray]]
 
@@ -406,7 +406,7 @@ def tile_pairs(tiling: Tiling, pieces: Sequence[Pieces], tile_bytes: int) -> np.
         jobs = launch.numbers[: launch.num_jobs * JOB_COLUMNS].reshape(-1, JOB_COLUMNS)
         for tile in range(launch.num_tiles):
             job = jobs[np.flatnonzero(jobs[:, 0] <= tile)[-1]].tolist()
-            before, first_row, num_rows, width, *strides, pieces_at, num_pieces = job
+            before, first_row, num_rows, width, *strides, pieces_at, num_pieces, _ = job
             units = np.arange(tile_bytes // launch.unit) + (tile - before) * (
                 tile_bytes // launch.unit
             )

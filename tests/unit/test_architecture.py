@@ -17,10 +17,12 @@ EXEMPT = frozenset(
     {
         "transfer/gpu_copy.py",  # these run where the cache is in GPU memory
         "transfer/gpu_digests.py",
+        "transfer/gpu_errors.py",
         "transfer/gpu_gather.py",
         "transfer/gpu_memory.py",
         "transfer/gpu_scratch.py",
         "transfer/gpu_staging.py",
+        "transfer/gpu_sums.py",
         "transport/nixl.py",  # names of UCX's own settings
     }
 )

@@ -8,6 +8,9 @@ transport, in one piece from each rank that is read; on GPUs, "copy" is torch's 
 "read of bulk" is the time of bulk divided by that of the read: 1 is the link's speed. Before a
 cell is timed, its bytes are compared.
 
+With --verify each path is also taken by loads that are compared with prefill's bytes: "verify adds"
+is the median of what that added to "load" in a round.
+
 With --against, engines of another checkout run beside ours and do the same. Ratios are ours to
 theirs. All are medians of each round's.
 """
@@ -35,6 +38,7 @@ from lab.bench.timing import FEWEST, ratio, share
 from lab.bench.transfer_cells import (
     ROLES,
     TABLES,
+    VERIFIED,
     Cell,
     cells,
     gpus_of,
@@ -236,6 +240,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="also read with NIXL agents as vLLM's own connector makes them, after the rounds: "
         "their threads spin for as long as they live. Where decode has one rank",
     )
+    parser.add_argument("--verify", action="store_true", help="also with loads that are verified")
     parser.add_argument(
         "--against", type=checkout, metavar="DIR", help="a checkout of nixl_kv to compare with"
     )
@@ -260,8 +265,10 @@ def run(options: argparse.Namespace) -> int:
         f"medians of {options.repeat} or fewer"
     )
     results = Results(title, "rows are good", options.json)
+    kinds = ("", VERIFIED) if options.verify else ("",)
+    paths = [path + kind for path in options.paths for kind in kinds]
     with contextlib.ExitStack() as stack:
-        pairs = {"": stack.enter_context(running_pair(REPO, measured, options.paths, options))}
+        pairs = {"": stack.enter_context(running_pair(REPO, measured, paths, options))}
         if options.against:
             theirs = running_pair(options.against, measured, ["auto"], options)
             pairs[AGAINST] = stack.enter_context(theirs)
@@ -398,6 +405,10 @@ def figures(samples: Mapping[str, Sequence[Sample]], name: str) -> dict[str, str
         measured["copy GB/s"] = num_bytes / statistics.median(copies) / 1e9
     measured["read of bulk"] = share(bulk, times["read"])
     measured["load of bulk"] = share(bulk, times["load"])
+    if name.endswith(VERIFIED):
+        plain = samples[name.removesuffix(VERIFIED)]
+        pairs = zip(times["load"], (sample["load"] for sample in plain), strict=True)
+        measured["verify adds ms"] = statistics.median(more - less for more, less in pairs) * 1e3
     if IN_TREE in samples:
         theirs = statistics.median(sample["read"] for sample in samples[IN_TREE])
         measured["in-tree agent ms"] = theirs * 1e3

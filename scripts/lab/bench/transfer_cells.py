@@ -12,6 +12,8 @@ from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layout
 
 ROLES: Final = ("prefill", "decode")
 TABLES: Final = ("random", "contiguous")
+VERIFIED: Final = ", verified"
+"""Behind the name of a path whose loads are compared with prefill's bytes."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 
 from lab.bench.bulk import BulkReader, BulkServer, Source
 from lab.bench.in_tree_agent import InTreeAgent
-from lab.bench.transfer_cells import Blocks, Cut, Share
+from lab.bench.transfer_cells import VERIFIED, Blocks, Cut, Share
 from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine
 from nixl_kv.config import Config
@@ -164,7 +164,8 @@ class Process:
         engine.prepare_load(request, msgspec.convert(ticket, Ticket))
         wait_until_granted(engine, name)
         cpu, begin = cpu_of_transfer_threads(), time.perf_counter()
-        engine.start_load(request, [self._table], range(self._spec.tokens))
+        is_verified = path.endswith(VERIFIED)
+        engine.start_load(request, [self._table], range(self._spec.tokens), verify=is_verified)
         while not _is_over(engine, name):
             time.sleep(NAP_S)
         load, cpu = time.perf_counter() - begin, cpu_of_transfer_threads() - cpu
@@ -172,6 +173,8 @@ class Process:
         failures = [one.failure for one in reports if one.failure]
         if failures:
             raise RuntimeError(f"{path}: {failures[0].detail}")
+        if any(one.verified != is_verified for one in reports):
+            raise RuntimeError(f"{path}: not all that was to be verified was")
         reads = [read for one in reports for read in one.reads]
         return LoadTimes(
             load,
@@ -330,8 +333,8 @@ def config_of(path: str) -> Config:
         ValueError: if there is no choice of paths.
     """
     if "path" in Config.parsers():
-        chosen: dict[str, Any] = {"path": path}  # not every checkout has the key
-        return replace(CONFIG, **chosen)
+        chosen: dict[str, Any] = {"path": path.removesuffix(VERIFIED)}  # some lack the key
+        return replace(CONFIG, **chosen, verify=float(path.endswith(VERIFIED)))
     if path != AUTO:
         raise ValueError(f"path {path}: this checkout has no choice of paths; allowed: {AUTO}")
     return CONFIG

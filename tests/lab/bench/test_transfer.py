@@ -51,6 +51,21 @@ def test_cells_are_loaded_by_two_checkouts_beside_the_ceiling(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.nixl
+def test_verified_loads_are_loaded_beside(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = ["transfer", "--shape", "tiny", "--tokens", "64", "--repeat", "2", "--tp", "1-1"]
+    command += ["--orders", "BHLNC", "--blocks", "16-16", "--tables", "random", "--verify"]
+    assert bench.main([*command, "--json", str(path)]) == 0
+    results = json.loads(path.read_text(encoding="utf-8"))
+    rows = [result["figures"] for result in results]
+    assert [(row["path"], "verify adds ms" in row) for row in rows] == [
+        ("auto", False),
+        ("auto, verified", True),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
 def test_agents_of_vllms_own_connector_read_beside(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = ["transfer", "--shape", "tiny", "--tokens", "64", "--repeat", "2", "--tp", "2-1"]
@@ -140,6 +155,11 @@ def test_figures_are_medians_and_ratios_of_each_round() -> None:
         "cpu ratio": "1.00 (1.00 to 1.00)",
     }
     assert "load ratio" not in transfer.figures(samples, transfer.AGAINST)
+    later = zip(ours, (3, 1, 2), strict=True)
+    verified = [sample | {"load": sample["load"] + more} for sample, more in later]
+    with_verified = {**samples, "auto, verified": verified}
+    added = transfer.figures(with_verified, "auto, verified")["verify adds ms"]
+    assert added == pytest.approx(2000)
     with_copy = transfer.figures({**samples, transfer.COPY: bulk}, "auto")
     assert with_copy["copy GB/s"] == figures["bulk GB/s"]
 

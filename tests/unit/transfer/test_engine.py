@@ -296,10 +296,25 @@ def test_memory_of_this_process_is_digested_on_the_host(planes: Planes, verify: 
 def test_mapped_memory_is_read_by_who_may_read_it_so(
     planes: Planes, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = SimpleNamespace(GpuGather=lambda device, _wake: f"gather on {device}")
+    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments)
     monkeypatch.setitem(sys.modules, "nixl_kv.transfer.gpu_gather", fake)
     gather = _make_gather(spec_in(planes, "VRAM", config=Config(path=path)), lambda: None)
     assert (gather is not None) == (path in {"auto", "gather"})
+
+
+@pytest.mark.parametrize("verify", [0.0, 0.5])
+def test_what_is_gathered_is_digested_where_loads_are_verified(
+    planes: Planes, verify: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments)
+    monkeypatch.setitem(sys.modules, "nixl_kv.transfer.gpu_gather", fake)
+    spec = spec_in(planes, "VRAM", config=Config(verify=verify))
+
+    def wake() -> None:
+        pass
+
+    digested = spec.layout if verify else None
+    assert _make_gather(spec, wake) == (spec.layout.device, wake, digested)
 
 
 @pytest.fixture

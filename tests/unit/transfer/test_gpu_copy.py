@@ -1,4 +1,7 @@
-"""The kernel that copies runs, by Triton's interpreter: it moves what a plan says, and no more."""
+"""The kernel that copies runs, by Triton's interpreter: it moves what a plan says, and no more.
+
+What it digests meanwhile is prefill's digest.
+"""
 
 import importlib
 import importlib.util
@@ -26,7 +29,7 @@ def test_the_kernel_moves_the_bytes_of_a_plan() -> None:
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.splitlines() == [f"{name}: right" for name in CASES]
+    assert ended.stdout.splitlines() == [f"{name}: right" for name in (*CASES, *DIGESTED)]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -37,8 +40,49 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+DIGESTED: dict[str, dict[str, Any]] = {
+    "digested, whole blocks": {"orders": ("BHLNC", "BHLNC")},
+    "digested, two ranks from one, a hit": {"tp": (2, 1), "tokens": range(4, 21)},
+    "digested, block size 64 to 16": {"block": (16, 64), "tokens": range(32, 190)},
+    "digested, one unit a token": {"size": 16, "orders": ("L2BNHC", "BLHNC")},
+    "digested, 4 KiB a token": {"size": 4096, "tokens": range(9), "tp": (1, 4)},
+}
+
+
 def main() -> None:
     """Copy each case's KV with the kernel, all ranks."""
+    copy_all()
+    digest_all()
+
+
+def digest_all() -> None:
+    """Of each case all reads, by the kernel and by the reference on prefill's memory."""
+    import torch  # noqa: PLC0415 - only here
+
+    from nixl_kv.transfer import gpu_copy  # noqa: PLC0415
+    from support.cases import typical  # noqa: PLC0415
+    from support.digested import DigestedPair, digest_of, is_equal  # noqa: PLC0415
+    from support.oracle import Layer  # noqa: PLC0415
+
+    for name, changes in DIGESTED.items():
+        others = {key: value for key, value in changes.items() if key != "size"}
+        size = changes.get("size", 64)
+        model = tuple(Layer(layer, 4, size, size) for layer in "abc")
+        for read in DigestedPair(typical(**{"model": model} | others)).reads():
+            (launch,) = read.tiling.launches(read.pieces, gpu_copy.TILE_BYTES)
+            digest_input = read.contents.request(*read.local, read.pieces, launch)
+            expected = digest_of(*read.remote)
+            numbers, rows, sums = map(
+                torch.from_numpy, (launch.numbers, read.contents.numbers, digest_input.numbers)
+            )
+            gpu_copy.launch_copy(launch, numbers, rows, (sums, read.contents.size))
+            assert is_equal(digest_input.digest(sums.numpy()), expected)
+            assert is_equal(digest_of(*read.local), expected), "copied elsewhere"
+        print(f"{name}: right")  # noqa: T201
+
+
+def copy_all() -> None:
+    """Of each case."""
     import torch  # noqa: PLC0415 - only here
 
     from nixl_kv.geometry.plan import plan  # noqa: PLC0415

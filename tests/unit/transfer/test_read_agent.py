@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,16 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
 from nixl_kv.protocol.events import (
+    CompareDigest,
     DataEvent,
+    DigestCompared,
+    DigestLanded,
+    DigestMade,
+    MakeDigest,
     PeerKey,
     ReadDone,
     ReadFailed,
@@ -25,13 +32,14 @@ from nixl_kv.protocol.events import (
     StartLoad,
     StartRead,
 )
+from nixl_kv.transfer.digests import DigestEvent, DigestQueue, HostDigester
 from nixl_kv.transfer.gather import Means
 from nixl_kv.transfer.read_agent import MAX_SLOT_READS, ReadAgent, open_transport
 from nixl_kv.transfer.remote_peers import RemotePeers
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.memory_gather import EXPORT, MemoryGather
 from support.readable import ReadableRank, engine_of
-from support.records import D1, PEER, grant
+from support.records import CLAIM, D1, PEER, digest_reply, digest_request, grant
 from support.stepped import Background, Clock
 
 SIZES = Sizes()
@@ -42,11 +50,14 @@ UNKNOWN = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
 class Reading:
     """A decode rank's agent, and the prefill rank that it reads."""
 
-    def __init__(self, means: Means | None = None) -> None:
+    def __init__(
+        self, make_means: Callable[[CacheLayout], Means] | None = None, sizes: Sizes = SIZES
+    ) -> None:
         self.fabric, self.clock = Fabric(), Clock()
-        self.prefill = ReadableRank(self.fabric, SIZES)
-        self.cache = Cache(SIZES).fill(2)
+        self.prefill = ReadableRank(self.fabric, sizes)
+        self.cache = Cache(sizes).fill(2)
         layout = dataclasses.replace(self.cache.layout(), memory="VRAM")
+        means = None if make_means is None else make_means(layout)
         self.peers = RemotePeers(layout, R0, MODEL, means=means)
         engine = engine_of(self.prefill)
         ranks = tuple(replace(rank, export=EXPORT) for rank in engine.ranks)
@@ -273,7 +284,7 @@ class Gathering(Reading):
 
     def __init__(self, *, is_able: bool = True) -> None:
         self.gather = MemoryGather(is_able=is_able)
-        super().__init__(Means(self.gather, "gather"))
+        super().__init__(lambda _: Means(self.gather, "gather"))
 
     def read(self) -> list[DataEvent]:
         return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()
@@ -334,6 +345,91 @@ def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
     assert reading.gather.is_closed
     assert reading.gather.mapped == []
     assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
+
+
+class Digesting(Reading):
+    """What is gathered is digested meanwhile, or after it has landed."""
+
+    def __init__(self, *, meanwhile: bool = True) -> None:
+        self.made: defaultdict[str, float] = defaultdict(float)
+        self.gather = MemoryGather()
+
+        def means(layout: CacheLayout) -> Means:
+            self.digests = DigestQueue(layout, HostDigester(), self.made)
+            self.gather.digested = layout if meanwhile else None
+            return Means(self.gather, "gather", digests=self.digests)
+
+        super().__init__(means, Sizes(key=32, value=32))
+        self.load = StartLoad(D1, 0, 7, (Table.of([2, 9]),), verify=True)
+
+    def read_slices(self) -> tuple[KVSlice, ...]:
+        """What a read has said that it reads, when it has landed."""
+        (started,) = self.start([2, 9], [7, 3], range(7), verify=True)
+        assert isinstance(started, ReadStarted)
+        (done,) = self.agent.poll()
+        assert isinstance(done, ReadDone)
+        return started.slices
+
+    def compare(self, slices: tuple[KVSlice, ...]) -> DigestCompared:
+        """With prefill's digest, as the machine does."""
+        landed = DigestLanded(R0, slices, self.load, CLAIM)
+        assert self.digests.add(landed) is None
+        theirs = DigestQueue(self.prefill.cache.layout(), HostDigester(), defaultdict(float))
+        wanted = digest_request(end=7, slices=slices)
+        assert theirs.add(MakeDigest(b"", wanted, (Table.of([7, 3]),))) is None
+        made = digest_event(theirs)
+        assert isinstance(made, DigestMade)
+        reply = digest_reply(rows=made.rows, columns=made.columns)
+        compared = self.digests.add(CompareDigest(R0, slices, self.load, reply))
+        if compared is None:
+            compared = digest_event(self.digests)
+        assert isinstance(compared, DigestCompared)
+        assert compared.refusal is None
+        return compared
+
+
+def digest_event(digests: DigestQueue) -> DigestEvent:
+    while True:
+        for event in digests.poll(lambda _: True):
+            return event
+
+
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_what_is_gathered_has_prefills_digest(meanwhile: bool) -> None:  # noqa: FBT001
+    reading = Digesting(meanwhile=meanwhile)
+    slices = reading.read_slices()
+    assert reading.made["digests"] == meanwhile
+    assert reading.compare(slices).difference is None
+    assert reading.made["digests"] == 1
+    assert reading.made["digest_bytes"] == 7 * SIZES.layers * SIZES.heads * 64
+
+
+def test_what_was_digested_meanwhile_is_not_read_again() -> None:
+    reading = Digesting()
+    slices = reading.read_slices()
+    reading.cache.memory[:] = 0
+    assert reading.compare(slices).difference is None
+    reading.prefill.cache.view[1, 7, 0, 2, 0] += 1
+    slices = reading.read_slices()
+    reading.prefill.cache.view[1, 7, 0, 2, 0] -= 1
+    difference = reading.compare(slices).difference
+    assert difference is not None
+    assert difference.startswith("K of head 0 of layer layer.1 differs in tokens 0 to 6")
+
+
+def test_the_digest_of_a_read_that_nobody_waits_for_is_forgotten() -> None:
+    reading = Digesting()
+    slices = reading.read_slices()
+    assert reading.digests.poll(lambda _: False) == []
+    reading.cache.memory[:] = 0
+    assert reading.compare(slices).difference is not None
+
+
+def test_what_is_not_verified_is_not_digested() -> None:
+    reading = Digesting()
+    assert reading.start([2, 9], [7, 3], range(7)) == []
+    assert len(reading.agent.poll()) == 1
+    assert reading.made["digests"] == 0
 
 
 def test_a_read_that_was_alone_corrects_the_estimate() -> None:

@@ -1,0 +1,33 @@
+"""Each path between two processes on one GPU: the bytes are right, also as prefill's digest says.
+
+python -m pytest -s -m gpu tests/gpu/test_paths.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
+
+from lab.bench import __main__ as bench  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.mark.parametrize("path", ["gather", "staged", "direct"])
+def test_the_right_bytes_arrive(path: str, tmp_path: Path) -> None:
+    """The program compares them, and ends well only if all are right and all loads verified."""
+    figures = tmp_path / "figures.json"
+    command = ["transfer", "--device", "cuda", "--shape", "tiny", "--tokens", "512", "--verify"]
+    command += ["--paths", path, "--repeat", "2", "--tp", "1-1", "2-1", "1-2"]
+    command += ["--orders", "BHLNC", "LBHNC", "--blocks", "16-16", "16-64", "64-16"]
+    assert bench.main([*command, "--json", str(figures)]) == 0
+    results = json.loads(figures.read_text(encoding="utf-8"))
+    assert len(results) == 3 * 2 * 3 * 2 * 2
+    assert {result["verdict"] for result in results} == {"same bytes"}
