@@ -8,7 +8,8 @@ How long a read takes on each is estimated as
 
     start + a * runs + b * bytes
 
-The numbers that a link begins with were measured: between GPUs see docs/benchmarks.md. Every read
+The numbers that a link begins with were measured: between GPUs see docs/benchmarks.md. Those of
+direct reads are then measured again, when its host is met for the first time (`probes`). Every read
 that began while its rank read nothing else corrects them; others say more of what was beside them.
 """
 
@@ -92,6 +93,8 @@ class Link:
 
     def __init__(self, memory: Memory, wanted: str = "auto") -> None:
         """Start with what is known of all links; `wanted` is taken wherever it can be."""
+        self.is_probed = False
+        """Whether it was measured, or is being measured, how fast direct reads are."""
         self._memory = memory
         self._wanted = wanted
         self._estimates: dict[Path, Estimate] = {}
@@ -108,6 +111,17 @@ class Link:
         for other, estimate in self._estimates.items():
             if other != path:
                 estimate.fade()
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether it counts how fast paths are."""
+        return self._wanted == "auto"
+
+    def on_probed(self, costs: tuple[float, float, float]) -> None:
+        """Direct reads were measured; what is packed crosses the same link."""
+        self._estimates["direct"] = Estimate(costs)
+        start, run, byte = FIRST["staged", self._memory]
+        self._estimates["staged"] = Estimate((start, run, max(byte, costs[2])))
 
     def choose(self, paths: Collection[Path], num_runs: int, num_bytes: int) -> Path:
         """Of these paths the one that is wanted, or takes least time; the first one of equals."""

@@ -5,11 +5,12 @@ protocol's affair. Runs on the transfer thread alone.
 
 A rank that can be read is read at once, for nothing: a slot, and some bytes of its cache into
 memory that is nobody's. The first read of a peer pays for the connection and for mapping its
-memory; so that is paid while the rank is still being asked, and by nobody who waits.
+memory; so that is paid while the rank is still being asked, and by nobody who waits. Of the first
+rank on a host it is then measured how fast it is read, where there is a choice of paths.
 """
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from nixl_kv.protocol import events
 from nixl_kv.transfer.digests import DigestQueue, block_tables
 from nixl_kv.transfer.gather import GatherRead, Wanted
 from nixl_kv.transfer.paths import Link, Path
+from nixl_kv.transfer.probes import Prober
 from nixl_kv.transfer.remote_peers import PreparedPeers, PreparedRank, RemotePeers
 from nixl_kv.transfer.scratch import Scratch, make_scratch
 from nixl_kv.transfer.staged_read import StagedRead
@@ -127,6 +129,16 @@ class _Digested:
             self.digests.keep(self.landing, self.slices, made)
 
 
+@dataclass(frozen=True)
+class _Probing:
+    """A rank of which it is being measured how fast it is read."""
+
+    peer: events.PeerKey
+    prepared: PreparedRank
+    prober: Prober
+    lists: tuple[ListHandle, ListHandle]
+
+
 @dataclass(eq=False)
 class ActiveRead:
     """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
@@ -139,6 +151,7 @@ class ActiveRead:
     data: _Data | None = None
     slot: int | None = None
     digested: _Digested | None = None
+    probing: _Probing | None = None
     is_abandoned: bool = False
     error: str = ""  # it cannot be told whether it goes on, so it is abandoned too
 
@@ -195,6 +208,7 @@ class ReadAgent:
         self._indices = IndexBuffer()
         self._gather, self._digests = peers.means.gather, peers.means.digests
         self._num_ended = 0  # of `Gather.num_ended`, what has been dealt with
+        self._to_probe: deque[_Probing] = deque()
         self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
 
     def __repr__(self) -> str:
@@ -212,7 +226,8 @@ class ReadAgent:
         """Whether a peer is being prepared, or the end of a read is waited for."""
         since = self._clock() - WARM_UP_S
         awaits = any(not read.warms_up or read.started_at > since for read in self.reads)
-        return awaits or self.peers.is_busy
+        is_to_probe = bool(self._to_probe) and not self.reads
+        return awaits or is_to_probe or self.peers.is_busy
 
     @property
     def pause_s(self) -> float:
@@ -328,6 +343,7 @@ class ReadAgent:
                 self._on_warm(read, event)
             else:
                 ended.append(event)
+        self._probe()
         return ended
 
     def fail_all(self) -> list[events.DataEvent]:
@@ -414,6 +430,7 @@ class ReadAgent:
         pieces: tuple[Indices, Indices],
         *,
         slot: int | None = None,
+        probing: _Probing | None = None,
     ) -> None:
         started_at = self._clock()
         try:
@@ -422,14 +439,62 @@ class ReadAgent:
             if slot is not None:
                 self._free_slots.append(slot)
             raise
-        self.reads.append(ActiveRead(handle, peer, WARM_UP, prepared.rank, started_at, slot=slot))
+        self.reads.append(
+            ActiveRead(handle, peer, WARM_UP, prepared.rank, started_at, slot=slot, probing=probing)
+        )
 
     def _on_warm(self, read: ActiveRead, event: events.DataEvent) -> None:
+        seconds = self._clock() - read.started_at
         if isinstance(event, events.ReadFailed):
             logger.info("the first read of %s failed: %s", read.peer, event.reason)
+        elif read.probing is not None:
+            read.probing.prober.on_end(seconds)
+            self._to_probe.append(read.probing)
         else:
             self._counts["warm_ups"] += 1
-            self._counts["warm_up_seconds"] += self._clock() - read.started_at
+            self._counts["warm_up_seconds"] += seconds
+            if read.slot is None:
+                self._look_at_link(read.peer, read.rank)
+
+    def _look_at_link(self, peer: events.PeerKey, rank: Rank) -> None:
+        """If there is a choice, and it was not measured before; it can be connected by now."""
+        if self._scratch is None or not self.peers.has(peer, rank):
+            return
+        prepared = self.peers.get(peer, rank)
+        link = prepared.link
+        if link.is_probed or not link.has_choice or len(self._paths(prepared)) == 1:
+            return
+        link.is_probed = True
+        remote, scratch = prepared.remote.layout, self._scratch.span
+        try:
+            prober = Prober(self._layout, remote, scratch)
+            lists = (
+                self.transport.prepare(prober.rows[0], self._layout.memory, None),
+                self.transport.prepare(prober.rows[1], remote.memory, prepared.name),
+            )
+        except (TransportError, ValueError) as error:
+            logger.info("how fast %s is read is not measured: %s", peer, error)
+            return
+        self._to_probe.append(_Probing(peer, prepared, prober, lists))
+
+    def _probe(self) -> None:
+        """Go on with what is being measured, while nothing else is read."""
+        while self._to_probe and not self.reads:
+            one = self._to_probe.popleft()
+            pieces = one.prober.next
+            if pieces is None:
+                costs = one.prober.costs
+                one.prepared.link.on_probed(costs)
+                logger.info(
+                    "reads of %s take %.0f us, %.2f us a run and 1 s for %.1f GB",
+                    *(one.peer, costs[0] * 1e6, costs[1] * 1e6, 1e-9 / costs[2]),
+                )
+            elif self.peers.is_ready(one.peer, one.prepared):
+                try:
+                    self._post_warm_up(one.peer, one.prepared, one.lists, pieces, probing=one)
+                except TransportError as error:
+                    logger.info("reading %s failed: %s", one.peer, error)
+                    self._note(error, one.peer)
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
         """NIXL does not connect again by itself: all later reads of that peer would fail, too."""

@@ -293,6 +293,10 @@ class PreparedPeers:
         """Whether this rank can be read."""
         return rank in self._prepared.get(peer, {})
 
+    def is_ready(self, peer: PeerKey, prepared: PreparedRank) -> bool:
+        """Whether this rank can still be read as it was prepared."""
+        return self._prepared.get(peer, {}).get(prepared.rank) is prepared
+
     def get(self, peer: PeerKey, rank: Rank) -> PreparedRank:
         """One rank of a peer.
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from nixl_kv.geometry.layout import CacheLayout, Span
 
-SCRATCH_BYTES: Final = 4096
+SCRATCH_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
 from nixl_kv.protocol.events import (
@@ -51,12 +51,15 @@ class Reading:
     """A decode rank's agent, and the prefill rank that it reads."""
 
     def __init__(
-        self, make_means: Callable[[CacheLayout], Means] | None = None, sizes: Sizes = SIZES
+        self,
+        make_means: Callable[[CacheLayout], Means] | None = None,
+        sizes: Sizes = SIZES,
+        memory: Memory = "VRAM",
     ) -> None:
         self.fabric, self.clock = Fabric(), Clock()
         self.prefill = ReadableRank(self.fabric, sizes)
         self.cache = Cache(sizes).fill(2)
-        layout = dataclasses.replace(self.cache.layout(), memory="VRAM")
+        layout = dataclasses.replace(self.cache.layout(), memory=memory)
         means = None if make_means is None else make_means(layout)
         self.peers = RemotePeers(layout, R0, MODEL, means=means)
         engine = engine_of(self.prefill)
@@ -430,6 +433,57 @@ def test_what_is_not_verified_is_not_digested() -> None:
     assert reading.start([2, 9], [7, 3], range(7)) == []
     assert len(reading.agent.poll()) == 1
     assert reading.made["digests"] == 0
+
+
+class Probing(Reading):
+    """Memory that is long enough to measure how fast it is read: a read takes what it costs."""
+
+    COSTS = (200e-6, 5e-6, 1 / 2e9)
+
+    def __init__(self, wanted: str = "auto", *, blocks: int = 700) -> None:
+        self.gather = MemoryGather()
+        sizes = Sizes(blocks=blocks, heads=8, key=128, value=128)
+        self.posted: list[tuple[int, int]] = []  # runs and bytes
+        with pytest.MonkeyPatch.context() as patch:
+            read = MemoryTransport.read
+
+            def timed(transport: Any, local: Any, remote: Any, indices: Any) -> Any:
+                handle = read(transport, local, remote, indices)
+                num_bytes = sum(length for (_, length), _ in handle.pairs)
+                self.posted.append((len(indices[0]), num_bytes))
+                start, run, byte = self.COSTS
+                self.clock.now += start + run * len(indices[0]) + byte * num_bytes
+                return handle
+
+            patch.setattr(MemoryTransport, "read", timed)
+            super().__init__(lambda _: Means(self.gather, wanted), sizes, "DRAM")
+            self.link = self.agent.peers.get(PEER, R0).link
+            self.poll()
+            self.num_first = len(self.posted)
+            self.agent.peers.drop(PEER)
+            self.prepare()
+            self.poll()
+
+    def poll(self) -> None:
+        while self.agent.is_busy:
+            assert self.agent.poll() == []
+
+
+def test_of_a_host_that_is_met_it_is_measured_how_fast_it_is_read() -> None:
+    reading = Probing()
+    estimate = reading.link.estimate("direct")
+    start, run, byte = Probing.COSTS
+    for num_runs, num_bytes in ((1, 1), (36864, 1 << 26), (500, 1 << 30)):
+        seconds = start + run * num_runs + byte * num_bytes
+        assert estimate.seconds(num_runs, num_bytes) == pytest.approx(seconds, rel=0.01)
+    assert reading.num_first == 2 + 3 + 2 + 1
+    assert len(reading.posted) == reading.num_first + 2, "measured when it was met again"
+
+
+@pytest.mark.parametrize(("wanted", "blocks"), [("gather", 700), ("direct", 700), ("auto", 10)])
+def test_what_tells_nothing_is_not_measured(wanted: str, blocks: int) -> None:
+    """There is no choice of paths, or too little memory."""
+    assert Probing(wanted, blocks=blocks).num_first == 2
 
 
 def test_a_read_that_was_alone_corrects_the_estimate() -> None:

@@ -1,0 +1,94 @@
+"""First reads of a rank that tell how fast its link is: what they read is thrown away.
+
+One short piece, many short ones, and some long ones, until these take long enough to tell: so what
+a read costs, a run, and a byte. No more than about a millisecond each, but where a link is slow.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from nixl_kv.geometry.layout import CacheLayout, Span
+from nixl_kv.transport.base import Indices, Rows
+
+SHORT_BYTES: Final = 1 << 10
+NUM_SHORT: Final = 1 << 10
+LONG_BYTES: Final = 1 << 20
+NUM_LONG: Final = 8
+GROWTH: Final = 4
+MOST_LONG: Final = NUM_LONG * GROWTH**2
+LONG_S: Final = 1e-3
+"""Many looks at a read: then it does not count when the last one was."""
+
+NUM_SINGLE: Final = 3
+"""The first one does not count: it may be the first use of that memory."""
+NUM_MANY: Final = 2
+
+LEAST: Final = (1e-6, 1e-8, 1 / 4e12)
+"""Seconds of a read, of a run, of a byte."""
+
+
+class Prober:
+    """The reads of one rank, one after the other, and what they tell."""
+
+    def __init__(self, layout: CacheLayout, remote: CacheLayout, scratch: Span) -> None:
+        """Read the rank's longest registered memory into `scratch`, one piece over the other.
+
+        Pieces are apart on the other side, so that each is a run.
+
+        Raises:
+            ValueError: if that memory is too short to tell anything.
+        """
+        span = max(remote.spans, key=lambda each: each.length)
+        if span.length < 2 * NUM_LONG * LONG_BYTES or scratch.length < LONG_BYTES:
+            raise ValueError(f"its longest memory has {span.length} bytes")
+        shapes = ((SHORT_BYTES, NUM_SHORT), (LONG_BYTES, NUM_LONG))
+        here = [(scratch.address, length, layout.device, length, 1) for length, _ in shapes]
+        there = [
+            (span.address, length, remote.device, span.length // count, count)
+            for length, count in shapes
+        ]
+        self.rows: tuple[Rows, Rows] = np.array(here, np.uint64), np.array(there, np.uint64)
+        self._singles: list[float] = []
+        self._many: list[float] = []
+        self._long: float | None = None
+        self._num_long = NUM_LONG
+
+    @property
+    def next(self) -> tuple[Indices, Indices] | None:
+        """The pieces of the next read, local and remote; None where all is known."""
+        if len(self._singles) < NUM_SINGLE:
+            return _pieces(0, np.zeros(1, dtype=np.int32))
+        if len(self._many) < NUM_MANY:
+            return _pieces(0, np.arange(NUM_SHORT, dtype=np.int32))
+        if self._long is not None:
+            return None
+        long = np.arange(self._num_long, dtype=np.int32) % NUM_LONG + NUM_SHORT
+        return _pieces(1, long.astype(np.int32))
+
+    def on_end(self, seconds: float) -> None:
+        """The next one has ended, after so long."""
+        if len(self._singles) < NUM_SINGLE:
+            self._singles.append(seconds)
+        elif len(self._many) < NUM_MANY:
+            self._many.append(seconds)
+        elif seconds < LONG_S and self._num_long < MOST_LONG:
+            self._num_long *= GROWTH
+        else:
+            self._long = seconds
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        """Seconds of a read, of a run, of a byte."""
+        single, long = min(self._singles[1:]), self._long or 0.0
+        more = [min(self._many) - single, long - single]
+        runs = [NUM_SHORT - 1, self._num_long - 1]
+        num_bytes = [(NUM_SHORT - 1) * SHORT_BYTES, self._num_long * LONG_BYTES - SHORT_BYTES]
+        run, byte = np.linalg.solve(np.array([runs, num_bytes], dtype=float).T, more).tolist()
+        run, byte = max(run, LEAST[1]), max(byte, LEAST[2])
+        return max(single - run - SHORT_BYTES * byte, LEAST[0]), run, byte
+
+
+def _pieces(row: int, remote: Indices) -> tuple[Indices, Indices]:
+    """On this side all are the one piece of a row."""
+    return np.full(len(remote), row, dtype=np.int32), remote
