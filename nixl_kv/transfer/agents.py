@@ -172,6 +172,8 @@ class Agents:
         while self.polled:
             self.polled[-1].close()
             self.polled.pop()
+        if self.peers.means.gather is not None:
+            self.peers.means.gather.close()
 
     @property
     def current(self) -> ReadAgent:

@@ -30,10 +30,11 @@ class Wanted(NamedTuple):
 
 
 class Gather(Protocol):
-    """One rank's. All methods but `map` and `close` run on the transfer thread."""
+    """One rank's. All methods but `map`, `wait` and `close` run on the transfer thread."""
 
-    num_ended: int
-    """How many processes have ended whose memory is mapped, or was."""
+    @property
+    def num_ended(self) -> int:
+        """How many processes have ended whose memory is mapped, or was."""
 
     def map(self, exported: messages.Export, plan: Plan) -> MappedPlan:
         """Map a peer's memory, and prepare a plan of how it is read.
@@ -72,8 +73,11 @@ class Gather(Protocol):
     def digest(self, read: GatherRead) -> Digest | None:
         """The digest of a read that has landed, if it was wanted."""
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Wait for what is under way; may run on any thread."""
+
+    def close(self) -> None:
+        """Wait likewise, and end what it has in the background; it may be called again."""
 
 
 @dataclass(frozen=True)

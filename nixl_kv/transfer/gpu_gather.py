@@ -5,8 +5,6 @@ This module is imported only where the cache is in GPU memory: Triton is only th
 
 import contextlib
 import logging
-import select
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +21,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.transfer.gather import Wanted
 from nixl_kv.transfer.gpu_copy import TILE_BYTES, CopyRun, KernelStream
 from nixl_kv.transfer.gpu_memory import Mapping, export
+from nixl_kv.transfer.owner_watch import OwnerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +54,18 @@ class GpuGather:
         Raises:
             TransportError: if that cannot be done here.
         """
-        self.num_ended = 0
         self._device = device
-        self._on_owner_ended = on_owner_ended
-        self._owners = select.epoll()
         self._layout = digested
         self._stream = KernelStream(device, content_size(digested) if digested else 0)
         mine = self._stream.to_device(np.zeros(1, dtype=np.int64))
         with contextlib.suppress(TransportError):  # no handles: what counts is who is asked first
             export([Span(mine.data_ptr(), mine.nbytes)], device)
-        threading.Thread(target=self._watch_owners, name="nixl-kv-owners", daemon=True).start()
+        self._owners = OwnerWatch(on_owner_ended)
+
+    @property
+    def num_ended(self) -> int:
+        """By the watch."""
+        return self._owners.num_ended
 
     def map(self, exported: messages.Export, plan: Plan) -> _MappedPlan:
         """Map a peer's memory, and put the plan's rows where kernels read them."""
@@ -79,7 +80,7 @@ class GpuGather:
             # Part of what the other GPU's first use costs; 115 ms remain, see docs/benchmarks.md.
             self._stream.touch(int(tiling.rows[0, 1]))
             try:
-                self._owners.register(mapping.owner, select.EPOLLIN | select.EPOLLONESHOT)
+                self._owners.add(mapping.owner)
             except OSError as error:
                 raise TransportError(f"watching process {exported.pid}: {error}") from error
             undo.pop_all()
@@ -115,9 +116,14 @@ class GpuGather:
         """What the kernel has summed up."""
         return read.digest
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Wait for all kernels."""
         self._stream.wait()
+
+    def close(self) -> None:
+        """Wait for all kernels, and watch no process any more."""
+        self.wait()
+        self._owners.close()
 
     def _contents(self, tiling: Tiling, plan: Plan) -> Contents | None:
         """What a digest needs; None where none is wanted, or it cannot be made so."""
@@ -126,9 +132,3 @@ class GpuGather:
         except ValueError as error:
             logger.info("what is read is digested after it has landed: %s", error)
             return None
-
-    def _watch_owners(self) -> None:
-        while True:
-            for _ in self._owners.poll():
-                self.num_ended += 1
-                self._on_owner_ended()

@@ -383,7 +383,7 @@ class ReadAgent:
             TransportError: if that cannot be proven; it may be called again.
         """
         if self._gather is not None:
-            self._gather.close()  # before anything is unmapped that a kernel reads
+            self._gather.wait()  # before anything is unmapped that a kernel reads
         self.peers.close()
         self.peers.unmap_all()
         for read in self.reads:

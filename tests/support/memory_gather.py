@@ -59,6 +59,7 @@ class MemoryGather:
     num_ended: int = 0
     mapped: list[Mapped] = field(default_factory=list)
     num_reads: int = 0
+    num_waits: int = 0
     is_closed: bool = False
 
     def map(self, exported: messages.Export, plan: Plan) -> Mapped:
@@ -99,6 +100,9 @@ class MemoryGather:
 
     def digest(self, read: MemoryRead) -> Digest | None:
         return read.digest
+
+    def wait(self) -> None:
+        self.num_waits += 1
 
     def close(self) -> None:
         self.is_closed = True

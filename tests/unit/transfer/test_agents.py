@@ -31,10 +31,12 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import Description
 from nixl_kv.transfer.agents import TRY_AGAIN_S, Agents
+from nixl_kv.transfer.gather import Means
 from nixl_kv.transfer.read_agent import WARM_UP_S
 from nixl_kv.transfer.remote_peers import RemotePeers
 from nixl_kv.transport.base import PeerName, Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support.memory_gather import MemoryGather
 from support.readable import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
@@ -543,5 +545,8 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
 def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:
     reading.fabric.reads_hang = True
     reading.start(D1)
+    gather = MemoryGather()
+    reading.agents.peers.means = Means(gather)
     reading.agents.close()
     assert reading.num_transports == 0
+    assert gather.is_closed

@@ -345,7 +345,8 @@ def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
     reading = Gathering()
     reading.read()
     reading.agent.close()
-    assert reading.gather.is_closed
+    assert reading.gather.num_waits == 1
+    assert not reading.gather.is_closed, "other agents use it"
     assert reading.gather.mapped == []
     assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
 
