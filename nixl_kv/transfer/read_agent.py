@@ -284,8 +284,10 @@ class ReadAgent:
             return [events.ReadFailed(request, rank, str(error))]
         read = ActiveRead(handle, action.peer, request, rank, started_at, data, digested=digested)
         self.reads.append(read)
-        chunks = self._advance(read)
-        return [events.ReadStarted(request, rank, slices), *chunks] if load.verify else chunks
+        known: list[events.DataEvent] = []
+        if load.verify:
+            known.append(events.ReadStarted(request, rank, slices))
+        return [*known, *self._look_at(read)]
 
     def read_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
         """Go on with a read by chunks, if it is one of this agent's."""
@@ -315,10 +317,9 @@ class ReadAgent:
             self._note(error, action.peer)
             self._free_slots.append(slot)
             return [events.ReadFailed(action.request, action.rank, str(error))]
-        self.reads.append(
-            ActiveRead(handle, action.peer, action.request, action.rank, started_at, slot=slot)
-        )
-        return []
+        read = ActiveRead(handle, action.peer, action.request, action.rank, started_at, slot=slot)
+        self.reads.append(read)
+        return self._look_at(read)
 
     def poll(self) -> list[events.DataEvent]:
         """Ask for the state of all reads; those that ended become events.
@@ -328,23 +329,25 @@ class ReadAgent:
         if self.peers.is_adding:
             return []
         self._unmap_ended()
-        ended: list[events.DataEvent] = []
-        for read in list(self.reads):
-            try:
-                ended += self._advance(read)
-                event = None if read.error else self._poll_read(read)
-            except Exception as error:
-                read.doubt(f"{type(error).__name__}: {error}")
-                raise
-            if event is None:
-                continue
-            self.reads.remove(read)
-            if read.warms_up:
-                self._on_warm(read, event)
-            else:
-                ended.append(event)
+        ended = [event for read in list(self.reads) for event in self._look_at(read)]
         self._probe()
         return ended
+
+    def _look_at(self, read: ActiveRead) -> list[events.DataEvent]:
+        """What is known of it; also when it was just posted: over shared memory it has ended."""
+        try:
+            known = self._advance(read)
+            event = None if read.error else self._poll_read(read)
+        except Exception as error:
+            read.doubt(f"{type(error).__name__}: {error}")
+            raise
+        if event is None:
+            return known
+        self.reads.remove(read)
+        if read.warms_up:
+            self._on_warm(read, event)
+            return known
+        return [*known, event]
 
     def fail_all(self) -> list[events.DataEvent]:
         """All reads have failed, since this agent is gone."""

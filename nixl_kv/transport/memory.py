@@ -22,7 +22,7 @@ from nixl_kv.transport.base import Indices, PeerName, Rows
 class Fabric:
     """The link between transports of one process, and its faults."""
 
-    polls: int = 0  # a read lands at this poll after it was started
+    polls: int = 1  # so many looks at a read find it under way: the first one is when it is posted
     reads_hang: bool = False  # no read lands
     hanging_peers: set[str] = field(default_factory=set)  # no read of theirs lands
     closes_fail: bool = False  # no transport can be closed

@@ -51,9 +51,9 @@ class MemoryRead:
 
 @dataclass
 class MemoryGather:
-    """A read lands at this poll after it was started."""
+    """So many looks at a read find it under way: the first one is when it is started."""
 
-    polls: int = 0
+    polls: int = 1
     digested: CacheLayout | None = None
     is_able: bool = True  # to map memory
     num_ended: int = 0

@@ -469,7 +469,7 @@ def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
 def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
     """A healthy read keeps its agent alive, until it has ended itself."""
     reading.fabric.hanging_peers.add(reading.prefill[0].transport.name)
-    reading.fabric.polls = 3
+    reading.fabric.polls = 4
     reading.start(D1, R0)
     reading.start(D2, R1, block=8)
     reading.agents.execute(AbandonRead(D1, R0))

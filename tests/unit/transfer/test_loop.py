@@ -777,6 +777,7 @@ def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch, kind: type, table: list[int]
 ) -> None:
     """What was to follow is forgotten with the machines."""
+    world.fabric.polls = 0
     granted(world)
     break_at(world, kind, monkeypatch)
     world.decode.start_load(1, table, 11)

@@ -109,7 +109,7 @@ def reading() -> Reading:
 
 
 def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
-    reading.fabric.polls = 2
+    reading.fabric.polls = 3
     before = reading.cache.view.copy()
     assert reading.start([2, 9], [7, 3], range(8)) == []
     assert repr(reading.agent) == "<ReadAgent: 1 reads, <PreparedPeers: 1 of prefill>>"
@@ -127,6 +127,27 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
     assert np.array_equal(reading.cache.blocks([2, 9]), expected)
     assert reading.agent.reads == []
     assert reading.agent.poll() == []
+
+
+def test_what_has_ended_when_it_is_posted_is_known_at_once(reading: Reading) -> None:
+    """As over shared memory."""
+    reading.fabric.polls = 0
+    started, done = reading.start([2, 9], [7, 3], range(8), verify=True)
+    assert isinstance(started, ReadStarted)
+    assert isinstance(done, ReadDone)
+    assert np.array_equal(reading.cache.blocks([2, 9]), reading.prefill.cache.blocks([7, 3]))
+    generation = new_generation()
+    reading.prefill.slots.write(3, generation)
+    assert reading.read_slot(3) == [SlotRead(D1, R0, generation)]
+    assert reading.agent.reads == []
+    assert reading.read_slot(3) == [SlotRead(D1, R0, generation)], "its entry was not free again"
+
+
+def test_what_breaks_when_it_is_posted_fails_at_once(reading: Reading) -> None:
+    reading.fabric.lost_peers.add(reading.prefill.transport.name)
+    for (event,) in (reading.start([2, 9], [7, 3], range(8)), reading.read_slot(3)):
+        assert isinstance(event, ReadFailed)
+    assert reading.agent.reads == []
 
 
 def test_a_read_of_nothing_is_done_at_once(reading: Reading) -> None:
@@ -173,7 +194,7 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
     reading.prefill.slots.write(3, first)
     assert reading.read_slot(3) == []
     assert reading.agent.poll() == [SlotRead(D1, R0, first)]
-    reading.fabric.polls = 1
+    reading.fabric.polls = 2
     assert reading.read_slot(3) == []
     (read,) = reading.agent.reads
     assert read.slot is not None
@@ -209,7 +230,7 @@ def test_a_read_whose_state_is_not_known_ends_with_its_agent(
     reading: Reading, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes may still land: NIXL says 'not found' of a read whose peer was removed, and goes on."""
-    reading.fabric.polls = 3
+    reading.fabric.polls = 4
     assert (reading.start([2], [7], range(4)) if kind == "data" else reading.read_slot(3)) == []
     asked: list[object] = []
 
@@ -295,7 +316,7 @@ class Gathering(Reading):
 
 def test_mapped_memory_is_read_without_nixl() -> None:
     reading = Gathering()
-    reading.gather.polls = 1
+    reading.gather.polls = 2
     before = reading.cache.view.copy()
     assert reading.start([2, 9], [7, 3], range(8)) == []
     assert reading.agent.poll() == []
@@ -319,7 +340,7 @@ def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
 def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> None:
     """It would stay allocated, and the owner's next life would lack it."""
     reading = Gathering()
-    reading.gather.polls = 2
+    reading.gather.polls = 3
     reading.start([2, 9], [7, 3], range(8))
     reading.gather.end_owners()
     assert reading.agent.poll() == []

@@ -33,7 +33,7 @@ class Side:
 
 @pytest.fixture
 def fabric() -> Fabric:
-    return Fabric()
+    return Fabric(polls=0)
 
 
 @pytest.fixture
