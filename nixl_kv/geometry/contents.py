@@ -2,8 +2,8 @@
 
 What copies a plan's tiles has all bytes of a read in its registers, so it can sum them up without a
 second pass over the memory; `geometry.digest` says what the sums mean. Head and token are looked up
-by the address where bytes are put, in this rank's layout and block table, and not by the plan: a
-run that goes to a wrong place changes the sums.
+by the row and the block where bytes are put, in this rank's layout and block table, and not by the
+plan: a run that goes to a wrong place changes the sums.
 """
 
 from collections.abc import Sequence
@@ -91,27 +91,31 @@ class Contents:
         self._plan = plan
         self._first_heads: dict[tuple[str, int], int] = {}  # by layer and part
         self._num_heads = 0
-        self._first_tokens = [
-            np.full(group.num_blocks, NO_TOKEN, dtype=np.int64) for group in layout.groups
-        ]
+        self._first_tokens = np.full(
+            max(group.num_blocks for group in layout.groups), NO_TOKEN, dtype=np.int64
+        )
         self._kept: tuple[list[SlicePlace], Ints] = ([], np.empty(0, dtype=np.int64))
         places = [self._places(group.regions, group.block_size) for group in layout.groups]
         chunks: list[Ints] = []
         for job in tiling.jobs:
-            starts, labels = places[plan.paged_rows[job.paged].groups[0]]
+            paged = plan.paged_rows[job.paged]
+            starts, labels, strides = places[paged.groups[0]]
             rows = tiling.rows[job.first : job.first + job.count, 0]
             addresses = (rows[:, None] + np.arange(0, job.width * UNIT, self.size)).ravel()
             numbers = np.minimum(np.searchsorted(starts, addresses), len(starts) - 1)
             if not np.array_equal(starts[numbers], addresses):
                 raise ValueError("a run does not begin with a head's token")
+            if (strides[numbers] != job.strides[0] * paged.per_block[0]).any():
+                raise ValueError("blocks are not as far apart as the layout says")
             chunks.append(labels[numbers])
         self._labels_at = tiling.rows.size
         self.numbers: Ints = np.concatenate([tiling.rows.ravel(), *chunks])
 
-    def _places(self, regions: Sequence[Region], block_size: int) -> tuple[Ints, Ints]:
-        """Where the contents of block 0 begin, in ascending order, and their labels."""
+    def _places(self, regions: Sequence[Region], block_size: int) -> tuple[Ints, Ints, Ints]:
+        """Where the contents of block 0 begin, in ascending order, their labels, block strides."""
         starts: list[Ints] = [np.empty(0, dtype=np.int64)]
         labels: list[Ints] = [np.empty(0, dtype=np.int64)]
+        strides: list[Ints] = [np.empty(0, dtype=np.int64)]
         slots = np.arange(block_size, dtype=np.int64)
         for region in regions:
             heads = np.arange(region.num_heads, dtype=np.int64)[:, None]
@@ -120,11 +124,15 @@ class Contents:
                 first = region.base + part.offset
                 starts.append((first + heads * region.head_stride + slots * token_stride).ravel())
                 labels.append(((self._num_heads + heads) << 32 | slots).ravel())
+                strides.append(np.full(len(starts[-1]), region.block_stride, dtype=np.int64))
                 self._first_heads[region.layer, number] = self._num_heads
                 self._num_heads += region.num_heads
         addresses = np.concatenate(starts)
         order = np.argsort(addresses)
-        return addresses[order], np.concatenate(labels)[order]
+        addresses = addresses[order]
+        if (addresses[1:] == addresses[:-1]).any():
+            raise ValueError("two layers have the same memory")
+        return addresses, np.concatenate(labels)[order], np.concatenate(strides)[order]
 
     def request(
         self,
@@ -152,7 +160,7 @@ class Contents:
         return DigestInput(np.concatenate([part.view(np.int64) for part in flat]))
 
     def _heads(self, local_slices: Sequence[LocalSlice]) -> Ints:
-        """Shape (heads, 3); of what is not read there is no token."""
+        """Shape (heads, 3); of what is not read all tokens count as row 0's, which finds them."""
         places = [local.place for local in local_slices]
         if places != self._kept[0]:
             numbers = [
@@ -164,6 +172,7 @@ class Contents:
             self._kept = places, np.concatenate(numbers)
         heads = self._kept[1]
         table = np.zeros((self._num_heads, HEAD_COLUMNS), dtype=np.int64)
+        table[:, 2] = digest.last_end(local_slices)
         ranges = np.array([(local.begin, local.end) for local in local_slices], dtype=np.int64)
         table[heads, 0] = np.arange(len(heads))
         table[heads, 1:] = np.repeat(ranges, [place.num_heads for place in places], axis=0)
@@ -178,18 +187,19 @@ class Contents:
             first = tables.setdefault(local.place.table_number, local)
             if local.begin < first.begin:
                 tables[local.place.table_number] = local
-        chunks = [np.empty(0, dtype=np.int64)]
-        for number in launch.paged:
-            rows = self._plan.paged_rows[number]
-            group = rows.groups[0]
-            if group not in tables:
-                chunks.append(np.full(len(pieces[number].local), NO_TOKEN, dtype=np.int64))
-                continue
-            local = tables[group]
-            size, per_block = local.group.block_size, rows.per_block[0]
-            blocks, within = np.divmod(pieces[number].local, per_block)
-            first_tokens = self._first_tokens[group]
-            first_tokens[local.ids] = local.first_position + np.arange(len(local.ids)) * size
-            chunks.append(first_tokens[blocks] + within * (size // per_block))
-            first_tokens[local.ids] = NO_TOKEN
-        return np.concatenate(chunks)
+        chunks = {
+            number: np.full(len(pieces[number].local), NO_TOKEN, dtype=np.int64)
+            for number in launch.paged
+        }
+        for group, local in tables.items():
+            size = local.group.block_size
+            first_tokens = local.first_position + np.arange(len(local.ids)) * size
+            self._first_tokens[local.ids] = first_tokens
+            for number in launch.paged:
+                rows = self._plan.paged_rows[number]
+                if rows.groups[0] == group:
+                    blocks, within = np.divmod(pieces[number].local, rows.per_block[0])
+                    tokens = within * (size // rows.per_block[0])
+                    chunks[number] = self._first_tokens[blocks] + tokens
+            self._first_tokens[local.ids] = NO_TOKEN
+        return np.concatenate([np.empty(0, dtype=np.int64), *chunks.values()])

@@ -5,6 +5,7 @@ how many bytes are under way, see docs/benchmarks.md. This module is imported on
 is in GPU memory: Triton is only there.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +23,8 @@ from nixl_kv.geometry.runs import Ints
 from nixl_kv.geometry.tiles import Launch
 from nixl_kv.transfer.gpu_errors import UNABLE, translated
 from nixl_kv.transfer.gpu_sums import mixed, position
+
+logger = logging.getLogger(__name__)
 
 PROGRAMS: Final = 24
 """Of one launch, at most: each has a processor of the GPU to itself while it runs."""
@@ -210,11 +213,13 @@ class KernelStream:
         Raises:
             TransportError: if that cannot be done here.
         """
+        self.size = size
+        """0 also where the kernel that digests cannot be compiled."""
         self._device = device
         self._free: list[_Numbers] = []
         with translated(TransportError, "compiling what copies KV"), torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._warm_up(size)
+            self._warm_up()
 
     def to_device(self, numbers: Ints) -> torch.Tensor:
         """These numbers where kernels read them."""
@@ -287,7 +292,7 @@ class KernelStream:
         with translated(TransportError, "ending copies"):
             self._stream.synchronize()
 
-    def _warm_up(self, size: int) -> None:
+    def _warm_up(self) -> None:
         """Do all that the first request would pay for: 20 to 130 ms, and a compiler's seconds.
 
         By launches of which nothing is inside.
@@ -296,13 +301,22 @@ class KernelStream:
         nothing[2] = 1  # a row, which no piece has
         with torch.cuda.stream(self._stream):
             for unit in tiles.UNITS:
-                nothing[3] = max(1, size // unit)
+                nothing[3] = max(1, self.size // unit)
                 numbers = _Numbers(LEAST_NUMBERS, self._stream.device)
                 launch = Launch(unit, nothing, 1, 1)
                 (there,) = numbers.send([nothing])
                 launch_copy(launch, there, there)
-                if size and unit == contents.UNIT:
-                    launch_copy(launch, there, there, (there, size))
+                if unit == contents.UNIT:
+                    self._warm_up_digests(launch, there)
                 numbers.done.record()
                 self._free.append(numbers)
         self._stream.synchronize()
+
+    def _warm_up_digests(self, launch: Launch, numbers: torch.Tensor) -> None:
+        """What copies can do without."""
+        if self.size:
+            try:
+                launch_copy(launch, numbers, numbers, (numbers, self.size))
+            except UNABLE as error:
+                logger.warning("what is copied is not digested meanwhile: %r", error)
+                self.size = 0

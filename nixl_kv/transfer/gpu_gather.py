@@ -55,8 +55,8 @@ class GpuGather:
             TransportError: if that cannot be done here.
         """
         self._device = device
-        self._layout = digested
         self._stream = KernelStream(device, content_size(digested) if digested else 0)
+        self._layout = digested if self._stream.size else None
         mine = self._stream.to_device(np.zeros(1, dtype=np.int64))
         with contextlib.suppress(TransportError):  # no handles: what counts is who is asked first
             export([Span(mine.data_ptr(), mine.nbytes)], device)

@@ -101,6 +101,7 @@ class DigestedRead:
     pieces: Sequence[Pieces]
     local: Wanted
     remote: Wanted
+    pair: "DigestedPair"  # whose memory is read
 
     def copied(self, tile_bytes: int) -> Digest:
         return digest_of_copy(self.contents, self.tiling, self.pieces, self.local, tile_bytes)
@@ -141,6 +142,7 @@ class DigestedPair:
             planned.pieces(mine, theirs, self.case.tokens),
             Wanted(KEY, SliceFinder(local).find(slices, tables, end=end)),
             Wanted(KEY, SliceFinder(remote).find(slices, _block_tables(theirs, remote), end=end)),
+            self,
         )
 
 

@@ -89,6 +89,7 @@ class MemoryGather:
         self, mapped: Mapped, pieces: Sequence[Pieces], wanted: Wanted | None = None
     ) -> MemoryRead:
         assert mapped in self.mapped, "it was unmapped"
+        assert wanted is None or mapped.contents is not None, "it cannot digest"
         self.num_reads += 1
         return MemoryRead(mapped, pieces, wanted, self.polls)
 

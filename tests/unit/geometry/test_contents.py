@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nixl_kv.geometry import digest
 from nixl_kv.geometry.blocks import ABSENT
-from nixl_kv.geometry.contents import Contents, content_size
+from nixl_kv.geometry.contents import UNIT, Contents, content_size
 from nixl_kv.geometry.layout import STATE_WINDOW, CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.model_layouts import ORDERS
-from nixl_kv.geometry.plan import Pieces
+from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces
+from nixl_kv.geometry.tiles import Tiling
+from nixl_kv.transfer.gather import Wanted
 from support.cases import Case, typical
-from support.digested import DigestedPair, DigestedRead, digest_of, is_equal
+from support.digested import KEY, DigestedPair, DigestedRead, digest_of, is_equal
 from support.oracle import Blocks, CacheGroup, Cut, Layer
 
 TILE_BYTES = 256
@@ -42,6 +45,9 @@ def check(case: Case) -> int:
         pytest.param({"tp": (1, 4), "orders": ("BLHNC", "BLHNC")}, id="TP 4 to 1"),
         pytest.param({"block": (4, 16), "tokens": range(4, 61)}, id="block size 16 to 4, a hit"),
         pytest.param({"block": (16, 4), "per_entry": (1, 2)}, id="block size 4 to 16"),
+        pytest.param(
+            {"block": (16, 4), "orders": ("LBNHC", "LBNHC")}, id="several pieces for each block"
+        ),
         pytest.param({"pp": (2, 1), "orders": ("BHLNC", "L2BNHC")}, id="PP 1 to 2"),
         pytest.param(
             {"model": LATENT, "tp": (1, 2), "stripes": ((1, 1), (2, 4)), "tokens": range(61)},
@@ -75,7 +81,7 @@ def test_of_a_window_are_digested_the_tokens_after_the_last_absent_block() -> No
     )
     stages = (("a", "b"),)
     decode = replace(case.decode, groups=groups, stages=stages)
-    prefill = Cut(2, stages, ("BHLNC",), groups)
+    prefill = Cut(2, stages, ("BHLNC",), groups[::-1])
     assert check(case._replace(model=WINDOWED, decode=decode, prefill=prefill)) == 2
 
 
@@ -103,25 +109,119 @@ def test_a_block_of_another_request_is_found() -> None:
     assert not is_equal(read.copied(TILE_BYTES), digest_of(*read.remote))
 
 
+def planned_anew(read: DigestedRead, **changed: Any) -> DigestedRead:
+    """With another plan."""
+    read.plan = replace(read.plan, **changed)
+    read.tiling = Tiling(read.plan, lambda first, _: first)
+    read.contents = Contents(read.tiling, read.plan, read.pair.decode.ranks[0].layout)
+    return read
+
+
 def test_heads_in_each_others_place_are_found() -> None:
     """A row of the plan leads to a wrong place of this rank's block."""
-    read = one_read(tp=(1, 1), block=(4, 2))
-    read.tiling.rows[[0, 1], 0] = read.tiling.rows[[1, 0], 0]
-    layout = CacheLayout(read.plan.groups[0], "DRAM", 0, (Span(1, 1 << 60),))
-    read.contents = Contents(read.tiling, read.plan, layout)
+    read = one_read(block=(4, 2))
+    local = read.plan.local.copy()
+    local[[0, 1], ADDRESS] = local[[1, 0], ADDRESS]
+    assert not is_equal(planned_anew(read, local=local).copied(TILE_BYTES), digest_of(*read.remote))
+
+
+def test_a_row_too_many_is_found() -> None:
+    """It leads to a head that is read from another rank."""
+    pair = DigestedPair(typical(model=MODEL[:1], tp=(1, 2), tokens=range(13)))
+    read = next(pair.reads())
+    lists, firsts = [], []
+    (paged,) = read.plan.paged_rows
+    for rows, first in zip((read.plan.local, read.plan.remote), paged.first, strict=True):
+        lists.append(np.concatenate([rows, rows[:1]]))
+        firsts.append(np.append(first, np.int32(rows[:, COUNT].sum())))
+    region = pair.decode.ranks[0].layout.groups[0].regions[0]
+    lists[0][-1, ADDRESS] = region.base + region.head_offset(2)
+    assert lists[0][-1, LENGTH] == 2 * region.head_stride
+    read = planned_anew(
+        read,
+        local=lists[0],
+        remote=lists[1],
+        paged_rows=(replace(paged, first=(firsts[0], firsts[1])),),
+    )
     assert not is_equal(read.copied(TILE_BYTES), digest_of(*read.remote))
 
 
-def test_a_request_changes_nothing_of_the_next_one() -> None:
-    """Blocks of an earlier request are none of a later one's."""
+def test_blocks_that_are_nearer_to_each_other_than_they_are_is_refused() -> None:
+    """Else all but the first one would go to a wrong place, unseen."""
     read = one_read()
+    local = read.plan.local.copy()
+    local[:, STRIDE] //= 2
+    with pytest.raises(ValueError, match="not as far apart as the layout says"):
+        planned_anew(read, local=local)
+
+
+def test_a_request_changes_nothing_of_the_next_one() -> None:
+    """What is put into a block of an earlier one is none of a later one's tokens."""
+    read = one_read(tokens=range(16))
     expected = read.copied(TILE_BYTES)
     assert is_equal(read.copied(TILE_BYTES), expected)
-    shorter = [one._replace(end=8, ids=one.ids[:2]) for one in read.local.slices]
-    read.local = read.local._replace(slices=shorter)
-    again = read.copied(TILE_BYTES)
-    remote = [one._replace(end=8, ids=one.ids[:2]) for one in read.remote.slices]
-    assert is_equal(again, digest_of(read.remote.key, remote))
+    ids = read.local.slices[0].ids.copy()
+    ids[1] = np.setdiff1d(np.arange(read.plan.groups[0][0].num_blocks), ids)[0]
+    read.local = Wanted(KEY, [one._replace(ids=ids) for one in read.local.slices])
+    assert not is_equal(read.copied(TILE_BYTES), expected)
+
+
+def test_slices_may_come_in_another_order_the_next_time() -> None:
+    read = one_read(tp=(1, 1))
+    for _ in range(2):
+        assert is_equal(read.copied(TILE_BYTES), digest_of(*read.remote))
+        read.local = Wanted(KEY, read.local.slices[::-1])
+        read.remote = Wanted(KEY, read.remote.slices[::-1])
+
+
+def test_slices_may_end_at_different_tokens() -> None:
+    """Those of an opaque layer end with the block."""
+    read = one_read(tokens=range(60), block=(128, 128))
+    for side in ("local", "remote"):
+        first, *others = getattr(read, side).slices
+        later = [one._replace(end=128) for one in others]
+        setattr(read, side, Wanted(KEY, [first, *later]))
+    made = read.copied(TILE_BYTES)
+    assert is_equal(made, digest_of(*read.remote))
+    assert len(made.columns) == 2
+
+
+def test_columns_of_long_prompts_have_more_tokens() -> None:
+    read = one_read()
+    end = 300_000
+    slices = [one._replace(end=end) for one in read.local.slices]
+    (launch,) = read.tiling.launches(read.pieces, TILE_BYTES)
+    digest_input = read.contents.request(KEY, slices, read.pieces, launch)
+    assert 1 << digest_input.numbers[2] == digest.column_tokens(end) == 128
+    assert len(digest_input.digest(digest_input.numbers).columns) == digest.num_columns(end)
+
+
+def test_a_digest_stays_when_its_numbers_are_used_again() -> None:
+    read = one_read()
+    (launch,) = read.tiling.launches(read.pieces, TILE_BYTES)
+    digest_input = read.contents.request(*read.local, read.pieces, launch)
+    numbers = digest_input.numbers.copy()
+    made = digest_input.digest(numbers)
+    numbers[:] = 7
+    assert not made.rows.any()
+    assert not made.columns.any()
+
+
+def test_a_part_may_have_a_token_stride_of_its_own() -> None:
+    pair = DigestedPair(typical(model=MODEL))
+    (rank,) = pair.decode.ranks
+    (group,) = rank.layout.groups
+    regions = tuple(
+        replace(
+            region,
+            token_stride=1,
+            parts=tuple(replace(part, token_stride=region.token_stride) for part in region.parts),
+        )
+        for region in group.regions
+    )
+    rank.__dict__["layout"] = replace(rank.layout, groups=(replace(group, regions=regions),))
+    (read,) = pair.reads()
+    assert is_equal(read.copied(TILE_BYTES), digest_of(*read.remote))
 
 
 # --- what cannot be digested so
@@ -152,6 +252,35 @@ def layout(
 )
 def test_content_has_one_size_which_is_a_power_of_two(cache: CacheLayout, size: int) -> None:
     assert content_size(cache) == size
+
+
+def test_layers_that_have_the_same_memory_are_refused() -> None:
+    pair = DigestedPair(typical(model=MODEL))
+    for engine in (pair.prefill, pair.decode):
+        (rank,) = engine.ranks
+        (group,) = rank.layout.groups
+        regions = (*group.regions, replace(group.regions[1], layer="d"))
+        rank.__dict__["layout"] = replace(rank.layout, groups=(replace(group, regions=regions),))
+    with pytest.raises(ValueError, match="the same memory"):
+        next(pair.reads())
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"unit": 8}, "whole heads and tokens"),
+        ({"width": 3}, "whole heads and tokens"),
+        ({}, "does not begin"),
+    ],
+)
+def test_runs_that_are_cut_elsewhere_are_refused(changed: dict[str, Any], words: str) -> None:
+    read = one_read()
+    job = read.tiling.jobs[0]
+    read.tiling.jobs[0] = replace(job, **changed)
+    if not changed:
+        read.tiling.rows[job.first, 0] += UNIT
+    with pytest.raises(ValueError, match=words):
+        Contents(read.tiling, read.plan, read.pair.decode.ranks[0].layout)
 
 
 @pytest.mark.parametrize(

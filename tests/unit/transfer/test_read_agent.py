@@ -424,6 +424,8 @@ def test_what_is_gathered_has_prefills_digest(meanwhile: bool) -> None:  # noqa:
     reading = Digesting(meanwhile=meanwhile)
     slices = reading.read_slices()
     assert reading.made["digests"] == meanwhile
+    reading.digests.add(DigestLanded(R0, slices, reading.load, CLAIM))
+    assert len(reading.digests) == (not meanwhile), "it was digested again"
     assert reading.compare(slices).difference is None
     assert reading.made["digests"] == 1
     assert reading.made["digest_bytes"] == 7 * SIZES.layers * SIZES.heads * 64
