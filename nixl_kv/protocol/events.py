@@ -381,7 +381,7 @@ class ReadChunk(msgspec.Struct, frozen=True):
 
 
 class StopRead(msgspec.Struct, frozen=True):
-    """A read that goes by chunks is not wanted any more; answered by its end, as soon as can be."""
+    """A read of data is not wanted any more; answered by its end, as soon as can be."""
 
     request: RequestId
     rank: Rank

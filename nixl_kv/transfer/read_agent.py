@@ -32,7 +32,7 @@ from nixl_kv.transfer.paths import Link, Path
 from nixl_kv.transfer.probes import Prober
 from nixl_kv.transfer.remote_peers import PreparedPeers, PreparedRank, RemotePeers
 from nixl_kv.transfer.scratch import Scratch, make_scratch
-from nixl_kv.transfer.staged_read import StagedRead
+from nixl_kv.transfer.staged_read import STOPPED, StagedRead
 from nixl_kv.transfer.staging import Staging
 from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
@@ -152,6 +152,8 @@ class ActiveRead:
     slot: int | None = None
     digested: _Digested | None = None
     probing: _Probing | None = None
+    is_unwanted: bool = False  # its end is waited for, not its bytes
+    is_cut: bool = False  # not all of it is read
     is_abandoned: bool = False
     error: str = ""  # it cannot be told whether it goes on, so it is abandoned too
 
@@ -298,9 +300,12 @@ class ReadAgent:
         return wanted
 
     def stop_read(self, action: events.StopRead) -> None:
-        """End a read by chunks as soon as can be, if it is one of this agent's."""
-        for read in self._staged_reads(action.request, action.rank):
-            read.handle.stop()
+        """End a read of data as soon as can be, if it is one of this agent's."""
+        for read in self.reads:
+            is_meant = read.request == action.request and read.rank == action.rank
+            read.is_unwanted |= is_meant and read.data is not None
+        for staged in self._staged_reads(action.request, action.rank):
+            staged.handle.stop()
 
     def read_slot(self, action: events.ReadSlot) -> list[events.DataEvent]:
         """Post the read of a generation slot, into an entry that is cleared beforehand."""
@@ -526,10 +531,15 @@ class ReadAgent:
             generation = self._slots.read(read.slot)
             self._free_slots.append(read.slot)
             return events.SlotRead(read.request, read.rank, generation)
+        return self._end_data(read)
+
+    def _end_data(self, read: ActiveRead) -> events.DataEvent:
+        """All that was read has landed."""
+        if read.is_cut:
+            return events.ReadFailed(read.request, read.rank, STOPPED)
         if read.digested is not None and self._gather is not None:
             read.digested.keep(self._gather.digest(read.handle))
-        seconds = self._clock() - read.started_at
-        return _read_done(read, seconds)
+        return _read_done(read, self._clock() - read.started_at)
 
     def _slices(self, prepared: PreparedRank, load: events.StartLoad) -> tuple[KVSlice, ...]:
         """What a load to be verified reads from a rank."""
@@ -553,6 +563,8 @@ class ReadAgent:
             return read.handle.has_ended
         if read.data is not None and read.data.path == "gather" and self._gather is not None:
             return self._gather.poll(read.handle)
+        if read.is_unwanted and not read.is_cut:
+            read.is_cut = self.transport.stop(read.handle)
         return self.transport.poll(read.handle)
 
     def _is_paced(self, prepared: PreparedRank) -> bool:

@@ -80,6 +80,12 @@ class Transport(Protocol):
         end: it may go on, and must not be polled again.
         """
 
+    def stop(self, read: ReadHandle) -> bool:
+        """Ask for no more of a read than is under way; whether it is cut short by that.
+
+        `poll` goes on to say when it has ended.
+        """
+
     def progress(self) -> None:
         """Let this side serve its peers: some paths need the owner of the memory to take part."""
 

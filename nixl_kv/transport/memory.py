@@ -133,6 +133,11 @@ class MemoryTransport:
             read.ended = True
         return True
 
+    def stop(self, read: _Read) -> bool:
+        """All of it is under way."""
+        del read
+        return False
+
     def progress(self) -> None:
         """Nothing to serve: readers help themselves."""
 

@@ -285,6 +285,11 @@ class NixlTransport:
             read.native.release()
         return True
 
+    def stop(self, read: _Read) -> bool:
+        """All of it is under way, and NIXL does not stop it."""
+        del read
+        return False
+
     def progress(self) -> None:
         """Let UCX serve peers. There is no call for it alone; asking for notifications does it."""
         with _translated("progressing"):

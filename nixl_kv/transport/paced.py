@@ -279,6 +279,16 @@ class PacedTransport:
             raise read.failure(read.reason)
         return not read.num_under_way and not read.runs
 
+    def stop(self, read: _Read | ReadHandle) -> bool:
+        """Forget what was not asked for."""
+        if not isinstance(read, _Read) or not read.runs:
+            return False
+        read.runs.clear()
+        peer = self._peers.get(read.peer)
+        if peer is not None and read in peer.queue:
+            peer.queue.remove(read)
+        return True
+
     def progress(self) -> None:
         """As the first agent: nobody reads from the others."""
         self._agents[0].progress()

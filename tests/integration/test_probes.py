@@ -21,13 +21,14 @@ def test_a_host_that_is_met_is_measured() -> None:
     try:
         exchange((prefill, decode))
         (link,) = decode.parts.agents.peers.links.values()
+        # The load does not wait for what is read beside it.
+        decode.wait(lambda: "staged" in link._estimates)
         assert link.is_probed
-        decode.wait(lambda: decode.ranks[0].engine.loop is None or "staged" in link._estimates)
         costs = link.estimate("direct").first
         print(costs)  # noqa: T201 - what -s is for
         assert 0 < costs[0] < 1
         assert 0 < costs[1] < 0.01
-        assert 1e-12 < costs[2] < 1e-6
+        assert 0 < costs[2] < 1e-6
         assert link.estimate("staged").first[2] >= costs[2]
         exchange((prefill, decode), "2")
     finally:

@@ -16,6 +16,7 @@ from nixl_kv.protocol.events import (
     Record,
     Send,
     StartRead,
+    StopRead,
 )
 from support.records import (
     CLAIM,
@@ -101,6 +102,7 @@ def loading(script: Script) -> DecodeMachine:
 
 
 START, START_VERIFIED = start_load(), start_load(verify=True)
+STOP = StopRead(D1, Rank(0))
 READ, READ_SLOT = StartRead(PEER, Rank(0), GRANT, START), ReadSlot(PEER, Rank(0), D1, 3)
 LANDED = (read_done(), READ_SLOT)
 

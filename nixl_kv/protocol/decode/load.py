@@ -532,9 +532,9 @@ class Load:
             if read.has_ended or read.state is State.DRAINING:
                 continue
             if read.state in POSTED:
-                self._move(read, State.DRAINING, Cancelled(failure))
-                if read.has_chunks:
+                if read.state is State.READING:
                     actions.append(events.StopRead(self.request, read.rank))
+                self._move(read, State.DRAINING, Cancelled(failure))
             else:
                 self._move(read, State.FAILED, Cancelled(failure))
                 actions.append(self._release(read, complete=False))

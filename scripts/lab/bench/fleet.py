@@ -257,6 +257,10 @@ class NoTransport:
         """Nothing."""
         return None
 
+    def stop(self, _: object) -> bool:
+        """It has ended."""
+        return False
+
     def poll(self, _: object) -> bool:
         """It has ended."""
         return True

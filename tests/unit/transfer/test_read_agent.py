@@ -15,7 +15,7 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.geometry.slices import KVSlice
-from nixl_kv.ids import Endpoint, Generation, Rank, new_generation
+from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
     CompareDigest,
     DataEvent,
@@ -31,6 +31,7 @@ from nixl_kv.protocol.events import (
     SlotRead,
     StartLoad,
     StartRead,
+    StopRead,
 )
 from nixl_kv.transfer.digests import DigestEvent, DigestQueue, HostDigester
 from nixl_kv.transfer.gather import Means
@@ -301,6 +302,41 @@ def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_re
     reading.agent.drop_broken()
     assert reading.start([2], [7], range(4)) == []
     assert dropped == [name]
+
+
+def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it goes piece by piece; else all of it lands, as if it were wanted."""
+    stopped: list[Any] = []
+
+    def stop(_: MemoryTransport, read: Any) -> bool:
+        stopped.append(read)
+        return len(stopped) == 2  # of the second one there was more to be asked for
+
+    monkeypatch.setattr(MemoryTransport, "stop", stop)
+    reading.fabric.polls = 1
+    reading.start([2, 9], [7, 3], range(8))
+    reading.agent.stop_read(StopRead(D1, Rank(1)))
+    reading.agent.stop_read(StopRead(RequestId("d2"), R0))
+    assert stopped == []
+    reading.agent.stop_read(StopRead(D1, R0))
+    (done,) = reading.agent.poll()
+    assert isinstance(done, ReadDone)
+    before = reading.agent.peers.get(PEER, R0).link.estimate("direct").seconds(1, 1)
+    reading.fabric.polls = 3
+    reading.start([2, 9], [7, 3], range(8))
+    reading.agent.stop_read(StopRead(D1, R0))
+    reading.agent.stop_read(StopRead(D1, R0))
+    reading.clock.now += 50.0
+    assert [reading.agent.poll() for _ in range(2)] == [[], []]
+    assert reading.agent.poll() == [ReadFailed(D1, R0, "it is not wanted any more")]
+    assert len(stopped) == 2
+    estimate = reading.agent.peers.get(PEER, R0).link.estimate("direct").seconds(1, 1)
+    assert estimate == before, "what was cut short tells nothing"
+    reading.read_slot(3)
+    reading.agent.stop_read(StopRead(D1, R0))
+    assert len(reading.agent.poll()) == 0
 
 
 class Gathering(Reading):

@@ -297,6 +297,26 @@ def test_nobody_looks_twice_in_no_time() -> None:
     world.finish(read)
 
 
+def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(*range(0, 80, 2)), ids(*range(0, 80, 2))))
+    other = world.reader.read(local, remote, (ids(1, 3), ids(1, 3)))
+    assert not world.reader.poll(read)
+    assert world.reader.stop(read)
+    asked = sum(len(agent.lengths) for agent in world.agents)
+    assert not world.reader.poll(read), "what is under way goes on"
+    assert not world.reader.stop(read), "it was stopped before"
+    world.finish(other)
+    world.finish(read)
+    assert sum(len(agent.lengths) for agent in world.agents) == asked + 2
+    assert not world.reader.stop(other), "all of it was read"
+    direct = World(NoLink())
+    lists = direct.lists([(0, 16, 32, 100)])
+    assert not direct.reader.stop(direct.reader.read(*lists, (ids(1), ids(1))))
+
+
 def test_a_lost_peer_fails_all_its_reads() -> None:
     world = World()
     world.fabric.polls = 5

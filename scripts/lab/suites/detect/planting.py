@@ -345,6 +345,10 @@ class PlantingTransport:
             self._planter.after_read(read.planting)
         return ended
 
+    def stop(self, read: _Read) -> bool:
+        """Unchanged."""
+        return self._inner.stop(read.handle)
+
     def progress(self) -> None:
         """Unchanged."""
         self._inner.progress()

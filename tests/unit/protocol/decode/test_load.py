@@ -29,6 +29,7 @@ from nixl_kv.protocol.events import (
     Send,
     StartLoad,
     StartRead,
+    StopRead,
     Tick,
     Transition,
 )
@@ -83,6 +84,7 @@ from support.scripts import (
     READING,
     START,
     START_VERIFIED,
+    STOP,
     TO_DIGEST,
     VERIFIED,
     VERIFYING,
@@ -126,7 +128,7 @@ DIGEST = (answered(digest_reply()),)
 TO_COMPARE = (*DIGEST, COMPARE)
 EQUAL = (digest_compared(), RELEASED, GOOD_VERIFIED)
 CANCELLED = (cancel_load(),)
-DRAINING: Script = after(READING, CANCELLED)
+DRAINING: Script = after(READING, (*CANCELLED, STOP))
 TWO_ASKED: Script = after(
     PREPARED, (fits(2), Send(RANK_0, ask()), Send(at(1), ask(number=2))), (start_load(),)
 )
@@ -188,7 +190,7 @@ READS: dict[str, Script] = {
     "one failure cancels the rest, and the report waits for it": after(
         TWO_ASKED,
         (answered(GRANT), READ),
-        (answered(deny(), at(1)),),
+        (answered(deny(), at(1)), STOP),
         (read_done(), GIVEN_UP, DENIED_1),
     ),
     "one failure releases at once what is not read": after(
@@ -205,7 +207,7 @@ READS: dict[str, Script] = {
         TWO_ASKED,
         (answered(GRANT), READ),
         (answered(GRANT, at(1)), GRANTED_1),
-        (read_failed(), GIVEN_UP),
+        (read_failed(), GIVEN_UP, StopRead(D1, Rank(1))),
         (read_failed("stuck", 1), GIVEN_UP_1, BROKEN),
     ),
 }
@@ -331,7 +333,7 @@ VERIFICATION: dict[str, Script] = {
         for name, digest in DIGESTS.items()
     },
     "a digest does not save a cancelled load": after(
-        VERIFIED, CANCELLED, DIGEST, (read_done(), GIVEN_UP, DROPPED)
+        VERIFIED, (*CANCELLED, STOP), DIGEST, (read_done(), GIVEN_UP, DROPPED)
     ),
     "the digest is asked for again only when it is all that is missing": after(
         VERIFIED,
@@ -402,7 +404,7 @@ SEVERAL_VERIFIED: dict[str, Script] = {
     "a corrupt rank waits for the reads of the others": after(
         TWO_READING,
         TO_COMPARE,
-        (digest_compared("K of head 0"), GIVEN_UP),
+        (digest_compared("K of head 0"), GIVEN_UP, StopRead(D1, Rank(1))),
         (read_done(1), GIVEN_UP_1, CORRUPT),
     ),
 }

@@ -20,6 +20,7 @@ from nixl_kv.protocol.events import (
     PeerKey,
     Send,
     StartRead,
+    StopRead,
     Tick,
 )
 from support.records import (
@@ -70,6 +71,7 @@ from support.scripts import (
     READ,
     READING,
     START,
+    STOP,
     VERIFYING,
     Script,
     after,
@@ -129,7 +131,7 @@ TIMES: dict[str, Script] = {
         READING,
         (110.1, BROKEN, renewing(2, reading=1)),
         (IS_SILENT - 0.01, Tick()),
-        (IS_SILENT, Tick()),
+        (IS_SILENT, Tick(), STOP),
     ),
     "a read whose link broke goes on if its rank answers": after(
         READING,
@@ -155,7 +157,7 @@ TIMES: dict[str, Script] = {
         (100.0 + TIMEOUT_S, Tick(), GIVEN_UP, Send(at(1), release(complete=False))),
     ),
     "the time starts again with the blocks": after(
-        READING, (END - 0.01, Tick()), (END, Tick()), (read_done(), GIVEN_UP, LATE)
+        READING, (END - 0.01, Tick()), (END, Tick(), STOP), (read_done(), GIVEN_UP, LATE)
     ),
     "and again with what comes of it": after(
         READING,
@@ -167,7 +169,7 @@ TIMES: dict[str, Script] = {
     ),
     "a late read that does not end by itself is abandoned once": after(
         READING,
-        (END, Tick()),
+        (END, Tick(), STOP),
         (END + DRAIN_S - 0.01, Tick()),
         (END + DRAIN_S, Tick(), ABANDON),
         (END + DRAIN_S + 1, Tick()),
@@ -176,7 +178,7 @@ TIMES: dict[str, Script] = {
     # It harms nobody, and ends by itself as a rule.
     "a read of a cancelled load has until its deadline": after(
         READING,
-        (cancel_load(),),
+        (cancel_load(), STOP),
         (END - 0.01, Tick()),
         (END, Tick()),
         (END + DRAIN_S, Tick(), ABANDON),
@@ -187,7 +189,7 @@ TIMES: dict[str, Script] = {
         (110.1, SILENCE),
         (111.1, SILENCE),
         (IS_SILENT - 0.01, Tick()),
-        (IS_SILENT, Tick()),
+        (IS_SILENT, Tick(), STOP),
         (IS_SILENT + DRAIN_S, Tick(), ABANDON),
         (read_failed("stopped"), GIVEN_UP, SILENT),
     ),
@@ -198,7 +200,7 @@ TIMES: dict[str, Script] = {
         READING,
         (110.1, SILENCE),
         (answered(renewed(incarnation=OTHER_LIFE)),),
-        (IS_SILENT, Tick()),
+        (IS_SILENT, Tick(), STOP),
         (read_done(), GIVEN_UP, SILENT),
     ),
     "silence does not matter once nothing is read": after(
@@ -221,7 +223,7 @@ RENEWALS: dict[str, Script] = {
             "reading": READING,
             "checking": after(READING, LANDED),
             "verifying": VERIFYING,
-            "draining": after(READING, (cancel_load(),)),
+            "draining": after(READING, (cancel_load(), STOP)),
         }.items()
     },
     "what was not asked yet is not renewed": after(PREPARED, (Tick(),)),
@@ -332,11 +334,11 @@ TURNS: dict[str, Script] = {
         (END - 1, *LANDED, READ_2),
         (END + 1, slot_read(), Send(RANK_0, release()), LOADED),
         (END - 1 + TIMEOUT_S - 0.01, Tick()),
-        (END - 1 + TIMEOUT_S, Tick()),
+        (END - 1 + TIMEOUT_S, Tick(), StopRead(D2, Rank(0))),
     ),
     "what waits is cancelled, not abandoned, with what is stuck before it": after(
         QUEUED,
-        (END, Tick()),
+        (END, Tick(), STOP),
         (111.0 + TIMEOUT_S, Tick(), GIVEN_UP_2, LATE_2, ABANDON),
     ),
     "what waits is given back for the asking, but for one that has blocks": after(

@@ -80,6 +80,7 @@ from support.scripts import (
     READ,
     READING,
     START,
+    STOP,
     Script,
     after,
     decode_machine,
@@ -327,6 +328,7 @@ PEERS: dict[str, Script] = {
         (
             103.0,
             REFUSED,
+            STOP,
             Send(RANK_0, release(nonce=NONCE2, claim=RIVAL, complete=False)),
         ),
         (ReadFailed(D1, Rank(0), "another dtype"), GIVEN_UP, failed(NOT_COMPATIBLE)),
@@ -525,7 +527,7 @@ SAME_ID = Failure(FailureKind.INTERNAL, "another request came with the same id")
             (START, LoadEnded(D1, 7, SAME_ID, PEER)),
         ),
         "one whose load is read": (
-            [*READING, (ANOTHER,), (START,)],
+            [*READING, (ANOTHER, STOP), (START,)],
             (read_done(), Send(RANK_0, release(complete=False)), LoadEnded(D1, 7, SAME_ID, PEER)),
         ),
     },
