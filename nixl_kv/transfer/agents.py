@@ -169,11 +169,13 @@ class Agents:
         """Destroy all agents, whatever they read."""
         self._open_on.shutdown(wait=False)
         self._close_on.shutdown(wait=False)
-        while self.polled:
-            self.polled[-1].close()
-            self.polled.pop()
-        if self.peers.means.gather is not None:
-            self.peers.means.gather.close()
+        try:
+            while self.polled:
+                self.polled[-1].close()
+                self.polled.pop()
+        finally:
+            if self.peers.means.gather is not None:
+                self.peers.means.gather.close()
 
     @property
     def current(self) -> ReadAgent:

@@ -63,6 +63,15 @@ class Estimate:
     _sums: Floats = field(default_factory=lambda: np.full(3, TRUST))
     _factors: Floats = field(default_factory=lambda: np.ones(3))
 
+    def expect(self, factors: tuple[float, float, float]) -> None:
+        """Before any read: the numbers are so many times the first ones; that fades, too."""
+        self._fit(np.diag(np.full(3, TRUST)), TRUST * np.array(factors))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing is known but the first numbers."""
+        return bool((self._factors == 1).all())
+
     def seconds(self, num_runs: int, num_bytes: int) -> float:
         """How long a read of so many runs and bytes takes."""
         return float(self._terms(num_runs, num_bytes) @ self._factors)
@@ -118,10 +127,16 @@ class Link:
         return self._wanted == "auto"
 
     def on_probed(self, costs: tuple[float, float, float]) -> None:
-        """Direct reads were measured; what is packed crosses the same link."""
-        self._estimates["direct"] = Estimate(costs)
-        start, run, byte = FIRST["staged", self._memory]
-        self._estimates["staged"] = Estimate((start, run, max(byte, costs[2])))
+        """Direct reads were measured; what is packed crosses the same link.
+
+        What reads have taught by then counts more.
+        """
+        direct, staged = self.estimate("direct"), self.estimate("staged")
+        start, run, byte = (cost / first for cost, first in zip(costs, direct.first, strict=True))
+        if direct.is_new:
+            direct.expect((start, run, byte))
+        if staged.is_new:
+            staged.expect((1.0, 1.0, max(1.0, costs[2] / staged.first[2])))
 
     def choose(self, paths: Collection[Path], num_runs: int, num_bytes: int) -> Path:
         """Of these paths the one that is wanted, or takes least time; the first one of equals."""

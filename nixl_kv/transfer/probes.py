@@ -23,9 +23,8 @@ LONG_S: Final = 1e-3
 NUM_SINGLE: Final = 3
 """The first one does not count: it may be the first use of that memory."""
 NUM_MANY: Final = 2
-
-LEAST: Final = (1e-6, 1e-8, 1 / 4e12)
-"""Seconds of a read, of a run, of a byte."""
+NUM_LAST: Final = 2
+"""Of long ones that take long enough."""
 
 
 class Prober:
@@ -51,7 +50,7 @@ class Prober:
         self.rows: tuple[Rows, Rows] = np.array(here, np.uint64), np.array(there, np.uint64)
         self._singles: list[float] = []
         self._many: list[float] = []
-        self._long: float | None = None
+        self._long: list[float] = []
         self._num_long = NUM_LONG
 
     @property
@@ -61,7 +60,7 @@ class Prober:
             return _pieces(0, np.zeros(1, dtype=np.int32))
         if len(self._many) < NUM_MANY:
             return _pieces(0, np.arange(NUM_SHORT, dtype=np.int32))
-        if self._long is not None:
+        if len(self._long) == NUM_LAST:
             return None
         long = np.arange(self._num_long, dtype=np.int32) % NUM_LONG + NUM_SHORT
         return _pieces(1, long.astype(np.int32))
@@ -72,21 +71,21 @@ class Prober:
             self._singles.append(seconds)
         elif len(self._many) < NUM_MANY:
             self._many.append(seconds)
-        elif seconds < LONG_S and self._num_long < MOST_LONG:
+        elif not self._long and seconds < LONG_S and self._num_long < MOST_LONG:
             self._num_long *= GROWTH
         else:
-            self._long = seconds
+            self._long.append(seconds)
 
     @property
-    def costs(self) -> tuple[float, float, float]:
-        """Seconds of a read, of a run, of a byte."""
-        single, long = min(self._singles[1:]), self._long or 0.0
-        more = [min(self._many) - single, long - single]
+    def costs(self) -> tuple[float, float, float] | None:
+        """Seconds of a read, of a run, of a byte; None if that cannot be."""
+        single, many, long = min(self._singles[1:]), min(self._many), min(self._long)
         runs = [NUM_SHORT - 1, self._num_long - 1]
         num_bytes = [(NUM_SHORT - 1) * SHORT_BYTES, self._num_long * LONG_BYTES - SHORT_BYTES]
+        more = [many - single, long - single]
         run, byte = np.linalg.solve(np.array([runs, num_bytes], dtype=float).T, more).tolist()
-        run, byte = max(run, LEAST[1]), max(byte, LEAST[2])
-        return max(single - run - SHORT_BYTES * byte, LEAST[0]), run, byte
+        start = single - run - SHORT_BYTES * byte
+        return (start, run, byte) if min(start, run, byte) > 0 else None
 
 
 def _pieces(row: int, remote: Indices) -> tuple[Indices, Indices]:

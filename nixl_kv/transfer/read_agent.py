@@ -47,6 +47,11 @@ MAX_WARM_UPS: Final = 256
 """Reads that warm up, under way at the same time; those that never end are among them."""
 WARM_UP_S: Final = 2.0
 """How long the end of one is waited for: as long as prefill serves after a reader's last word."""
+MOST_PROBES: Final = 50
+"""Reads of one rank to measure it, also those that tell nothing since others were under way."""
+AT_ONCE_BYTES: Final = 64 << 20
+"""Of reads of data of one turn, that are looked at when they are posted: the end of one lets the
+next one begin, and a turn has more to do than to copy what waits."""
 READING_PAUSE_S: Final = 0.0001
 LONGEST_PAUSE_S: Final = 0.0005
 PAUSE_SHARE: Final = 1 / 40
@@ -129,7 +134,7 @@ class _Digested:
             self.digests.keep(self.landing, self.slices, made)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Probing:
     """A rank of which it is being measured how fast it is read."""
 
@@ -137,6 +142,12 @@ class _Probing:
     prepared: PreparedRank
     prober: Prober
     lists: tuple[ListHandle, ListHandle]
+    is_disturbed: bool = False  # what is under way: then it tells nothing
+    tries_left: int = MOST_PROBES
+
+    def give_up(self) -> None:
+        """Who is met next on this host may be measured."""
+        self.prepared.link.is_probed = False
 
 
 @dataclass(eq=False)
@@ -211,6 +222,7 @@ class ReadAgent:
         self._gather, self._digests = peers.means.gather, peers.means.digests
         self._num_ended = 0  # of `Gather.num_ended`, what has been dealt with
         self._to_probe: deque[_Probing] = deque()
+        self._at_once_bytes = AT_ONCE_BYTES  # left of this turn
         self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
 
     def __repr__(self) -> str:
@@ -228,8 +240,15 @@ class ReadAgent:
         """Whether a peer is being prepared, or the end of a read is waited for."""
         since = self._clock() - WARM_UP_S
         awaits = any(not read.warms_up or read.started_at > since for read in self.reads)
-        is_to_probe = bool(self._to_probe) and not self.reads
+        is_to_probe = bool(self._to_probe) and self._is_idle
         return awaits or is_to_probe or self.peers.is_busy
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing is read but what warms up and does not end, and no peer is prepared."""
+        since = self._clock() - WARM_UP_S
+        ends = any(not r.warms_up or (not r.error and r.started_at > since) for r in self.reads)
+        return not ends and not self.peers.is_busy
 
     @property
     def pause_s(self) -> float:
@@ -267,7 +286,8 @@ class ReadAgent:
                 paths.remove("staged")
                 path = prepared.link.choose(paths, num_runs, num_bytes)
             estimate = prepared.link.estimate(path).seconds(num_runs, num_bytes)
-            is_alone = all(read.warms_up for read in self.reads)
+            is_alone = all(read.warms_up and not read.probing for read in self.reads)
+            self._disturb_probes()
             goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
             data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
             slices, digested = self._slices(prepared, load), None
@@ -286,10 +306,9 @@ class ReadAgent:
             return [events.ReadFailed(request, rank, str(error))]
         read = ActiveRead(handle, action.peer, request, rank, started_at, data, digested=digested)
         self.reads.append(read)
-        known: list[events.DataEvent] = []
-        if load.verify:
-            known.append(events.ReadStarted(request, rank, slices))
-        return [*known, *self._look_at(read)]
+        known = self._look_at(read) if num_bytes <= self._at_once_bytes else self._advance(read)
+        self._at_once_bytes -= num_bytes
+        return [events.ReadStarted(request, rank, slices), *known] if load.verify else known
 
     def read_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
         """Go on with a read by chunks, if it is one of this agent's."""
@@ -315,6 +334,7 @@ class ReadAgent:
         self._slots.clear(slot)
         indices = (blocks.block_ids([slot]), blocks.block_ids([action.slot]))
         started_at = self._clock()
+        self._disturb_probes()
         try:
             prepared = self.peers.get(action.peer, action.rank)
             handle = self.transport.read(self._slot_list, prepared.slots, indices)
@@ -332,8 +352,10 @@ class ReadAgent:
         A read that the thread dies of, by a bug, is not asked again: nor are those that have ended.
         """
         if self.peers.is_adding:
+            self._disturb_probes()
             return []
         self._unmap_ended()
+        self._at_once_bytes = AT_ONCE_BYTES
         ended = [event for read in list(self.reads) for event in self._look_at(read)]
         self._probe()
         return ended
@@ -394,6 +416,8 @@ class ReadAgent:
             self._gather.wait()  # before anything is unmapped that a kernel reads
         self.peers.close()
         self.peers.unmap_all()
+        for one in (*self._to_probe, *(r.probing for r in self.reads if r.probing)):
+            one.give_up()
         for read in self.reads:
             if isinstance(read.handle, StagedRead):
                 read.handle.end_copies()
@@ -455,8 +479,11 @@ class ReadAgent:
         seconds = self._clock() - read.started_at
         if isinstance(event, events.ReadFailed):
             logger.info("the first read of %s failed: %s", read.peer, event.reason)
+            if read.probing is not None:
+                read.probing.give_up()
         elif read.probing is not None:
-            read.probing.prober.on_end(seconds)
+            if not read.probing.is_disturbed:
+                read.probing.prober.on_end(seconds)
             self._to_probe.append(read.probing)
         else:
             self._counts["warm_ups"] += 1
@@ -472,7 +499,6 @@ class ReadAgent:
         link = prepared.link
         if link.is_probed or not link.has_choice or len(self._paths(prepared)) == 1:
             return
-        link.is_probed = True
         remote, scratch = prepared.remote.layout, self._scratch.span
         try:
             prober = Prober(self._layout, remote, scratch)
@@ -483,26 +509,44 @@ class ReadAgent:
         except (TransportError, ValueError) as error:
             logger.info("how fast %s is read is not measured: %s", peer, error)
             return
+        link.is_probed = True
         self._to_probe.append(_Probing(peer, prepared, prober, lists))
 
     def _probe(self) -> None:
-        """Go on with what is being measured, while nothing else is read."""
-        while self._to_probe and not self.reads:
+        """Go on with what is being measured, while nothing else is read, and no peer prepared."""
+        while self._to_probe and self._is_idle:
             one = self._to_probe.popleft()
             pieces = one.prober.next
             if pieces is None:
-                costs = one.prober.costs
-                one.prepared.link.on_probed(costs)
-                logger.info(
-                    "reads of %s take %.0f us, %.2f us a run and 1 s for %.1f GB",
-                    *(one.peer, costs[0] * 1e6, costs[1] * 1e6, 1e-9 / costs[2]),
-                )
-            elif self.peers.is_ready(one.peer, one.prepared):
+                self._end_probing(one)
+            elif one.tries_left and self.peers.is_ready(one.peer, one.prepared):
+                one.is_disturbed, one.tries_left = False, one.tries_left - 1
                 try:
                     self._post_warm_up(one.peer, one.prepared, one.lists, pieces, probing=one)
                 except TransportError as error:
                     logger.info("reading %s failed: %s", one.peer, error)
                     self._note(error, one.peer)
+                    one.give_up()
+            else:
+                one.give_up()
+
+    def _end_probing(self, one: _Probing) -> None:
+        """All is known that its reads tell."""
+        costs = one.prober.costs
+        if costs is None:
+            one.give_up()
+            return
+        one.prepared.link.on_probed(costs)
+        logger.info(
+            "reads of %s take %.0f us, %.2f us a run and 1 s for %.1f GB",
+            *(one.peer, costs[0] * 1e6, costs[1] * 1e6, 1e-9 / costs[2]),
+        )
+
+    def _disturb_probes(self) -> None:
+        """Something else begins, or goes on: what is measured meanwhile does not count."""
+        for read in self.reads:
+            if read.probing is not None:
+                read.probing.is_disturbed = True
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
         """NIXL does not connect again by itself: all later reads of that peer would fail, too."""

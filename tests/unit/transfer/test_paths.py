@@ -81,3 +81,44 @@ def test_a_path_that_was_slow_is_tried_again() -> None:
         number += 1
         assert number < 2000
     assert number > 100
+
+
+def test_what_was_measured_is_expected_until_reads_tell_more() -> None:
+    link = Link("VRAM")
+    link.on_probed((20e-6, 0.2e-6, 1 / 12e9))
+    assert link.estimate("direct").seconds(1, 1) == pytest.approx(20.2e-6, rel=0.01)
+    assert link.estimate("direct").seconds(36864, 1 << 30) == pytest.approx(0.0969, rel=0.01)
+    assert link.estimate("staged").seconds(1, 1 << 30) == pytest.approx(0.0901, rel=0.01)
+    for _ in range(60):
+        link.correct("direct", 1000, MIB, 0.004)
+    assert link.estimate("direct").seconds(1000, MIB) == pytest.approx(0.004, rel=0.02)
+
+
+def test_a_link_faster_than_packing_is_no_reason_to_expect_more_of_it() -> None:
+    link = Link("DRAM")
+    link.on_probed((20e-6, 0.2e-6, 1 / 12e9))
+    start, run, byte = FIRST["staged", "DRAM"]
+    assert link.estimate("staged").seconds(100, MIB) == pytest.approx(
+        start + 100 * run + MIB * byte, rel=1e-3
+    )
+
+
+def test_what_reads_have_taught_counts_more_than_what_is_measured_later() -> None:
+    link = Link("VRAM")
+    link.correct("direct", 1000, MIB, 0.03)
+    link.correct("staged", 1000, MIB, 0.02)
+    before = [link.estimate(path).seconds(1000, MIB) for path in ("direct", "staged")]
+    link.on_probed((1.0, 1.0, 1.0))
+    assert [link.estimate(path).seconds(1000, MIB) for path in ("direct", "staged")] == before
+
+
+def test_what_was_measured_wrongly_is_tried_again() -> None:
+    link = Link("DRAM")
+    link.on_probed((0.05, 1e-6, 1e-9))
+    both: tuple[Path, ...] = ("direct", "staged")
+    assert link.choose(both, 100, MIB) == "staged"
+    number = 0
+    while link.choose(both, 100, MIB) == "staged":
+        link.correct("staged", 100, MIB, 0.006)
+        number += 1
+        assert number < 1000

@@ -33,10 +33,11 @@ from nixl_kv.protocol.events import (
     StartRead,
     StopRead,
 )
+from nixl_kv.transfer import read_agent
 from nixl_kv.transfer.digests import DigestEvent, DigestQueue, HostDigester
 from nixl_kv.transfer.gather import Means
-from nixl_kv.transfer.read_agent import MAX_SLOT_READS, ReadAgent, open_transport
-from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transfer.read_agent import MAX_SLOT_READS, WARM_UP_S, ReadAgent, open_transport
+from nixl_kv.transfer.remote_peers import PreparedPeers, RemotePeers
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.memory_gather import EXPORT, MemoryGather
 from support.readable import ReadableRank, engine_of
@@ -149,6 +150,20 @@ def test_what_breaks_when_it_is_posted_fails_at_once(reading: Reading) -> None:
     for (event,) in (reading.start([2, 9], [7, 3], range(8)), reading.read_slot(3)):
         assert isinstance(event, ReadFailed)
     assert reading.agent.reads == []
+
+
+def test_of_a_turn_only_so_much_data_is_known_at_once(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one would follow the other for as long as some wait, and nothing else be done."""
+    num_bytes = reading.cache.blocks([0, 0]).nbytes
+    monkeypatch.setattr(read_agent, "AT_ONCE_BYTES", 2 * num_bytes + 1)
+    reading.agent.poll()
+    reading.fabric.polls = 0
+    known = [len(reading.start([2, 9], [7, 3], range(8))) for _ in range(4)]
+    assert known == [1, 1, 0, 0]
+    assert len(reading.agent.poll()) == 2
+    assert len(reading.start([2, 9], [7, 3], range(8))) == 1
 
 
 def test_a_read_of_nothing_is_done_at_once(reading: Reading) -> None:
@@ -499,51 +514,180 @@ class Probing(Reading):
     """Memory that is long enough to measure how fast it is read: a read takes what it costs."""
 
     COSTS = (200e-6, 5e-6, 1 / 2e9)
+    SIZES = Sizes(blocks=700, heads=8, key=128, value=128)
+    NUM_PROBES = 3 + 2 + 2
 
-    def __init__(self, wanted: str = "auto", *, blocks: int = 700) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, wanted: str = "auto", sizes: Sizes = SIZES
+    ) -> None:
         self.gather = MemoryGather()
-        sizes = Sizes(blocks=blocks, heads=8, key=128, value=128)
-        self.posted: list[tuple[int, int]] = []  # runs and bytes
-        with pytest.MonkeyPatch.context() as patch:
-            read = MemoryTransport.read
+        self.num_posted = 0
+        read = MemoryTransport.read
 
-            def timed(transport: Any, local: Any, remote: Any, indices: Any) -> Any:
-                handle = read(transport, local, remote, indices)
-                num_bytes = sum(length for (_, length), _ in handle.pairs)
-                self.posted.append((len(indices[0]), num_bytes))
-                start, run, byte = self.COSTS
-                self.clock.now += start + run * len(indices[0]) + byte * num_bytes
-                return handle
+        def timed(transport: Any, local: Any, remote: Any, indices: Any) -> Any:
+            handle = read(transport, local, remote, indices)
+            num_bytes = sum(length for (_, length), _ in handle.pairs)
+            self.num_posted += 1
+            start, run, byte = self.COSTS
+            self.clock.now += start + run * len(indices[0]) + byte * num_bytes
+            return handle
 
-            patch.setattr(MemoryTransport, "read", timed)
-            super().__init__(lambda _: Means(self.gather, wanted), sizes, "DRAM")
-            self.link = self.agent.peers.get(PEER, R0).link
-            self.poll()
-            self.num_first = len(self.posted)
-            self.agent.peers.drop(PEER)
-            self.prepare()
-            self.poll()
+        monkeypatch.setattr(MemoryTransport, "read", timed)
+        super().__init__(lambda _: Means(self.gather, wanted), sizes, "DRAM")
+        self.link = self.agent.peers.get(PEER, R0).link
+        self.num_first = self.num_posted
 
-    def poll(self) -> None:
-        while self.agent.is_busy:
+    def meet(self) -> Any:
+        """The host, as if for the first time, until it is being measured."""
+        self.agent.peers.drop(PEER)
+        self.link.is_probed = False
+        self.link._estimates.clear()
+        self.prepare()
+        while not (probes := [read for read in self.agent.reads if read.probing]):
             assert self.agent.poll() == []
+        return probes[0].probing
+
+    def poll(self) -> list[DataEvent]:
+        ended = []
+        while self.agent.is_busy:
+            ended += self.agent.poll()
+            self.agent.peers.begin_step()
+        return ended
+
+    def check(self) -> None:
+        """It is known what a read costs."""
+        start, run, byte = self.COSTS
+        estimate = self.link.estimate("direct")
+        for num_runs, num_bytes in ((1, 1), (36864, 1 << 26), (500, 1 << 30)):
+            seconds = start + run * num_runs + byte * num_bytes
+            assert estimate.seconds(num_runs, num_bytes) == pytest.approx(seconds, rel=0.01)
 
 
-def test_of_a_host_that_is_met_it_is_measured_how_fast_it_is_read() -> None:
-    reading = Probing()
-    estimate = reading.link.estimate("direct")
-    start, run, byte = Probing.COSTS
-    for num_runs, num_bytes in ((1, 1), (36864, 1 << 26), (500, 1 << 30)):
-        seconds = start + run * num_runs + byte * num_bytes
-        assert estimate.seconds(num_runs, num_bytes) == pytest.approx(seconds, rel=0.01)
-    assert reading.num_first == 2 + 3 + 2 + 1
-    assert len(reading.posted) == reading.num_first + 2, "measured when it was met again"
+def test_of_a_host_that_is_met_it_is_measured_how_fast_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Probing(monkeypatch)
+    reading.check()
+    assert reading.num_first == 2 + Probing.NUM_PROBES
+    reading.agent.peers.drop(PEER)
+    reading.prepare()
+    assert reading.poll() == []
+    assert reading.num_posted == reading.num_first + 2, "measured when it was met again"
 
 
-@pytest.mark.parametrize(("wanted", "blocks"), [("gather", 700), ("direct", 700), ("auto", 10)])
-def test_what_tells_nothing_is_not_measured(wanted: str, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "sizes"),
+    [("gather", Probing.SIZES), ("direct", Probing.SIZES), ("auto", SIZES)],
+)
+def test_what_tells_nothing_is_not_measured(
+    wanted: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is no choice of paths, or too little memory."""
-    assert Probing(wanted, blocks=blocks).num_first == 2
+    assert Probing(monkeypatch, wanted, sizes).num_first == 2
+
+
+def test_what_is_measured_beside_other_reads_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Probing(monkeypatch)
+    reading.meet()
+    before = reading.num_posted
+    reading.agent._gather = None
+    assert reading.start([2, 9], [7, 3], range(8)) == []
+    reading.clock.now += 1.0
+    (done,) = reading.poll()
+    assert isinstance(done, ReadDone)
+    reading.check()
+    assert reading.num_posted == before + 1 + Probing.NUM_PROBES, "one of them again"
+
+
+def test_what_is_measured_beside_a_slot_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Probing(monkeypatch)
+    reading.meet()
+    reading.read_slot(3)
+    reading.clock.now += 1.0
+    assert len(reading.poll()) == 1
+    reading.check()
+
+
+def test_what_is_measured_while_a_peer_is_added_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Probing(monkeypatch)
+    probing = reading.meet()
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedPeers, "is_adding", True)
+        reading.clock.now += 0.1
+        assert reading.agent.poll() == []
+    assert probing.is_disturbed
+    assert reading.poll() == []
+    reading.check()
+
+
+def test_nothing_is_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Probing(monkeypatch)
+    probing = reading.meet()
+    while reading.link.is_probed:
+        probing.is_disturbed = True
+        assert reading.agent.poll() == []
+    assert probing.tries_left == 0
+    assert not reading.agent.is_busy
+    assert reading.link.estimate("direct").is_new
+
+
+def test_a_host_that_was_lost_while_it_was_measured_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Probing(monkeypatch)
+    reading.meet()
+    reading.fabric.lost_peers.add(reading.prefill.transport.name)
+    assert reading.poll() == []
+    assert not reading.link.is_probed
+    reading.fabric.lost_peers.clear()
+    reading.meet()
+    assert reading.poll() == []
+    reading.check()
+
+
+def test_a_host_that_was_prepared_anew_is_not_read_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Probing(monkeypatch)
+    reading.meet()
+    before = reading.num_posted
+    reading.agent.peers.drop(PEER)
+    reading.prepare()
+    assert reading.poll() == []
+    assert reading.num_posted == before + 2, "what warms up"
+    assert not reading.link.is_probed
+    assert reading.link.estimate("direct").is_new
+
+
+def test_a_host_whose_agent_ends_while_it_is_measured_may_be_measured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Probing(monkeypatch)
+    reading.meet()
+    reading.agent.close()
+    assert not reading.link.is_probed
+
+
+def test_a_warm_up_that_hangs_keeps_no_host_from_being_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = Probing(monkeypatch)
+    reading.fabric.polls = 10**9
+    reading.agent._post_warm_up(  # its host is another one, which stands still
+        UNKNOWN,
+        reading.agent.peers.get(PEER, R0),
+        (reading.agent._slot_list, reading.agent.peers.get(PEER, R0).slots),
+        (np.zeros(1, np.int32), np.zeros(1, np.int32)),
+    )
+    reading.fabric.polls = 1
+    reading.clock.now += WARM_UP_S + 1
+    reading.meet()
+    assert reading.poll() == []
+    reading.check()
 
 
 def test_a_read_that_was_alone_corrects_the_estimate() -> None:
