@@ -137,7 +137,7 @@ class DigestQueue:
                 job.actions.append(action)
                 return None
         try:
-            local_slices = self._find_slices(action)
+            local_slices = self.find_slices(action)
             steps = self._digester(Key(_claim(action)), local_slices)
         except (DigestError, ValueError) as error:
             if isinstance(action, events.DigestLanded):
@@ -146,13 +146,18 @@ class DigestQueue:
         self._jobs.append(_Job([action], local_slices, steps))
         return None
 
-    def slices_of(self, landing: events.DigestLanded) -> list[LocalSlice]:
-        """What is to be digested when that has landed, or while it does.
+    def find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
+        """What is to be digested.
 
         Raises:
             ValueError: if it is not in this rank's cache.
         """
-        return self._find_slices(landing)
+        if isinstance(action, events.MakeDigest):
+            request = action.digest_request
+            end, wanted, tables = request.end, request.slices, action.tables
+        else:
+            end, wanted, tables = action.load.end, action.slices, action.load.tables
+        return self._finder.find(wanted, block_tables(self._layout, tables), end=end)
 
     def keep(
         self, landed: events.DigestLanded, local_slices: Sequence[LocalSlice], made: Digest
@@ -215,15 +220,6 @@ class DigestQueue:
         self._counts["digests"] += 1
         self._counts["digest_bytes"] += count_bytes(local_slices)
         self._counts["digest_seconds"] += seconds
-
-    def _find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
-        """What is to be digested."""
-        if isinstance(action, events.MakeDigest):
-            request = action.digest_request
-            end, wanted, tables = request.end, request.slices, action.tables
-        else:
-            end, wanted, tables = action.load.end, action.slices, action.load.tables
-        return self._finder.find(wanted, block_tables(self._layout, tables), end=end)
 
 
 def block_tables(layout: CacheLayout, tables: Sequence[Table]) -> list[BlockTable]:

@@ -237,11 +237,8 @@ class ReadAgent:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a peer is being prepared, or the end of a read is waited for."""
-        since = self._clock() - WARM_UP_S
-        awaits = any(not read.warms_up or read.started_at > since for read in self.reads)
-        is_to_probe = bool(self._to_probe) and self._is_idle
-        return awaits or is_to_probe or self.peers.is_busy
+        """Whether a peer is being prepared or measured, or the end of a read is waited for."""
+        return bool(self._to_probe) or not self._is_idle
 
     @property
     def _is_idle(self) -> bool:
@@ -587,8 +584,9 @@ class ReadAgent:
 
     def _slices(self, prepared: PreparedRank, load: events.StartLoad) -> tuple[KVSlice, ...]:
         """What a load to be verified reads from a rank."""
-        tables = block_tables(self._layout, load.tables)
-        return prepared.namer.name(tables) if load.verify else ()
+        if not load.verify:
+            return ()
+        return prepared.namer.name(block_tables(self._layout, load.tables))
 
     def _digested(
         self, prepared: PreparedRank, action: events.StartRead, slices: tuple[KVSlice, ...]
@@ -600,7 +598,7 @@ class ReadAgent:
         if not gather.can_digest(prepared.mapped):
             return None
         landing = events.DigestLanded(action.rank, slices, action.load, action.grant.claim)
-        return _Digested(digests, landing, digests.slices_of(landing))
+        return _Digested(digests, landing, digests.find_slices(landing))
 
     def _poll_handle(self, read: ActiveRead) -> bool:
         if isinstance(read.handle, StagedRead):

@@ -147,7 +147,6 @@ class RankRead:
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # the chunks that it waits for, or still reads
-    has_chunks: bool = False  # it is read by chunks
     name: str = field(init=False)  # for people
 
     def __post_init__(self) -> None:
@@ -379,7 +378,7 @@ class Load:
 
     def on_chunks_wanted(self, read: RankRead, event: events.ChunksWanted) -> list[events.Action]:
         """A read under way goes by chunks, of which some are to be asked for."""
-        read.has_chunks, read.holds = True, event.holds
+        read.holds = event.holds
         if read.state is not State.READING:
             return [events.StopRead(self.request, read.rank)]
         read.chunks |= {chunk.number: chunk for chunk in event.chunks}
