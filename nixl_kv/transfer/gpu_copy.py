@@ -34,6 +34,12 @@ TILE_BYTES: Final = 1 << 16
 
 NUM_WARPS: Final = 16
 
+DIGESTING_PROGRAMS: Final = 48
+DIGESTING_WARPS: Final = 8
+"""The same where copies are digested. A head's token has several threads, and each of them finds
+out where it is: by fewer threads that have more of them less is done twice. So a program has 14
+GB/s of an H200's own memory, where one that only copies has 30: see docs/benchmarks.md."""
+
 LEAST_NUMBERS: Final = 1 << 13
 MAX_FREE: Final = 8
 """Kept of what copies have used."""
@@ -47,48 +53,49 @@ def _copy(numbers, rows, sums, num_jobs, num_tiles, cut: tl.constexpr):  # type:
     If it digests, `sums` is a `contents.DigestInput`, and `rows` are a `contents.Contents`'.
     """
     unit: tl.constexpr = cut[0]
-    units: tl.constexpr = cut[1]
-    content: tl.constexpr = cut[2]
+    items: tl.constexpr = cut[1]
+    size: tl.constexpr = cut[2]  # units of an item: of a head's token, if it digests
+    digests: tl.constexpr = cut[3]
+    # Of 16 bytes Triton makes one access of a thread, if it knows how they are aligned.
+    words: tl.constexpr = 2 * size if unit == 16 else size  # noqa: PLR2004
+    word: tl.constexpr = _word(unit)
+    places = tl.arange(0, words)[None, :]
+    if digests:
+        # 16 bytes are four words: each int64 has two of them, which have multipliers of their own.
+        low = tl.load(sums + 8 + places).to(tl.uint64, bitcast=True)
+        high = tl.load(sums + 8 + words + places).to(tl.uint64, bitcast=True)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         job = numbers + _job_of(tile, numbers, num_jobs) * 9
-        num_rows, width = tl.load(job + 2).to(tl.int32), tl.load(job + 3).to(tl.int32)
+        num_rows, width = tl.load(job + 2).to(tl.int32), tl.load(job + 3).to(tl.int32) // size
         num_pieces = tl.load(job + 7).to(tl.int32)
-        start = (tile - tl.load(job)) * units
+        start = (tile - tl.load(job)) * items
         first = start // width
-        within = (start - first * width).to(tl.int32) + tl.arange(0, units)
-        item = first.to(tl.int32) + within // width
-        offset = (within % width) * unit
-        piece = item // num_rows
+        within = (start - first * width).to(tl.int32) + tl.arange(0, items)
+        run = first.to(tl.int32) + within // width
+        item = within % width
+        number = run % num_rows
+        piece = run // num_rows
         inside = piece < num_pieces
-        row = rows + (tl.load(job + 1) + item % num_rows) * 2
+        row = rows + (tl.load(job + 1) + number) * 2
         ids = numbers + tl.load(job + 6) + piece * 2
-        local = tl.load(row, mask=inside, other=0) + offset
+        local = tl.load(row, mask=inside, other=0) + item * (unit * size)
         local += tl.load(ids, mask=inside, other=0) * tl.load(job + 4)
-        remote = tl.load(row + 1, mask=inside, other=0) + offset
+        remote = tl.load(row + 1, mask=inside, other=0) + item * (unit * size)
         remote += tl.load(ids + 1, mask=inside, other=0) * tl.load(job + 5)
-        # Of 16 bytes Triton makes one access of a thread, if it knows how they are aligned.
-        words: tl.constexpr = 2 if unit == 16 else 1  # noqa: PLR2004
-        word: tl.constexpr = _word(unit)
         source = tl.multiple_of(remote.to(tl.pointer_type(word)), unit)
         target = tl.multiple_of(local.to(tl.pointer_type(word)), unit)
-        places = tl.arange(0, words)[None, :]
-        if content:
+        if digests:
             # Which tokens these are is asked for before the bytes, which take longer.
-            label = rows + tl.load(sums + 7) + tl.load(job + 8) // (unit * content)
-            row_width = width // content
-            number = (start // content - first * row_width).to(tl.int32)
-            number += tl.arange(0, units // content)
-            item = first.to(tl.int32) + number // row_width
-            known = item // num_rows < num_pieces
-            label += item % num_rows * row_width + number % row_width
-            label = tl.load(label, mask=known, other=0)
-            ids_at = (tl.load(job + 6) - num_jobs * 9) // 2
-            token = sums + tl.load(sums + 4) + ids_at + item // num_rows
-            token = tl.load(token, mask=known, other=0) + (label & 0xFFFFFFFF)
+            label = rows + tl.load(sums + 7) + tl.load(job + 8) // (unit * size)
+            label = tl.load(label + number * width + item, mask=inside, other=0)
+            token = sums + tl.load(sums + 4) + (tl.load(job + 6) - num_jobs * 9) // 2 + piece
+            token = tl.load(token, mask=inside, other=0) + (label & 0xFFFFFFFF)
         value = tl.load(source[:, None] + places, mask=inside[:, None], other=0)
         tl.store(target[:, None] + places, value, mask=inside[:, None])
-        if content:
-            _add(value, label >> 32, token, known, sums, content)
+        if digests:
+            wide = value.to(tl.uint64, bitcast=True)
+            products = (wide & 0xFFFFFFFF) * low + (wide >> 32) * high
+            _add(tl.sum(products, axis=1), label >> 32, token, inside, sums)
 
 
 @triton.jit
@@ -104,24 +111,13 @@ def _job_of(tile, numbers, num_jobs):  # type: ignore[no-untyped-def]  # noqa: A
     return low
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(value, head, token, known, sums, content: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Add what was loaded, two int64 of each thread, to a digest's sums.
-
-    The shape of `value` is (units, 2). Each `content` units are one `head` of a `token`, if that is
-    `known`.
-    """
+@triton.jit
+def _add(terms, head, token, inside, sums):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Add a `head` and `token` each, whose words times multipliers are `terms`, to the sums."""
     row = sums + tl.load(sums + 3) + head * 3
-    which = tl.load(row, mask=known, other=0)
-    begin, end = tl.load(row + 1, mask=known, other=0), tl.load(row + 2, mask=known, other=0)
-    known &= (token >= begin) & (token < end)
-    # 16 bytes are four words: each int64 has two of them, which have multipliers of their own.
-    units: tl.constexpr = value.shape[0]
-    factors = sums + 8 + (tl.arange(0, units) % content * 2)[:, None] + tl.arange(0, 2)[None, :]
-    wide = value.to(tl.uint64, bitcast=True)
-    products = (wide & 0xFFFFFFFF) * tl.load(factors).to(tl.uint64, bitcast=True)
-    products += (wide >> 32) * tl.load(factors + 2 * content).to(tl.uint64, bitcast=True)
-    terms = tl.sum(tl.reshape(products, [units // content, 2 * content]), axis=1)
+    which = tl.load(row, mask=inside, other=0)
+    begin, end = tl.load(row + 1, mask=inside, other=0), tl.load(row + 2, mask=inside, other=0)
+    known = inside & (token >= begin) & (token < end)
     terms = mixed(terms + position(tl.load(sums), tl.load(sums + 1), token))
     total = terms.to(tl.int64, bitcast=True)
     tl.atomic_add(sums + tl.load(sums + 5) + which, total, mask=known, sem="relaxed")
@@ -150,10 +146,13 @@ def launch_copy(
         rows: the tiling's; of its `Contents` where it is digested.
         digested: the numbers of a `DigestInput`, and the bytes of a head's token.
     """
-    sums, size = digested or (numbers, 0)
-    grid = (min(PROGRAMS, launch.num_tiles),)
-    cut = launch.unit, TILE_BYTES // launch.unit, size // launch.unit
-    _copy[grid](numbers, rows, sums, launch.num_jobs, launch.num_tiles, cut, num_warps=NUM_WARPS)
+    sums, content = digested or (numbers, launch.unit)
+    size = content // launch.unit
+    cut = launch.unit, TILE_BYTES // content, size, digested is not None
+    programs = PROGRAMS if digested is None else DIGESTING_PROGRAMS
+    warps = NUM_WARPS if digested is None else DIGESTING_WARPS
+    grid = (min(programs, launch.num_tiles),)
+    _copy[grid](numbers, rows, sums, launch.num_jobs, launch.num_tiles, cut, num_warps=warps)
 
 
 class _Numbers:
