@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError
+from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.transfer.read_agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
@@ -100,14 +101,18 @@ class Agents:
         return bool(self._joining or self._held or self._closing or self._opening)
 
     def open(self) -> None:
-        """Make the first agent of this process, and wait for it; it meets one that is gone then.
+        """Make the first agent of this process, and wait for it.
+
+        It meets one that is gone then, and something is planned: the first time in a process either
+        takes ten milliseconds or more, for which a load would wait.
 
         Raises:
             TransportError: if it cannot be made.
         """
-        opened = open_transport(self._make_transport, self.peers.layout, self.peers.means.staging)
+        layout = self.peers.layout
+        plan(layout, layout)
+        opened = open_transport(self._make_transport, layout, self.peers.means.staging)
         if opened.scratch is not None:
-            layout = self.peers.layout
             opened.transport.rehearse(opened.scratch.span, layout.memory, layout.device)
         self.polled.append(self._make_agent(opened))
 

@@ -48,7 +48,7 @@ slow one, as on a busy machine, weighs less and does not turn the choice; some t
 
 PRIOR: Final = 1e-6
 """What it weighs in the end, as a share of what was observed: where reads of one kind only were
-observed, many numbers fit, and those near the first ones are taken."""
+observed, many numbers fit, and those near the expected ones are taken."""
 
 LEAST: Final = 0.02
 """No number falls below this share of its first one."""
@@ -59,18 +59,16 @@ class Estimate:
     """Of one path over one link: by least squares of relative errors, older ones weighing less."""
 
     first: tuple[float, float, float]
-    _products: Floats = field(default_factory=lambda: np.diag(np.full(3, TRUST)))
-    _sums: Floats = field(default_factory=lambda: np.full(3, TRUST))
+    _expected: Floats = field(default_factory=lambda: np.ones(3))  # times the first numbers
+    _trust: float = TRUST  # what each of these weighs
+    _products: Floats = field(default_factory=lambda: np.zeros((3, 3)))  # of what was observed
+    _sums: Floats = field(default_factory=lambda: np.zeros(3))
     _factors: Floats = field(default_factory=lambda: np.ones(3))
 
     def expect(self, factors: tuple[float, float, float]) -> None:
-        """Before any read: the numbers are so many times the first ones; that fades, too."""
-        self._fit(np.diag(np.full(3, TRUST)), TRUST * np.array(factors))
-
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing is known but the first numbers."""
-        return bool((self._factors == 1).all())
+        """Reads aside, the numbers are so many times the first ones; that fades, too."""
+        self._expected = np.array(factors)
+        self._fit()
 
     def seconds(self, num_runs: int, num_bytes: int) -> float:
         """How long a read of so many runs and bytes takes."""
@@ -79,18 +77,31 @@ class Estimate:
     def correct(self, num_runs: int, num_bytes: int, seconds: float) -> None:
         """A read took so long."""
         terms = self._terms(num_runs, num_bytes) / max(seconds, 1e-6)
-        self._fit(KEPT * self._products + np.outer(terms, terms), KEPT * self._sums + terms)
+        self._forget(KEPT)
+        self._products += np.outer(terms, terms)
+        self._sums += terms
+        self._fit()
 
     def fade(self) -> None:
         """Another path was taken: what is known of this one comes closer to the first numbers."""
-        rest = (1 - KEPT_UNUSED) * TRUST
-        self._fit(KEPT_UNUSED * self._products + rest * np.eye(3), KEPT_UNUSED * self._sums + rest)
+        self._forget(KEPT_UNUSED)
+        trust = self._trust + (1 - KEPT_UNUSED) * TRUST
+        self._expected = 1 + (self._expected - 1) * self._trust / trust
+        self._trust = trust
+        self._fit()
 
-    def _fit(self, products: Floats, sums: Floats) -> None:
-        self._products, self._sums = products, sums
-        prior = PRIOR * np.trace(self._products)
-        factors = np.linalg.solve(self._products + prior * np.eye(3), self._sums + prior)
-        self._factors = np.maximum(factors, LEAST)
+    def _forget(self, kept: float) -> None:
+        self._products *= kept
+        self._sums *= kept
+        self._trust *= kept
+
+    def _fit(self) -> None:
+        """In units of what is expected, so that a slow link's numbers weigh as a fast one's."""
+        expected = self._expected
+        products = self._products * np.outer(expected, expected)
+        trust = self._trust + PRIOR * (np.trace(products) + self._trust)
+        factors = np.linalg.solve(products + trust * np.eye(3), self._sums * expected + trust)
+        self._factors = np.maximum(factors * expected, LEAST)
 
     def _terms(self, num_runs: int, num_bytes: int) -> Floats:
         start, run, byte = self.first
@@ -127,16 +138,11 @@ class Link:
         return self._wanted == "auto"
 
     def on_probed(self, costs: tuple[float, float, float]) -> None:
-        """Direct reads were measured; what is packed crosses the same link.
-
-        What reads have taught by then counts more.
-        """
+        """Direct reads were measured; what is packed crosses the same link."""
         direct, staged = self.estimate("direct"), self.estimate("staged")
         start, run, byte = (cost / first for cost, first in zip(costs, direct.first, strict=True))
-        if direct.is_new:
-            direct.expect((start, run, byte))
-        if staged.is_new:
-            staged.expect((1.0, 1.0, max(1.0, costs[2] / staged.first[2])))
+        direct.expect((start, run, byte))
+        staged.expect((1.0, 1.0, max(1.0, costs[2] / staged.first[2])))
 
     def choose(self, paths: Collection[Path], num_runs: int, num_bytes: int) -> Path:
         """Of these paths the one that is wanted, or takes least time; the first one of equals."""

@@ -12,7 +12,8 @@ from nixl_kv.geometry.layout import CacheLayout, Span
 from nixl_kv.transport.base import Indices, Rows
 
 SHORT_BYTES: Final = 1 << 10
-NUM_SHORT: Final = 1 << 10
+NUM_SHORT: Final = 1 << 8
+"""To post them takes up to a millisecond, in which the transfer thread does nothing else."""
 LONG_BYTES: Final = 1 << 20
 NUM_LONG: Final = 8
 GROWTH: Final = 4

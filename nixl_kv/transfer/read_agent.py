@@ -6,7 +6,7 @@ protocol's affair. Runs on the transfer thread alone.
 A rank that can be read is read at once, for nothing: a slot, and some bytes of its cache into
 memory that is nobody's. The first read of a peer pays for the connection and for mapping its
 memory; so that is paid while the rank is still being asked, and by nobody who waits. Of the first
-rank on a host it is then measured how fast it is read, where there is a choice of paths.
+rank on a host it is then measured how fast it is read, if it packs and is not mapped.
 """
 
 import logging
@@ -47,7 +47,7 @@ MAX_WARM_UPS: Final = 256
 """Reads that warm up, under way at the same time; those that never end are among them."""
 WARM_UP_S: Final = 2.0
 """How long the end of one is waited for: as long as prefill serves after a reader's last word."""
-MOST_PROBES: Final = 50
+MOST_PROBES: Final = 20
 """Reads of one rank to measure it, also those that tell nothing since others were under way."""
 AT_ONCE_BYTES: Final = 64 << 20
 """Of reads of data of one turn, that are looked at when they are posted: the end of one lets the
@@ -489,12 +489,15 @@ class ReadAgent:
                 self._look_at_link(read.peer, read.rank)
 
     def _look_at_link(self, peer: events.PeerKey, rank: Rank) -> None:
-        """If there is a choice, and it was not measured before; it can be connected by now."""
+        """If it counts, and was not measured before; it can be connected by now.
+
+        What is mapped is gathered, but for a few runs: to measure these would hold up first loads.
+        """
         if self._scratch is None or not self.peers.has(peer, rank):
             return
         prepared = self.peers.get(peer, rank)
         link = prepared.link
-        if link.is_probed or not link.has_choice or len(self._paths(prepared)) == 1:
+        if link.is_probed or not link.has_choice or self._paths(prepared) != ["direct", "staged"]:
             return
         remote, scratch = prepared.remote.layout, self._scratch.span
         try:

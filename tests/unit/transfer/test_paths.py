@@ -103,13 +103,23 @@ def test_a_link_faster_than_packing_is_no_reason_to_expect_more_of_it() -> None:
     )
 
 
-def test_what_reads_have_taught_counts_more_than_what_is_measured_later() -> None:
+def test_what_is_measured_after_a_first_load_counts() -> None:
+    """A load does not wait until its host has been measured."""
     link = Link("VRAM")
-    link.correct("direct", 1000, MIB, 0.03)
-    link.correct("staged", 1000, MIB, 0.02)
-    before = [link.estimate(path).seconds(1000, MIB) for path in ("direct", "staged")]
-    link.on_probed((1.0, 1.0, 1.0))
-    assert [link.estimate(path).seconds(1000, MIB) for path in ("direct", "staged")] == before
+    link.correct("direct", 1000, MIB, 0.004)
+    link.on_probed((500e-6, 3e-6, 1 / 12e9))
+    direct = link.estimate("direct")
+    assert direct.seconds(1, 1 << 30) == pytest.approx(0.09, rel=0.05)
+    assert direct.seconds(1000, MIB) == pytest.approx(0.004, rel=0.1)
+
+
+@pytest.mark.parametrize("costs", [(500e-6, 2e-6, 1 / 12e9), (1e-3, 300e-6, 1e-9)])
+def test_what_many_reads_have_taught_counts_more(costs: tuple[float, float, float]) -> None:
+    link = Link("VRAM")
+    for _ in range(60):
+        link.correct("direct", 1000, MIB, 0.03)
+    link.on_probed(costs)
+    assert link.estimate("direct").seconds(1000, MIB) == pytest.approx(0.03, rel=0.05)
 
 
 def test_what_was_measured_wrongly_is_tried_again() -> None:

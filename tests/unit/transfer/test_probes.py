@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.transfer.probes import LONG_BYTES, NUM_LONG, SHORT_BYTES, Prober
+from nixl_kv.transfer.probes import LONG_BYTES, NUM_LONG, NUM_SHORT, SHORT_BYTES, Prober
 
 BASE, LENGTH = 1 << 20, 1 << 26
 SCRATCH = Span(1 << 40, LONG_BYTES)
@@ -93,7 +93,7 @@ def test_pieces_are_apart_and_inside_the_longest_memory() -> None:
     while (pieces := prober.next) is not None:
         seen.update(np.asarray(pieces[1]).tolist())
         prober.on_end(1e-6)
-    assert seen == set(range(1024 + NUM_LONG))
+    assert seen == set(range(NUM_SHORT + NUM_LONG))
 
 
 @pytest.mark.parametrize(

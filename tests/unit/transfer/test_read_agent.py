@@ -15,6 +15,7 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.geometry.staging import Ring
 from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
     CompareDigest,
@@ -33,11 +34,14 @@ from nixl_kv.protocol.events import (
     StartRead,
     StopRead,
 )
+from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.transfer import read_agent
 from nixl_kv.transfer.digests import DigestEvent, DigestQueue, HostDigester
 from nixl_kv.transfer.gather import Means
+from nixl_kv.transfer.host_copy import HostCopier
 from nixl_kv.transfer.read_agent import MAX_SLOT_READS, WARM_UP_S, ReadAgent, open_transport
 from nixl_kv.transfer.remote_peers import PreparedPeers, RemotePeers
+from nixl_kv.transfer.staging import HostMemory, Staging
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.memory_gather import EXPORT, MemoryGather
 from support.readable import ReadableRank, engine_of
@@ -46,6 +50,7 @@ from support.stepped import Background, Clock
 
 SIZES = Sizes()
 R0 = Rank(0)
+RING = StagingRing(address=1 << 20, length=1 << 20, num_slots=4)
 UNKNOWN = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
 
 
@@ -65,7 +70,7 @@ class Reading:
         means = None if make_means is None else make_means(layout)
         self.peers = RemotePeers(layout, R0, MODEL, means=means)
         engine = engine_of(self.prefill)
-        ranks = tuple(replace(rank, export=EXPORT) for rank in engine.ranks)
+        ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
         self.peers.descriptions[PEER] = replace(engine, ranks=ranks)
         opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
         self.counts: defaultdict[str, float] = defaultdict(float)
@@ -518,9 +523,16 @@ class Probing(Reading):
     NUM_PROBES = 3 + 2 + 2
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, wanted: str = "auto", sizes: Sizes = SIZES
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        wanted: str = "auto",
+        sizes: Sizes = SIZES,
+        gather: MemoryGather | None = None,
     ) -> None:
-        self.gather = MemoryGather()
+        owner = HostMemory(RING.length)
+        staging = Staging(
+            Ring(owner.span, RING.num_slots), "DRAM", 0, HostCopier(Background()), owner
+        )
         self.num_posted = 0
         read = MemoryTransport.read
 
@@ -533,7 +545,7 @@ class Probing(Reading):
             return handle
 
         monkeypatch.setattr(MemoryTransport, "read", timed)
-        super().__init__(lambda _: Means(self.gather, wanted), sizes, "DRAM")
+        super().__init__(lambda _: Means(gather, wanted, staging), sizes, "DRAM")
         self.link = self.agent.peers.get(PEER, R0).link
         self.num_first = self.num_posted
 
@@ -576,14 +588,19 @@ def test_of_a_host_that_is_met_it_is_measured_how_fast_it_is_read(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sizes"),
-    [("gather", Probing.SIZES), ("direct", Probing.SIZES), ("auto", SIZES)],
+    ("wanted", "sizes", "gather"),
+    [
+        pytest.param("staged", Probing.SIZES, None, id="staged"),
+        pytest.param("direct", Probing.SIZES, None, id="direct"),
+        pytest.param("auto", SIZES, None, id="too little memory"),
+        pytest.param("auto", Probing.SIZES, MemoryGather(), id="mapped"),
+    ],
 )
 def test_what_tells_nothing_is_not_measured(
-    wanted: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+    wanted: str, sizes: Sizes, gather: MemoryGather | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no choice of paths, or too little memory."""
-    assert Probing(monkeypatch, wanted, sizes).num_first == 2
+    """There is no choice of paths, an easy one, or too little memory."""
+    assert Probing(monkeypatch, wanted, sizes, gather).num_first == 2
 
 
 def test_what_is_measured_beside_other_reads_does_not_count(
@@ -592,7 +609,6 @@ def test_what_is_measured_beside_other_reads_does_not_count(
     reading = Probing(monkeypatch)
     reading.meet()
     before = reading.num_posted
-    reading.agent._gather = None
     assert reading.start([2, 9], [7, 3], range(8)) == []
     reading.clock.now += 1.0
     (done,) = reading.poll()
@@ -632,7 +648,7 @@ def test_nothing_is_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reading.agent.poll() == []
     assert probing.tries_left == 0
     assert not reading.agent.is_busy
-    assert reading.link.estimate("direct").is_new
+    assert not reading.link._estimates, "something was measured"
 
 
 def test_a_host_that_was_lost_while_it_was_measured_is_measured_anew(
@@ -660,7 +676,7 @@ def test_a_host_that_was_prepared_anew_is_not_read_as_it_was(
     assert reading.poll() == []
     assert reading.num_posted == before + 2, "what warms up"
     assert not reading.link.is_probed
-    assert reading.link.estimate("direct").is_new
+    assert not reading.link._estimates, "something was measured"
 
 
 def test_a_host_whose_agent_ends_while_it_is_measured_may_be_measured_anew(
