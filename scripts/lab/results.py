@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-WIDTH: Final = 170
-"""Of a table where there is no terminal, such as in a log."""
+UNLIMITED: Final = 10_000
+MAX_TEXT: Final = 80
+"""Columns of a text in a table; a longer one has several lines."""
 VERDICT: Final = "verdict"
 
 Kind = Literal["good", "bad", "skipped"]
@@ -115,19 +116,27 @@ def print_table(
     table = Table(title=title)
     for heading in headings:
         right = all(_is_number(row[heading]) for row in rows if row.get(heading))
-        table.add_column(heading, justify="right" if right else "left", no_wrap=right)
+        words = [word for row in rows for word in row.get(heading, "").split()]
+        table.add_column(
+            heading,
+            justify="right" if right else "left",
+            no_wrap=right,
+            # Where there is no room, what a row is about is left, and a heading is cut.
+            min_width=min(MAX_TEXT, max(map(len, words), default=0)),
+            max_width=MAX_TEXT,
+        )
     if verdicts:
-        table.add_column(VERDICT)
+        table.add_column(VERDICT, max_width=MAX_TEXT)
     cells = [[escape(row.get(heading, "")) for heading in headings] for row in rows]
     for row_cells, verdict in zip(cells, _coloured(verdicts, len(rows)), strict=True):
         table.add_row(*row_cells, *verdict)
     console().print(table)
 
 
-def console(width: int = WIDTH) -> Console:
-    """Of the terminal's width; of this one where there is no terminal."""
+def console() -> Console:
+    """Of the terminal's width; where there is none, such as in a log, a table has its own."""
     terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=width)
+    return terminal if terminal.is_terminal else Console(width=UNLIMITED)
 
 
 def as_json(result: Result) -> dict[str, Any]:

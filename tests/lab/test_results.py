@@ -97,3 +97,10 @@ def test_rows_may_lack_headings_and_numbers_stand_right(
 )
 def test_verdict_in_words(verdict: Verdict, words: str) -> None:
     assert str(verdict) == words
+
+
+def test_of_a_wide_table_nothing_is_cut_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"path": "gather, verified"} | {f"what takes {n} ms": f"{n}.25" for n in range(30)}
+    print_table("loads", [row])
+    printed = capsys.readouterr().out
+    assert all(word in printed for pair in row.items() for word in pair)
