@@ -15,6 +15,8 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, with each step: what to do, in order."""
 
     commands: list[Command] = field(default_factory=list)
+    computes: bool = True
+    """Whether there is anything to compute; else all requests wait, for loads."""
 
 
 @dataclass

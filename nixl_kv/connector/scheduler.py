@@ -143,7 +143,8 @@ class Scheduler:
         self._admission.on_step()
         commands, self._next_step = self._next_step, []
         return StepMetadata(
-            [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()]
+            [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()],
+            computes=output.total_num_scheduled_tokens > 0,
         )
 
     def on_finish(

@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import torch
 from vllm.config import VllmConfig
@@ -26,6 +27,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.errors import ConfigError, LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
@@ -35,9 +37,16 @@ from nixl_kv.transport.connection_limit import is_local
 
 logger = logging.getLogger(__name__)
 
+LOAD_WAIT_S: Final = 0.004
+"""How long a step that computes nothing waits for a load to end. vLLM asks again some milliseconds
+later, and most loads end sooner; a request that comes meanwhile waits as well."""
+
 
 class Worker:
-    """One rank. vLLM calls every method on the step thread; only `register` and `stop` wait."""
+    """One rank. vLLM calls every method on the step thread.
+
+    Only `register` and `stop` wait, and `pop_results` if vLLM does.
+    """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         """Check the configuration; nothing starts before the cache exists."""
@@ -52,6 +61,9 @@ class Worker:
         self.handshake: HandshakeMetadata | None = None
         """What the scheduler publishes of this rank, once it is registered."""
         self._left: list[events.Result] = []  # of the former life
+        self._loading: set[RequestId] = set()
+        self._computes = True  # in this step; of several stages the others may, when this one waits
+        self._has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
         self.stats = Stats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -89,7 +101,10 @@ class Worker:
 
     def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""
+        self._computes = step.computes or self._has_stages
         if self._engine is not None:
+            starting = (one for one in step.commands if isinstance(one, events.StartLoad))
+            self._loading.update(one.request for one in starting)
             self._stale_tails.clear(step.commands)
             self._engine.submit([*self._unwritten.pop_written(), *step.commands])
             self._unwritten.add(step.commands)
@@ -107,7 +122,10 @@ class Worker:
         if self._engine is not None:
             self._unwritten.on_step_enqueued()
             self._engine.submit(self._unwritten.pop_written())
+            if self._loading and not self._computes:
+                self._engine.wait_load(LOAD_WAIT_S)
             results += self._engine.pop_results()
+        self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
         self.stats.count_results(results)
         return transfer_results(results)
 

@@ -9,6 +9,7 @@ engine.stop()
 
 import contextlib
 import logging
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -102,13 +103,14 @@ class RankSpec:
 
 
 class TransferEngine:
-    """Moves the KV of one rank. For the caller's thread; only `start` and `stop` wait."""
+    """Moves the KV of one rank. For the caller's thread; `start`, `stop` and `wait_load` wait."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         self.loop: Loop | None = None
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
+        self._load_ended = threading.Event()  # since results were last popped
         self._thread = TransferThread(self._build_loop)
         self._is_stopped = False
 
@@ -150,7 +152,12 @@ class TransferEngine:
 
         One for each load that was started, one for each offer that was published, and counts.
         """
+        self._load_ended.clear()
         return [self._results.popleft() for _ in range(len(self._results))]
+
+    def wait_load(self, timeout_s: float) -> None:
+        """Wait until a load has ended of which `pop_results` has not told yet."""
+        self._load_ended.wait(timeout_s)
 
     def stop(self) -> None:
         """End the thread, which releases everything; one that hangs is left after some seconds."""
@@ -173,6 +180,7 @@ class TransferEngine:
             self._results,
             clock=spec.clock,
             report_status=status.report,
+            on_load_ended=self._load_ended.set,
         )
 
 

@@ -89,6 +89,7 @@ class Loop:
         *,
         clock: Callable[[], float],
         report_status: Callable[[messages.StatusRequest], messages.Status],
+        on_load_ended: Callable[[], None],
     ) -> None:
         """Start with nothing under way.
 
@@ -98,6 +99,7 @@ class Loop:
             results: for the caller, in order.
             clock: monotonic seconds.
             report_status: the answer to a tool.
+            on_load_ended: called when there is the result of a load.
         """
         self.parts = parts
         self.outstanding = Outstanding()
@@ -105,6 +107,7 @@ class Loop:
         self._results = results
         self._clock = clock
         self._report_status = report_status
+        self._on_load_ended = on_load_ended
         self._follow_up: deque[events.DecodeEvent | events.PrefillEvent] = deque()
         self._received: deque[Received] = deque()
         self._questions: deque[tuple[bytes, messages.StatusRequest]] = deque()
@@ -394,8 +397,10 @@ class Loop:
         if report is None:
             return
         self._results.append(report)
-        if isinstance(report, events.LoadEnded) and report.failure is not None:
-            self._log_failure(report, report.failure)
+        if isinstance(report, events.LoadEnded):
+            self._on_load_ended()
+            if report.failure is not None:
+                self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
         """Say why, and what happened before; a load that nobody wants any more is no failure."""

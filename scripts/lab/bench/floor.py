@@ -8,8 +8,9 @@ by now has all of it but the last token in its prefix cache: the hit. A decode e
 
 import argparse
 import asyncio
+import contextlib
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -74,34 +75,32 @@ async def measure(
 ) -> dict[str, list[Sample]]:
     """Rounds with each decode engine in turn, after some that are not counted."""
     samples: dict[str, list[Sample]] = {verify: [] for verify in VERIFY}
-    for number in range(WARM_UP + options.repeat):
-        for verify, decode in in_turn(decodes, number):
-            # One token more than whole blocks: it is what a hit leaves to compute, as a load does.
-            # Of whole blocks alone a hit leaves the last one, so its step would be a longer one.
-            tokens = prompt(length + 1, f"{options.seed}/{length}/{number}/{verify}")
-            sample = await sample_of(prefill, decode, tokens)
-            if number >= WARM_UP:
-                samples[verify].append(sample)
+    async with contextlib.AsyncExitStack() as stack:
+        asked = [
+            (verify, decode, await stack.enter_async_context(Asker(decode.url, prefill.url)))
+            for verify, decode in zip(VERIFY, decodes, strict=True)
+        ]
+        for number in range(WARM_UP + options.repeat):
+            for verify, decode, asker in reversed(asked) if number % 2 else asked:
+                # One token more than whole blocks: it is what a hit leaves to compute, as a load
+                # does. Of whole blocks a hit leaves the last one: its step would be a longer one.
+                tokens = prompt(length + 1, f"{options.seed}/{length}/{number}/{verify}")
+                sample = await sample_of(decode, asker, tokens)
+                if number >= WARM_UP:
+                    samples[verify].append(sample)
     return samples
 
 
-def in_turn(decodes: Sequence[Engine], number: int) -> Iterator[tuple[str, Engine]]:
-    """Each with what it verifies; who is first changes."""
-    pairs = list(zip(VERIFY, decodes, strict=True))
-    yield from reversed(pairs) if number % 2 else pairs
-
-
-async def sample_of(prefill: Engine, decode: Engine, tokens: Sequence[int]) -> Sample:
-    """One prompt, with a ticket and then without one.
+async def sample_of(decode: Engine, asker: Asker, tokens: Sequence[int]) -> Sample:
+    """One prompt, with a ticket and then without one; decode has been asked before.
 
     Raises:
         RuntimeError: if one was not answered, or nothing was loaded.
     """
     with Client(decode.url) as client:
         since = CountersSince(client)
-        async with Asker(decode.url, prefill.url) as asker:
-            with_ticket = await asker.ask(tokens, 1)
-            hit = await asker.ask(tokens, 1, prefill_first=False)
+        with_ticket = await asker.ask(tokens, 1)
+        hit = await asker.ask(tokens, 1, prefill_first=False)
         for stream in (with_ticket, hit):
             if stream.error:
                 raise RuntimeError(f"{decode.name}: {stream.error}; see {decode.log_path}")

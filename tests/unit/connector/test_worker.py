@@ -7,7 +7,8 @@ import pytest
 
 from nixl_kv import addresses
 from nixl_kv.connector.metadata import StepMetadata
-from nixl_kv.connector.worker import Worker, rank_spec, transfer_results
+from nixl_kv.connector.scheduler import Scheduler
+from nixl_kv.connector.worker import LOAD_WAIT_S, Worker, rank_spec, transfer_results
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.protocol.events import (
@@ -165,6 +166,61 @@ def test_a_transport_that_fails_stops_the_start(
 
 
 # --- steps and results
+
+
+@pytest.mark.parametrize(
+    ("computes", "stages", "waits"),
+    [
+        pytest.param(False, 1, True, id="an idle engine"),
+        pytest.param(True, 1, False, id="an engine that computes"),
+        pytest.param(False, 2, False, id="another stage may compute"),
+    ],
+)
+def test_a_step_that_computes_nothing_waits_for_a_load(
+    *, computes: bool, stages: int, waits: bool
+) -> None:
+    config = recorded.vllm_config()
+    config.parallel_config.pipeline_parallel_size = stages
+    worker = Worker(config, recorded.kv_cache_config())
+    worker.register(recorded.kv_caches())
+    engine = worker._engine
+    waited: list[float] = []
+    assert engine is not None
+    engine.wait_load = waited.append  # type: ignore[method-assign, assignment]
+    try:
+        worker.on_step(StepMetadata([], computes=computes))
+        worker.pop_results()
+        assert not waited, "nothing is loaded"
+        commands = [prepare_load(host="127.0.0.1", port=1), start_load(D1)]
+        worker.on_step(StepMetadata(commands, computes=computes))
+        wait_until(lambda: bool(worker.pop_results().finished_recving))
+        assert bool(waited) == waits
+        assert set(waited) <= {LOAD_WAIT_S}
+        waited.clear()
+        worker.pop_results()
+        assert not waited, "the load has ended"
+    finally:
+        worker.stop()
+
+
+def test_a_wait_ends_with_a_load(worker: Worker) -> None:
+    """Long before its time is over, and each time for another load."""
+    worker.register(recorded.kv_caches())
+    engine = worker._engine
+    assert engine is not None
+    for request in (D1, D2):
+        commands = [prepare_load(request, host="127.0.0.1", port=1), start_load(request)]
+        worker.on_step(StepMetadata(commands, computes=False))
+        engine.wait_load(60.0)
+        assert worker.pop_results().finished_recving == {request}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_workers_are_told_whether_a_step_computes(num_tokens: int) -> None:
+    scheduler = Scheduler(recorded.vllm_config(), recorded.kv_cache_config())
+    output = recorded.empty_output()
+    output.total_num_scheduled_tokens = num_tokens
+    assert scheduler.on_step(output).computes == bool(num_tokens)
 
 
 def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
