@@ -435,6 +435,16 @@ def is_copy(vllm_config: VllmConfig) -> bool:
     return bool(has_copies and get_pcp_group().rank_in_group > 0)
 
 
+def is_awaited(vllm_config: VllmConfig) -> bool:
+    """Whether others wait for a worker whose step computes nothing.
+
+    Of several stages the others may compute, and data-parallel engines compute in lockstep: one
+    that has nothing to do takes part in the steps of the others.
+    """
+    parallel = vllm_config.parallel_config
+    return bool(parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1)
+
+
 def computed_on_decode(vllm_config: VllmConfig) -> int:
     """How many of a prompt's last tokens decode computes, at least: one, for its logits.
 

@@ -19,6 +19,7 @@ from nixl_kv.connector.unwritten import UnwrittenOffers
 from nixl_kv.connector.vllm_config import (
     check_supported,
     draft_facts,
+    is_awaited,
     is_copy,
     model_facts,
     parse_config,
@@ -62,8 +63,8 @@ class Worker:
         """What the scheduler publishes of this rank, once it is registered."""
         self._left: list[events.Result] = []  # of the former life
         self._loading: set[RequestId] = set()
-        self._computes = True  # in this step; of several stages the others may, when this one waits
-        self._has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+        self._computes = True  # in this step
+        self._is_awaited = is_awaited(vllm_config)
         self.stats = Stats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -101,7 +102,7 @@ class Worker:
 
     def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""
-        self._computes = step.computes or self._has_stages
+        self._computes = step.computes
         if self._engine is not None:
             starting = (one for one in step.commands if isinstance(one, events.StartLoad))
             self._loading.update(one.request for one in starting)
@@ -122,7 +123,7 @@ class Worker:
         if self._engine is not None:
             self._unwritten.on_step_enqueued()
             self._engine.submit(self._unwritten.pop_written())
-            if self._loading and not self._computes:
+            if self._loading and not (self._computes or self._is_awaited):
                 self._engine.wait_load(LOAD_WAIT_S)
             results += self._engine.pop_results()
         self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}

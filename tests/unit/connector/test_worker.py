@@ -169,18 +169,20 @@ def test_a_transport_that_fails_stops_the_start(
 
 
 @pytest.mark.parametrize(
-    ("computes", "stages", "waits"),
+    ("computes", "pp", "dp", "waits"),
     [
-        pytest.param(False, 1, True, id="an idle engine"),
-        pytest.param(True, 1, False, id="an engine that computes"),
-        pytest.param(False, 2, False, id="another stage may compute"),
+        pytest.param(False, 1, 1, True, id="an idle engine"),
+        pytest.param(True, 1, 1, False, id="an engine that computes"),
+        pytest.param(False, 2, 1, False, id="another stage may compute"),
+        pytest.param(False, 1, 2, False, id="another engine may wait for this one"),
     ],
 )
 def test_a_step_that_computes_nothing_waits_for_a_load(
-    *, computes: bool, stages: int, waits: bool
+    *, computes: bool, pp: int, dp: int, waits: bool
 ) -> None:
     config = recorded.vllm_config()
-    config.parallel_config.pipeline_parallel_size = stages
+    config.parallel_config.pipeline_parallel_size = pp
+    config.parallel_config.data_parallel_size = dp
     worker = Worker(config, recorded.kv_cache_config())
     worker.register(recorded.kv_caches())
     engine = worker._engine
