@@ -137,6 +137,8 @@ def launch_copy(
     numbers: torch.Tensor,
     rows: torch.Tensor,
     digested: tuple[torch.Tensor, int] | None = None,
+    *,
+    programs: int | None = None,
 ) -> None:
     """Start it on the current stream.
 
@@ -145,13 +147,14 @@ def launch_copy(
         numbers: the launch's.
         rows: the tiling's; of its `Contents` where it is digested.
         digested: the numbers of a `DigestInput`, and the bytes of a head's token.
+        programs: at most so many, in place of the usual number.
     """
     sums, content = digested or (numbers, launch.unit)
     size = content // launch.unit
     cut = launch.unit, TILE_BYTES // content, size, digested is not None
-    programs = PROGRAMS if digested is None else DIGESTING_PROGRAMS
+    usual = PROGRAMS if digested is None else DIGESTING_PROGRAMS
     warps = NUM_WARPS if digested is None else DIGESTING_WARPS
-    grid = (min(programs, launch.num_tiles),)
+    grid = (min(programs or usual, launch.num_tiles),)
     _copy[grid](numbers, rows, sums, launch.num_jobs, launch.num_tiles, cut, num_warps=warps)
 
 

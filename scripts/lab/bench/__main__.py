@@ -14,6 +14,7 @@ from lab.bench import record
 BENCHMARKS: Final = (
     *("ttft", "load", "floor", "step", "idle"),  # engines of vLLM
     *("transfer", "connect", "link", "digest", "events", "scale"),  # NIXL is enough
+    "gather",  # a GPU, or two
     "tcp",  # NIXL and root
     *("plan", "report"),
 )

@@ -1,7 +1,11 @@
 """The benchmarks without engines, run briefly: what they write is whole."""
 
+import importlib.util
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 
 from lab.bench import __main__ as bench
 from lab.bench import events, fleet, link, plan, scale
+from lab.bench.checkouts import REPO
 from lab.local.caches import layout_at
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.protocol.events import Transition
@@ -32,6 +37,28 @@ def test_plan_measures_each_case_once(tmp_path: Path) -> None:
     assert all(figure["runs"] >= 1 for figure in planned)
     assert {figure["layers"] for figure in figures} == set(plan.LAYERS)
     assert {figure["blocks"] for figure in figures} == set(plan.NUM_BLOCKS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("shape", "status", "words"),
+    [("tiny", 0, "4/4 rows are good"), ("deepseek", 1, "deepseek in LBHNC: not all runs are of")],
+)
+def test_gather_runs_its_kernel(shape: str, status: int, words: str) -> None:
+    """By Triton's interpreter, which is asked for when a kernel is defined."""
+    command = [sys.executable, "-m", "lab.bench", "gather", "--device", "cpu", "--shape", shape]
+    command += ["--tokens", "32", "--orders", "LBHNC", "--blocks", "16-32"]
+    command += ["--programs", "1", "3", "--repeat", "2"]
+    ended = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{REPO}:{REPO}/scripts"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.returncode == status, ended.stderr[-2000:]
+    assert words in ended.stdout + ended.stderr
 
 
 @pytest.mark.slow

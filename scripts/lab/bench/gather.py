@@ -1,0 +1,191 @@
+"""How many of a GPU's processors does the path `gather` need? Its kernel, without engines.
+
+One process has prefill's cache on one GPU and decode's on another, or both on one, and copies a
+prompt's KV from the one into the other, in random blocks, with the kernel that reads mapped memory:
+in so many programs, each of which has a processor to itself. Each row is a number of programs, with
+and without the digest that `verify` wants. "of copy" is a share of the speed at which torch copies
+as many bytes in one piece between these GPUs, in the same rounds.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lab.bench.models import MODELS
+from lab.bench.timing import share
+from lab.bench.transfer_cells import Blocks, Cut, parse_blocks
+from lab.local.caches import layout_at
+from lab.results import Figures, Results, verdict_of
+from nixl_kv.geometry.blocks import BlockTable, Table
+from nixl_kv.geometry.contents import Contents, DigestInput
+from nixl_kv.geometry.digest import Key
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.model_layouts import ORDERS
+from nixl_kv.geometry.plan import plan
+from nixl_kv.geometry.ranks import holdings
+from nixl_kv.geometry.slices import SliceFinder, SliceNamer
+from nixl_kv.geometry.tiles import Tiling
+
+KEY: Final = Key("ab" * 16)
+LAUNCHES: Final = 5
+"""One behind the other, in a sample: what it costs to launch one passes beside the one before."""
+
+
+class Cache:
+    """One side's cache, of noise or of zeros, and the prompt's blocks in it."""
+
+    def __init__(self, layout: CacheLayout, device: str, num_blocks: int, *, noise: bool) -> None:
+        """Allocate it; the prompt has so many blocks, at random."""
+        end = max(span.address + span.length for span in layout.spans)
+        shape = (end - layout.spans[0].address,)
+        kind: dict[str, Any] = {"dtype": torch.uint8, "device": device}
+        self.memory = torch.randint(0, 256, shape, **kind) if noise else torch.zeros(shape, **kind)
+        self.layout = layout_at(layout, self.memory.data_ptr())
+        ids = np.arange(1, 1 + 2 * num_blocks)  # no table names block 0
+        self.table = Table.of(np.random.default_rng(noise).permutation(ids)[:num_blocks].tolist())
+
+
+@dataclass
+class Ready:
+    """A prompt's copy as the kernel takes it; `digested` is None where it makes no digest."""
+
+    launch: Callable[[torch.Tensor | None, int], None]
+    digest_input: DigestInput
+    num_bytes: int
+
+
+def prepare(prefill: Cache, decode: Cache, tokens: int) -> Ready:
+    """Plan it, and put its numbers where the kernel reads them.
+
+    Raises:
+        ValueError: if such a cache is not digested while it is copied.
+    """
+    from nixl_kv.transfer.gpu_copy import TILE_BYTES, launch_copy  # noqa: PLC0415 - Triton
+
+    layout, device = decode.layout, decode.memory.device
+    wanted = {layer: held.heads for layer, held in holdings(layout).items()}
+    planned = plan(layout, prefill.layout, wanted)
+    pieces = planned.pieces([decode.table], [prefill.table], range(tokens))
+    tiling = Tiling(planned, lambda first, _: first)
+    contents = Contents(tiling, planned, layout)
+    tables = [BlockTable.of(decode.table, layout.groups[0])]
+    slices = SliceNamer(layout, wanted, holdings(prefill.layout)).name(tables)
+    (launch,) = tiling.launches(pieces, TILE_BYTES)
+    found = SliceFinder(layout).find(slices, tables, end=tokens)
+    digest_input = contents.request(KEY, found, pieces, launch)
+    numbers, rows = (
+        torch.from_numpy(array).to(device) for array in (launch.numbers, contents.numbers)
+    )
+
+    def start(sums: torch.Tensor | None, programs: int) -> None:
+        digested = None if sums is None else (sums, contents.size)
+        launch_copy(launch, numbers, rows, digested, programs=programs)
+
+    return Ready(start, digest_input, planned.num_bytes(pieces))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is copied, where, by how many programs."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--shape", choices=list(MODELS), default="qwen3-8b")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=["BHLNC", "LBHNC"])
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        type=parse_blocks,
+        default=[parse_blocks("16-16"), parse_blocks("16-64")],
+        metavar="P-D",
+        help="block sizes of prefill and decode; default: 16-16 16-64",
+    )
+    parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 24, 32, 48])
+    parser.add_argument("--prefill-gpu", type=int, default=1, help="default 1")
+    parser.add_argument("--decode-gpu", type=int, default=0, help="default 0")
+    parser.add_argument("--repeat", type=int, default=7, help="rounds, 2 or more")
+
+
+def run(options: argparse.Namespace) -> int:
+    """A row for each layout, pair of block sizes, number of programs, with and without digest."""
+    title = f"{options.shape}, {options.tokens:,} tokens: the kernel, medians of {options.repeat}"
+    results = Results(title, "rows are good", options.json)
+    cells = list(itertools.product(options.orders, options.blocks))
+    for order, blocks in cells:
+        for row in measure(order, blocks, options):
+            results.add(row)
+    return results.print(len(cells) * len(options.programs) * 2)
+
+
+def measure(
+    order: str, blocks: tuple[Blocks, Blocks], options: argparse.Namespace
+) -> Iterator[Figures]:
+    """Rows of one pair of caches, which have to agree on what is copied."""
+    on = [options.prefill_gpu, options.decode_gpu]
+    devices = [f"cuda:{gpu}" if options.device == "cuda" else "cpu" for gpu in on]
+    caches = []
+    for size, device, noise in zip(blocks, devices, (True, False), strict=True):
+        (layout,) = Cut(1, order, size).layouts(MODELS[options.shape], options.tokens, "VRAM")
+        num_blocks = options.tokens // size.size
+        caches.append(Cache(layout, device, num_blocks, noise=noise))
+    prefill, decode = caches
+    try:
+        ready = prepare(prefill, decode, options.tokens)
+    except ValueError as error:
+        raise SystemExit(f"{options.shape} in {order}: {error}") from error
+    fresh = torch.from_numpy(ready.digest_input.numbers)
+    numbers = fresh.to(decode.memory.device, copy=True)
+    piece = slice(ready.num_bytes)
+
+    def copy() -> None:
+        decode.memory[piece].copy_(prefill.memory[piece])
+
+    copies = [timed(copy, decode) for _ in range(options.repeat)]  # lets the GPUs reach each other
+    first: dict[str, torch.Tensor] = {}
+    for digests, programs in itertools.product((False, True), options.programs):
+        launch = partial(ready.launch, numbers if digests else None, programs)
+        decode.memory.zero_()
+        numbers.copy_(fresh)
+        launch()
+        found = {"bytes": decode.memory} | ({"digest": numbers} if digests else {})
+        wrong = [
+            name
+            for name, tensor in found.items()
+            if not torch.equal(tensor, first.setdefault(name, tensor.clone()))
+        ]
+        times = [timed(launch, decode) for _ in range(options.repeat)]
+        seconds = statistics.median(times)
+        row: dict[str, str | int | float] = {
+            "layout": order,
+            "blocks": " to ".join(map(str, blocks)),
+            "GPUs": " to ".join(map(str, on)) if options.device == "cuda" else "none",
+            "digests": "yes" if digests else "no",
+            "programs": programs,
+            "ms": seconds * 1e3,
+            "GB/s": ready.num_bytes / seconds / 1e9,
+            "of copy": share(copies, times),
+        }
+        fault = f"other {' and '.join(wrong)} than in the first row" if wrong else ""
+        yield Figures(row, verdict_of(fault, good=f"same {' and '.join(found)}"))
+
+
+def timed(way: Callable[[], object], cache: Cache) -> float:
+    """Seconds of one of some in a row."""
+    wait(cache)
+    begin = time.perf_counter()
+    for _ in range(LAUNCHES):
+        way()
+    wait(cache)
+    return (time.perf_counter() - begin) / LAUNCHES
+
+
+def wait(cache: Cache) -> None:
+    """Until the GPU has done all."""
+    if cache.memory.is_cuda:
+        torch.cuda.synchronize(cache.memory.device)
