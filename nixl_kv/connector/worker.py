@@ -154,7 +154,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     def make_transport() -> Transport:
         from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - only where it is used
 
-        return nixl_transport(config)
+        return nixl_transport(config, layout.memory)
 
     return RankSpec(
         engine=transfer.engine_id,

@@ -13,6 +13,7 @@ What NIXL forces, all measured:
 
 import gc
 import logging
+import os
 import secrets
 import threading
 import time
@@ -45,6 +46,9 @@ UCX_OPTIONS: Final = {
     "split_batch_size": "16",
 }
 """With threads, `read` returns at once; a batch of fewer merged pieces is copied by the caller."""
+
+MAX_COPYING: Final = 4
+"""Threads that copy at the same time where a read is a copy, if there are as many cores."""
 
 UCX_ENGINE_CONFIG: Final = (
     # Read directly also between GPUs, or within one, on a host without NVLink. There UCX prefers
@@ -105,14 +109,17 @@ def _set_when_collected(gone: threading.Event) -> Callable[[object], None]:
     return lambda _: gone.set()
 
 
-def nixl_transport(config: Config) -> Transport:
-    """An agent as configured: `paced_reads` says when it reads in pieces.
+def nixl_transport(config: Config, memory: Memory) -> Transport:
+    """An agent for a cache in such memory; `paced_reads` says when it reads in pieces.
 
     Raises:
         TransportError: if a backend cannot be created.
     """
-    settings = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}"
-    first = NixlTransport(config.backends, engine_config=settings)
+    settings, options = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}", dict(UCX_OPTIONS)
+    if memory == "DRAM":
+        num_cores = len(os.sched_getaffinity(0))
+        options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
+    first = NixlTransport(config.backends, ucx_options=options, engine_config=settings)
     if config.paced_reads == OFF or (config.paced_reads == AUTO and config.backends[0] != UCX):
         return first
     detector: TcpDetector = UcxTcpDetector(settings) if config.paced_reads == AUTO else AlwaysTcp()

@@ -74,7 +74,7 @@ class Engine:
         self.local = LocalEngine(
             spec.role,
             layouts,
-            lambda: nixl_transport(CONFIG),
+            lambda: nixl_transport(CONFIG, shape.memory),
             config=replace(CONFIG, warm=Config.parse({"warm": spec.warm}, {}).warm),
             roles=spec.role,
         )

@@ -99,7 +99,11 @@ def costs_of_ranks(seconds: float) -> list[Figures]:
     with contextlib.ExitStack() as stack:
         for name, cache in zip(("prefill", "decode"), caches, strict=True):
             engine = LocalEngine(
-                name, [cache.layout()], lambda: nixl_transport(config), config=config, roles=name
+                name,
+                [cache.layout()],
+                lambda: nixl_transport(config, "DRAM"),
+                config=config,
+                roles=name,
             )
             stack.callback(engine.close)
             engines.append(engine)

@@ -138,7 +138,7 @@ def make_transport() -> Transport:
     """As an engine's, by default."""
     from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - after the environment
 
-    return nixl_transport(Config())
+    return nixl_transport(Config(), "DRAM")
 
 
 def make_in_tree_agent(memory: Bytes) -> Any:

@@ -26,7 +26,7 @@ from lab.bench.transfer_cells import VERIFIED, Blocks, Cut, Share
 from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine
 from nixl_kv.config import Config
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.geometry.model_layouts import ModelShape
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import Ticket
@@ -93,8 +93,8 @@ class Process:
         self._table: list[int] = []
         self._in_tree: list[InTreeAgent] = []
         self._in_tree_table: list[int] = []
-        self.server = BulkServer(partial(nixl_transport, CONFIG))
-        self._reader = BulkReader(partial(nixl_transport, CONFIG))
+        self.server = BulkServer(partial(nixl_transport, CONFIG, "VRAM"))  # reads one piece
+        self._reader = BulkReader(partial(nixl_transport, CONFIG, "VRAM"))
 
     # --- questions
 
@@ -107,14 +107,14 @@ class Process:
         self.stop()
         self._placed = msgspec.convert(placed, Placed)
         cut, spec = self._placed.cut, self._spec
-        kind = "VRAM" if self._placed.gpus else "DRAM"
+        kind: Memory = "VRAM" if self._placed.gpus else "DRAM"
         self._layouts = [
             self._at_memory(layout, rank)
             for rank, layout in enumerate(cut.layouts(spec.model, spec.tokens, kind))
         ]
         for path in paths:
             config = config_of(path)
-            make_transport = partial(nixl_transport, config)
+            make_transport = partial(nixl_transport, config, kind)
             name = f"{spec.role} {path}"
             self._engines[path] = LocalEngine(
                 name, self._layouts, make_transport, config=config, roles=spec.role
