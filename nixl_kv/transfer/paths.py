@@ -63,7 +63,12 @@ class Estimate:
     _trust: float = TRUST  # what each of these weighs
     _products: Floats = field(default_factory=lambda: np.zeros((3, 3)))  # of what was observed
     _sums: Floats = field(default_factory=lambda: np.zeros(3))
-    _factors: Floats = field(default_factory=lambda: np.ones(3))
+    _costs: tuple[float, float, float] = field(init=False)
+    """What is thought now, in seconds, as `first`."""
+
+    def __post_init__(self) -> None:
+        """Nothing is known but the first numbers."""
+        self._costs = self.first
 
     def expect(self, factors: tuple[float, float, float]) -> None:
         """Reads aside, the numbers are so many times the first ones; that fades, too."""
@@ -72,7 +77,8 @@ class Estimate:
 
     def seconds(self, num_runs: int, num_bytes: int) -> float:
         """How long a read of so many runs and bytes takes."""
-        return float(self._terms(num_runs, num_bytes) @ self._factors)
+        start, run, byte = self._costs
+        return start + run * num_runs + byte * num_bytes
 
     def correct(self, num_runs: int, num_bytes: int, seconds: float) -> None:
         """A read took so long."""
@@ -101,7 +107,8 @@ class Estimate:
         products = self._products * np.outer(expected, expected)
         trust = self._trust + PRIOR * (np.trace(products) + self._trust)
         factors = np.linalg.solve(products + trust * np.eye(3), self._sums * expected + trust)
-        self._factors = np.maximum(factors * expected, LEAST)
+        start, run, byte = (np.maximum(factors * expected, LEAST) * self.first).tolist()
+        self._costs = start, run, byte
 
     def _terms(self, num_runs: int, num_bytes: int) -> Floats:
         start, run, byte = self.first
