@@ -1,5 +1,6 @@
 """The worker role, with caches as vLLM registers them."""
 
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -135,9 +136,11 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
     worker.register(recorded.kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
-    load = prepare_load(host="127.0.0.1", port=1)  # where nobody listens
-    worker.on_step(StepMetadata([prepare, PublishOffer(NONCE, P1), load, start_load(load.request)]))
-    worker.stop()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
+        load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
+        commands = [prepare, PublishOffer(NONCE, P1), load, start_load(load.request)]
+        worker.on_step(StepMetadata(commands))
+        worker.stop()
     worker.restore()
     results = worker.pop_results()
     assert results.finished_sending == {P1}
