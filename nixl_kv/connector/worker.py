@@ -38,7 +38,7 @@ from nixl_kv.transport.connection_limit import is_local
 
 logger = logging.getLogger(__name__)
 
-LOAD_WAIT_S: Final = 0.004
+LOAD_WAIT_S: Final = 0.01
 """How long a step that computes nothing waits for a load to end. vLLM asks again some milliseconds
 later, and most loads end sooner; a request that comes meanwhile waits as well."""
 

@@ -226,14 +226,6 @@ class PeerRefused(msgspec.Struct, frozen=True):
     reason: str
 
 
-class ReadStarted(msgspec.Struct, frozen=True):
-    """A read whose bytes are to be verified is under way: this is what it reads."""
-
-    request: RequestId
-    rank: Rank
-    slices: tuple[KVSlice, ...]
-
-
 class Chunk(msgspec.Struct, frozen=True):
     """A part of a read that prefill is to pack: tokens [begin, end) of these layers' heads."""
 
@@ -363,12 +355,13 @@ class DropPeer(msgspec.Struct, frozen=True):
 
 
 class StartRead(msgspec.Struct, frozen=True):
-    """Read the data; answered by ReadDone or ReadFailed, after ReadStarted if it is verified."""
+    """Read the data; answered by ReadDone or ReadFailed. `slices` are to be verified."""
 
     peer: PeerKey
     rank: Rank
     grant: messages.Grant
     load: StartLoad
+    slices: tuple[KVSlice, ...] = ()
 
 
 class ReadChunk(msgspec.Struct, frozen=True):
@@ -541,9 +534,7 @@ PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
-ReadEvent: TypeAlias = (
-    ReadStarted | ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
-)
+ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
 DataEvent: TypeAlias = PeerFits | PeerJoined | PeerRefused | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick

@@ -204,7 +204,7 @@ class Agents:
             self.current.peers.prepare(peer, description, routes)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
-        self.peers.descriptions[peer] = description
+        self.peers.add(peer, description, routes)
         self._joining[peer] = self._clock()
         return events.PeerFits(peer, description, routes)
 
@@ -219,13 +219,13 @@ class Agents:
             return [events.PeerJoined(ended.peer)]
         failed: list[events.DataEvent] = []
         if since is not None:
-            del self.peers.descriptions[ended.peer]
+            self.peers.forget(ended.peer)
             failed.append(events.PeerRefused(ended.peer, ended.error))
         return failed + self._fail_held(lambda read: read.peer == ended.peer, ended.error)
 
     def _drop(self, peer: events.PeerKey) -> None:
         """Forget a peer. Its metadata goes when nothing reads it, or with the agent."""
-        self.peers.descriptions.pop(peer, None)
+        self.peers.forget(peer)
         self._joining.pop(peer, None)
         for agent in self.polled:
             agent.peers.drop(peer)

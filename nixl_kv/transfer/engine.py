@@ -23,7 +23,9 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.transfer.agents import Agents
 from nixl_kv.transfer.digests import Digester, DigestQueue, HostDigester, NoDigester
@@ -232,12 +234,15 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     if spec.is_decode:
         agents.open()
     decode = DecodeMachine(
-        messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
-        event_log.record,
-        timeout_s=config.request_timeout_s,
-        renew_interval_s=config.renew_interval_s,
-        bytes_per_token=layout.bytes_per_token,
-        warm=config.warm if spec.is_decode else (),
+        LoadBook(
+            messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
+            event_log.record,
+            timeout_s=config.request_timeout_s,
+            renew_interval_s=config.renew_interval_s,
+            bytes_per_token=layout.bytes_per_token,
+        ),
+        PeerBook(event_log.record, config.warm if spec.is_decode else ()),
+        peers.name_slices,
     )
     if spec.engine_layouts is not None:
         peers.engine_layouts = spec.engine_layouts

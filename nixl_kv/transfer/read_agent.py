@@ -23,10 +23,10 @@ from nixl_kv.geometry import blocks
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
-from nixl_kv.geometry.slices import KVSlice, LocalSlice
+from nixl_kv.geometry.slices import LocalSlice
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.transfer.digests import DigestQueue, block_tables
+from nixl_kv.transfer.digests import DigestQueue
 from nixl_kv.transfer.gather import GatherRead, Wanted
 from nixl_kv.transfer.paths import Link, Path
 from nixl_kv.transfer.probes import Prober
@@ -273,26 +273,27 @@ class ReadAgent:
             num_bytes, num_runs = prepared.plan.num_bytes(pieces), prepared.plan.num_runs(pieces)
             if not num_bytes:
                 return [events.ReadDone(request, rank)]
-            paths = self._paths(prepared)
-            path = prepared.link.choose(paths, num_runs, num_bytes)
+            paths, is_digested = self._paths(prepared), self._is_digested(prepared, action)
+            size = num_runs, num_bytes
+            path = prepared.link.choose(paths, *size, is_digested=is_digested)
             staged = self._staged_read(prepared, action) if path == "staged" else None
             if path == "staged" and staged is None:
                 if self.peers.is_planning(action.peer, rank):
                     return None
                 # It cannot be cut so that it fits.
                 paths.remove("staged")
-                path = prepared.link.choose(paths, num_runs, num_bytes)
-            estimate = prepared.link.estimate(path).seconds(num_runs, num_bytes)
+                path = prepared.link.choose(paths, *size, is_digested=is_digested)
+            estimate = prepared.link.estimate(path).seconds(*size)
             is_alone = all(read.warms_up and not read.probing for read in self.reads)
             self._disturb_probes()
             goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
             data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
-            slices, digested = self._slices(prepared, load), None
+            digested = None
             started_at = self._clock()
             if staged is not None:
                 handle = staged
             elif path == "gather" and self._gather is not None:
-                digested = self._digested(prepared, action, slices)
+                digested = self._digested(action) if is_digested else None
                 wanted = None if digested is None else digested.wanted
                 handle = self._gather.read(prepared.mapped, pieces, wanted)
             else:
@@ -305,7 +306,7 @@ class ReadAgent:
         self.reads.append(read)
         known = self._look_at(read) if num_bytes <= self._at_once_bytes else self._advance(read)
         self._at_once_bytes -= num_bytes
-        return [events.ReadStarted(request, rank, slices), *known] if load.verify else known
+        return known
 
     def read_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
         """Go on with a read by chunks, if it is one of this agent's."""
@@ -585,23 +586,19 @@ class ReadAgent:
             read.digested.keep(self._gather.digest(read.handle))
         return _read_done(read, self._clock() - read.started_at)
 
-    def _slices(self, prepared: PreparedRank, load: events.StartLoad) -> tuple[KVSlice, ...]:
-        """What a load to be verified reads from a rank."""
-        if not load.verify:
-            return ()
-        return prepared.namer.name(block_tables(self._layout, load.tables))
+    def _is_digested(self, prepared: PreparedRank, action: events.StartRead) -> bool:
+        """Whether it is digested while it is gathered, if it is gathered."""
+        gather, mapped = self._gather, prepared.mapped
+        if not action.slices or gather is None or mapped is None or self._digests is None:
+            return False
+        return gather.can_digest(mapped)
 
-    def _digested(
-        self, prepared: PreparedRank, action: events.StartRead, slices: tuple[KVSlice, ...]
-    ) -> _Digested | None:
-        """What is digested while it is gathered, if that can be."""
-        gather, digests = self._gather, self._digests
-        if not slices or gather is None or digests is None:
+    def _digested(self, action: events.StartRead) -> _Digested | None:
+        """What is digested while it is gathered."""
+        if self._digests is None:
             return None
-        if not gather.can_digest(prepared.mapped):
-            return None
-        landing = events.DigestLanded(action.rank, slices, action.load, action.grant.claim)
-        return _Digested(digests, landing, digests.find_slices(landing))
+        landing = events.DigestLanded(action.rank, action.slices, action.load, action.grant.claim)
+        return _Digested(self._digests, landing, self._digests.find_slices(landing))
 
     def _poll_handle(self, read: ActiveRead) -> bool:
         if isinstance(read.handle, StagedRead):

@@ -8,7 +8,7 @@ thread; what takes long of a preparation runs beside it, on threads of the agent
 import concurrent.futures
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,10 +21,11 @@ from nixl_kv.geometry import compat, ranks
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import LENGTH, Plan, Share, plan
 from nixl_kv.geometry.ranks import Route
-from nixl_kv.geometry.slices import SliceNamer
+from nixl_kv.geometry.slices import KVSlice, SliceNamer
 from nixl_kv.ids import Endpoint, Rank, endpoint_host
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.events import PeerKey, StartLoad
+from nixl_kv.transfer.digests import block_tables
 from nixl_kv.transfer.gather import MappedPlan, Means
 from nixl_kv.transfer.paths import Link
 from nixl_kv.transfer.staged_read import (
@@ -75,6 +76,7 @@ class RemotePeers:
         self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
         self.descriptions: dict[PeerKey, messages.Description] = {}
         """Of the peers that were checked, and fit."""
+        self._namers: dict[PeerKey, dict[Rank, SliceNamer]] = {}  # of their ranks that are read
         self.means = means or Means()
         staging = self.means.staging
         self.free_slots = None if staging is None else FreeSlots(staging.ring)
@@ -114,6 +116,34 @@ class RemotePeers:
             [ranks.holdings(rank.layout) for rank in description.ranks],
         )
 
+    def add(
+        self, peer: PeerKey, description: messages.Description, routes: Iterable[Route]
+    ) -> None:
+        """A peer fits, and is read by these routes."""
+        self.descriptions[peer] = description
+        self._namers[peer] = {
+            route.remote_rank: SliceNamer(
+                self.layout,
+                route.share,
+                ranks.holdings(description.ranks[route.remote_rank].layout),
+            )
+            for route in routes
+            if route.readers
+        }
+
+    def forget(self, peer: PeerKey) -> None:
+        """It is not read any more."""
+        self.descriptions.pop(peer, None)
+        self._namers.pop(peer, None)
+
+    def name_slices(self, peer: PeerKey, rank: Rank, load: StartLoad) -> tuple[KVSlice, ...]:
+        """What a load reads from a rank of a peer that fits, for digests.
+
+        Raises:
+            ValueError: for tables that this cache cannot have.
+        """
+        return self._namers[peer][rank].name(block_tables(self.layout, load.tables))
+
     def link(self, endpoint: Endpoint) -> Link:
         """The way to a rank's host."""
         host = endpoint_host(endpoint)
@@ -142,8 +172,6 @@ class PreparedRank:
     rank: Rank
     name: PeerName
     share: Share
-    namer: SliceNamer
-    """Of what is read from it, for digests."""
     plan: Plan
     local: ListHandle
     remote_list: ListHandle
@@ -491,7 +519,6 @@ class PreparedPeers:
             route.remote_rank,
             name,
             route.share,
-            SliceNamer(layout, route.share, ranks.holdings(remote.layout)),
             planned.plan,
             transport.prepare(planned.plan.local, layout.memory, None),
             transport.prepare(planned.plan.remote, remote.layout.memory, name),

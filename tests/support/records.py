@@ -246,10 +246,6 @@ def lost(endpoint: Endpoint = RANK_0, reason: str = "closed") -> events.Endpoint
     return events.EndpointLost(endpoint, reason)
 
 
-def read_started(rank: int = 0, request: RequestId = D1) -> events.ReadStarted:
-    return events.ReadStarted(request, Rank(rank), SLICES)
-
-
 def read_done(rank: int = 0, request: RequestId = D1, **measured: Any) -> events.ReadDone:
     return events.ReadDone(request, Rank(rank), **measured)
 

@@ -5,7 +5,9 @@ from typing import Any, Protocol, TypeAlias
 
 import pytest
 
+from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Rank
+from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.events import (
     Action,
@@ -18,6 +20,8 @@ from nixl_kv.protocol.events import (
     StartRead,
     StopRead,
 )
+from nixl_kv.protocol.messages import Reader
+from nixl_kv.protocol.peers import PeerBook
 from support.records import (
     CLAIM,
     D1,
@@ -37,7 +41,6 @@ from support.records import (
     no_record,
     prepare_load,
     read_done,
-    read_started,
     slot_read,
     start_load,
 )
@@ -79,19 +82,23 @@ GRANT = grant(lease_s=3600.0)
 
 def decode_machine(
     record: Record = no_record,
+    *,
+    reader: Reader = READER,
     timeout_s: float = TIMEOUT_S,
     renew_interval_s: float = 1e9,
     bytes_per_token: int = 1,
     warm: Sequence[Endpoint] = (),
+    slices: tuple[KVSlice, ...] = SLICES,
 ) -> DecodeMachine:
-    return DecodeMachine(
-        READER,
+    """Each load reads the same slices of each rank."""
+    loads = LoadBook(
+        reader,
         record,
         timeout_s=timeout_s,
         renew_interval_s=renew_interval_s,
         bytes_per_token=bytes_per_token,
-        warm=warm,
     )
+    return DecodeMachine(loads, PeerBook(record, warm), lambda _peer, _rank, _load: slices)
 
 
 def loading(script: Script) -> DecodeMachine:
@@ -115,10 +122,12 @@ READING: Script = [*GRANTED, (110.0, START, READ)]
 CHECKING: Script = [*READING, LANDED]
 VERIFIED: Script = [
     *GRANTED,
-    (110.0, START_VERIFIED, StartRead(PEER, Rank(0), GRANT, START_VERIFIED)),
-    (read_started(), Send(RANK_0, digest_request())),
+    (
+        *(110.0, START_VERIFIED, Send(RANK_0, digest_request())),
+        StartRead(PEER, Rank(0), GRANT, START_VERIFIED, SLICES),
+    ),
 ]
-"""Prefill's digest was asked for when the read was started."""
+"""Prefill's digest was asked for when there were blocks."""
 TO_DIGEST = DigestLanded(Rank(0), SLICES, START_VERIFIED, CLAIM)
 LANDED_VERIFIED = (*LANDED, TO_DIGEST)
 VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED, (slot_read(),)]

@@ -143,7 +143,7 @@ class RankRead:
     grant: messages.Grant | None = None
     granted_at: int = 0  # the number of the latest ask or renew then
     done: events.ReadDone | None = None  # what was read, once all data has landed
-    slices: tuple[KVSlice, ...] | None = None  # what is to be compared; None: nothing is
+    slices: tuple[KVSlice, ...] = ()  # what is to be compared, once there are blocks
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # the chunks that it waits for, or still reads
@@ -351,7 +351,7 @@ class Load:
             return []
         read.started_at = now
         self._move(read, State.READING, self.start)
-        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+        return [events.StartRead(self.peer, read.rank, read.grant, self.start, read.slices)]
 
     def on_recall(self, read: RankRead, recall: messages.Recall) -> list[events.Action]:
         """Prefill wants its blocks back, and nobody reads them: release them."""
@@ -445,11 +445,16 @@ class Load:
         if read.state is State.DRAINING or not slot_valid:
             self._move(read, State.FAILED, event)
             return [self._release(read, complete=False)]
-        if read.slices is not None:
+        if self._is_verified(read):
             self._move(read, State.VERIFYING, event)
             return self._compare(read)
         self._move(read, State.DONE, event)
         return [self._release(read, complete=True)]
+
+    def _is_verified(self, read: RankRead) -> bool:
+        """Also if nothing tells what it has read: then it is late, and not good."""
+        has_data = read.done is not None and read.done.num_bytes > 0
+        return self.start is not None and self.start.verify and (has_data or bool(read.slices))
 
     def on_read_failed(self, read: RankRead, event: events.ReadFailed) -> list[events.Action]:
         """The read ended in an error."""
@@ -460,16 +465,9 @@ class Load:
 
     # --- the comparison of digests
 
-    def on_read_started(
-        self, read: RankRead, event: events.ReadStarted, now: float
-    ) -> list[events.Action]:
-        """A read to be verified is under way: prefill digests while the bytes travel."""
-        read.slices = event.slices
-        return self.ask_digest(read, now)
-
     def ask_digest(self, read: RankRead, now: float) -> list[events.Action]:
         """Ask for the digest of what is read, or ask again."""
-        if self.start is None or read.slices is None:
+        if self.start is None or not read.slices:
             return []
         read.ask_again_at = now + ASK_AGAIN_S
         request = messages.DigestRequest(
@@ -484,7 +482,7 @@ class Load:
 
     def on_digest(self, read: RankRead, reply: messages.DigestReply) -> list[events.Action]:
         """Prefill's digest is here; one that comes twice, or too late, changes nothing."""
-        if read.slices is None or read.digest is not None:
+        if not read.slices or read.digest is not None:
             return []
         read.digest = reply
         return self._compare(read)
@@ -493,7 +491,7 @@ class Load:
         """Compare, once both the bytes and prefill's digest are here."""
         if read.state is not State.VERIFYING or self.start is None:
             return []
-        if read.slices is None or read.digest is None:
+        if read.digest is None:
             return []
         return [events.CompareDigest(read.rank, read.slices, self.start, read.digest)]
 

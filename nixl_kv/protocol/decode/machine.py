@@ -1,9 +1,10 @@
 """The decode side of the protocol: the caller's commands and prefill's answers in, actions out."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
-from nixl_kv.ids import Endpoint, EngineId, Incarnation
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import Endpoint, EngineId, Incarnation, Rank
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.load import DROPPED, Load
 from nixl_kv.protocol.decode.loads import LoadBook
@@ -13,6 +14,8 @@ from nixl_kv.protocol.peers import State as PeerState
 
 NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
 
+SliceNames: TypeAlias = Callable[[events.PeerKey, Rank, events.StartLoad], tuple[KVSlice, ...]]
+
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL, f"{messages.MAX_CLAIMS} loads from one prefill rank; allowed: no more"
 )
@@ -21,28 +24,15 @@ TOO_MANY: Final = Failure(
 class DecodeMachine:
     """One decode rank. `handle` alone changes its state; nothing here waits."""
 
-    def __init__(
-        self,
-        reader: messages.Reader,
-        record: events.Record,
-        *,
-        timeout_s: float,
-        renew_interval_s: float,
-        bytes_per_token: int,
-        warm: Sequence[Endpoint] = (),
-    ) -> None:
-        """Start with no load and no peer. `record` keeps each transition.
+    def __init__(self, loads: LoadBook, peers: PeerBook, name_slices: SliceNames) -> None:
+        """Start with no load and no peer.
 
-        `warm` are directories of engines to be joined, once `warm_up` is called.
+        `name_slices` tells what a load reads from a rank of a peer that fits; it raises ValueError
+        for tables that this cache cannot have.
         """
-        self.loads = LoadBook(
-            reader,
-            record,
-            timeout_s=timeout_s,
-            renew_interval_s=renew_interval_s,
-            bytes_per_token=bytes_per_token,
-        )
-        self.peers = PeerBook(record, warm)
+        self.loads = loads
+        self.peers = peers
+        self._name_slices = name_slices
 
     @property
     def next_due(self) -> float | None:
@@ -107,7 +97,19 @@ class DecodeMachine:
         if load.start is not None:  # a second request with its id: see `refuse_second`
             return []
         load.on_blocks(command, now)
-        return self.loads.settle(load, now)
+        return self._ask_digests(load, now) + self.loads.settle(load, now)
+
+    def _ask_digests(self, load: Load, now: float) -> list[events.Action]:
+        """Who is read is known, and what: prefill digests while it is asked, and read."""
+        actions: list[events.Action] = []
+        for read in load.rank_reads:
+            if load.start is not None and load.start.verify and not read.has_ended:
+                try:
+                    read.slices = self._name_slices(load.peer, read.rank, load.start)
+                except ValueError as error:
+                    load.fail(Failure(FailureKind.INTERNAL, str(error)))
+                actions += load.ask_digest(read, now)
+        return actions
 
     def _cancel(self, command: events.CancelLoad, now: float) -> list[events.Action]:
         load = self.loads.get(command.request)
@@ -180,7 +182,7 @@ class DecodeMachine:
         elif not all(self.loads.has_room(read.endpoint) for read in load.rank_reads):
             actions += load.cancel(TOO_MANY)
         else:
-            actions += self.loads.ask_all(load, now)
+            actions += self.loads.ask_all(load, now) + self._ask_digests(load, now)
         return actions + self.loads.settle(load, now)
 
     def _on_unusable(
@@ -297,8 +299,6 @@ class DecodeMachine:
         if load is None or read is None:
             return []
         match event:
-            case events.ReadStarted():
-                actions = load.on_read_started(read, event, now)
             case events.ChunksWanted():
                 actions = self.loads.on_chunks_wanted(load, read, event, now)
             case events.ReadDone():

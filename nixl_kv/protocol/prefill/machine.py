@@ -163,8 +163,7 @@ class PrefillMachine:
         binding.lives[rank] = ask.reader.incarnation
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
         if not offer.is_written:
-            offer.early[rank] = ask, route
-            return []
+            return _answer_later(offer, ask, route)
         grant = messages.Grant(
             incarnation=self._incarnation,
             nonce=ask.nonce,
@@ -184,11 +183,7 @@ class PrefillMachine:
             return []
         offer.is_written = True
         early, offer.early = offer.early, {}
-        actions: list[events.Action] = []
-        for ask, route in early.values():
-            if offer.binding is not None:
-                actions += self._grant(offer, offer.binding, ask, route=route, now=now)
-        return actions
+        return [action for asked in early.values() for action in self._on_message(asked, now)]
 
     def _deny(
         self,
@@ -227,10 +222,17 @@ class PrefillMachine:
     def _on_digest_request(
         self, request: messages.DigestRequest, route: bytes
     ) -> list[events.Action]:
-        """Digest what a reader reads, if it may."""
+        """Digest what a reader reads, if it may. It may ask right after it has asked for blocks."""
+        offer = self.offers.get(request.nonce)
+        if offer is None:  # its ask was denied, and that was told
+            return [events.Reply(route, _denial(self._incarnation, request))]
+        if request.incarnation == self._incarnation and offer.may_be_asked_by(request):
+            return []  # it has overtaken its ask; to a denial the reader would give all of it up
         offer = self._granted_to(request)
         if offer is None:
             return self._deny(request, route, "a digest of what is not granted to it")
+        if not offer.is_written:
+            return _answer_later(offer, request, route)
         num_tokens = offer.prepared.num_tokens
         if request.end > num_tokens:
             return self._deny(request, route, f"a digest up to token {request.end} of {num_tokens}")
@@ -362,6 +364,13 @@ class PrefillMachine:
         given_up = events.OfferEnd.REVOKED if is_recalled else events.OfferEnd.ABORTED
         end = events.OfferEnd.READ if release.complete else given_up
         return self.offers.settle(offer, release, end)
+
+
+def _answer_later(
+    offer: Offer, message: messages.Ask | messages.DigestRequest, route: bytes
+) -> list[events.Action]:
+    offer.early[type(message), message.reader.rank] = events.Asked(route, message)
+    return []
 
 
 def _denial(

@@ -141,8 +141,8 @@ class Offer:
     ends_at: float | None = None  # while OFFERED
     binding: Binding | None = None  # from GRANTED on
     is_written: bool = field(init=False)
-    early: dict[Rank, tuple[messages.Ask, bytes]] = field(default_factory=dict)
-    """Asks, each with its route, that are answered once it is written."""
+    early: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
+    """What is answered once it is written: of each kind the last of each reader."""
 
     def __post_init__(self) -> None:
         self.is_written = self.prepared.is_written
@@ -188,6 +188,14 @@ class Offer:
             return self.ends_at
         is_read = self.state is State.READING
         return min(self.binding.next_expiry, math.inf if is_read else self.binding.held_until)
+
+    def may_be_asked_by(self, request: messages.DigestRequest) -> bool:
+        """Whether its reader has not asked for the blocks yet, and still may."""
+        binding = self.binding
+        if binding is None:
+            return True
+        has_asked = request.reader.rank in binding.lives
+        return not has_asked and binding.expects(request.claim, request.reader)
 
     def prepare(self, command: events.PrepareOffer) -> None:
         """It is prepared anew: after a preemption it has other blocks."""

@@ -65,9 +65,10 @@ class Scenario:
             self.turn_all()
 
     def start_reading(self) -> None:
-        """Up to the moment when the read of the data has been posted."""
-        self.deliver_until("Grant")
-        self.do("deliver 0", "turn d0.0")
+        """Up to the moment when the read of the data has been posted; no digest is made yet."""
+        self.deliver_until("Ask")
+        self.do("deliver 0", "turn p.0")
+        self.do(f"deliver {self.kinds().index('Grant')}", "turn d0.0")
         assert self.reads() == 1
 
     def land_all(self) -> None:
@@ -269,11 +270,25 @@ def test_a_read_is_verified(verifying: Scenario) -> None:
     assert (verifying.good, verifying.verified, verifying.failures) == (1, 1, [])
 
 
-def test_a_digest_is_asked_for_while_the_bytes_are_under_way(verifying: Scenario) -> None:
+def test_a_digest_is_asked_for_with_the_blocks(verifying: Scenario) -> None:
     verifying.offer()
     verifying.load()
-    verifying.start_reading()
-    assert verifying.kinds() == ["DigestRequest"]
+    verifying.deliver_until("Ask")
+    assert verifying.kinds() == ["Ask", "DigestRequest"]
+    verifying.end()
+    assert (verifying.verified, verifying.failures) == (1, [])
+
+
+def test_a_digest_that_is_asked_for_before_the_blocks_is_asked_for_again(
+    verifying: Scenario,
+) -> None:
+    verifying.offer()
+    verifying.load()
+    verifying.deliver_until("Ask")
+    verifying.do("deliver 1", "turn p.0")
+    assert verifying.kinds() == ["Ask"]
+    verifying.end()
+    assert (verifying.verified, verifying.failures) == (1, [])
 
 
 def test_damaged_bytes_are_not_used(verifying: Scenario) -> None:

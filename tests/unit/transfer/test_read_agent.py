@@ -28,7 +28,6 @@ from nixl_kv.protocol.events import (
     ReadDone,
     ReadFailed,
     ReadSlot,
-    ReadStarted,
     SlotRead,
     StartLoad,
     StartRead,
@@ -71,7 +70,8 @@ class Reading:
         self.peers = RemotePeers(layout, R0, MODEL, means=means)
         engine = engine_of(self.prefill)
         ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
-        self.peers.descriptions[PEER] = replace(engine, ranks=ranks)
+        described = replace(engine, ranks=ranks)
+        self.peers.add(PEER, described, self.peers.routes(described))
         opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
@@ -101,7 +101,8 @@ class Reading:
         """What is known at once of a read."""
         load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
         granted = grant(tables=(Table.of(remote),))
-        events = self.agent.start_read(StartRead(peer, R0, granted, load))
+        slices = self.peers.name_slices(PEER, R0, load) if verify else ()
+        events = self.agent.start_read(StartRead(peer, R0, granted, load, slices))
         assert events is not None
         return events
 
@@ -139,8 +140,7 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
 def test_what_has_ended_when_it_is_posted_is_known_at_once(reading: Reading) -> None:
     """As over shared memory."""
     reading.fabric.polls = 0
-    started, done = reading.start([2, 9], [7, 3], range(8), verify=True)
-    assert isinstance(started, ReadStarted)
+    (done,) = reading.start([2, 9], [7, 3], range(8))
     assert isinstance(done, ReadDone)
     assert np.array_equal(reading.cache.blocks([2, 9]), reading.prefill.cache.blocks([7, 3]))
     generation = new_generation()
@@ -177,10 +177,12 @@ def test_a_read_of_nothing_is_done_at_once(reading: Reading) -> None:
     assert reading.agent.reads == []
 
 
-def test_a_read_to_be_verified_says_what_it_reads(reading: Reading) -> None:
-    (event,) = reading.start([-1, 2], [7, 3], range(8), verify=True)
+def test_what_is_to_be_verified_has_a_name(reading: Reading) -> None:
+    load = StartLoad(D1, 0, 8, (Table.of([-1, 2]),), verify=True)
     slices = tuple(KVSlice(f"layer.{layer}", 0, 2, 4) for layer in range(SIZES.layers))
-    assert event == ReadStarted(D1, R0, slices)
+    assert reading.peers.name_slices(PEER, R0, load) == slices
+    with pytest.raises(ValueError, match="zip"):
+        reading.peers.name_slices(PEER, R0, StartLoad(D1, 0, 8, load.tables * 2, verify=True))
 
 
 @pytest.mark.parametrize(
@@ -444,12 +446,11 @@ class Digesting(Reading):
         self.load = StartLoad(D1, 0, 7, (Table.of([2, 9]),), verify=True)
 
     def read_slices(self) -> tuple[KVSlice, ...]:
-        """What a read has said that it reads, when it has landed."""
-        (started,) = self.start([2, 9], [7, 3], range(7), verify=True)
-        assert isinstance(started, ReadStarted)
+        """What a read was to read, when it has landed."""
+        assert self.start([2, 9], [7, 3], range(7), verify=True) == []
         (done,) = self.agent.poll()
         assert isinstance(done, ReadDone)
-        return started.slices
+        return self.peers.name_slices(PEER, R0, self.load)
 
     def compare(self, slices: tuple[KVSlice, ...]) -> DigestCompared:
         """With prefill's digest, as the machine does."""

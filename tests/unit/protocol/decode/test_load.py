@@ -1,7 +1,7 @@
 """One load: its reads and how they end, what is verified, what is recorded, what is reported."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from nixl_kv.protocol.decode.load import (
     RankRead,
     State,
 )
+from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.decode.read_queue import ReadQueue
 from nixl_kv.protocol.events import (
     Failure,
@@ -43,6 +44,7 @@ from support.records import (
     RANK_LIFE,
     READER,
     RIVAL,
+    SLICES,
     STRANGER,
     TIMEOUT_S,
     answered,
@@ -61,7 +63,6 @@ from support.records import (
     prepare_load,
     read_done,
     read_failed,
-    read_started,
     recall,
     release,
     renew,
@@ -81,6 +82,7 @@ from support.scripts import (
     LANDED_VERIFIED,
     PREPARED,
     READ,
+    READ_SLOT,
     READING,
     START,
     START_VERIFIED,
@@ -217,6 +219,7 @@ LOSSES: dict[str, tuple[Any, LoadEnded]] = {
     "a denial": (answered(deny()), DENIED),
 }
 DIGESTS: dict[str, Script] = {"without a digest": [], "with a digest": [DIGEST]}
+READ_VERIFIED = StartRead(PEER, Rank(0), GRANT, START_VERIFIED, SLICES)
 SOME_TOKENS = StartLoad(D1, 4, 7, (Table.of([5], first=1),), verify=True)
 VERIFICATION: dict[str, Script] = {
     "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
@@ -228,8 +231,7 @@ VERIFICATION: dict[str, Script] = {
     ),
     "only the tokens that are loaded are compared": after(
         GRANTED,
-        (SOME_TOKENS, StartRead(PEER, Rank(0), GRANT, SOME_TOKENS)),
-        (read_started(), ASK_DIGEST),
+        (SOME_TOKENS, ASK_DIGEST, replace(READ_VERIFIED, load=SOME_TOKENS)),
         (*LANDED, replace(TO_DIGEST, load=SOME_TOKENS)),
         (slot_read(),),
         (*DIGEST, replace(COMPARE, load=SOME_TOKENS)),
@@ -347,33 +349,37 @@ VERIFICATION: dict[str, Script] = {
         TO_COMPARE,
         (120.0, Tick()),
     ),
-    "without a byte to read nothing is compared": [
-        *VERIFIED[:-1],
-        LANDED,
-        (slot_read(), RELEASED, GOOD_VERIFIED),
-    ],
+    "prefill's digest is asked for before it grants": after(
+        ASKING,
+        (110.0, START_VERIFIED, ASK_DIGEST),
+        (answered(GRANT), READ_VERIFIED),
+        DIGEST,
+        LANDED_VERIFIED,
+        (slot_read(), COMPARE),
+        EQUAL,
+    ),
+    "prefill's digest is asked for as soon as it is known": after(
+        PREPARED,
+        (110.0, START_VERIFIED),
+        (fits(), Send(RANK_0, ask(number=1)), ASK_DIGEST),
+        (answered(GRANT), READ_VERIFIED),
+    ),
+    "what is denied fails once": after(
+        ASKING, (START_VERIFIED, ASK_DIGEST), (answered(deny()), DENIED), (answered(deny()),)
+    ),
     "without a rank to read nothing is compared": after(
         PREPARED,
         (PeerFits(PEER, description(), routes(0, readers=())), RELEASED),
         (START_VERIFIED, replace(GOOD_VERIFIED, reads=())),
     ),
-    # Prefill makes no digest of nothing.
-    "without a slice to compare the load is late, not good": [
-        *VERIFIED[:-1],
-        (replace(read_started(), slices=()), Send(RANK_0, digest_request(slices=()))),
-        LANDED,
-        (slot_read(),),
-        (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
-    ],
 }
 TWO_READING: Script = [
     *TWO_ASKED[:-1],
-    (START_VERIFIED,),
+    (START_VERIFIED, *(Send(at(rank), digest_request()) for rank in (0, 1))),
     *[
-        (answered(GRANT, at(rank)), StartRead(PEER, Rank(rank), GRANT, START_VERIFIED))
+        (answered(GRANT, at(rank)), StartRead(PEER, Rank(rank), GRANT, START_VERIFIED, SLICES))
         for rank in (0, 1)
     ],
-    *[(read_started(rank), Send(at(rank), digest_request())) for rank in (0, 1)],
     LANDED_VERIFIED,
     (slot_read(),),
 ]
@@ -419,6 +425,41 @@ def test_how_a_load_ends(script: Script) -> None:
     assert (machine.loads.get(D1) is None) == (is_reported or is_cancelled)
 
 
+READ_UNNAMED = (START_VERIFIED, StartRead(PEER, Rank(0), GRANT, START_VERIFIED))
+LANDED_UNNAMED = (read_done(num_bytes=4096), READ_SLOT)
+
+
+@each_of(
+    {
+        "nothing is to be compared where nothing is read": after(
+            GRANTED,
+            READ_UNNAMED,
+            LANDED,
+            (slot_read(), RELEASED, GOOD_VERIFIED),
+        ),
+        "what was read and has no name is late, not good": after(
+            GRANTED,
+            (110.0, *READ_UNNAMED),
+            LANDED_UNNAMED,
+            (slot_read(),),
+            (110.0 + TIMEOUT_S, Tick(), GIVEN_UP, LATE),
+        ),
+    }
+)
+def test_a_load_of_which_nothing_is_named(script: Script) -> None:
+    play(decode_machine(slices=()), script)
+
+
+def test_a_load_whose_tables_are_none_of_this_cache_fails() -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise ValueError("block table: 2 groups")
+
+    machine = loading(GRANTED)
+    machine = DecodeMachine(machine.loads, machine.peers, refuse)
+    end = failed(FailureKind.INTERNAL, "block table: 2 groups")
+    play(machine, [(START_VERIFIED, GIVEN_UP, end)])
+
+
 def test_a_comparison_is_of_use_until_its_load_is_over() -> None:
     machine = loading([*VERIFYING, TO_COMPARE])
     assert machine.is_digest_wanted(COMPARE)
@@ -444,7 +485,7 @@ def test_before_its_data_is_here_no_comparison_is_of_use(script: Script) -> None
 
 @pytest.mark.parametrize(
     "event",
-    [read_started(), read_done(), slot_read(), read_failed(), digest_compared()],
+    [read_done(), slot_read(), read_failed(), digest_compared()],
     ids=lambda event: type(event).__name__,
 )
 def test_events_of_unknown_reads_are_ignored(event: Any) -> None:
@@ -510,7 +551,7 @@ def new_load(*states: State, **changed: Any) -> Load:
 @pytest.mark.parametrize(
     "event",
     [
-        *[grant(), deny(), renewed(), lost(), start_load(), read_started(), read_done()],
+        *[grant(), deny(), renewed(), lost(), start_load(), read_done()],
         *[read_failed(), slot_read(), digest_reply(), digest_compared(), recall()],
         Cancelled(Failure(FailureKind.DROPPED, "dropped")),
     ],
@@ -647,7 +688,7 @@ RECORDS: dict[str, tuple[list[Any], list[Transition]]] = {
     "verified": (
         [
             *TO_READING[:3],
-            *[START_VERIFIED, read_started(), READ_4096, slot_read()],
+            *[START_VERIFIED, READ_4096, slot_read()],
             *[answered(digest_reply()), digest_compared()],
         ],
         [
@@ -698,7 +739,6 @@ def test_each_transition_of_a_load_is_recorded_once(
         "granted again": answered(grant()),
         "denied while it is read": answered(deny()),
         "lost while it is read": answered(renewed(CLAIM)),
-        "its slices are known": read_started(),
         "a digest that is not wanted": answered(digest_reply()),
         "nothing is due": Tick(),
     },

@@ -8,7 +8,7 @@ import pytest
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.decode.load import ASK_AGAIN_S
-from nixl_kv.protocol.decode.machine import TOO_MANY, DecodeMachine
+from nixl_kv.protocol.decode.machine import TOO_MANY
 from nixl_kv.protocol.events import (
     OVER,
     DeclineOffer,
@@ -55,7 +55,6 @@ from support.records import (
     fits,
     grant,
     lost,
-    no_record,
     prepare_load,
     rank_description,
     read_done,
@@ -491,9 +490,7 @@ def test_the_report_has_what_each_read_was_measured_to_be() -> None:
 
 def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
     second = reader(1)
-    machine = DecodeMachine(
-        second, no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9, bytes_per_token=1
-    )
+    machine = decode_machine(reader=second)
     event = PeerFits(PEER, description(2), routes(1, readers=[1]))
     play(machine, [*PREPARED, (event, Send(at(1), ask(reader=second, readers=(1,))))])
 
@@ -507,9 +504,7 @@ def test_a_rank_of_another_version_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 5])
 def test_one_rank_declines_for_its_engine(rank: int) -> None:
-    machine = DecodeMachine(
-        reader(rank), no_record, timeout_s=TIMEOUT_S, renew_interval_s=1e9, bytes_per_token=1
-    )
+    machine = decode_machine(reader=reader(rank))
     actions = [Send(HOME, Decline(nonce=NONCE))] if rank == 0 else []
     play(machine, [(DeclineOffer(HOME, NONCE), *actions)])
     assert machine.next_due is None

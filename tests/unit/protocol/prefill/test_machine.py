@@ -575,16 +575,26 @@ DIGESTS: dict[str, Script] = {
             (made(digest_request(**changed)), replied(deny(**shown))),
         )
         for who, changed in OTHERS.items()
+        if "nonce" not in changed
         for shown in [{} if "incarnation" in changed else changed]
     },
     # Or else it could ask as any number of lives, each of them for a digest of its own.
-    "a reader that has not asked gets none": after(
+    "a reader that has not asked yet gets no answer": after(
         SHARED,
-        (asked(REQUEST_SECOND), *denied(NOT_GRANTED, reader=SECOND)),
+        (asked(REQUEST_SECOND),),
         (ASK_SECOND, replied(grant(reader=SECOND))),
         (asked(REQUEST_SECOND), MakeDigest(ROUTE, REQUEST_SECOND, TABLES)),
     ),
-    "before the grant there is none": after(OFFERED, (asked(REQUEST), *denied(NOT_GRANTED))),
+    # It asked for its blocks before: that was denied, and people were told.
+    "of an offer that is not there nobody gets one": after(
+        GRANTED, (asked(digest_request(nonce=NONCE2)), replied(deny(nonce=NONCE2)))
+    ),
+    "what is not written yet is digested when it is": after(
+        UNWRITTEN, (ASK, WRITTEN), (asked(REQUEST),), (MARK, GRANT, TO_DIGEST[1])
+    ),
+    "who asks for one before anybody has asked for blocks gets no answer": after(
+        OFFERED, (asked(REQUEST),), (ASK, WRITTEN, GRANT), TO_DIGEST
+    ),
     # The blocks may have been written meanwhile: the digest may be of anything.
     **{
         f"it is not sent after {name}": after(
