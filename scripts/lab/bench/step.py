@@ -1,12 +1,16 @@
 """What do arriving transfers cost a decode engine that is busy?
 
-Some streams run on decode all the time. Beside them, at a fixed rate, requests for one token
-arrive: in the first phase none; in the second, prompts that decode has in its prefix cache; in the
-third, as many new ones, whose KV is read from prefill. So the second and the third differ in the
-transfers alone. From each phase comes the time between tokens of the streams, and what the
-connector's hooks took on the scheduler's thread and on the workers' step threads, of decode and of
-prefill (they are timed by `lab.bench.timed_connector`): for a request of the third phase, in
-seconds that pass and in seconds of CPU, and in which hook most of these.
+Some streams run on decode all the time. In each round, prefill first computes some new prompts,
+and nothing is measured. Then follow three windows of the same length. In one nothing arrives but
+the tickets of these prompts, at a fixed rate, so their KV is read from prefill; in one nothing; in
+one as many prompts that decode has in its prefix cache. So the first and the last differ in the
+transfers alone, also where prefill shares decode's cores or its GPU. Of each window the time
+between tokens of the streams is measured; and of the hooks of the connector (they are timed by
+`lab.bench.timed_connector`), on the scheduler's thread and on the workers' step threads, of decode
+and of prefill: what those calls took that had something to do for a request, in seconds that pass
+and in seconds of CPU, and in which hook most of these; and what a step takes without.
+
+The new prompts of a round must fit the share of prefill's cache that offers may hold: half of it.
 """
 
 import argparse
@@ -15,10 +19,10 @@ import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
 from lab.bench import engines, hook_times
 from lab.bench.arrivals import prompt
@@ -30,25 +34,40 @@ from lab.cluster.engines import Engine
 from lab.cluster.metrics import CountersSince, Loaded
 from lab.results import Figures, Results, verdict_of
 
+Kind: TypeAlias = Literal["alone", "cached", "loaded"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+Arrivals: TypeAlias = Sequence[tuple[list[int], Mapping[str, Any]]]
+
 CACHED_PROMPTS: Final = 4
-"""That arrive in turn in the second phase."""
+"""That arrive in turn."""
+
+OFFER_TTL_S: Final = 60.0
+"""All prompts of a round are computed before the first of them is read."""
 
 SETTLE_S: Final = 1.0
-"""After a phase, for what has arrived to end and for the times to be written."""
+"""After a window, for what has arrived to end and for the times to be written."""
 
 
 @dataclass
-class Phase:
-    """What was seen in a while."""
+class Window:
+    """What was seen in all windows of a kind."""
 
-    gaps: list[float]
+    gaps: list[float] = field(default_factory=list)
     """Seconds between two tokens of a stream."""
 
-    times: dict[str, Times]
-    """What the hooks of each role of each process took, see `hook_times`."""
+    arrived: int = 0
+    errors: list[str] = field(default_factory=list)
 
-    arrived: int
-    errors: list[str]
+
+@dataclass
+class Measured:
+    """In all rounds."""
+
+    windows: dict[Kind, Window]
+    times: dict[str, Times]
+    """What the hooks of each role of each process took where KV was loaded, see `hook_times`."""
+
     loaded: Loaded
 
 
@@ -102,12 +121,13 @@ class Streams:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How busy decode is, and what arrives."""
-    engines.add_hit_options(parser, lengths=[1024, 16384])
-    parser.add_argument("--rate", type=float, default=4.0, help="arrivals a second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
+    engines.add_hit_options(parser, lengths=[256, 1024])
+    parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each window")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--streams", type=int, default=16, help="that run all the time")
     parser.add_argument("--stream-prompt", type=int, default=512, metavar="TOKENS")
-    parser.add_argument("--stream-answer", type=int, default=2048, metavar="TOKENS")
+    parser.add_argument("--stream-answer", type=int, default=1024, metavar="TOKENS")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -119,102 +139,108 @@ def run(options: argparse.Namespace) -> int:
         Cluster(options.log_dir, warm=False, start_timeout_s=engines.START_TIMEOUT_S) as cluster,
     ):
         env = {hook_times.VARIABLE: folder}
-        specs = engines.pair_of(
+        prefill, decode = engines.pair_of(
             "nixl-kv", options, caching=True, module="lab.bench.timed_connector", extra_env=env
         )
-        prefill, decode = cluster.start(*specs)
+        patient = {**prefill.connector_config, "offer_ttl_s": OFFER_TTL_S}
+        prefills, decodes = cluster.start(replace(prefill, connector_config=patient), decode)
         for length in options.lengths:
-            phases = asyncio.run(measure(prefill, decode, length, Path(folder), options))
+            measured = asyncio.run(measure(prefills, decodes, length, Path(folder), options))
             row = {"tokens": length, "layout": options.layout or "auto"}
-            results.add(Figures(row | figures(phases), verdict_of(*faults(phases, length))))
+            results.add(Figures(row | figures(measured), verdict_of(*faults(measured, length))))
     return results.print(len(options.lengths))
 
 
 async def measure(
     prefill: Engine, decode: Engine, length: int, folder: Path, options: argparse.Namespace
-) -> dict[str, Phase]:
-    """The three phases, with prompts of one length arriving."""
+) -> Measured:
+    """All rounds, with prompts of one length arriving."""
     # One token more than whole blocks: it is what a hit leaves to compute, as a load does. Of whole
     # blocks alone a hit leaves the last one, so its step would be a longer one.
     seed, asked = f"{options.seed}/{length}", length + 1
     cached = [prompt(asked, f"{seed}/cached {n}") for n in range(CACHED_PROMPTS)]
-    new = (prompt(asked, f"{seed}/new {n}") for n in itertools.count())
-    phases = {}
+    again = itertools.cycle(cached)
+    count = round(options.rate * options.seconds)
+    windows: dict[Kind, Window] = {"loaded": Window(), "alone": Window(), "cached": Window()}
+    times: dict[str, Times] = {}
     async with Asker(decode.url, prefill.url) as asker:
-        for tokens in (*cached, next(new)):
+        for tokens in (*cached, prompt(asked, f"{seed}/first")):
             await asker.ask(tokens, 1)
         lengths = options.stream_prompt, options.stream_answer
         streams = Streams(asker, options.streams, lengths, seed)
-        async with streams.running():
-            await asyncio.sleep(SETTLE_S)
-            for name, prompts in (
-                ("alone", None),
-                ("cached", itertools.cycle(cached)),
-                ("loaded", new),
-            ):
-                phases[name] = await phase(asker, streams, decode, prompts, folder, options)
-    return phases
+        with Client(decode.url) as client:
+            since = CountersSince(client)
+            async with streams.running():
+                await asyncio.sleep(SETTLE_S)
+                for number in range(options.rounds):
+                    before = hook_times.read_times(folder)
+                    new = [prompt(asked, f"{seed}/new {number} {n}") for n in range(count)]
+                    tickets = await asyncio.gather(*map(asker.ticket, new))
+                    arrivals = list(zip(new, tickets, strict=True))
+                    await watch(windows["loaded"], asker, streams, arrivals, options)
+                    await asyncio.sleep(SETTLE_S)
+                    for name, now in hook_times.read_times(folder).items():
+                        took = now.since(before.get(name, Times()))
+                        times.setdefault(name, Times()).add(took)
+                    await watch(windows["alone"], asker, streams, [], options)
+                    hits: Arrivals = [(next(again), {}) for _ in range(count)]
+                    await watch(windows["cached"], asker, streams, hits, options)
+                await asyncio.sleep(SETTLE_S)
+            loaded = Loaded.from_counters(since.changed())
+    return Measured(windows, times, loaded)
 
 
-async def phase(
+async def watch(
+    window: Window,
     asker: Asker,
     streams: Streams,
-    decode: Engine,
-    prompts: Iterator[list[int]] | None,
-    folder: Path,
+    arrivals: Arrivals,
     options: argparse.Namespace,
-) -> Phase:
-    """Let prompts arrive for a while, with a ticket where they are new."""
-    with Client(decode.url) as client:
-        since, before = CountersSince(client), hook_times.read_times(folder)
-        streams.gaps.clear()
-        begin = time.perf_counter()
-        tasks = []
-        count = round(options.rate * options.seconds) if prompts else 0
-        has_ticket = not isinstance(prompts, itertools.cycle)
-        for number in range(count):
-            await sleep_until(begin + number / options.rate)
-            one = next(prompts) if prompts else []
-            tasks.append(asyncio.create_task(asker.ask(one, 1, prefill_first=has_ticket)))
-        await sleep_until(begin + options.seconds)
-        arrived = await asyncio.gather(*tasks)
-        gaps = list(streams.gaps)
-        await asyncio.sleep(SETTLE_S)
-        loaded = Loaded.from_counters(since.changed())
-    after = hook_times.read_times(folder)
-    times = {name: now.since(before[name]) for name, now in after.items() if name in before}
-    return Phase(gaps, times, count, [one.error for one in arrived if one.error], loaded)
+) -> None:
+    """Let prompts arrive for a while, each with its ticket, or with nothing."""
+    streams.gaps.clear()
+    begin = time.perf_counter()
+    tasks = []
+    for number, (tokens, ticket) in enumerate(arrivals):
+        await sleep_until(begin + number / options.rate)
+        tasks.append(asyncio.create_task(asker.ask(tokens, 1, ticket=ticket)))
+    await sleep_until(begin + options.seconds)
+    arrived = await asyncio.gather(*tasks)
+    window.gaps += streams.gaps
+    window.arrived += len(arrived)
+    window.errors += [one.error for one in arrived if one.error]
 
 
-def figures(phases: Mapping[str, Phase]) -> dict[str, str | int | float]:
+def figures(measured: Measured) -> dict[str, str | int | float]:
     """Of the streams, and of the hooks."""
-    p99 = {name: percentile(one.gaps or [0.0], 99) for name, one in phases.items()}
-    loaded = phases["loaded"]
-    added = hook_times.per_request(phases["alone"].times, loaded.times, max(1, loaded.arrived))
-    measured: dict[str, str | int | float] = {
-        f"gap p99 ms, {name}": one * 1e3 for name, one in p99.items()
-    }
-    measured["loaded to cached"] = p99["loaded"] / p99["cached"] if p99["cached"] else 0.0
-    measured["descriptors"] = loaded.loaded.descriptors // max(1, loaded.loaded.loads)
-    for (engine, role), cost in sorted(added.items()):
+    gaps = {kind: window.gaps or [0.0] for kind, window in measured.windows.items()}
+    row: dict[str, str | int | float] = {}
+    for name, share in (("p99", 99.0), ("max", 100.0)):
+        of = {kind: percentile(gaps[kind], share) * 1e3 for kind in KINDS}
+        row |= {f"gap {name} ms, {kind}": value for kind, value in of.items()}
+        row[f"{name}, loaded to cached"] = of["loaded"] / of["cached"] if of["cached"] else 0.0
+    loads = max(1, measured.loaded.loads)
+    row["descriptors"] = measured.loaded.descriptors // loads
+    requests = max(1, measured.windows["loaded"].arrived)
+    for (engine, role), cost in sorted(hook_times.per_request(measured.times, requests).items()):
         name = role if engine == "decode" else f"{engine} {role}"
-        measured[f"{name} ms a request"] = cost.seconds * 1e3
-        measured[f"{name} CPU ms a request"] = cost.cpu * 1e3
-        measured[f"{name} most CPU in"] = f"{cost.hook}: {cost.hook_cpu * 1e3:.3f} ms"
-        if engine == "prefill":  # those in which it waits for decode to read are among them
-            measured[f"{name} steps a request"] = cost.steps
-    return measured
+        row[f"{name} ms a request"] = cost.seconds * 1e3
+        row[f"{name} CPU ms a request"] = cost.cpu * 1e3
+        row[f"{name} most CPU in"] = f"{cost.hook}: {cost.hook_cpu * 1e3:.3f} ms"
+        row[f"{name} CPU us a step"] = cost.step_cpu * 1e6
+    return row
 
 
-def faults(phases: Mapping[str, Phase], length: int) -> Sequence[str]:
+def faults(measured: Measured, length: int) -> Sequence[str]:
     """What makes figures worthless, where prompts of so many tokens and one more arrived."""
-    errors = [error for one in phases.values() for error in one.errors]
-    lacking = phases["loaded"].arrived - phases["loaded"].loaded.loads
-    # no prompt of a stream is in the cache
-    missed = phases["cached"].arrived * length - phases["cached"].loaded.cached
+    windows, loaded = measured.windows, measured.loaded
+    errors = [error for one in windows.values() for error in one.errors]
+    lacking = windows["loaded"].arrived - loaded.loads
+    # no prompt of a stream is in the cache; what is loaded counts as cached, too
+    missed = windows["cached"].arrived * length - (loaded.cached - loaded.tokens)
     return [
         f"{len(errors)} failed: {errors[0]}" if errors else "",
         f"{lacking} were not loaded" if lacking > 0 else "",
         f"{missed} tokens were not in the cache" if missed > 0 else "",
-        "" if all(one.gaps for one in phases.values()) else "no stream gave two tokens",
+        "" if all(one.gaps for one in windows.values()) else "no stream gave two tokens",
     ]

@@ -5,7 +5,7 @@ import itertools
 import json
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,18 +77,21 @@ class Asker:
         max_tokens: int,
         *,
         prefill_first: bool = True,
+        ticket: Mapping[str, Any] | None = None,
         gaps: list[float] | None = None,
     ) -> Stream:
         """An answer of so many tokens; an error is part of what comes back.
 
-        Without `prefill_first` decode has no ticket, and computes what it has not cached. Seconds
-        between tokens are added to `gaps` as they pass.
+        Prefill is asked first, but with its `ticket`, or without `prefill_first`: then decode
+        computes what it has not cached. Seconds between tokens are added to `gaps` as they pass.
         """
         stream = Stream(time.perf_counter())
         try:
-            extra = await self._ticket(prompt) if prefill_first and self._has_prefill else {}
+            extra = ticket or {}
+            if prefill_first and self._has_prefill and ticket is None:
+                extra = await self.ticket(prompt)
             stream.decode_begin = time.perf_counter()
-            body = self._body(prompt, max_tokens) | {"stream": True} | extra
+            body = self._body(prompt, max_tokens) | {"stream": True, **extra}
             async with self._decode.stream("POST", COMPLETIONS, json=body) as reply:
                 if reply.is_error:
                     await reply.aread()
@@ -104,7 +107,12 @@ class Asker:
             stream.error = "the stream ended without a token"
         return stream
 
-    async def _ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
+    async def ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """What prefill answers, to be sent to decode.
+
+        Raises:
+            httpx.HTTPError, ValueError: if it does not.
+        """
         body = self._body(prompt, 1) | {"kv_transfer_params": WANT_TICKET}
         reply = await self._prefill.post(COMPLETIONS, json=body)
         if reply.is_error:

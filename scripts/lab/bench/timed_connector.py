@@ -8,6 +8,7 @@ Each role of each process writes what it has measured by now to a file of its ow
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +16,22 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from lab.bench.hook_times import VARIABLE, HookTimer, file_name
+from lab.bench.hook_times import VARIABLE, HasWork, HookTimer, file_name
 from nixl_kv.connector.connector import NixlKVConnector as OurConnector
 
 EMPTY: Final = {"start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"}
 """They do nothing, two of them for each layer: to time them would cost more than they do."""
+
+HAS_WORK: Final[Mapping[str, HasWork]] = {
+    "build_connector_meta": lambda _, step: bool(step.commands),
+    "bind_connector_metadata": lambda given, _: bool(given[0].commands),
+    "get_transfer_results": lambda _, ended: bool(ended.finished_recving or ended.finished_sending),
+    "update_connector_output": lambda given, _: bool(
+        given[0].finished_recving or given[0].finished_sending
+    ),
+    "get_kv_connector_stats": lambda _, stats: stats is not None,
+}
+"""Of the hooks that are called with each step; the others are called for a request."""
 
 HOOKS: Final = frozenset(
     name
@@ -42,4 +54,5 @@ class NixlKVConnector(OurConnector):
         name = file_name(engine, role.name.lower(), os.getpid())
         timer = HookTimer(Path(os.environ[VARIABLE]) / name)
         for name in HOOKS:
-            setattr(self, name, timer.timed(name, getattr(self, name)))
+            has_work = {"has_work": HAS_WORK[name]} if name in HAS_WORK else {}
+            setattr(self, name, timer.timed(name, getattr(self, name), **has_work))

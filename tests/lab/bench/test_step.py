@@ -15,23 +15,17 @@ from lab.cluster.metrics import Loaded
 
 
 def times(steps: int, seconds: float, *, hook: str = "bind_connector_metadata") -> Times:
-    return Times(steps, {hook: seconds}, {hook: seconds / 2})
+    return Times(steps, {hook: seconds}, {hook: seconds / 2}, steps * 1e-5)
 
 
-def test_a_request_costs_what_steps_alone_do_not() -> None:
-    quiet = {
-        "decode-worker-1": times(100, 0.1),
-        "decode-worker-2": times(100, 0.3),
-        "decode-scheduler-1": times(10, 0.0, hook="build_connector_meta"),
-        "prefill-worker-3": times(1, 0.1),
-    }
-    loaded = {
-        "decode-worker-1": times(200, 0.5),  # 0.2 for the steps, so 0.3 for the requests
-        "decode-worker-2": times(200, 0.7),  # 0.1
+def test_a_request_costs_what_is_done_for_it_by_the_rank_that_does_most() -> None:
+    added = {
+        "decode-worker-1": times(200, 0.3),
+        "decode-worker-2": times(200, 0.1),
         "decode-scheduler-1": times(20, 0.06, hook="build_connector_meta"),
-        "prefill-worker-3": times(20, 0.4),  # it has nothing else to do
+        "prefill-worker-3": times(20, 0.4),
     }
-    costs = hook_times.per_request(quiet, loaded, 10)
+    costs = hook_times.per_request(added, 10)
     assert {name: one.seconds for name, one in costs.items()} == {
         ("decode", "worker"): pytest.approx(0.03),
         ("decode", "scheduler"): pytest.approx(0.006),
@@ -40,15 +34,26 @@ def test_a_request_costs_what_steps_alone_do_not() -> None:
     assert all(one.cpu == pytest.approx(one.seconds / 2) for one in costs.values())
     assert costs["decode", "scheduler"].hook == "build_connector_meta"
     assert costs["prefill", "worker"].steps == 2
+    assert costs["decode", "worker"].step_cpu == pytest.approx(1e-5)
 
 
 def test_the_hook_that_costs_most_is_named() -> None:
     took = Times(10, {"one": 9.0, "other": 1.0}, {"one": 0.1, "other": 0.5})
     before = Times(10, {"other": 0.5}, {"other": 0.25})
-    costs = hook_times.per_request({"decode-worker-1": before}, {"decode-worker-1": took}, 5)
-    cost = costs["decode", "worker"]
+    cost = hook_times.per_request({"decode-worker-1": took.since(before)}, 5)["decode", "worker"]
     assert (cost.hook, cost.hook_cpu) == ("other", pytest.approx(0.05))
     assert (cost.seconds, cost.cpu) == (pytest.approx(1.9), pytest.approx(0.07))
+    assert cost.step_cpu == 0
+
+
+def test_whiles_are_added_up() -> None:
+    both = Times()
+    for one in (times(3, 0.5), times(2, 0.25, hook="build_connector_meta")):
+        both.add(one)
+    assert both.steps == 5
+    assert both.seconds == {"bind_connector_metadata": 0.5, "build_connector_meta": 0.25}
+    assert both.cpu == {"bind_connector_metadata": 0.25, "build_connector_meta": 0.125}
+    assert both.idle == pytest.approx(5e-5)
 
 
 def test_both_roles_of_one_process_write_to_files_of_their_own(tmp_path: Path) -> None:
@@ -62,53 +67,54 @@ def test_both_roles_of_one_process_write_to_files_of_their_own(tmp_path: Path) -
 def test_times_are_read_as_they_were_written(tmp_path: Path) -> None:
     hook_times.write_times(tmp_path / "12.json", times(3, 0.5))
     assert hook_times.read_times(tmp_path) == {"12": times(3, 0.5)}
-    assert times(5, 0.75).since(times(3, 0.5)) == times(2, 0.25)
+    added = times(5, 0.75).since(times(3, 0.5))
+    assert (added.steps, added.seconds, added.idle) == (
+        2,
+        {"bind_connector_metadata": 0.25},
+        pytest.approx(2e-5),
+    )
 
 
 LENGTH = 64
 
 
-def phase(
-    gaps: list[float], *, arrived: int = 0, loads: int = 0, cached: int = 0, errors: Any = ()
-) -> step.Phase:
-    loaded = Loaded(loads=loads, descriptors=36 * loads, cached=cached)
-    return step.Phase(gaps, {"decode-worker-1": times(100, 0.1)}, arrived, list(errors), loaded)
+def measured(*, loads: int = 4, cached: int = 4 * LENGTH, **of: step.Window) -> step.Measured:
+    """Four requests have arrived in each window but the first; what is loaded counts as cached."""
+    tokens = loads * LENGTH
+    loaded = Loaded(loads=loads, tokens=tokens, descriptors=36 * loads, cached=cached + tokens)
+    windows: dict[step.Kind, step.Window] = {
+        "alone": of.get("alone", step.Window([0.001] * 10)),
+        "cached": of.get("cached", step.Window([0.002] * 10, 4)),
+        "loaded": of.get("loaded", step.Window([0.003] * 9 + [0.008], 4)),
+    }
+    return step.Measured(windows, {"decode-worker-1": times(100, 0.1)}, loaded)
 
 
 def test_gaps_beside_loads_are_compared_with_those_beside_hits() -> None:
-    phases = {
-        "alone": phase([0.001] * 10),
-        "cached": phase([0.002] * 10, arrived=4, cached=4 * LENGTH),
-        "loaded": phase([0.003] * 10, arrived=4, loads=4),
-    }
-    figures = step.figures(phases)
-    assert figures["gap p99 ms, alone"] == 1
-    assert figures["loaded to cached"] == pytest.approx(1.5)
+    figures = step.figures(measured())
+    assert figures["gap p99 ms, alone"] == figures["gap max ms, alone"] == 1
+    assert figures["p99, loaded to cached"] == figures["max, loaded to cached"] == 4
     assert figures["descriptors"] == 36
-    assert figures["worker ms a request"] == 0
-    assert not any(step.faults(phases, LENGTH))
+    assert figures["worker ms a request"] == 25
+    assert figures["worker CPU us a step"] == pytest.approx(10)
+    assert not any(step.faults(measured(), LENGTH))
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "words"),
+    ("bad", "words"),
     [
+        pytest.param(measured(loads=3), "1 were not loaded", id="not loaded"),
         pytest.param(
-            "loaded", phase([1.0], arrived=4, loads=3), "1 were not loaded", id="not loaded"
+            measured(cached=4 * LENGTH - 16), "16 tokens were not in the cache", id="no hit"
         ),
+        pytest.param(measured(alone=step.Window()), "no stream gave two tokens", id="no stream"),
         pytest.param(
-            "cached",
-            phase([1.0], arrived=4, cached=4 * LENGTH - 16),
-            "16 tokens were not in the cache",
-            id="no hit",
+            measured(loaded=step.Window([1.0], 4, ["gone"])), "1 failed: gone", id="failed"
         ),
-        pytest.param("alone", phase([]), "no stream gave two tokens", id="no stream"),
-        pytest.param("loaded", phase([1.0], errors=["gone"]), "1 failed: gone", id="failed"),
     ],
 )
-def test_figures_of_what_did_not_run_are_bad(name: str, bad: step.Phase, words: str) -> None:
-    good = dict.fromkeys(("alone", "cached", "loaded"), phase([1.0]))
-    found = step.faults(good | {name: bad}, LENGTH)
-    assert [fault for fault in found if fault] == [words]
+def test_figures_of_what_did_not_run_are_bad(bad: step.Measured, words: str) -> None:
+    assert [fault for fault in step.faults(bad, LENGTH) if fault] == [words]
 
 
 class Asker:
@@ -152,12 +158,16 @@ def test_streams_end_with_the_block_and_have_prompts_of_their_own() -> None:
 def test_hooks_are_timed_and_steps_are_counted(tmp_path: Path) -> None:
     timer = hook_times.HookTimer(tmp_path / "1.json")
     add = timer.timed("on_new_request", lambda one, other: one + other)
-    fail = timer.timed("build_connector_meta", lambda: {"a": 1}["b"])
+    build = timer.timed(
+        "build_connector_meta", lambda *, commands: commands, lambda given, _: bool(given[0])
+    )
     assert add(1, other=2) == 3
-    with pytest.raises(KeyError):
-        fail()
+    assert build(commands=[1]) == [1]
     assert hook_times.read_times(tmp_path) == {"1": timer.times}
-    assert timer.times.steps == 1
+    assert timer.times.idle == 0
+    assert build(commands=[]) == []
+    assert timer.times.steps == 2
+    assert timer.times.idle > 0
     assert set(timer.times.seconds) == {"on_new_request", "build_connector_meta"}
     assert all(timer.times.seconds.values())
     assert set(timer.times.cpu) == set(timer.times.seconds)
