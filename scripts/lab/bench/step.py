@@ -125,9 +125,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each window")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--streams", type=int, default=16, help="that run all the time")
-    parser.add_argument("--stream-prompt", type=int, default=512, metavar="TOKENS")
-    parser.add_argument("--stream-answer", type=int, default=1024, metavar="TOKENS")
+    parser.add_argument("--streams", type=int, default=8, help="that run all the time")
+    parser.add_argument("--stream-prompt", type=int, default=256, metavar="TOKENS")
+    parser.add_argument("--stream-answer", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--seed", type=int, default=0)
 
 
