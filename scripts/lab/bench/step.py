@@ -217,8 +217,8 @@ def figures(measured: Measured) -> dict[str, str | int | float]:
     row: dict[str, str | int | float] = {}
     for name, share in (("p99", 99.0), ("max", 100.0)):
         of = {kind: percentile(gaps[kind], share) * 1e3 for kind in KINDS}
-        row |= {f"gap {name} ms, {kind}": value for kind, value in of.items()}
-        row[f"{name}, loaded to cached"] = of["loaded"] / of["cached"] if of["cached"] else 0.0
+        row |= {f"gap {name} ms {kind}": value for kind, value in of.items()}
+        row[f"{name} loaded to cached"] = of["loaded"] / of["cached"] if of["cached"] else 0.0
     loads = max(1, measured.loaded.loads)
     row["descriptors"] = measured.loaded.descriptors // loads
     requests = max(1, measured.windows["loaded"].arrived)

@@ -92,8 +92,8 @@ def measured(*, loads: int = 4, cached: int = 4 * LENGTH, **of: step.Window) -> 
 
 def test_gaps_beside_loads_are_compared_with_those_beside_hits() -> None:
     figures = step.figures(measured())
-    assert figures["gap p99 ms, alone"] == figures["gap max ms, alone"] == 1
-    assert figures["p99, loaded to cached"] == figures["max, loaded to cached"] == 4
+    assert figures["gap p99 ms alone"] == figures["gap max ms alone"] == 1
+    assert figures["p99 loaded to cached"] == figures["max loaded to cached"] == 4
     assert figures["descriptors"] == 36
     assert figures["worker ms a request"] == 25
     assert figures["worker CPU us a step"] == pytest.approx(10)
