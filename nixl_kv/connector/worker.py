@@ -2,7 +2,9 @@
 
 import ipaddress
 import logging
-from collections.abc import Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import torch
@@ -39,8 +41,9 @@ from nixl_kv.transport.connection_limit import is_local
 logger = logging.getLogger(__name__)
 
 LOAD_WAIT_S: Final = 0.01
-"""How long a step that computes nothing waits for a load to end. vLLM asks again some milliseconds
-later, and most loads end sooner; a request that comes meanwhile waits as well."""
+"""How long after the latest load steps that compute nothing wait for one to end. vLLM asks again a
+millisecond or two later, which counts for loads that are short; and a request that comes meanwhile
+waits as well."""
 
 
 class Worker:
@@ -49,8 +52,14 @@ class Worker:
     Only `register` and `stop` wait, and `pop_results` if vLLM does.
     """
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Check the configuration; nothing starts before the cache exists."""
+        self._clock = clock
         check_supported(vllm_config, kv_cache_config)
         choose_interleave(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
@@ -63,6 +72,7 @@ class Worker:
         """What the scheduler publishes of this rank, once it is registered."""
         self._left: list[events.Result] = []  # of the former life
         self._loading: set[RequestId] = set()
+        self._wait_until = -math.inf  # for them, in monotonic seconds
         self._computes = True  # in this step
         self._is_awaited = is_awaited(vllm_config)
         self.stats = Stats()
@@ -104,8 +114,10 @@ class Worker:
         """Hand over the step's commands, before the forward that belongs to them."""
         self._computes = step.computes
         if self._engine is not None:
-            starting = (one for one in step.commands if isinstance(one, events.StartLoad))
-            self._loading.update(one.request for one in starting)
+            starting = [one.request for one in step.commands if isinstance(one, events.StartLoad)]
+            if starting:
+                self._loading.update(starting)
+                self._wait_until = self._clock() + LOAD_WAIT_S
             self._stale_tails.clear(step.commands)
             self._engine.submit([*self._unwritten.pop_written(), *step.commands])
             self._unwritten.add(step.commands)
@@ -124,7 +136,7 @@ class Worker:
             self._unwritten.on_step_enqueued()
             self._engine.submit(self._unwritten.pop_written())
             if self._loading and not (self._computes or self._is_awaited):
-                self._engine.wait_load(LOAD_WAIT_S)
+                self._engine.wait_load(max(0.0, self._wait_until - self._clock()))
             results += self._engine.pop_results()
         self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
         self.stats.count_results(results)

@@ -186,26 +186,32 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
     config = recorded.vllm_config()
     config.parallel_config.pipeline_parallel_size = pp
     config.parallel_config.data_parallel_size = dp
-    worker = Worker(config, recorded.kv_cache_config())
+    now = 100.0
+    worker = Worker(config, recorded.kv_cache_config(), lambda: now)
     worker.register(recorded.kv_caches())
     engine = worker._engine
     waited: list[float] = []
     assert engine is not None
     engine.wait_load = waited.append  # type: ignore[method-assign, assignment]
-    try:
-        worker.on_step(StepMetadata([], computes=computes))
-        worker.pop_results()
-        assert not waited, "nothing is loaded"
-        commands = [prepare_load(host="127.0.0.1", port=1), start_load(D1)]
-        worker.on_step(StepMetadata(commands, computes=computes))
-        wait_until(lambda: bool(worker.pop_results().finished_recving))
-        assert bool(waited) == waits
-        assert set(waited) <= {LOAD_WAIT_S}
-        waited.clear()
-        worker.pop_results()
-        assert not waited, "the load has ended"
-    finally:
-        worker.stop()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
+        try:
+            worker.on_step(StepMetadata([], computes=computes))
+            worker.pop_results()
+            assert not waited, "nothing is loaded"
+            prepare = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
+            worker.on_step(StepMetadata([prepare, start_load(D1)], computes=computes))
+            for now in (100.0, 100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
+                assert not worker.pop_results().finished_recving
+                worker.on_step(StepMetadata([], computes=computes))
+            shares = [1, 3 / 4, 0] if waits else []
+            assert waited == pytest.approx([LOAD_WAIT_S * share for share in shares])
+            engine._results.append(LoadEnded(D1, 7, None))
+            assert worker.pop_results().finished_recving == {D1}
+            now, waited[:] = 100.0, []
+            worker.pop_results()
+            assert not waited, "the load has ended"
+        finally:
+            worker.stop()
 
 
 def test_a_wait_ends_with_a_load(worker: Worker) -> None:
