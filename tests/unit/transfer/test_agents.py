@@ -190,6 +190,15 @@ def test_joins_are_counted_in_seconds(reading: Reading) -> None:
     assert (reading.counts["joins"], reading.counts["join_seconds"]) == (1, 0.25)
 
 
+def test_nothing_is_kept_of_a_peer_that_is_dropped(reading: Reading) -> None:
+    load = StartLoad(D1, 0, 4, (Table.of([7]),), verify=True)
+    assert reading.agents.peers.name_slices(PEER, R0, load)
+    reading.agents.execute(DropPeer(PEER))
+    assert PEER not in reading.agents.peers.descriptions
+    with pytest.raises(KeyError):
+        reading.agents.peers.name_slices(PEER, R0, load)
+
+
 @pytest.mark.parametrize("steps", range(4))
 def test_a_peer_that_is_dropped_is_not_joined(
     reading: Reading, steps: int, monkeypatch: pytest.MonkeyPatch

@@ -364,6 +364,9 @@ VERIFICATION: dict[str, Script] = {
         (fits(), Send(RANK_0, ask(number=1)), ASK_DIGEST),
         (answered(GRANT), READ_VERIFIED),
     ),
+    "of what is denied no digest is asked for": after(
+        GRANTED, (answered(deny()),), (START_VERIFIED, DENIED)
+    ),
     "what is denied fails once": after(
         ASKING, (START_VERIFIED, ASK_DIGEST), (answered(deny()), DENIED), (answered(deny()),)
     ),

@@ -592,6 +592,13 @@ DIGESTS: dict[str, Script] = {
     "what is not written yet is digested when it is": after(
         UNWRITTEN, (ASK, WRITTEN), (asked(REQUEST),), (MARK, GRANT, TO_DIGEST[1])
     ),
+    "another life of this rank is asked for one": after(
+        OFFERED,
+        (
+            asked(digest_request(incarnation=OTHER_LIFE)),
+            *denied(NOT_GRANTED),
+        ),
+    ),
     "who asks for one before anybody has asked for blocks gets no answer": after(
         OFFERED, (asked(REQUEST),), (ASK, WRITTEN, GRANT), TO_DIGEST
     ),
