@@ -75,6 +75,11 @@ def may_take(held: int, free: int) -> bool:
     return held < 2 * free
 
 
+def most_slots(num_slots: int) -> int:
+    """How many slots of a ring `may_take` gives to one alone."""
+    return -(-2 * num_slots // 3)
+
+
 def crops(local: CacheLayout, remote: CacheLayout, share: Share) -> list[Crop]:
     """What is read, in parts that each have one group on either side."""
     found: dict[tuple[int, int], dict[str, Heads]] = {}

@@ -1,8 +1,10 @@
 """A read by chunks, which prefill packs: asked for, read in one run each, scattered.
 
-Several chunks are under way at a time, each in a slot of this rank's ring from before it is asked
-for until it is scattered: what prefill has packed never waits for a slot here. A chunk that prefill
-does not pack is read as it is, when no other one is under way: until then slots may come free.
+Several chunks are under way at a time, each in a slot of this rank's ring while it is read and
+scattered. A read has one such slot from its first question to its end, so what prefill has packed
+can always be fetched, and more where there are more; while something packed waits for one, nothing
+is asked for. A chunk that prefill does not pack is read as it is, when no other one is under way:
+until then slots may come free.
 
 A slot is written by NIXL, and a copy writes into the cache: both may go on when nobody wants the
 read any more. So slots come back, and the read ends, when both have ended.
@@ -26,6 +28,7 @@ from nixl_kv.geometry.staging import (
     crops,
     entry_bytes,
     may_take,
+    most_slots,
     split_tokens,
     staged_entries,
     staged_layout,
@@ -65,6 +68,46 @@ class FreeSlots:
     def add(self, slot: int) -> None:
         """Nothing writes into it any more."""
         self._free.append(slot)
+
+
+class HeldSlots:
+    """The slots of decode's ring that one read has."""
+
+    def __init__(self, free: FreeSlots) -> None:
+        """None yet."""
+        self._free = free
+        self._num_held = 0
+        self._spare: int | None = None  # the only one it has, while nothing is in it
+
+    def open(self) -> bool:
+        """Whether it has one, or gets one now."""
+        if not self._num_held:
+            self._spare = self._free.pop(0)
+            self._num_held = int(self._spare is not None)
+        return self._num_held > 0
+
+    def take(self) -> int | None:
+        """One with nothing in it, if it has or gets one."""
+        slot, self._spare = self._spare, None
+        if slot is None:
+            slot = self._free.pop(self._num_held)
+            self._num_held += slot is not None
+        return slot
+
+    def put(self, slot: int) -> None:
+        """Nothing writes into this one any more. It goes, unless it is the only one."""
+        if self._num_held == 1:
+            self._spare = slot
+        else:
+            self._num_held -= 1
+            self._free.add(slot)
+
+    def close(self) -> None:
+        """No more is needed than what is written into."""
+        if self._spare is not None:
+            self._num_held = 0
+            self._free.add(self._spare)
+            self._spare = None
 
 
 @dataclass(frozen=True)
@@ -223,9 +266,8 @@ class StagedRead:
         self._action = action
         self._load = action.load
         self._tables = action.grant.tables
-        self._depth = self._most = min(
-            rank.planned.ring.num_slots, rank.planned.staging.ring.num_slots
-        )
+        self._slots = HeldSlots(rank.slots)
+        self._depth = self._most = most_slots(rank.planned.ring.num_slots)  # of prefill's ring
         self._num_packed = 0
         self._waiting = deque(
             _Chunk(number, crop, tokens, entries)
@@ -241,7 +283,8 @@ class StagedRead:
             TransportError: if it cannot be told what becomes of a read.
         """
         for chunk in list(self._active.values()):
-            self._poll(chunk)
+            if chunk.number in self._active:  # a failure of one ends others
+                self._poll(chunk)
         if self._is_stopped:
             return []
         wanted = self._ask()
@@ -249,7 +292,7 @@ class StagedRead:
             self._read_directly()
         if not wanted:
             return []
-        holds = tuple(c.number for c in self._active.values() if c.state in _ON_PREFILL)
+        holds = tuple(chunk.number for chunk in self._on_prefill)
         return [events.ChunksWanted(self._load.request, self._action.rank, wanted, holds)]
 
     @property
@@ -267,7 +310,7 @@ class StagedRead:
         if action.slot is not None:
             chunk.state, chunk.packed_in = State.PACKED, action.slot
             self._num_packed += 1
-            if not self._num_packed % self._depth:  # others may have left prefill's ring
+            if not self._num_packed % max(1, self._depth):  # others may have left prefill's ring
                 self._depth = min(self._depth + 1, self._most)
             return
         self._end(chunk)
@@ -275,7 +318,7 @@ class StagedRead:
         # with a slot that is somebody else's by then.
         chunk.number, self._num_chunks = self._num_chunks, self._num_chunks + 1
         self._waiting.appendleft(chunk)
-        self._depth = max(1, len(self._active))
+        self._depth = len(self._on_prefill)
         self._is_direct |= not self._active or self._num_chunks == messages.MAX_CHUNKS
 
     def stop(self, why: str = STOPPED) -> None:
@@ -284,6 +327,7 @@ class StagedRead:
         for chunk in list(self._active.values()):
             if chunk.state not in _WRITING:
                 self._end(chunk)
+        self._slots.close()
 
     def end_copies(self) -> None:
         """Return when no copy writes into the cache any more; may run on any thread."""
@@ -295,8 +339,14 @@ class StagedRead:
         """Nothing writes any more, whatever became of it."""
         for chunk in list(self._active.values()):
             self._end(chunk)
+        self._slots.close()
 
     # --- chunks
+
+    @property
+    def _on_prefill(self) -> list[_Chunk]:
+        """Those that have a slot of prefill's ring, or have asked for one."""
+        return [chunk for chunk in self._active.values() if chunk.state in _ON_PREFILL]
 
     def _cut(self) -> "list[tuple[StagedCrop, range, range]]":
         cut = []
@@ -312,14 +362,14 @@ class StagedRead:
         return cut
 
     def _ask(self) -> tuple[events.Chunk, ...]:
-        """Those whose turn it is, if there are slots for them."""
-        wanted = []
-        while self._waiting and not self._is_direct and len(self._active) < self._depth:
-            slot = self._rank.slots.pop(len(self._active))
-            if slot is None:
-                break
+        """Those whose turn it is, if what is packed can be fetched."""
+        wanted: list[events.Chunk] = []
+        is_backed_up = any(chunk.state is State.PACKED for chunk in self._active.values())
+        if is_backed_up or self._is_direct or not self._waiting or not self._slots.open():
+            return ()
+        for _ in range(min(self._depth - len(self._on_prefill), len(self._waiting))):
             chunk = self._waiting.popleft()
-            chunk.slot, chunk.state = slot, State.ASKED
+            chunk.state = State.ASKED
             self._active[chunk.number] = chunk
             wanted.append(
                 events.Chunk(chunk.number, chunk.tokens.start, chunk.tokens.stop, chunk.crop.layers)
@@ -329,6 +379,7 @@ class StagedRead:
     def _read_directly(self) -> None:
         """What is left; nothing of it is under way."""
         self._is_direct = True
+        self._slots.close()
         while self._waiting:
             chunk = self._waiting.popleft()
             direct = chunk.crop.direct
@@ -344,13 +395,24 @@ class StagedRead:
                 self.stop(str(error))
                 return
 
-    def _post(self, chunk: _Chunk) -> Any:
-        """One READ, from a slot of prefill's ring into one of this side's."""
+    def _fetch(self, chunk: _Chunk) -> None:
+        """Read what is packed, if there is a slot for it."""
+        chunk.slot = self._slots.take()
+        if chunk.slot is None:
+            return
+        try:
+            chunk.handle, chunk.state = self._post(chunk, chunk.slot), State.READING
+        except TransportError as error:
+            self.is_lost |= isinstance(error, PeerLost)
+            self.stop(str(error))
+
+    def _post(self, chunk: _Chunk, slot: int) -> Any:
+        """One READ, from a slot of prefill's ring into this one of this side's."""
         size, count = chunk.crop.entry_bytes, len(chunk.entries)
-        if chunk.packed_in >= self._rank.planned.ring.num_slots or chunk.slot is None:
+        if chunk.packed_in >= self._rank.planned.ring.num_slots:
             raise TransportError(f"prefill has no slot {chunk.packed_in}")
         starts = (
-            self._rank.planned.staging.ring.first_entry(chunk.slot, size),
+            self._rank.planned.staging.ring.first_entry(slot, size),
             self._rank.planned.ring.first_entry(chunk.packed_in, size),
         )
         local, remote = (np.arange(start, start + count, dtype=np.int32) for start in starts)
@@ -358,11 +420,7 @@ class StagedRead:
 
     def _poll(self, chunk: _Chunk) -> None:
         if chunk.state is State.PACKED:
-            try:
-                chunk.handle, chunk.state = self._post(chunk), State.READING
-            except TransportError as error:
-                self.is_lost |= isinstance(error, PeerLost)
-                self.stop(str(error))
+            self._fetch(chunk)
         elif chunk.state is State.READING:
             try:
                 if not self._rank.transport.poll(chunk.handle):
@@ -398,8 +456,11 @@ class StagedRead:
         """It is not under way any more."""
         del self._active[chunk.number]
         if chunk.slot is not None:
-            self._rank.slots.add(chunk.slot)
+            self._slots.put(chunk.slot)
             chunk.slot = None
+        if self._is_stopped or not (self._active or self._waiting):
+            self._slots.close()
+        self._depth = max(1, self._depth)
         if failure is not None:
             self.stop(failure)
 

@@ -10,6 +10,8 @@ from nixl_kv.geometry.plan import plan
 from nixl_kv.geometry.staging import (
     Ring,
     entry_bytes,
+    may_take,
+    most_slots,
     split_tokens,
     staged_entries,
     staged_layout,
@@ -90,6 +92,14 @@ def test_what_fits_into_a_slot_fits_into_each_slot(entry: int) -> None:
 
 def group(block_size: int) -> Group:
     return replace(remote("LBHNC").groups[0], block_size=block_size, num_blocks=1)
+
+
+@pytest.mark.parametrize("num_slots", range(1, 20))
+def test_one_alone_gets_as_many_slots_as_are_said(num_slots: int) -> None:
+    held = 0
+    while may_take(held, num_slots - held):
+        held += 1
+    assert most_slots(num_slots) == held
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
 TOKENS = 23
 CHUNKS = 3
 
+LONG, LONG_OTHER = [*TABLE, 2, 8, 4, 6], [*OTHER, 7, 9, 5, 0]
+LONG_TOKENS = 40
+LONG_CHUNKS = 5
+
 
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
@@ -41,6 +45,16 @@ def staged_world(make_world: MakeWorld, **changed: Any) -> World:
 def start(world: World, number: int = 1, table: list[int] = OTHER, *, verify: bool = False) -> None:
     world.decode.prepare_load(number, world.prefill.offer(number, TABLE, TOKENS))
     world.decode.start_load(number, table, TOKENS, verify=verify)
+
+
+def start_long(world: World) -> None:
+    world.decode.prepare_load(1, world.prefill.offer(1, LONG, LONG_TOKENS))
+    world.decode.start_load(1, LONG_OTHER, LONG_TOKENS)
+
+
+def long_is_there(world: World) -> bool:
+    arrived = world.decode.cache.blocks(LONG_OTHER)
+    return np.array_equal(arrived, world.prefill.cache.blocks(LONG))
 
 
 def has_ended(world: World) -> Callable[[], bool]:
@@ -241,6 +255,62 @@ def test_what_cannot_be_scattered_fails_that_load_alone(
     world.until(has_ended(world))
     assert world.decode.ended_load().failure is None
     assert blocks_are_there(world)
+
+
+def test_one_alone_asks_for_nothing_in_vain(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = world.prefill.parts.prefill
+    answer, asked = machine._on_pack_request, []
+
+    def note(request: messages.PackRequest, route: bytes, now: float) -> list[Any]:
+        asked.append(request.chunk)
+        return answer(request, route, now)
+
+    monkeypatch.setattr(machine, "_on_pack_request", note)
+    start_long(world)
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert asked == list(range(LONG_CHUNKS))
+    assert long_is_there(world)
+
+
+def test_what_is_scattered_holds_up_no_question(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is one of decode's, of which the rest then wait for one."""
+    packs = sent_packs(world, monkeypatch)
+    world.decode.copying.is_held = True
+    start_long(world)
+    world.run(20)
+    assert [pack.pack_request.chunk for pack in packs] == list(range(LONG_CHUNKS))
+    assert (len(world.decode.copying), free_slots(world)) == (3, 1)
+    world.decode.copying.is_held = False
+    world.decode.copying.work()
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert long_is_there(world)
+    world.run()
+    assert nothing_is_left(world)
+
+
+def test_one_slot_is_enough_for_all_of_a_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take the rest of decode's ring while its first chunks are packed."""
+    packs = sent_packs(world, monkeypatch)
+    world.prefill.copying.is_held = True
+    start_long(world)
+    world.until(lambda: len(packs) == 3)
+    slots = world.decode.parts.agents.peers.free_slots
+    assert slots is not None
+    taken = [slots.pop(0) for _ in range(RING_SLOTS - 1)]
+    assert None not in taken
+    world.prefill.copying.is_held = False
+    world.prefill.copying.work()
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert len(packs) == LONG_CHUNKS
+    assert long_is_there(world)
+    assert free_slots(world) == 1
 
 
 def test_a_load_is_not_reported_before_all_of_it_is_scattered(world: World) -> None:
