@@ -397,7 +397,8 @@ class StagedRead:
 
     def _fetch(self, chunk: _Chunk) -> None:
         """Read what is packed, if there is a slot for it."""
-        chunk.slot = self._slots.take()
+        if chunk.slot is None:  # else the thread has died here
+            chunk.slot = self._slots.take()
         if chunk.slot is None:
             return
         try:
