@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from nixl_kv.config import AllowedHosts
-from nixl_kv.errors import IncompatiblePeer, NixlKVError, TransportError
+from nixl_kv.errors import IncompatiblePeer, NixlKVError, PeerLost, TransportError
 from nixl_kv.geometry import compat, ranks
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import LENGTH, Plan, Share, plan
@@ -140,9 +140,13 @@ class RemotePeers:
         """What a load reads from a rank of a peer that fits, for digests.
 
         Raises:
+            PeerLost: if it was forgotten since, as one is that could not be joined.
             ValueError: for tables that this cache cannot have.
         """
-        return self._namers[peer][rank].name(block_tables(self.layout, load.tables))
+        namers = self._namers.get(peer)
+        if namers is None:
+            raise PeerLost(f"engine {peer.engine!r} is gone")
+        return namers[rank].name(block_tables(self.layout, load.tables))
 
     def link(self, endpoint: Endpoint) -> Link:
         """The way to a rank's host."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from nixl_kv.errors import PeerLost
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, EngineId, Incarnation, Rank
 from nixl_kv.protocol import events, messages
@@ -27,8 +28,8 @@ class DecodeMachine:
     def __init__(self, loads: LoadBook, peers: PeerBook, name_slices: SliceNames) -> None:
         """Start with no load and no peer.
 
-        `name_slices` tells what a load reads from a rank of a peer that fits; it raises ValueError
-        for tables that this cache cannot have.
+        `name_slices` tells what a load reads from a rank of a peer that fits; it raises PeerLost if
+        that peer was dropped since, and ValueError for tables that this cache cannot have.
         """
         self.loads = loads
         self.peers = peers
@@ -106,6 +107,8 @@ class DecodeMachine:
             if load.start is not None and load.start.verify and not read.has_ended:
                 try:
                     read.slices = self._name_slices(load.peer, read.rank, load.start)
+                except PeerLost as error:
+                    load.fail(Failure(FailureKind.UNREACHABLE, str(error)))
                 except ValueError as error:
                     load.fail(Failure(FailureKind.INTERNAL, str(error)))
                 actions += load.ask_digest(read, now)

@@ -65,6 +65,16 @@ SCHEDULES = [
         ),
     ),
     (
+        "blocks for a load whose peer could not be joined",
+        ";".join(
+            [
+                *["world prefill=2 heads=1 verify=1", "prefill 3 1", "step p", "occupy d0"],
+                *["decode d0 0 0", "step d0", "turn d0.0", "deliver 0", "deliver 0", "turn d0.0"],
+                "end prefill dies",
+            ]
+        ),
+    ),
+    (
         "a thread that dies when it fetches a chunk",
         ";".join(
             [

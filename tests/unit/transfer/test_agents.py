@@ -195,7 +195,7 @@ def test_nothing_is_kept_of_a_peer_that_is_dropped(reading: Reading) -> None:
     assert reading.agents.peers.name_slices(PEER, R0, load)
     reading.agents.execute(DropPeer(PEER))
     assert PEER not in reading.agents.peers.descriptions
-    with pytest.raises(KeyError):
+    with pytest.raises(PeerLost, match="engine 'prefill' is gone"):
         reading.agents.peers.name_slices(PEER, R0, load)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import pytest
 from msgspec.structs import replace
 
-from nixl_kv.errors import LocalProtocolError
+from nixl_kv.errors import LocalProtocolError, PeerLost
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.decode.load import (
@@ -453,14 +453,21 @@ def test_a_load_of_which_nothing_is_named(script: Script) -> None:
     play(decode_machine(slices=()), script)
 
 
-def test_a_load_whose_tables_are_none_of_this_cache_fails() -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("block table: 2 groups"), FailureKind.INTERNAL),
+        (PeerLost("engine 'prefill' is gone"), FailureKind.UNREACHABLE),
+    ],
+    ids=["tables that are none of this cache", "a peer that was dropped"],
+)
+def test_a_load_that_cannot_be_named_fails(error: Exception, kind: FailureKind) -> None:
     def refuse(*_: object) -> NoReturn:
-        raise ValueError("block table: 2 groups")
+        raise error
 
     machine = loading(GRANTED)
     machine = DecodeMachine(machine.loads, machine.peers, refuse)
-    end = failed(FailureKind.INTERNAL, "block table: 2 groups")
-    play(machine, [(START_VERIFIED, GIVEN_UP, end)])
+    play(machine, [(START_VERIFIED, GIVEN_UP, failed(kind, str(error)))])
 
 
 def test_a_comparison_is_of_use_until_its_load_is_over() -> None:
