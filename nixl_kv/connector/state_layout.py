@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from nixl_kv.connector.vllm_config import dtype_name
 from nixl_kv.errors import ConfigError
@@ -50,7 +51,7 @@ class Place:
 
 
 def state_regions(
-    layer: str, page: torch.Tensor, spec: Any, module: Any, place: Place
+    layer: str, page: torch.Tensor, spec: MambaSpec, module: Any, place: Place
 ) -> Iterator[Region]:
     """What a rank keeps of one recurrent layer.
 
@@ -94,7 +95,7 @@ _Cut = tuple[Units, int, tuple[Part, ...]]
 """Units, the bytes from one to the next, and where the first one's rows are."""
 
 
-def _whole(spec: Any, shape: Any, dtype: torch.dtype, place: Place, offset: int) -> _Cut:
+def _whole(spec: MambaSpec, shape: Any, dtype: torch.dtype, place: Place, offset: int) -> _Cut:
     """A state whose first axis is cut; all of a unit is in one piece."""
     number, size = shape[0], math.prod(shape[1:]) * dtype.itemsize
     if spec.mamba_type.name == "MAMBA1":  # the axis has channels
@@ -103,7 +104,7 @@ def _whole(spec: Any, shape: Any, dtype: torch.dtype, place: Place, offset: int)
     return Units("state", number, size), size, (Part(offset, size),)
 
 
-def _convolution(spec: Any, module: Any, place: Place, offset: int) -> Iterator[_Cut]:
+def _convolution(spec: MambaSpec, module: Any, place: Place, offset: int) -> Iterator[_Cut]:
     by_channel = is_conv_state_dim_first()
     channels, length = spec.shapes[0] if by_channel else reversed(spec.shapes[0])
     size = spec.dtypes[0].itemsize
@@ -120,12 +121,12 @@ def _convolution(spec: Any, module: Any, place: Place, offset: int) -> Iterator[
         start += units.number * units.size
 
 
-def _num_unused(spec: Any) -> int:
+def _num_unused(spec: MambaSpec) -> int:
     """Rows behind those that are looked back at, for tokens that speculation may reject."""
     return 0 if spec.mamba_type.name == "MAMBA1" else int(spec.num_speculative_blocks)
 
 
-def _projections(spec: Any, module: Any, place: Place, channels: int) -> list[Units]:
+def _projections(spec: MambaSpec, module: Any, place: Place, channels: int) -> list[Units]:
     """Of a convolution with so many channels on this rank, in their order."""
     match spec.mamba_type.name:
         case "GDN_ATTN":
