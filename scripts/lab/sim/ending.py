@@ -35,6 +35,7 @@ PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0
 ALL_S: Final = 60.0
 LONGEST_ANSWER: Final = 4  # in steps; of those that schedules ask prefill for
+LONGEST_LOAD: Final = 8  # in rounds: a grant, a few chunks, the slot, a digest
 IDLE_ROUNDS: Final = 4 + math.ceil(2 * LINK_KEPT_S / LINGER_S)
 """The last commands are submitted, carried out, and what they sent is handled; then all wait."""
 ENDINGS: Final = ("calm", "decode dies", "prefill dies", "prefill sleeps", "prefill drains")
@@ -51,13 +52,16 @@ class Allowed:
     def of(cls, world: World) -> "Allowed":
         """A load: its time, the drain, making an agent and destroying one, each perhaps twice.
 
-        And what it waits for: peers that are joined before, and reads that share its link. An
+        And what it waits for: peers that are joined before, and reads that share its link. Whatever
+        moves of it gives it its time anew: so do the turns that it takes where turns are long. An
         offer: from its prompt's last step on until the whole answer is there, until somebody asks,
         until it begins to read, and then that one's load and a lease.
         """
         config = world.environment.config
+        a_round = world.shape.tick * sum(1 for _ in world.ranks())
         load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
-        answer = LONGEST_ANSWER * world.shape.tick * sum(1 for _ in world.ranks())
+        load += LONGEST_LOAD * a_round
+        answer = LONGEST_ANSWER * a_round
         offer = answer + max(config.offer_ttl_s, config.lease_s) + SLACK_S
         granted = config.hold_s + RECALL_S + load + config.lease_s
         return cls(load, offer + (granted if world.decodes() else 0))

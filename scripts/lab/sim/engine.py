@@ -108,6 +108,14 @@ class Engine:
         call()
         return True
 
+    @property
+    def loses_loads_if_frozen(self) -> bool:
+        """Whether vLLM 0.33 runs a load's request with a discarded cache: see docs/faults.md.
+
+        The step that is under way may report such a load.
+        """
+        return bool(self._pieces) or self.scheduler.decode.has_good_loads
+
     def settle(self) -> bool:
         """End the step that is under way, if one is; False if a stopped rank is in the way."""
         while self._pieces:

@@ -420,7 +420,7 @@ ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "resume": (_engine_where(lambda engine: engine.is_paused),),
     "sleep": (_engine,),
     "wake": (_engine_where(lambda engine: engine.is_asleep or engine.is_going_to_sleep),),
-    "freeze": (_engine,),
+    "freeze": (_engine_where(lambda engine: not engine.loses_loads_if_frozen),),
     "drain": (_engine,),
     "kill p": (_one_of(PREFILL),),
     "kill": (_engine,),

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from lab.sim.cache import BLOCK_TOKENS
 from lab.sim.ending import end
 from lab.sim.invariants import FailedLoad, Invariants
 from lab.sim.repeatable import Violation, repeatable
@@ -109,10 +110,13 @@ class Run:
         excused: set[FailureKind] = set()
         seconds = self._ended_at - self._started_at
         is_old = seconds > self.world.environment.config.offer_ttl_s / 2
+        is_crowded = self.world.router.num_tokens > shape.blocks * BLOCK_TOKENS
         if len(self.world.decodes()) > 1 or shape.share < 1 or shape.slots < MANY_SLOTS:
             excused.add(FailureKind.DENIED)
         if is_old or self._has("occupy"):
             excused |= {FailureKind.DENIED, FailureKind.RECALLED}
+        if is_crowded:
+            excused.add(FailureKind.RECALLED)
         if self._has("abort"):
             excused.add(FailureKind.DROPPED)
         if self._has("kill", "hang"):

@@ -391,6 +391,11 @@ class DecodeHalf(Half):
                 self._failed.add(name)
                 request.num_computed_tokens = 0
 
+    @property
+    def has_good_loads(self) -> bool:
+        """Whether requests are parked whose load was reported, and is good."""
+        return self._received > self._failed
+
     def _unpark(self, request: Request) -> None:
         name = request.request_id
         if name not in self._received:

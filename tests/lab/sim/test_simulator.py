@@ -127,6 +127,6 @@ def test_all_longer_schedules_of_the_scenes_break_no_promise() -> None:
 
 @pytest.mark.slow
 def test_random_schedules_catch_every_planted_bug() -> None:
-    done = simulate("--planted", "--seeds", "500", timeout_s=3600)
+    done = simulate("--planted", "--seeds", "5000", timeout_s=3600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT CAUGHT" not in done.stdout
