@@ -60,7 +60,7 @@ class Allowed:
         config = world.environment.config
         a_round = world.shape.tick * sum(1 for _ in world.ranks())
         load = config.request_timeout_s + DRAIN_S + 2 * TRY_AGAIN_S + SLACK_S + _queue_s(world)
-        load += LONGEST_LOAD * a_round
+        load += LONGEST_LOAD * (a_round + PAUSE_S)
         answer = LONGEST_ANSWER * a_round
         offer = answer + max(config.offer_ttl_s, config.lease_s) + SLACK_S
         granted = config.hold_s + RECALL_S + load + config.lease_s
