@@ -242,6 +242,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="also with loads that are verified")
     parser.add_argument(
+        "--staging-mib", type=int, metavar="N", default=Config().staging_mib, help="default: 256"
+    )
+    parser.add_argument(
         "--against", type=checkout, metavar="DIR", help="a checkout of nixl_kv to compare with"
     )
 
@@ -297,6 +300,7 @@ def running_pair(
                 "tokens": options.tokens,
                 "seed": options.seed,
                 "num_bytes": largest(measured, role, options),
+                "staging_mib": options.staging_mib,
             }
             processes.append(stack.enter_context(Process(path / PROGRAM, env, spec)))
         yield Pair(processes[0], processes[1], paths)

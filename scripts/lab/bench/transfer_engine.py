@@ -56,6 +56,8 @@ class Spec(msgspec.Struct, kw_only=True, frozen=True):
     num_bytes: Sequence[int]
     """For each rank, the bytes of its cache where it is largest."""
 
+    staging_mib: int = CONFIG.staging_mib
+
 
 class Placed(msgspec.Struct, frozen=True):
     """An engine's cut, and the GPU of each rank; none where caches are in the host's memory."""
@@ -113,7 +115,7 @@ class Process:
             for rank, layout in enumerate(cut.layouts(spec.model, spec.tokens, kind))
         ]
         for path in paths:
-            config = config_of(path)
+            config = replace(config_of(path), staging_mib=spec.staging_mib)
             make_transport = partial(nixl_transport, config, kind)
             name = f"{spec.role} {path}"
             self._engines[path] = LocalEngine(
