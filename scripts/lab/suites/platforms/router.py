@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import PATIENT
+from lab.cluster.engines import PATIENT, Engine
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.router import IN_TURNS
 from lab.suites.platforms.asking import MODULE, Engines, Outcome, ask
@@ -42,7 +42,11 @@ WAYS: Final = (
 
 
 def run(cluster: Cluster, single: Client, ways: Sequence[Way] = WAYS) -> Iterator[Outcome]:
-    """In each of these ways; engines go on where the next way has the same ones."""
+    """In each of these ways; engines go on where the next way has the same ones.
+
+    After the last one all are ended: the platforms that come next start their own.
+    """
+    started: list[Engine] = []
     for way in ways:
         fields: dict[str, Any] = {"kv_cache_bytes": KV_CACHE_BYTES, "extra_args": way.engine_args}
         specs = pair_specs(ensure_tiny_model(), connector_config=PATIENT, **fields)
@@ -50,6 +54,7 @@ def run(cluster: Cluster, single: Client, ways: Sequence[Way] = WAYS) -> Iterato
         engines = cluster.start(
             *(replace(spec, name=f"{spec.name}-{number}") for spec in specs for number in numbers)
         )
+        started += engines
         prefill, decode = engines[: way.pairs], engines[way.pairs :]
         router = cluster.route(prefill, decode, options=way.router_options)
         urls = [engine.url for engine in engines]
@@ -64,3 +69,4 @@ def run(cluster: Cluster, single: Client, ways: Sequence[Way] = WAYS) -> Iterato
             engines=len(engines) * way.ranks,
             asked=asked,
         )
+    cluster.end(*dict.fromkeys(started))
