@@ -8,6 +8,7 @@ as many bytes in one piece between these GPUs, in the same rounds.
 """
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import time
@@ -87,7 +88,8 @@ def prepare(prefill: Cache, decode: Cache, tokens: int) -> Ready:
 
     def start(sums: torch.Tensor | None, programs: int) -> None:
         digested = None if sums is None else (sums, contents.size)
-        launch_copy(launch, numbers, rows, digested, programs=programs)
+        with on(device):
+            launch_copy(launch, numbers, rows, digested, programs=programs)
 
     return Ready(start, digest_input, planned.num_bytes(pieces))
 
@@ -183,6 +185,11 @@ def timed(way: Callable[[], object], cache: Cache) -> float:
         way()
     wait(cache)
     return (time.perf_counter() - begin) / LAUNCHES
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where Triton launches: on the current GPU, whosever the memory is."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def wait(cache: Cache) -> None:
