@@ -22,7 +22,7 @@ from support.oracle import Layer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-pytest.importorskip("cuda.bindings")
+driver = pytest.importorskip("cuda.bindings.driver")
 
 from nixl_kv.errors import TransportError  # noqa: E402
 from nixl_kv.geometry.layout import Span  # noqa: E402
@@ -90,11 +90,11 @@ def owner(**settings: str) -> Iterator[Owner]:
 class Reader:
     """Reads every other piece, at random, into memory of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
         self.owner_ended = threading.Event()
-        self.gather = GpuGather(0, self.owner_ended.set)
-        self.memory = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
-        torch.cuda.synchronize()
+        self.gather = GpuGather(device, self.owner_ended.set)
+        self.memory = torch.zeros(SIZE, dtype=torch.uint8, device=f"cuda:{device}")
+        torch.cuda.synchronize(device)
         rng = np.random.default_rng(SEED)
         local, remote = (rng.permutation(COUNT).astype(np.int32) for _ in range(2))
         self.pieces = [Pieces(local, remote)]
@@ -109,7 +109,10 @@ class Reader:
         return SimpleNamespace(local=lists[0], remote=lists[1], paged_rows=rows)
 
     def map(self, one: Owner) -> Any:
-        return self.gather.map(one.export, self.plan(one.address))
+        return self.map_export(one.export, one.address)
+
+    def map_export(self, export: messages.Export, address: int) -> Any:
+        return self.gather.map(export, self.plan(address))
 
     def wait(self, read: Any) -> None:
         while not self.gather.poll(read):
@@ -165,6 +168,34 @@ def test_an_owner_may_stop_and_die_while_its_memory_is_read(reader: Reader) -> N
         assert torch.cuda.mem_get_info()[0] >= free + SIZE, "the dead process's memory is kept"
         with pytest.raises(TransportError, match="No such process"):
             reader.map(one)
+
+
+def _read_on_second_gpu(pipe: Connection, export: messages.Export, address: int) -> None:
+    reader = Reader(1)
+
+    def read() -> None:
+        """On a thread whose current GPU is the first one, as of all that are new."""
+        reader.wait(reader.gather.read(reader.map_export(export, address), reader.pieces))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    error, _, is_active = driver.cuDevicePrimaryCtxGetState(0)
+    pipe.send((int(error), bool(is_active), bool(reader.memory.any())))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_uses_no_gpu_but_its_own() -> None:
+    """A context on another one takes 500 MiB of it, and 115 ms of the first load."""
+    context = get_context("spawn")
+    pipe, theirs = context.Pipe()
+    with owner() as one:
+        arguments = (theirs, one.export, one.address)
+        process = context.Process(target=_read_on_second_gpu, args=arguments, daemon=True)
+        process.start()
+        assert pipe.poll(120), "nothing was read"
+        assert pipe.recv() == (0, False, True)
+        process.join()
 
 
 @pytest.mark.parametrize(
