@@ -35,11 +35,12 @@ TILE_BYTES: Final = 1 << 16
 
 NUM_WARPS: Final = 16
 
-DIGESTING_PROGRAMS: Final = 48
+DIGESTING_PROGRAMS: Final = 64
 DIGESTING_WARPS: Final = 8
 """The same where copies are digested. A head's token has several threads, and each of them finds
-out where it is: by fewer threads that have more of them less is done twice. So a program has 14
-GB/s of an H200's own memory, where one that only copies has 30: see docs/benchmarks.md."""
+out where it is: by fewer threads that have more of them less is done twice. A program copies 10
+GB/s, and one that does nothing else 18: so many of each fill an H200's NVLink, see
+docs/benchmarks.md."""
 
 LEAST_NUMBERS: Final = 1 << 13
 MAX_FREE: Final = 8
@@ -297,8 +298,10 @@ class KernelStream:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """The GPU, and then the stream: who leaves another GPU's stream for the one before makes a
-        context on that one's GPU, which takes 115 ms, once, and 500 MiB of its memory.
+        """The GPU, and then the stream.
+
+        A new thread is on the first GPU: to leave another one's stream for that of the first would
+        make a context there, which takes 115 ms, once, and memory.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield

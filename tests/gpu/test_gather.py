@@ -186,7 +186,7 @@ def _read_on_second_gpu(pipe: Connection, export: messages.Export, address: int)
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_rank_uses_no_gpu_but_its_own() -> None:
-    """A context on another one takes 500 MiB of it, and 115 ms of the first load."""
+    """A context on another one takes memory of it, and 115 ms of the first load."""
     context = get_context("spawn")
     pipe, theirs = context.Pipe()
     with owner() as one:
