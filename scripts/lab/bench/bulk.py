@@ -4,10 +4,11 @@ Over the same transport as the connector's reads; and as torch copies between GP
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +19,9 @@ from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import ListHandle, PeerName, Transport
 
 FIRST: Final = np.zeros(1, dtype=np.int32)
+
+Piece: TypeAlias = tuple[ListHandle, ListHandle]
+"""Where it is read to, and from."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -91,60 +95,66 @@ class BulkReader:
         self._agents = _Agents(make_transport)
         self._copied: dict[int, torch.Tensor] = {}
         self._threads = ThreadPoolExecutor()
+        self._prepared: dict[int, tuple[_Agent, list[Piece]]] = {}
 
-    def read(
+    def prepare(
         self,
-        memory: Sequence[torch.Tensor],
-        gpus: Sequence[int],
+        memory: Mapping[int, tuple[torch.Tensor, int]],
         sources: Sequence[Source],
         shares: Sequence[Share],
-    ) -> float:
-        """Read each share in one piece, each rank of decode on a thread of its own.
+    ) -> None:
+        """Connect, and say what `read` reads: each share of these ranks in one piece.
 
         Args:
-            memory: of each rank of decode.
-            gpus: of each rank of decode; -1 where it is the host's memory.
+            memory: of ranks of decode, and its GPU, which is -1 where it is the host's.
             sources: each rank of prefill.
-            shares: who reads how much from whom.
-
-        Returns:
-            Seconds from the first post to the last byte.
+            shares: who reads how much from whom; ranks that `memory` lacks are elsewhere.
         """
-        pieces: dict[int, list[tuple[ListHandle, ListHandle]]] = {}
-        read, sent = [0] * len(memory), [0] * len(sources)
+        self._prepared = {rank: (self._agents.get(*mine), []) for rank, mine in memory.items()}
+        read, sent = Counter[int](), Counter[int]()
         for share in shares:
-            agent = self._agents.get(memory[share.decode], gpus[share.decode])
-            source = sources[share.prefill]
+            source, num_bytes = sources[share.prefill], share.num_bytes
+            at = source.address + sent[share.prefill]
+            sent[share.prefill] += num_bytes
+            if share.decode not in memory:
+                continue
+            agent, pieces = self._prepared[share.decode]
             if source.agent not in agent.peers:
                 agent.peers[source.agent] = agent.transport.add_peer(source.agent)
-            peer = agent.peers[source.agent]
-            here, there = agent.address + read[share.decode], source.address + sent[share.prefill]
-            piece = (
-                agent.prepare(here, share.num_bytes, agent.gpu, None),
-                agent.prepare(there, share.num_bytes, source.gpu, peer),
-            )
-            pieces.setdefault(share.decode, []).append(piece)
-            read[share.decode] += share.num_bytes
-            sent[share.prefill] += share.num_bytes
-        agents = {rank: self._agents.get(memory[rank], gpus[rank]) for rank in pieces}
-        begin = time.perf_counter()
-        reading = [
-            self._threads.submit(_read, agents[rank], its_pieces)
-            for rank, its_pieces in pieces.items()
-        ]
+            here, peer = agent.address + read[share.decode], agent.peers[source.agent]
+            mine = agent.prepare(here, num_bytes, agent.gpu, None)
+            pieces.append((mine, agent.prepare(at, num_bytes, source.gpu, peer)))
+            read[share.decode] += num_bytes
+
+    def read(self) -> tuple[float, float]:
+        """Read what was prepared, each rank of decode on a thread of its own.
+
+        Returns:
+            When that began, and when the last byte had come.
+        """
+        begin = time.monotonic()
+        reading = [self._threads.submit(_read, *one) for one in self._prepared.values()]
         for one in reading:
             one.result()
-        return time.perf_counter() - begin
+        return begin, time.monotonic()
 
     def copy(
-        self, memory: Sequence[torch.Tensor], gpus: Sequence[int], shares: Sequence[Share]
-    ) -> float:
-        """Copy each share from memory of this process on prefill's GPUs; in seconds.
+        self, memory: Mapping[int, torch.Tensor], gpus: Sequence[int], shares: Sequence[Share]
+    ) -> tuple[float, float]:
+        """Copy each share of these ranks of decode from memory of this process.
 
-        The arguments are those of `read`, but `gpus` are prefill's.
+        Args:
+            memory: of ranks of decode.
+            gpus: of each rank of prefill.
+            shares: who reads how much from whom; ranks that `memory` lacks are elsewhere.
+
+        Returns:
+            When that began, and ended.
         """
         sources, targets = [], []
         for share in shares:
+            if share.decode not in memory:
+                continue
             gpu = gpus[share.prefill]
             if gpu not in self._copied or self._copied[gpu].numel() < share.num_bytes:
                 self._copied[gpu] = torch.zeros(
@@ -155,15 +165,15 @@ class BulkReader:
         devices = {one.device for one in (*sources, *targets)}
         for device in devices:
             torch.cuda.synchronize(device)
-        begin = time.perf_counter()
+        begin = time.monotonic()
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
+        return begin, time.monotonic()
 
 
-def _read(agent: _Agent, pieces: Sequence[tuple[ListHandle, ListHandle]]) -> None:
+def _read(agent: _Agent, pieces: Sequence[Piece]) -> None:
     if agent.gpu >= 0:
         torch.cuda.set_device(agent.gpu)  # a new thread has no context
     transport = agent.transport

@@ -1,7 +1,7 @@
 """How fast do loads move between two engines, without vLLM, and how near is that to the link?
 
-Prefill and decode are processes of their own with all ranks of an engine, on this host or on its
-GPUs: the real transfer engines, control plane and NIXL. "load" is from the command that starts a
+Prefill is a process, and each rank of decode one, on this host or on its GPUs: the real transfer
+engines, control plane and NIXL. "load" is from the command that starts a
 load, which prefill has granted by then, until all ranks have reported it; "read" is the longest
 read in it. "bulk" is the ceiling, measured in the same rounds: the same bytes over the same
 transport, in one piece from each rank that is read; on GPUs, "copy" is torch's copy of them.
@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +49,7 @@ from lab.bench.transfer_cells import (
 from lab.results import Figures, Results, verdict_of
 from nixl_kv.config import Config
 from nixl_kv.geometry.model_layouts import ORDERS
+from nixl_kv.ids import new_claim
 
 PROGRAM: Final = Path("scripts/lab/bench/transfer_engine.py")
 PATHS: Final = ("auto", "gather", "direct", "staged")
@@ -59,7 +60,7 @@ COPY: Final = "copy"
 IN_TREE: Final = "in-tree agent"
 
 Sample = dict[str, Any]
-"""See `transfer_engine.LoadTimes`; of the ceilings, the time is `read`."""
+"""Of a load "load", "read" and "cpu" in seconds, "num_bytes" and "num_runs"; of ceilings "read"."""
 
 
 class Process:
@@ -125,27 +126,31 @@ class Process:
 
 
 class Pair:
-    """The engines of one checkout: prefill's process and decode's."""
+    """The engines of one checkout: prefill's process, and one for each rank of decode."""
 
-    def __init__(self, prefill: Process, decode: Process, paths: Sequence[str]) -> None:
+    def __init__(self, prefill: Process, decode: Sequence[Process], paths: Sequence[str]) -> None:
         self._prefill = prefill
+        self._all_decode = decode
         self._decode = decode
         self._numbers = itertools.count()
         self.paths = paths
 
     def start(self, cell: Cell, gpus: Mapping[str, Sequence[int]]) -> None:
         """Start engines for each path."""
-        both = dict(zip(ROLES, (self._prefill, self._decode), strict=True))
-        cuts = {"prefill": cell.prefill, "decode": cell.decode}
-        for role, process in both.items():
-            placed = {"cut": asdict(cuts[role]), "gpus": gpus[role]}
-            process.tell("start", placed=placed, paths=self.paths)
-        for process in both.values():
+        self._decode = self._all_decode[: cell.decode.tp]
+        for process in self._all_decode[cell.decode.tp :]:
+            process.ask("stop")
+        cuts = zip(ROLES, (cell.prefill, cell.decode), ([self._prefill], self._decode), strict=True)
+        for role, cut, processes in cuts:
+            placed = {"cut": asdict(cut), "gpus": gpus[role]}
+            for process in processes:
+                process.tell("start", placed=placed, paths=self.paths)
+        for process in (self._prefill, *self._decode):
             process.answer()
 
     def choose_blocks(self, tables: str) -> None:
         """From now on prompts are in blocks at random, or in a row."""
-        for process in (self._prefill, self._decode):
+        for process in (self._prefill, *self._decode):
             process.ask("choose_blocks", tables=tables)
         self._prefill.ask("fill")
 
@@ -153,41 +158,62 @@ class Pair:
         """Load once on each path into cleared memory; names the paths that moved wrong bytes."""
         wrong = []
         for path in self.paths:
-            self._decode.ask("clear")
+            self._ask_decode("clear")
             self.load(path)
-            if not self._decode.ask("check"):
+            if not all(self._ask_decode("check")):
                 wrong.append(path)
         return f"wrong bytes on path {', '.join(wrong)}" if wrong else ""
 
     def load(self, path: str) -> Sample:
         """Load the prompt."""
-        request = f"request-{next(self._numbers)}"
-        ticket = self._prefill.ask("offer", path=path, request=request)
-        sample: Sample = self._decode.ask("load", path=path, request=request, ticket=ticket)
-        return sample
+        what = {"path": path, "request": f"request-{next(self._numbers)}"}
+        ticket = self._prefill.ask("offer", **what)
+        self._ask_decode("prepare_load", ticket=ticket, claim=new_claim(), **what)
+        ranks = self._ask_decode("load", **what)
+        return {
+            "load": _seconds((one["begin"], one["end"]) for one in ranks),
+            "read": max(one["read"] for one in ranks),
+            **{name: sum(one[name] for one in ranks) for name in ("cpu", "num_bytes", "num_runs")},
+        }
 
     def read_bulk(self, parts: Sequence[Mapping[str, int]]) -> Sample:
         """The same bytes in one piece from each rank."""
-        sources = self._prefill.ask("serve_bulk")
-        return {"read": self._decode.ask("read_bulk", sources=sources, shares=parts)}
+        self._ask_decode("prepare_bulk", sources=self._prefill.ask("serve_bulk"), shares=parts)
+        return {"read": _seconds(self._ask_decode("read_bulk"))}
 
     @contextlib.contextmanager
     def in_tree(
         self, cell: Cell, gpus: Mapping[str, Sequence[int]], tables: str
     ) -> Iterator[Callable[[], Sample]]:
-        """What reads with agents as vLLM's own connector makes them; they end with the block."""
+        """What reads with agents as vLLM's own connector makes them; they end with the block.
+
+        Decode has one rank.
+        """
+        (decode,) = self._decode
         sources = self._prefill.ask("start_in_tree")
         placed = {"cut": asdict(cell.prefill), "gpus": gpus["prefill"]}
-        self._decode.ask("start_in_tree", sources=sources, prefill=placed, tables=tables)
+        decode.ask("start_in_tree", sources=sources, prefill=placed, tables=tables)
         try:
-            yield lambda: {"read": self._decode.ask("read_in_tree")}
+            yield lambda: {"read": decode.ask("read_in_tree")}
         finally:
-            for process in (self._decode, self._prefill):
+            for process in (decode, self._prefill):
                 process.ask("stop_in_tree")
 
     def copy(self, gpus: Sequence[int], parts: Sequence[Mapping[str, int]]) -> Sample:
         """The same bytes as torch copies them."""
-        return {"read": self._decode.ask("copy", gpus=gpus, shares=parts)}
+        return {"read": _seconds(self._ask_decode("copy", gpus=gpus, shares=parts))}
+
+    def _ask_decode(self, question: str, **arguments: object) -> list[Any]:
+        """Ask all ranks at the same time; their answers."""
+        for process in self._decode:
+            process.tell(question, **arguments)
+        return [process.answer() for process in self._decode]
+
+
+def _seconds(times: Iterable[Sequence[float]]) -> float:
+    """From the first beginning to the last end."""
+    begins, ends = zip(*times, strict=True)
+    return float(max(ends) - min(begins))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -195,9 +221,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=list(MODELS), default="qwen3-8b")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument(
-        "--paths", nargs="+", choices=known_paths(), default=["auto"], help="default: auto"
-    )
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=["auto"], help="default: auto")
     parser.add_argument(
         "--tp",
         nargs="+",
@@ -245,13 +269,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--staging-mib", type=int, metavar="N", default=Config().staging_mib, help="default: 256"
     )
     parser.add_argument(
-        "--against", type=checkout, metavar="DIR", help="a checkout of nixl_kv to compare with"
+        "--against",
+        type=checkout,
+        metavar="DIR",
+        help="a checkout of nixl_kv to compare with, whose engines answer the same questions",
     )
-
-
-def known_paths() -> Sequence[str]:
-    """The paths that this checkout can be told to take."""
-    return PATHS if "path" in Config.parsers() else PATHS[:1]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -291,19 +313,24 @@ def running_pair(
     if options.device == "cpu":
         # UCX also connects over TCP, by every interface there is: one that goes ends the loads.
         env["UCX_NET_DEVICES"] = "lo"
+
+    def process(role: str, ranks: Sequence[int] | None = None) -> Process:
+        spec = {
+            "role": role,
+            "model": model,
+            "tokens": options.tokens,
+            "seed": options.seed,
+            "num_bytes": largest(measured, role, options),
+            "ranks": ranks,
+            "staging_mib": options.staging_mib,
+        }
+        return Process(path / PROGRAM, env, spec)
+
     with contextlib.ExitStack() as stack:
-        processes = []
-        for role in ROLES:
-            spec = {
-                "role": role,
-                "model": model,
-                "tokens": options.tokens,
-                "seed": options.seed,
-                "num_bytes": largest(measured, role, options),
-                "staging_mib": options.staging_mib,
-            }
-            processes.append(stack.enter_context(Process(path / PROGRAM, env, spec)))
-        yield Pair(processes[0], processes[1], paths)
+        prefill = stack.enter_context(process("prefill"))
+        ranks = range(max(cell.decode.tp for cell in measured))
+        decode = [stack.enter_context(process("decode", [rank])) for rank in ranks]
+        yield Pair(prefill, decode, paths)
 
 
 def largest(measured: Sequence[Cell], role: str, options: argparse.Namespace) -> list[int]:

@@ -1,9 +1,10 @@
-"""All ranks of prefill or of decode in one process, whose loads `bench transfer` times.
+"""Ranks of prefill, or of decode, in one process, whose loads `bench transfer` times.
 
     python transfer_engine.py SPEC FD     (JSON, see `Spec`; the connection of the asker)
 
 A question and its answer are JSON: the one key that a question has names a method of `Process`. So
-the engines of another checkout can be asked as well, by that checkout's own program.
+the engines of another checkout can be asked as well, by that checkout's own program. Times are of
+the host's monotonic clock, which all processes have.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from lab.local.engine import HOST, LocalEngine
 from nixl_kv.config import Config
 from nixl_kv.geometry.layout import CacheLayout, Memory
 from nixl_kv.geometry.model_layouts import ModelShape
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import Claim, RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transfer.loop import SERVING_PAUSE_S
 from nixl_kv.transport.nixl import nixl_transport
@@ -43,8 +44,6 @@ CONFIG: Final = Config(
 )
 """Nothing fails because this machine is busy."""
 
-AUTO: Final = "auto"
-
 
 class Spec(msgspec.Struct, kw_only=True, frozen=True):
     """What a process is for."""
@@ -55,6 +54,9 @@ class Spec(msgspec.Struct, kw_only=True, frozen=True):
     seed: int
     num_bytes: Sequence[int]
     """For each rank, the bytes of its cache where it is largest."""
+
+    ranks: Sequence[int] | None = None
+    """Of the engine's ranks those that are in this process; None for all."""
 
     staging_mib: int = CONFIG.staging_mib
 
@@ -70,8 +72,11 @@ class Placed(msgspec.Struct, frozen=True):
 class LoadTimes:
     """Of one load; in seconds."""
 
-    load: float
-    """From the command to start it, which prefill has granted, to the last rank's report."""
+    begin: float
+    """When it was started, which prefill had granted."""
+
+    end: float
+    """When the last rank of this process had reported it."""
 
     read: float
     """The longest read: from its post until its generation slot was seen to be valid."""
@@ -84,7 +89,7 @@ class LoadTimes:
 
 
 class Process:
-    """Engines of one role, one for each path, in the same memory."""
+    """One role's engines, or some ranks of each, one for each path, in the same memory."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -101,25 +106,20 @@ class Process:
     # --- questions
 
     def start(self, placed: Mapping[str, Any], paths: Sequence[str]) -> None:
-        """Start an engine for each path, which takes the place of those before.
-
-        Raises:
-            ValueError: if this checkout does not know a path.
-        """
+        """Start an engine for each path, which takes the place of those before."""
         self.stop()
         self._placed = msgspec.convert(placed, Placed)
         cut, spec = self._placed.cut, self._spec
         kind: Memory = "VRAM" if self._placed.gpus else "DRAM"
-        self._layouts = [
-            self._at_memory(layout, rank)
-            for rank, layout in enumerate(cut.layouts(spec.model, spec.tokens, kind))
-        ]
+        self._layouts = cut.layouts(spec.model, spec.tokens, kind)
+        for rank in self._mine:
+            self._layouts[rank] = self._at_memory(self._layouts[rank], rank)
         for path in paths:
             config = replace(config_of(path), staging_mib=spec.staging_mib)
             make_transport = partial(nixl_transport, config, kind)
             name = f"{spec.role} {path}"
             self._engines[path] = LocalEngine(
-                name, self._layouts, make_transport, config=config, roles=spec.role
+                name, self._layouts, make_transport, config=config, roles=spec.role, only=self._mine
             )
 
     def stop(self) -> None:
@@ -156,21 +156,25 @@ class Process:
             rank.poll()
         return engine.offer(request, [self._table], self._spec.tokens)
 
-    def load(self, path: str, request: str, ticket: Mapping[str, Any]) -> LoadTimes:
-        """Load it.
+    def prepare_load(self, path: str, request: str, ticket: Mapping[str, Any], claim: str) -> None:
+        """Wait until prefill has granted it, to the claim that all ranks make."""
+        engine = self._engines[path]
+        engine.prepare_load(request, msgspec.convert(ticket, Ticket), Claim(claim))
+        wait_until_granted(engine, RequestId(request))
+
+    def load(self, path: str, request: str) -> LoadTimes:
+        """Load what was prepared.
 
         Raises:
             RuntimeError: if that failed.
         """
         engine, name = self._engines[path], RequestId(request)
-        engine.prepare_load(request, msgspec.convert(ticket, Ticket))
-        wait_until_granted(engine, name)
-        cpu, begin = cpu_of_transfer_threads(), time.perf_counter()
+        cpu, begin = cpu_of_transfer_threads(), time.monotonic()
         is_verified = path.endswith(VERIFIED)
         engine.start_load(request, [self._table], range(self._spec.tokens), verify=is_verified)
         while not _is_over(engine, name):
             time.sleep(NAP_S)
-        load, cpu = time.perf_counter() - begin, cpu_of_transfer_threads() - cpu
+        end, cpu = time.monotonic(), cpu_of_transfer_threads() - cpu
         reports = [rank.loads.pop(name) for rank in engine.ranks]
         failures = [one.failure for one in reports if one.failure]
         if failures:
@@ -179,7 +183,8 @@ class Process:
             raise RuntimeError(f"{path}: not all that was to be verified was")
         reads = [read for one in reports for read in one.reads]
         return LoadTimes(
-            load,
+            begin,
+            end,
             max(read.seconds for read in reads),
             cpu,
             sum(read.num_bytes for read in reads),
@@ -192,15 +197,19 @@ class Process:
             self.server.source(self._memory_of(rank), gpu) for rank, gpu in enumerate(self._gpus())
         ]
 
-    def read_bulk(self, sources: Sequence[Any], shares: Sequence[Any]) -> float:
-        """Read each share in one piece, all at the same time; in seconds."""
-        memory = [self._memory_of(rank) for rank in range(self._placed.cut.tp)]
+    def prepare_bulk(self, sources: Sequence[Any], shares: Sequence[Any]) -> None:
+        """Connect, for `read_bulk`."""
+        memory = {rank: (self._memory_of(rank), self._gpus()[rank]) for rank in self._mine}
         known = msgspec.convert(sources, list[Source])
-        return self._reader.read(memory, self._gpus(), known, msgspec.convert(shares, list[Share]))
+        self._reader.prepare(memory, known, msgspec.convert(shares, list[Share]))
 
-    def copy(self, gpus: Sequence[int], shares: Sequence[Any]) -> float:
+    def read_bulk(self) -> tuple[float, float]:
+        """Read each share in one piece, all at the same time; when that began, and ended."""
+        return self._reader.read()
+
+    def copy(self, gpus: Sequence[int], shares: Sequence[Any]) -> tuple[float, float]:
         """Copy each share as torch does it, from memory of this process on prefill's GPUs."""
-        memory = [self._memory_of(rank) for rank in range(self._placed.cut.tp)]
+        memory = {rank: self._memory_of(rank) for rank in self._mine}
         return self._reader.copy(memory, gpus, msgspec.convert(shares, list[Share]))
 
     def start_in_tree(
@@ -249,6 +258,13 @@ class Process:
 
     # --- memory
 
+    @property
+    def _mine(self) -> Sequence[int]:
+        """The engine's ranks that are here."""
+        ranks = range(self._placed.cut.tp)
+        chosen = self._spec.ranks
+        return ranks if chosen is None else [rank for rank in ranks if rank in chosen]
+
     def _gpus(self) -> Sequence[int]:
         return self._placed.gpus or [-1] * self._placed.cut.tp
 
@@ -288,9 +304,9 @@ class Process:
         Shapes are [blocks, heads, tokens, content] of the cache, and of the prompt's blocks.
         """
         model, tokens = self._spec.model, self._spec.tokens
-        for rank, layout in enumerate(self._layouts):
+        for rank in self._mine:
             memory = self._memory_of(rank)
-            (group,) = layout.groups
+            (group,) = self._layouts[rank].groups
             size = group.block_size
             for number, region in enumerate(group.regions):
                 generator = torch.Generator(memory.device).manual_seed(
@@ -329,17 +345,8 @@ def block_ids(role: str, spec: Spec, cut: Cut, tables: str) -> list[int]:
 
 
 def config_of(path: str) -> Config:
-    """The configuration that moves bytes on this path.
-
-    Raises:
-        ValueError: if there is no choice of paths.
-    """
-    if "path" in Config.parsers():
-        chosen: dict[str, Any] = {"path": path.removesuffix(VERIFIED)}  # some lack the key
-        return replace(CONFIG, **chosen, verify=float(path.endswith(VERIFIED)))
-    if path != AUTO:
-        raise ValueError(f"path {path}: this checkout has no choice of paths; allowed: {AUTO}")
-    return CONFIG
+    """The configuration that moves bytes on this path."""
+    return replace(CONFIG, path=path.removesuffix(VERIFIED), verify=float(path.endswith(VERIFIED)))
 
 
 def wait_until_granted(engine: LocalEngine, request: RequestId) -> None:

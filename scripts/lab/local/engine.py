@@ -5,7 +5,7 @@ Caches are the caller's: a layout for each rank.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -92,6 +92,7 @@ class LocalEngine:
         staging_bytes: int | None = None,
         num_ring_slots: int | None = None,
         make_copier: Callable[[], Copier] | None = None,
+        only: Container[int] | None = None,
     ) -> None:
         """Start all ranks, and describe them.
 
@@ -107,12 +108,16 @@ class LocalEngine:
             staging_bytes: of each rank, in place of what is configured.
             num_ring_slots: of each of its rings, in place of what its memory's kind has.
             make_copier: called once for each rank, in place of what copies on threads.
+            only: the ranks that are started; by default all. An engine that decodes can have
+                others in other processes.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
         make_control = make_control or Trust.of(self.config).control
         self.ranks: list[LocalRank] = []
         for number, layout in enumerate(layouts):
+            if only is not None and number not in only:
+                continue
             spec = RankSpec(
                 # As on nodes of their own, until they are told of each other.
                 engine=EngineId(f"{name} on node {number}"),

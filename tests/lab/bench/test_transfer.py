@@ -105,21 +105,61 @@ def test_process_that_ends_is_an_error(tmp_path: Path) -> None:
 class Process:
     """Answers as told, and notes what it was asked."""
 
-    def __init__(self, answers: dict[str, Any]) -> None:
+    def __init__(self, answers: dict[str, Any] | None = None) -> None:
         self.asked: list[str] = []
-        self._answers = answers
+        self._answers = answers or {}
 
     def ask(self, question: str, **_: object) -> Any:
+        self.tell(question)
+        return self.answer()
+
+    def tell(self, question: str, **_: object) -> None:
         self.asked.append(question)
-        return self._answers.get(question)
+
+    def answer(self) -> Any:
+        return self._answers.get(self.asked[-1])
+
+
+def loaded(begin: float, end: float, read: float) -> dict[str, float]:
+    return {"begin": begin, "end": end, "read": read, "cpu": 0.1, "num_bytes": 4, "num_runs": 2}
+
+
+def pair_of(prefill: Process, *decode: Process) -> transfer.Pair:
+    processes: Any = prefill, decode
+    return transfer.Pair(*processes, ["auto", "direct"])
 
 
 def test_wrong_bytes_are_named_with_their_path() -> None:
-    decode: Any = Process({"check": False, "load": {}})
-    prefill: Any = Process({})
-    pair = transfer.Pair(prefill, decode, ["auto", "direct"])
-    assert pair.check() == "wrong bytes on path auto, direct"
-    assert decode.asked == ["clear", "load", "check"] * 2
+    good, bad = (Process({"check": right, "load": loaded(0, 1, 1)}) for right in (True, False))
+    assert pair_of(Process(), good, bad).check() == "wrong bytes on path auto, direct"
+    assert bad.asked == good.asked == ["clear", "prepare_load", "load", "check"] * 2
+    assert pair_of(Process(), good).check() == ""
+
+
+def test_a_load_is_as_long_as_from_the_first_rank_that_began_to_the_last_that_ended() -> None:
+    ranks = [Process({"load": loaded(5, 7, 1.5), "read_bulk": [5, 7]})]
+    ranks += [Process({"load": loaded(6, 9, 1.25), "read_bulk": [6, 9]})]
+    pair = pair_of(Process(), *ranks)
+    assert pair.load("auto") == {
+        "load": 4.0,
+        "read": 1.5,
+        "cpu": 0.2,
+        "num_bytes": 8,
+        "num_runs": 4,
+    }
+    assert pair.read_bulk([]) == {"read": 4.0}
+
+
+def test_ranks_that_a_cell_lacks_have_no_engines() -> None:
+    ranks = [Process({"load": loaded(0, 1, 1)}) for _ in range(2)]
+    pair = pair_of(Process(), *ranks)
+    gpus: dict[str, list[int]] = {"prefill": [], "decode": []}
+    pair.start(cell(1, 1), gpus)
+    pair.load("auto")
+    pair.start(cell(1, 2), gpus)
+    pair.load("auto")
+    assert ranks[0].asked == ["start", "prepare_load", "load"] * 2
+    assert ranks[1].asked == ["stop", "start", "prepare_load", "load"]
 
 
 def test_figures_are_medians_and_ratios_of_each_round() -> None:
