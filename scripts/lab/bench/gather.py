@@ -111,6 +111,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 24, 32, 48])
     parser.add_argument("--prefill-gpu", type=int, default=1, help="default 1")
     parser.add_argument("--decode-gpu", type=int, default=0, help="default 0")
+    parser.add_argument(
+        "--idle",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="without work, before each sample, which then is one launch",
+    )
     parser.add_argument("--repeat", type=int, default=7, help="rounds, 2 or more")
 
 
@@ -150,7 +157,7 @@ def measure(
 
     # A copy lets the GPU that it is from reach the other one: the kernel reads the other way.
     prefill.memory[:1].copy_(decode.memory[:1])
-    copies = [timed(copy, decode) for _ in range(options.repeat)]
+    copies = [timed(copy, decode, options.idle) for _ in range(options.repeat)]
     first: dict[str, torch.Tensor] = {}
     for digests, programs in itertools.product((False, True), options.programs):
         launch = partial(ready.launch, numbers if digests else None, programs)
@@ -163,7 +170,7 @@ def measure(
             for name, tensor in found.items()
             if not torch.equal(tensor, first.setdefault(name, tensor.clone()))
         ]
-        times = [timed(launch, decode) for _ in range(options.repeat)]
+        times = [timed(launch, decode, options.idle) for _ in range(options.repeat)]
         seconds = statistics.median(times)
         row: dict[str, str | int | float] = {
             "layout": order,
@@ -179,14 +186,16 @@ def measure(
         yield Figures(row, verdict_of(fault, good=f"same {' and '.join(found)}"))
 
 
-def timed(way: Callable[[], object], cache: Cache) -> float:
-    """Seconds of one of some in a row."""
+def timed(way: Callable[[], object], cache: Cache, idle: float) -> float:
+    """Seconds of one of some in a row, or of one after so many seconds of nothing."""
     wait(cache)
+    time.sleep(idle)
+    launches = 1 if idle else LAUNCHES
     begin = time.perf_counter()
-    for _ in range(LAUNCHES):
+    for _ in range(launches):
         way()
     wait(cache)
-    return (time.perf_counter() - begin) / LAUNCHES
+    return (time.perf_counter() - begin) / launches
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
