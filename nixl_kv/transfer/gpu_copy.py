@@ -39,7 +39,7 @@ DIGESTING_PROGRAMS: Final = 64
 DIGESTING_WARPS: Final = 8
 """The same where copies are digested. A head's token has several threads, and each of them finds
 out where it is: by fewer threads that have more of them less is done twice. A program copies 10
-GB/s, and one that does nothing else 18: so many of each fill an H200's NVLink, see
+GB/s, and one that does nothing else 23: so many of each fill an H200's NVLink, see
 docs/benchmarks.md."""
 
 LEAST_NUMBERS: Final = 1 << 13

@@ -125,7 +125,7 @@ def loaded(begin: float, end: float, read: float) -> dict[str, float]:
 
 
 def pair_of(prefill: Process, *decode: Process) -> transfer.Pair:
-    processes: Any = prefill, decode
+    processes: tuple[Any, Any] = prefill, decode
     return transfer.Pair(*processes, ["auto", "direct"])
 
 
