@@ -77,7 +77,7 @@ class GpuGather:
                 raise TransportError("nothing of it is read")
             contents = self._contents(tiling, plan)
             rows = self._stream.to_device(tiling.rows if contents is None else contents.numbers)
-            # Part of what the other GPU's first use costs; 115 ms remain, see docs/benchmarks.md.
+            # The other GPU's first use, which nobody waits for here.
             self._stream.touch(int(tiling.rows[0, 1]))
             try:
                 self._owners.add(mapping.owner)

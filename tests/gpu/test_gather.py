@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -177,9 +178,8 @@ def _read_on_second_gpu(pipe: Connection, export: messages.Export, address: int)
         """On a thread whose current GPU is the first one, as of all that are new."""
         reader.wait(reader.gather.read(reader.map_export(export, address), reader.pieces))
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(read).result()
     error, _, is_active = driver.cuDevicePrimaryCtxGetState(0)
     pipe.send((int(error), bool(is_active), bool(reader.memory.any())))
 
@@ -193,6 +193,7 @@ def test_a_rank_uses_no_gpu_but_its_own() -> None:
         arguments = (theirs, one.export, one.address)
         process = context.Process(target=_read_on_second_gpu, args=arguments, daemon=True)
         process.start()
+        theirs.close()  # so that its end is seen
         assert pipe.poll(120), "nothing was read"
         assert pipe.recv() == (0, False, True)
         process.join()

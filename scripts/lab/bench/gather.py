@@ -108,7 +108,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="P-D",
         help="block sizes of prefill and decode; default: 16-16 16-64",
     )
-    parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 24, 32, 48])
+    parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 24, 32, 48, 64])
     parser.add_argument("--prefill-gpu", type=int, default=1, help="default 1")
     parser.add_argument("--decode-gpu", type=int, default=0, help="default 0")
     parser.add_argument(
@@ -136,8 +136,8 @@ def measure(
     order: str, blocks: tuple[Blocks, Blocks], options: argparse.Namespace
 ) -> Iterator[Figures]:
     """Rows of one pair of caches, which have to agree on what is copied."""
-    on = [options.prefill_gpu, options.decode_gpu]
-    devices = [f"cuda:{gpu}" if options.device == "cuda" else "cpu" for gpu in on]
+    gpus = [options.prefill_gpu, options.decode_gpu]
+    devices = [f"cuda:{gpu}" if options.device == "cuda" else "cpu" for gpu in gpus]
     caches = []
     for size, device, noise in zip(blocks, devices, (True, False), strict=True):
         (layout,) = Cut(1, order, size).layouts(MODELS[options.shape], options.tokens, "VRAM")
@@ -175,7 +175,7 @@ def measure(
         row: dict[str, str | int | float] = {
             "layout": order,
             "blocks": " to ".join(map(str, blocks)),
-            "GPUs": " to ".join(map(str, on)) if options.device == "cuda" else "none",
+            "GPUs": " to ".join(map(str, gpus)) if options.device == "cuda" else "none",
             "digests": "yes" if digests else "no",
             "programs": programs,
             "ms": seconds * 1e3,

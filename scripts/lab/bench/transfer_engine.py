@@ -286,7 +286,7 @@ class Process:
         return replace(moved, device=max(0, self._gpus()[rank]))
 
     def _synchronize(self) -> None:
-        for gpu in set(self._placed.gpus):
+        for gpu in {memory.device for memory in self._memory.values() if memory.is_cuda}:
             torch.cuda.synchronize(gpu)
 
     # --- the prompt's bytes
