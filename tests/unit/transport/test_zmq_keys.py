@@ -196,9 +196,7 @@ def test_a_stranger_with_the_servers_public_key_is_not_let_in(serve: Serve) -> N
         dealer.curve_publickey, dealer.curve_secretkey = public, secret
         with dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as monitor:
             dealer.connect(endpoint)
-            with contextlib.suppress(
-                zmq.Again
-            ):  # it was refused already: there is nobody to send to
+            with contextlib.suppress(zmq.Again):  # if it was refused, nobody is there to send to
                 dealer.send(b"let me in", zmq.NOBLOCK)
             assert monitor.poll(PATIENCE_MS)
             dealer.disable_monitor()
