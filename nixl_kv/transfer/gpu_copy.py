@@ -5,9 +5,8 @@ how many bytes are under way, see docs/benchmarks.md. This module is imported on
 is in GPU memory: Triton is only there.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +22,7 @@ from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.runs import Ints
 from nixl_kv.geometry.tiles import Launch
 from nixl_kv.transfer.gpu_errors import UNABLE, translated
+from nixl_kv.transfer.gpu_streams import on
 from nixl_kv.transfer.gpu_sums import mixed, position
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class KernelStream:
         if digested is not None:
             parts.append(digested[0].numbers)
         size = sum(len(part) + 1 for part in parts)
-        with translated(TransportError, "starting a kernel"), self._current():
+        with translated(TransportError, "starting a kernel"), on(self._stream):
             numbers = self._free.pop() if self._free else None
             if numbers is None or numbers.size < size:
                 numbers = _Numbers(max(2 * size, LEAST_NUMBERS), rows.device)
@@ -270,9 +270,9 @@ class KernelStream:
         Raises:
             TransportError: if it cannot be read.
         """
-        with translated(TransportError, "reading a byte"), torch.cuda.device(self._device):
+        with translated(TransportError, "reading a byte"):
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
+            with on(stream):
                 byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 rows = torch.tensor([[byte.data_ptr(), address]], device=self._device)
                 # One job of one row of one unit, and its piece: see `tiles.Launch`.
@@ -296,16 +296,6 @@ class KernelStream:
         with translated(TransportError, "ending copies"):
             self._stream.synchronize()
 
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        """The GPU, and then the stream.
-
-        A new thread is on the first GPU: to leave another one's stream for that of the first would
-        make a context there, which takes 115 ms, once, and memory.
-        """
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-
     def _warm_up(self) -> None:
         """Do all that the first request would pay for: 20 to 130 ms, and a compiler's seconds.
 
@@ -313,7 +303,7 @@ class KernelStream:
         """
         nothing = np.zeros(tiles.JOB_COLUMNS, dtype=np.int64)
         nothing[2] = 1  # a row, which no piece has
-        with self._current():
+        with on(self._stream):
             for unit in tiles.UNITS:
                 nothing[3] = max(1, self.size // unit)
                 numbers = _Numbers(LEAST_NUMBERS, self._stream.device)

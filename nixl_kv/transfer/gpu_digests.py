@@ -23,6 +23,7 @@ from nixl_kv.geometry.runs import Ints
 from nixl_kv.geometry.slices import LocalSlice, SlicePlace
 from nixl_kv.transfer.digests import Digester, Steps
 from nixl_kv.transfer.gpu_errors import translated
+from nixl_kv.transfer.gpu_streams import on
 from nixl_kv.transfer.gpu_sums import mixed, position
 
 TILE: Final = digest.MIN_COLUMN
@@ -212,11 +213,7 @@ class GpuDigester(Digester):
 
     def _steps(self, kernel_input: _KernelInput) -> Steps:
         rows_at, columns_at = kernel_input.sums_at
-        with (
-            translated(DigestError, "starting a digest"),
-            torch.cuda.device(self._device),
-            torch.cuda.stream(self._stream),
-        ):
+        with translated(DigestError, "starting a digest"), on(self._stream):
             there = (
                 torch.from_numpy(kernel_input.numbers)
                 .pin_memory()

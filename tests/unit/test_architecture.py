@@ -22,6 +22,7 @@ EXEMPT = frozenset(
         "transfer/gpu_memory.py",
         "transfer/gpu_scratch.py",
         "transfer/gpu_staging.py",
+        "transfer/gpu_streams.py",
         "transfer/gpu_sums.py",
         "transport/nixl.py",  # names of UCX's own settings
     }
