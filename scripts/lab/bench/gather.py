@@ -39,6 +39,9 @@ KEY: Final = Key("ab" * 16)
 LAUNCHES: Final = 5
 """One behind the other, in a sample: what it costs to launch one passes beside the one before."""
 
+BUSY_SIZE: Final = 8192
+"""Rows and columns of the matrices that a busy GPU multiplies; two of them are 256 MiB."""
+
 
 class Cache:
     """One side's cache, of noise or of zeros, and the prompt's blocks in it."""
@@ -111,12 +114,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--programs", type=int, nargs="+", default=[8, 16, 24, 32, 48, 64])
     parser.add_argument("--prefill-gpu", type=int, default=1, help="default 1")
     parser.add_argument("--decode-gpu", type=int, default=0, help="default 0")
-    parser.add_argument(
+    before = parser.add_mutually_exclusive_group()
+    before.add_argument(
         "--idle",
         type=float,
         default=0.0,
         metavar="SECONDS",
         help="without work, before each sample, which then is one launch",
+    )
+    before.add_argument(
+        "--busy",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="in which prefill's GPU multiplies matrices, before each sample, likewise",
     )
     parser.add_argument("--repeat", type=int, default=7, help="rounds, 2 or more")
 
@@ -157,7 +168,8 @@ def measure(
 
     # A copy lets the GPU that it is from reach the other one: the kernel reads the other way.
     prefill.memory[:1].copy_(decode.memory[:1])
-    copies = [timed(copy, decode, options.idle) for _ in range(options.repeat)]
+    before = preparation(options, prefill)
+    copies = [timed(copy, decode, before) for _ in range(options.repeat)]
     first: dict[str, torch.Tensor] = {}
     for digests, programs in itertools.product((False, True), options.programs):
         launch = partial(ready.launch, numbers if digests else None, programs)
@@ -170,7 +182,7 @@ def measure(
             for name, tensor in found.items()
             if not torch.equal(tensor, first.setdefault(name, tensor.clone()))
         ]
-        times = [timed(launch, decode, options.idle) for _ in range(options.repeat)]
+        times = [timed(launch, decode, before) for _ in range(options.repeat)]
         seconds = statistics.median(times)
         row: dict[str, str | int | float] = {
             "layout": order,
@@ -186,11 +198,32 @@ def measure(
         yield Figures(row, verdict_of(fault, good=f"same {' and '.join(found)}"))
 
 
-def timed(way: Callable[[], object], cache: Cache, idle: float) -> float:
-    """Seconds of one of some in a row, or of one after so many seconds of nothing."""
+def preparation(options: argparse.Namespace, prefill: Cache) -> Callable[[], object] | None:
+    """What comes before each sample; None: nothing."""
+    if options.busy:
+        return partial(compute, prefill.memory.device, options.busy)
+    return partial(time.sleep, options.idle) if options.idle else None
+
+
+def compute(device: torch.device, seconds: float) -> None:
+    """What keeps a GPU as busy as a long prompt does: at its limit of power its clock is lower."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    matrix = torch.rand(BUSY_SIZE, BUSY_SIZE, device=device, dtype=dtype)
+    product = torch.empty_like(matrix)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        torch.mm(matrix, matrix, out=product)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def timed(way: Callable[[], object], cache: Cache, before: Callable[[], object] | None) -> float:
+    """Seconds of one of some in a row, or of one after what comes before it."""
     wait(cache)
-    time.sleep(idle)
-    launches = 1 if idle else LAUNCHES
+    launches = LAUNCHES
+    if before is not None:
+        before()
+        launches = 1
     begin = time.perf_counter()
     for _ in range(launches):
         way()
