@@ -201,29 +201,27 @@ def measure(
 def preparation(options: argparse.Namespace, prefill: Cache) -> Callable[[], object] | None:
     """What comes before each sample; None: nothing."""
     if options.busy:
-        return partial(compute, prefill.memory.device, options.busy)
+        return partial(compute, prefill, options.busy)
     return partial(time.sleep, options.idle) if options.idle else None
 
 
-def compute(device: torch.device, seconds: float) -> None:
-    """What keeps a GPU as busy as a long prompt does: at its limit of power its clock is lower."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    matrix = torch.rand(BUSY_SIZE, BUSY_SIZE, device=device, dtype=dtype)
+def compute(cache: Cache, seconds: float) -> None:
+    """Keep its GPU as busy as a long prompt does: at its limit of power the clock is lower."""
+    shape = (BUSY_SIZE, BUSY_SIZE)
+    matrix = torch.rand(shape, device=cache.memory.device, dtype=torch.bfloat16)
     product = torch.empty_like(matrix)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         torch.mm(matrix, matrix, out=product)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(cache)
 
 
 def timed(way: Callable[[], object], cache: Cache, before: Callable[[], object] | None) -> float:
     """Seconds of one of some in a row, or of one after what comes before it."""
     wait(cache)
-    launches = LAUNCHES
     if before is not None:
         before()
-        launches = 1
+    launches = LAUNCHES if before is None else 1
     begin = time.perf_counter()
     for _ in range(launches):
         way()
