@@ -42,6 +42,7 @@ MAX_ROWS = 1 << 17
 MAX_SLICES = 1 << 12
 MAX_CHUNKS = 1 << 20
 MAX_RING_SLOTS = 1 << 10
+PROOF_BYTES = 16
 MAX_LISTED = 1000
 """Of offers, loads and so on that one `Status` lists."""
 
@@ -150,6 +151,17 @@ class Allocation(_Record, frozen=True, kw_only=True):
     descriptor: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
 
 
+class Proof(_Record, frozen=True, kw_only=True):
+    """16 random bytes that the owner of exported memory has written at `address`, in that memory.
+
+    A process that maps the memory reads them first. Other bytes show that it has mapped the memory
+    of another process or another place, or that one GPU cannot read the other.
+    """
+
+    address: Annotated[int, Meta(ge=1, lt=2**62)]
+    value: Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+
+
 class Export(_Record, frozen=True, kw_only=True):
     """How processes on the same host map a rank's cache, in ascending order of addresses.
 
@@ -161,6 +173,7 @@ class Export(_Record, frozen=True, kw_only=True):
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
     started: Annotated[int, Meta(ge=0, lt=2**62)]
     allocations: Annotated[tuple[Allocation, ...], Meta(min_length=1, max_length=MAX_ALLOCATIONS)]
+    proof: Proof
 
 
 class StagingRing(_Record, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
@@ -42,6 +42,9 @@ from nixl_kv.transfer.status import StatusReporter
 from nixl_kv.transfer.thread import TransferThread
 from nixl_kv.transport.base import ControlPlane, Transport
 from nixl_kv.transport.slots import SlotPage
+
+if TYPE_CHECKING:  # needs CUDA
+    from nixl_kv.transfer.gpu_memory import Exported
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +257,9 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         serving = spec.make_transport()
         undo.callback(serving.close)
         register(serving, layout, slots, packing)
+    exported = _export(spec) if spec.is_prefill else None
+    if exported is not None:
+        undo.callback(exported.close)
     port = control.listen(spec.host, 0)
     prefill = PrefillMachine(
         incarnation,
@@ -273,6 +279,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         digests=digests,
         packs=PackQueue(layout, packing, counts, spec.clock),
         serving=serving,
+        exported=exported,
         slots=slots,
         event_log=event_log,
         counts=counts,
@@ -282,7 +289,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             agent=b"" if serving is None else serving.metadata(),
             slots=messages.Slots(address=slots.address, count=slots.count),
             layout=layout,
-            export=_export(spec) if spec.is_prefill else None,
+            export=None if exported is None else exported.description,
             ring=_describe_ring(packing),
         ),
     )
@@ -343,14 +350,14 @@ def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
         return None
 
 
-def _export(spec: RankSpec) -> messages.Export | None:
-    """How readers on this host map this rank's cache; None where they cannot, or are not to."""
+def _export(spec: RankSpec) -> "Exported | None":
+    """What readers on this host map; None where they cannot, or `path` is 'direct'."""
     if spec.layout.memory == "DRAM" or spec.config.path == "direct":
         return None
     try:
         from nixl_kv.transfer import gpu_memory  # noqa: PLC0415 - where torch has CUDA
 
-        return gpu_memory.export(spec.layout.spans, spec.layout.device)
+        return gpu_memory.Exported(spec.layout.spans, spec.layout.device)
     except (ImportError, TransportError) as error:
         logger.info("this rank's cache cannot be mapped by others: %s", error)
         return None

@@ -223,6 +223,8 @@ class KernelStream:
         self._free: list[_Numbers] = []
         with translated(TransportError, "compiling what copies KV"), torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Not behind the copies under way. torch keeps 2 MiB for each stream that allocates.
+            self._small_reads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._warm_up()
 
     def to_device(self, numbers: Ints) -> torch.Tensor:
@@ -264,21 +266,21 @@ class KernelStream:
                 raise
         return copy
 
-    def touch(self, address: int) -> None:
-        """Read a byte there, and wait for it; on any thread.
+    def read_16(self, address: int) -> bytes:
+        """Read 16 bytes at an address that 16 divides, and wait for them; on any thread.
 
         Raises:
-            TransportError: if it cannot be read.
+            TransportError: if they cannot be read.
         """
-        with translated(TransportError, "reading a byte"):
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            with on(stream):
-                byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-                rows = torch.tensor([[byte.data_ptr(), address]], device=self._device)
-                # One job of one row of one unit, and its piece: see `tiles.Launch`.
-                numbers = torch.tensor([0, 0, 1, 1, 0, 0, 9, 1, 0, 0, 0], device=self._device)
-                launch_copy(Launch(1, numbers.cpu().numpy(), 1, 1), numbers, rows)
-            stream.synchronize()
+        if address % 16:
+            raise TransportError(f"reading 16 bytes at {address:#x}: 16 does not divide it")
+        with translated(TransportError, "reading 16 bytes"), on(self._small_reads):
+            here = torch.zeros(16, dtype=torch.uint8, device=self._device)
+            rows = torch.tensor([[here.data_ptr(), address]], device=self._device)
+            # One job of one row of one unit, and its piece: see `tiles.Launch`.
+            numbers = torch.tensor([0, 0, 1, 1, 0, 0, 9, 1, 0, 0, 0], device=self._device)
+            launch_copy(Launch(16, numbers.cpu().numpy(), 1, 1), numbers, rows)
+            return bytes(here.cpu().numpy())
 
     def has_ended(self, copy: CopyRun, doing: str) -> bool:
         """Ask for the event behind its kernels."""

@@ -20,7 +20,7 @@ from nixl_kv.geometry.tiles import Tiling
 from nixl_kv.protocol import messages
 from nixl_kv.transfer.gather import Wanted
 from nixl_kv.transfer.gpu_copy import TILE_BYTES, CopyRun, KernelStream
-from nixl_kv.transfer.gpu_memory import Mapping, export
+from nixl_kv.transfer.gpu_memory import Exported, Mapping
 from nixl_kv.transfer.owner_watch import OwnerWatch
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class GpuGather:
         self._layout = digested if self._stream.size else None
         mine = self._stream.to_device(np.zeros(1, dtype=np.int64))
         with contextlib.suppress(TransportError):  # no handles: what counts is who is asked first
-            export([Span(mine.data_ptr(), mine.nbytes)], device)
+            Exported([Span(mine.data_ptr(), mine.nbytes)], device).close()
         self._owners = OwnerWatch(on_owner_ended)
 
     @property
@@ -77,8 +77,7 @@ class GpuGather:
                 raise TransportError("nothing of it is read")
             contents = self._contents(tiling, plan)
             rows = self._stream.to_device(tiling.rows if contents is None else contents.numbers)
-            # The other GPU's first use, which nobody waits for here.
-            self._stream.touch(int(tiling.rows[0, 1]))
+            self._check(exported.proof, mapping)
             try:
                 self._owners.add(mapping.owner)
             except OSError as error:
@@ -124,6 +123,16 @@ class GpuGather:
         """Wait for all kernels, and watch no process any more."""
         self.wait()
         self._owners.close()
+
+    def _check(self, proof: messages.Proof, mapping: Mapping) -> None:
+        """Read the proof through the mapping. It is also the first use of the other GPU."""
+        place = np.array([proof.address], dtype=np.int64)
+        (at,) = mapping.locate(place, place + len(proof.value))
+        if self._stream.read_16(int(at)) != proof.value:
+            raise TransportError(
+                "the mapped memory does not hold the 16 bytes that its description names: it is "
+                "other memory, or this GPU cannot read that one"
+            )
 
     def _contents(self, tiling: Tiling, plan: Plan) -> Contents | None:
         """What a digest needs; None where none is wanted, or it cannot be made so."""

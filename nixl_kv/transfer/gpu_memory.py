@@ -10,6 +10,7 @@ This module is imported only where the cache is in GPU memory: CUDA's bindings c
 import contextlib
 import ctypes
 import os
+import secrets
 import select
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.runs import Ints
 from nixl_kv.protocol import messages
+from nixl_kv.transfer.gpu_scratch import allocate
 
 PIDFD_OPEN: Final = 434
 PIDFD_GETFD: Final = 438
@@ -31,32 +33,61 @@ them."""
 
 DESCRIPTOR: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 PEER_ACCESS: Final = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+HANDLE_BYTES: Final = 64
+"""CU_IPC_HANDLE_SIZE."""
+
+PROOF_OFFSET: Final = 512
+"""An offset that is lost on the way shows. torch allocates in units of so many bytes."""
+
 READ_WRITE: Final = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
-def export(spans: Iterable[Span], device: int) -> messages.Export:
-    """How other processes of this host map this memory, of the GPU with this ordinal.
+class Exported:
+    """Memory of this process that other processes of the host may map."""
 
-    Exported descriptors stay open as long as this process.
+    def __init__(self, spans: Iterable[Span], device: int) -> None:
+        """Export spans of the memory of the GPU with this ordinal, and a proof beside them.
 
-    Raises:
-        TransportError: if some of it has no handle, as where vLLM's sleep mode has allocated it.
-    """
-    with _on_device(device, "exporting GPU memory"), contextlib.ExitStack() as undo:
-        allocations: list[messages.Allocation] = []
-        for one in (one for span in spans for one in _allocations(span)):
-            allocations.append(one)
-            if one.descriptor >= 0:
-                undo.callback(os.close, one.descriptor)
-        if len(allocations) > messages.MAX_ALLOCATIONS:
-            raise TransportError(
-                f"it has {len(allocations)} pieces; allowed: {messages.MAX_ALLOCATIONS}"
+        Raises:
+            TransportError: if some of it has no handle, such as memory of vLLM's sleep mode.
+        """
+        with _on_device(device, "exporting GPU memory"), contextlib.ExitStack() as undo:
+            proof = self._write_proof(device)
+            allocations: dict[int, messages.Allocation] = {}
+            for one in (
+                one
+                for span in [*spans, Span(proof.address, len(proof.value))]
+                for one in _allocations(span)
+            ):
+                if one.descriptor >= 0:
+                    undo.callback(os.close, one.descriptor)
+                allocations.setdefault(one.address, one)  # spans may share a piece
+            if len(allocations) > messages.MAX_ALLOCATIONS:
+                raise TransportError(
+                    f"it has {len(allocations)} pieces; allowed: {messages.MAX_ALLOCATIONS}"
+                )
+            pid = os.getpid()
+            self.description = messages.Export(
+                host=_processes(),
+                pid=pid,
+                started=_started(pid),
+                allocations=tuple(one for _, one in sorted(allocations.items())),
+                proof=proof,
             )
-        undo.pop_all()
-        pid = os.getpid()
-        return messages.Export(
-            host=_processes(), pid=pid, started=_started(pid), allocations=tuple(allocations)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Close the file descriptors: no other process can map this memory from now on."""
+        self._undo.close()
+
+    def _write_proof(self, device: int) -> messages.Proof:
+        """Write it where torch allocates, as the cache, and not where an allocation begins."""
+        address, self._memory_of_proof = allocate(2 * PROOF_OFFSET, device)
+        proof = messages.Proof(
+            address=address + PROOF_OFFSET, value=secrets.token_bytes(messages.PROOF_BYTES)
         )
+        _call(driver.cuMemcpyHtoD, proof.address, proof.value, len(proof.value))
+        return proof
 
 
 def _allocations(span: Span) -> Iterator[messages.Allocation]:
@@ -67,8 +98,10 @@ def _allocations(span: Span) -> Iterator[messages.Allocation]:
         length = min(end, base + size) - address
         error, handle = driver.cuIpcGetMemHandle(base)
         if error == driver.CUresult.CUDA_SUCCESS:
+            # cuda-bindings 13.5 has no attribute for the bytes of a handle; earlier ones have.
+            content = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
             yield messages.Allocation(
-                address=address, length=length, offset=address - base, handle=bytes(handle.reserved)
+                address=address, length=length, offset=address - base, handle=content
             )
         else:
             (piece,) = _call(driver.cuMemRetainAllocationHandle, base)
@@ -143,7 +176,8 @@ class Mapping:
 
     def _open(self, allocation: messages.Allocation) -> _Mapped:
         handle = driver.CUipcMemHandle()
-        handle.reserved = allocation.handle.ljust(64, b"\0")
+        content = allocation.handle.ljust(HANDLE_BYTES, b"\0")
+        ctypes.memmove(handle.getPtr(), content, HANDLE_BYTES)
         (base,) = _call(driver.cuIpcOpenMemHandle, handle, PEER_ACCESS)
         self._undo.callback(driver.cuIpcCloseMemHandle, base)
         _, size = map(int, _call(driver.cuMemGetAddressRange, base))

@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -35,6 +35,9 @@ from nixl_kv.transport.base import (
     Transport,
 )
 from nixl_kv.transport.slots import SlotPage
+
+if TYPE_CHECKING:  # needs CUDA
+    from nixl_kv.transfer.gpu_memory import Exported
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class Parts:
     digests: DigestQueue
     packs: PackQueue
     serving: Transport | None  # lets peers read this rank; None if it only decodes
+    exported: "Exported | None"  # memory that readers on this host may map
     slots: SlotPage
     event_log: EventLog
     counts: defaultdict[str, float]  # since they were last published, by counter
@@ -133,6 +137,8 @@ class Loop:
         with contextlib.ExitStack() as stack:
             if parts.serving is not None:
                 stack.callback(parts.serving.close)
+            if parts.exported is not None:
+                stack.callback(parts.exported.close)
             stack.callback(parts.agents.close)
             stack.callback(parts.digests.close)
             stack.callback(parts.packs.close)

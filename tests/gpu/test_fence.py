@@ -1,4 +1,4 @@
-"""Reads between two processes on one GPU: owners that are stopped, and agents that are destroyed.
+"""Reads between two processes on one GPU: owners that stop or die, and agents that are destroyed.
 
 python -m pytest -s -m gpu tests/gpu/test_fence.py
 """
@@ -27,7 +27,7 @@ pytestmark = [
 
 SIZE = 4 << 30
 PIECE = 16 << 10  # with gaps between pieces, so that none are merged and the read takes a while
-CONFIG = "CUDA_IPC_ENABLE_GET_ZCOPY=on"
+CONFIG = nixl.UCX_ENGINE_CONFIG
 
 
 def rows(memory: int) -> Rows:
@@ -123,3 +123,19 @@ def test_nothing_lands_after_the_agent_is_gone(*, stopped: bool) -> None:
             time.sleep(0.5)  # that nothing comes can only be seen by waiting
             print(f"{first} of {SIZE // (2 * PIECE)} pieces, closed in {seconds * 1000:.0f} ms")  # noqa: T201 - with -s
             assert reader.landed() == first
+
+
+def test_the_memory_of_a_killed_owner_comes_back() -> None:
+    """Else each life of a prefill engine takes its cache's size from the GPU until decode ends."""
+    for _ in range(2):
+        with owner() as (process, metadata, address):
+            reader = Reader(metadata, address)
+            assert reader.finish(reader.begin())
+            free, _ = torch.cuda.mem_get_info()
+            os.kill(process, signal.SIGKILL)
+        reader.transport.drop_peer(reader.peer)
+        deadline = time.monotonic() + 60.0
+        while torch.cuda.mem_get_info()[0] < free + SIZE:
+            assert time.monotonic() < deadline, "this process keeps the dead owner's memory"
+            time.sleep(0.1)
+        reader.transport.close()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.cases import typical
 from support.digested import DigestedPair, digest_of, is_equal
@@ -56,8 +57,10 @@ def _own(pipe: Connection, settings: dict[str, str]) -> None:
     memory = _content()
     torch.cuda.synchronize()
     span = Span(memory.data_ptr(), SIZE)
-    pipe.send((gpu_memory.export([span], 0), span.address))
+    exported = gpu_memory.Exported([span], 0)
+    pipe.send((exported.description, span.address))
     pipe.recv()
+    exported.close()
 
 
 class Owner:
@@ -140,7 +143,7 @@ def reader() -> Reader:
 def test_a_kernel_reads_what_another_process_has(reader: Reader, settings: dict[str, str]) -> None:
     """Its memory is one allocation, or pieces that torch has put in one line."""
     with owner(**settings) as one:
-        assert (len(one.export.allocations) > 1) == bool(settings)
+        assert (len(one.export.allocations) > 2) == bool(settings)  # the cache, and the proof
         mapped = reader.map(one)
         reader.wait(reader.gather.read(mapped, reader.pieces))
         reader.check()
@@ -199,38 +202,54 @@ def test_a_rank_uses_no_gpu_but_its_own() -> None:
         process.join()
 
 
+def _altered(one: Owner, what: str) -> messages.Export:
+    """What `one` exports, with an error in its description."""
+    export = one.export
+    whole, small = sorted(export.allocations, key=lambda each: -each.length)
+    proof = export.proof
+    allocations = {
+        "garbage": messages.Allocation(address=one.address, length=SIZE, handle=b"\1" * 64),
+        "short": replace(whole, length=SIZE // 2),
+        "long": replace(whole, length=1 << 40),
+        "descriptor": messages.Allocation(address=one.address, length=SIZE, descriptor=0),
+    }
+    altered: dict[str, dict[str, Any]] = {
+        name: {"allocations": (one, small)} for name, one in allocations.items()
+    } | {
+        "another host": {"host": "elsewhere"},
+        "another life": {"started": 1},
+        "no process": {"pid": 1 << 22},
+        "offset lost": {"allocations": (whole, replace(small, offset=0))},
+        "another allocation": {"allocations": (whole, replace(small, handle=whole.handle))},
+        "another value": {"proof": replace(proof, value=bytes(16))},
+        "another place": {"proof": replace(proof, address=1 << 20)},
+    }
+    return replace(export, **altered[what])
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("what", "words"),
     [
-        ({"host": "elsewhere"}, "not another one"),
-        ({"started": 1}, "has ended"),
-        ({"pid": 1 << 22}, "No such process|Invalid argument"),
-        ({"allocations": "garbage"}, "cuIpcOpenMemHandle"),
-        ({"allocations": "short"}, "not in the memory"),
-        ({"allocations": "long"}, "is said to have more"),
-        ({"allocations": "descriptor"}, "."),
+        ("another host", "not another one"),
+        ("another life", "has ended"),
+        ("no process", "No such process|Invalid argument"),
+        ("garbage", "cuIpcOpenMemHandle"),
+        ("short", "not in the memory"),
+        ("long", "is said to have more"),
+        ("descriptor", "."),
+        ("offset lost", "does not hold the 16 bytes"),
+        ("another allocation", "does not hold the 16 bytes"),
+        ("another value", "does not hold the 16 bytes"),
+        ("another place", "not in the memory"),
     ],
 )
-def test_an_export_that_does_not_hold_is_refused(
-    reader: Reader, changes: dict[str, Any], words: str
-) -> None:
+def test_an_export_that_does_not_hold_is_refused(reader: Reader, what: str, words: str) -> None:
     with owner() as one:
-        (whole,) = one.export.allocations
-        replaced = {
-            "garbage": messages.Allocation(address=one.address, length=SIZE, handle=b"\1" * 64),
-            "short": messages.Allocation(
-                address=one.address, length=SIZE // 2, handle=whole.handle
-            ),
-            "long": messages.Allocation(address=one.address, length=1 << 40, handle=whole.handle),
-            "descriptor": messages.Allocation(address=one.address, length=SIZE, descriptor=0),
-        }
-        fields = {name: getattr(one.export, name) for name in one.export.__struct_fields__}
-        fields |= changes
-        if isinstance(fields["allocations"], str):
-            fields["allocations"] = (replaced[fields["allocations"]],)
+        altered = _altered(one, what)
+        reader.gather.unmap(reader.map(one))  # allocates what every later mapping uses
         free, _ = torch.cuda.mem_get_info()
         with pytest.raises(TransportError, match=words):
-            reader.gather.map(messages.Export(**fields), reader.plan(one.address))
+            reader.gather.map(altered, reader.plan(one.address))
         assert torch.cuda.mem_get_info()[0] == free
 
 

@@ -22,6 +22,7 @@ EXPORT = messages.Export(
     pid=1,
     started=2,
     allocations=(messages.Allocation(address=4096, length=64, handle=b"handle"),),
+    proof=messages.Proof(address=4096, value=b"0123456789abcdef"),
 )
 
 
