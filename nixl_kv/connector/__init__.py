@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nixl_kv.connector.connector import NixlKVConnector
 
-    NixlConnector = NixlKVConnector
+    NixlConnector = NixlPullConnector = NixlPushConnector = NixlKVConnector
 
-__all__ = ["NixlConnector", "NixlKVConnector"]
+__all__ = ["NixlConnector", "NixlKVConnector", "NixlPullConnector", "NixlPushConnector"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the connector when vLLM's factory asks for it.
 
-    It also has the name of vLLM's own, by which platforms, and vLLM itself, know what speaks NIXL.
-    Who asks here may have no plugins (`VLLM_PLUGINS`); vLLM's MultiConnector looks up by name what
-    its children count.
+    It also has the names of vLLM's own connectors, by which platforms, and vLLM itself, know what
+    speaks NIXL. A process may load no plugins (`VLLM_PLUGINS`), but vLLM's MultiConnector looks up
+    the statistics of its children by name: so this registers the name too.
     """
     if name in __all__:
         from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above

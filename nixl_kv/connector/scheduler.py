@@ -60,6 +60,9 @@ OUTER_POLICY: Final = (
 OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
 """Of the fields of `kv_transfer_params` that a prefill engine or a router writes for decode."""
 
+OTHERS_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
+"""Fields of vLLM's OffloadingConnector (its peer-to-peer tier) that begin like ours."""
+
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
@@ -73,6 +76,8 @@ class Scheduler:
         self._config = parse_config(vllm_config)
         for line in needless(vllm_config.kv_transfer_config.kv_connector_extra_config):
             logger.info(line)
+        if vllm_config.kv_transfer_config.kv_connector == "NixlPushConnector":
+            logger.info("NixlPushConnector of nixl_kv pulls: decode reads KV, prefill pushes none")
         self._trust = Trust.of(self._config)
         groups = pagings(vllm_config, kv_cache_config)
         self._blocks = PinnedBlocks(groups)
@@ -206,8 +211,12 @@ class Scheduler:
     def _dispatch(self, request: Request) -> None:
         """By what a request asks for, if this engine does that."""
         params = request.kv_transfer_params
-        if params is None or _are_anothers(params):
+        if params is None:
             self._note_plain(request)
+        elif _are_anothers(params):
+            logger.debug(
+                "request %s: its kv_transfer_params are for another connector", request.request_id
+            )
         elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:
             if not self._is_prefill:
                 raise RemoteProtocolError(
@@ -280,5 +289,5 @@ def _are_anothers(params: object) -> bool:
     return (
         isinstance(params, Mapping)
         and bool(params)
-        and not any(str(name).startswith(OUR_PREFIXES) for name in params)
+        and not any(str(name).startswith(OUR_PREFIXES) for name in params.keys() - OTHERS_FIELDS)
     )

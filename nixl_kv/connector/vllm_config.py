@@ -101,6 +101,9 @@ def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
 
 
 REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
+    "this platform: run the engine on NVIDIA or AMD GPUs or on CPU": lambda _, __: (
+        not (current_platform.is_cuda_alike() or current_platform.is_cpu())
+    ),
     "prefill context parallelism (prefill_context_parallel_size > 1) together with decode context "
     "parallelism, or with another kv_role than kv_producer": lambda vllm, _: (
         vllm.parallel_config.prefill_context_parallel_size > 1

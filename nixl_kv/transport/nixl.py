@@ -12,6 +12,7 @@ What NIXL forces, all measured:
 """
 
 import gc
+import importlib
 import logging
 import os
 import secrets
@@ -22,10 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, Generic, TypeAlias, TypeVar
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
-import nixl._api as api
-import nixl._bindings as bindings
 import numpy as np
 
 from nixl_kv.config import AUTO, OFF, Config
@@ -34,6 +34,13 @@ from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
 from nixl_kv.transport.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
 from nixl_kv.transport.ucx import UcxTcpDetector
+
+if TYPE_CHECKING or find_spec("nixl_rocm") is None:
+    import nixl._api as api
+    import nixl._bindings as bindings
+else:  # AMD's build, under a name of its own; vLLM takes it there too
+    api = importlib.import_module("nixl_rocm._api")
+    bindings = importlib.import_module("nixl_rocm._bindings")
 
 logger = logging.getLogger(__name__)
 

@@ -204,11 +204,10 @@ def test_it_logs_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.handlers == [handler], "who has handlers of his own keeps them"
 
 
-def test_it_has_the_name_by_which_platforms_know_what_speaks_nixl() -> None:
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "NixlPushConnector"])
+def test_it_has_the_names_by_which_platforms_know_what_speaks_nixl(name: str) -> None:
     """As vLLM's factory finds it, which has another class under that name without a path."""
-    transfer: Any = SimpleNamespace(
-        kv_connector="NixlConnector", kv_connector_module_path="nixl_kv.connector"
-    )
+    transfer: Any = SimpleNamespace(kv_connector=name, kv_connector_module_path="nixl_kv.connector")
     assert KVConnectorFactory.get_connector_class(transfer) is NixlKVConnector
     assert KVConnectorFactory.supports_hma_config(transfer)
     transfer.kv_connector_module_path = None

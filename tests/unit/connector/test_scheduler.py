@@ -202,6 +202,48 @@ def test_only_decode_misses_a_ticket(
     assert ("its kv_transfer_params have no ticket" in caplog.text) is bool(missing)
 
 
+P2P = {"kv_request_id": "u", "remote_host": "10.0.0.1", "remote_port": 7777}
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"remote_decoder": {"kv_request_id": "u"}},
+        {"remote_prefiller": P2P},
+        {"remote_kv_source": P2P, "max_offload_tokens": 5},
+        {"max_offload_tokens": 5},
+    ],
+    ids="+".join,
+)
+def test_parameters_of_another_connector_are_ignored(
+    make: Make, role: str, params: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, request = make(kv_role=role), new_request(params)
+    with caplog.at_level(logging.INFO):
+        scheduler.on_arrival(request)
+    assert not caplog.records
+    assert counted(scheduler) == {}
+    assert scheduler.count_matched(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize("name", ["remote_decoder", "remote_kv_source"])
+def test_parameters_of_another_connector_hide_no_ticket(make: Make, name: str) -> None:
+    scheduler, request = make(), with_ticket()
+    request.kv_transfer_params = {**(request.kv_transfer_params or {}), name: P2P}
+    scheduler.on_arrival(request)
+    assert [type(one) for one in commands(scheduler)] == [PrepareLoad]
+
+
+@pytest.mark.parametrize("name", ["NixlPushConnector", "NixlPullConnector"])
+def test_a_connector_that_was_to_push_says_that_it_pulls(
+    make: Make, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        make(kv_connector=name)
+    assert ("pulls" in caplog.text) is (name == "NixlPushConnector")
+
+
 def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make) -> None:
     scheduler, request = make(), with_ticket()
     rejected = new_request(request.kv_transfer_params, num_tokens=1, abort_immediately=True)

@@ -1,5 +1,6 @@
 """What is read from vLLM's configuration and requests, and which engines are refused."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.config import MultiModalConfig, SpeculativeConfig, VllmConfig
+from vllm.platforms import PlatformEnum, current_platform
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -163,6 +165,23 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("platform", "is_served"),
+    [("CUDA", True), ("ROCM", True), ("CPU", True), ("XPU", False), ("TPU", False), ("OOT", False)],
+)
+def test_other_platforms_are_refused(
+    platform: str, *, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current_platform, "_enum", PlatformEnum[platform])
+    refused = (
+        contextlib.nullcontext()
+        if is_served
+        else pytest.raises(ConfigError, match="run the engine on NVIDIA or AMD GPUs")
+    )
+    with refused:
+        check_supported(recorded.vllm_config(), cache_of(FULL))
+
+
 @pytest.mark.parametrize(("change", "cache", "words"), REFUSED)
 def test_an_engine_that_cannot_be_served_is_refused_in_words(
     change: Callable[[VllmConfig], None], cache: KVCacheConfig, words: str
@@ -208,6 +227,7 @@ def test_each_refusal_has_a_test() -> None:
     shown = {str(case.values[2]) for case in REFUSED}
     others = [words for words in REFUSALS if not any(words.startswith(one) for one in shown)]
     assert [words.split(" than ")[0].split(" (")[0] for words in others] == [
+        "this platform: run the engine on NVIDIA or AMD GPUs or on CPU",
         "several draft modules",
         "cache groups in host memory",
         "other caches",
