@@ -134,7 +134,8 @@ class _WorkerHooks:
         """Nothing: decode reads from the cache itself."""
 
     def wait_for_save(self) -> None:
-        """Nothing: see `save_kv_layer`."""
+        """After the forwards of a step, also of a draft model; see `connector/unwritten.py`."""
+        self._worker.on_step_enqueued()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """At the end of each step."""

@@ -1,8 +1,13 @@
 """Offers whose KV may still be on its way to memory when their ticket leaves.
 
 With speculative decoding the model runner copies a step's output to the host before the draft model
-runs, which writes the KV of the draft layers. So such offers are granted only after an event on the
-GPU's stream that was recorded behind all of the step.
+runs, which writes the KV of the draft layers. So prefill grants such an offer only after an event
+that it recorded on the GPU's stream behind the draft model.
+
+vLLM calls `wait_for_save` behind the draft model in 0.31 to 0.33, in both model runners. It calls
+`get_transfer_results` before it in the V1 runner, and from 0.33 on in the V2 runner. The V1 runner
+calls no `wait_for_save` on a pipeline rank without the draft model. There the next step's
+`bind_connector_metadata` comes behind all of the step.
 """
 
 from collections import deque
@@ -23,7 +28,7 @@ class _Step:
 
 
 class UnwrittenOffers:
-    """Those of the step that is being made, and of the steps before it, in order."""
+    """The unwritten offers of the current step and of the steps before it, in order."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -39,7 +44,7 @@ class UnwrittenOffers:
         ]
 
     def on_step_enqueued(self) -> None:
-        """All that the step writes is on the stream."""
+        """All that the step writes is on the stream; may be called twice for a step."""
         if self._current:
             self._steps.append(_Step(self._current, _record_event()))
             self._current = []

@@ -119,6 +119,7 @@ class Worker:
                 self._loading.update(starting)
                 self._wait_until = self._clock() + LOAD_WAIT_S
             self._stale_tails.clear(step.commands)
+            self._unwritten.on_step_enqueued()  # the last step's, if vLLM did not say so
             self._engine.submit([*self._unwritten.pop_written(), *step.commands])
             self._unwritten.add(step.commands)
             self.stats.count_commands(step.commands)
@@ -129,11 +130,16 @@ class Worker:
                 for one in published
             ]
 
+    def on_step_enqueued(self) -> None:
+        """The step's forwards, also of a draft model, are on the GPU's stream."""
+        self._unwritten.on_step_enqueued()
+        if self._engine is not None:
+            self._engine.submit(self._unwritten.pop_written())
+
     def pop_results(self) -> KVConnectorTransferResults:
-        """What has ended since the last step; called when all of a step is enqueued on the GPU."""
+        """What has ended since the last step; a draft model may still follow in this step."""
         results, self._left = self._left, []
         if self._engine is not None:
-            self._unwritten.on_step_enqueued()
             self._engine.submit(self._unwritten.pop_written())
             if self._loading and not (self._computes or self._is_awaited):
                 self._engine.wait_load(max(0.0, self._wait_until - self._clock()))

@@ -19,12 +19,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from lab.bench.hook_times import VARIABLE, HasWork, HookTimer, file_name
 from nixl_kv.connector.connector import NixlKVConnector as OurConnector
 
-EMPTY: Final = {"start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"}
+EMPTY: Final = {"start_load_kv", "wait_for_layer_load", "save_kv_layer"}
 """They do nothing, two of them for each layer: to time them would cost more than they do."""
 
 HAS_WORK: Final[Mapping[str, HasWork]] = {
     "build_connector_meta": lambda _, step: bool(step.commands),
     "bind_connector_metadata": lambda given, _: bool(given[0].commands),
+    "wait_for_save": lambda *_: False,
     "get_transfer_results": lambda _, ended: bool(ended.finished_recving or ended.finished_sending),
     "update_connector_output": lambda given, _: bool(
         given[0].finished_recving or given[0].finished_sending

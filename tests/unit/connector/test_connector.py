@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from nixl_kv.connector import connector as module
+from nixl_kv.connector import unwritten
 from nixl_kv.connector.connector import NixlKVConnector
+from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_versions import LATER_HOOKS
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.protocol.events import Command, MarkWritten
 from nixl_kv.transport.memory import Fabric
 from support import recorded_vllm as recorded
+from support.records import prepare_offer
 
 Make = Callable[..., NixlKVConnector]
 
@@ -79,6 +83,7 @@ WORKER_HOOKS: dict[str, tuple[Any, ...]] = {
     "register_kv_caches": ({},),
     "get_handshake_metadata": (),
     "unregister_kv_caches": (),
+    "wait_for_save": (),
     "get_transfer_results": (set(),),
 }
 SCHEDULER_HOOKS: dict[str, tuple[Any, ...]] = {
@@ -119,7 +124,6 @@ def test_hooks_that_have_nothing_to_do_do_nothing(make: Make) -> None:
     worker.start_load_kv(None)
     worker.wait_for_layer_load("layer")
     worker.save_kv_layer("layer", None, None)
-    worker.wait_for_save()
     worker.bind_connector_metadata(KVConnectorMetadata())
     assert worker.get_handshake_metadata() is None
     assert worker.get_kv_connector_stats() is None
@@ -139,6 +143,67 @@ def test_a_worker_lives_from_its_registration_to_its_end(make: Make, fabric: Fab
     assert fabric.transports
     worker.shutdown()
     assert fabric.transports == {}
+
+
+# --- offers with draft layers
+
+BIND, TARGET, DRAFT = "bind_connector_metadata", "target model", "draft model"
+SAVE, RESULTS = "wait_for_save", "get_transfer_results"
+STEPS = {
+    "V1": (BIND, TARGET, RESULTS, DRAFT, SAVE),
+    "V1, pipeline rank without the draft model": (BIND, TARGET, RESULTS),
+    "V2 in vLLM 0.31 and 0.32": (BIND, TARGET, DRAFT, SAVE, RESULTS),
+    "V2 in vLLM 0.33": (BIND, TARGET, RESULTS, DRAFT, SAVE),
+}
+"""What the model runners do in a step, in order."""
+NO_FORWARD = (BIND, SAVE, RESULTS)
+"""The hooks of a step without a forward, in all of them."""
+
+
+@pytest.mark.parametrize("next_step", ["with a forward", "without a forward"])
+@pytest.mark.parametrize("runner", STEPS)
+@pytest.mark.usefixtures("fabric", "one_rank")
+def test_an_offer_is_written_when_all_models_of_its_step_are_done(
+    make: Make, monkeypatch: pytest.MonkeyPatch, runner: str, next_step: str
+) -> None:
+    """Decode may read it then, and not before."""
+    enqueued: list[str] = []
+    on_gpu: list[tuple[SimpleNamespace, list[str]]] = []  # events, and the work before each
+
+    def record_event() -> SimpleNamespace:
+        on_gpu.append((SimpleNamespace(query=lambda: done), [*enqueued]))
+        return on_gpu[-1][0]
+
+    done = False
+    monkeypatch.setattr(unwritten, "_record_event", record_event)
+    worker = make(KVConnectorRole.WORKER)
+    worker.register_kv_caches(recorded.kv_caches())
+    engine = worker._worker._engine
+    assert engine is not None
+    submitted: list[Command] = []
+    engine.submit = submitted.extend  # type: ignore[method-assign, assignment]
+
+    def run(step: Sequence[str], *commands: Command) -> None:
+        arguments: dict[str, list[Any]] = {
+            BIND: [StepMetadata(list(commands))],
+            RESULTS: [set()],
+        }
+        for each in step:
+            if each in (TARGET, DRAFT):
+                enqueued.append(each)
+            else:
+                getattr(worker, each)(*arguments.get(each, []))
+
+    late = prepare_offer(is_written=False)
+    run(STEPS[runner], late)
+    own_work = [each for each in STEPS[runner] if each in (TARGET, DRAFT)]
+    run(NO_FORWARD if next_step == "without a forward" else STEPS[runner])
+    ((_, work),) = on_gpu
+    assert work == own_work
+    assert submitted == [late]
+    done = True
+    run(NO_FORWARD)
+    assert submitted == [late, MarkWritten(late.nonce)]
 
 
 def test_only_a_cache_that_was_registered_can_be_restored(make: Make) -> None:

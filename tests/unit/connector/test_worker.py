@@ -13,12 +13,10 @@ from nixl_kv.connector.worker import LOAD_WAIT_S, Worker, rank_spec, transfer_re
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.protocol.events import (
-    Command,
     Counts,
     Failure,
     FailureKind,
     LoadEnded,
-    MarkWritten,
     OfferEnd,
     OfferEnded,
     PrepareOffer,
@@ -79,20 +77,6 @@ def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric)
     worker.stop()
     worker.stop()
     assert fabric.transports == {}
-
-
-def test_an_offer_with_draft_layers_is_marked_as_written_after_its_step(worker: Worker) -> None:
-    """What of it is granted before that may be what the draft model has not written yet."""
-    worker.register(recorded.kv_caches())
-    engine = worker._engine
-    assert engine is not None
-    submitted: list[Command] = []
-    engine.submit = submitted.extend  # type: ignore[method-assign, assignment]
-    late = prepare_offer(is_written=False)
-    worker.on_step(StepMetadata([late]))
-    assert submitted == [late]
-    worker.pop_results()
-    assert submitted == [late, MarkWritten(late.nonce)]
 
 
 def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> None:
