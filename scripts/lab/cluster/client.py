@@ -154,6 +154,12 @@ class Client:
         """All samples of /metrics by name, added up over their labels."""
         return parse_counters(self.metrics())
 
+    def vllm_version(self) -> str:
+        """The engine's, such as 0.32.0."""
+        reply = self._http.get("/version")
+        _check(reply)
+        return str(reply.json()["version"])
+
     def metrics(self) -> str:
         """What /metrics says."""
         reply = self._http.get("/metrics")

