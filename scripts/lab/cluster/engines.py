@@ -70,8 +70,15 @@ READ_AT_IMPORT: Final = (
     "PYTHONPATH",
     "TORCH_COMPILE_DISABLE",
     "TRANSFORMERS_OFFLINE",
+    "TRITON_INTERPRET",
 )
 """Variables that a process which has imported vLLM does not look at again."""
+
+MODEL_RUNNER: Final = "NIXL_KV_MODEL_RUNNER"
+"""This variable is `v2` for engines on CPU with vLLM's V2 model runner, which vLLM uses on GPUs. It
+stands in an engine's `extra_env`, or in the environment of the program that starts engines."""
+
+TRITON_ON_CPU: Final = Path(__file__).resolve().parent / "triton_on_cpu"
 
 CPU_PIPELINE: Final = (
     "--no-enforce-eager",
@@ -157,7 +164,12 @@ class EngineSpec:
             # Where there is a way to others, vLLM finds its address; gloo looks for this machine's.
             is_alone = not self.host.has_default_route
             env |= {"VLLM_HOST_IP": HOST} if is_alone else {"GLOO_SOCKET_IFNAME": WIRE}
-        return env | dict(self.extra_env)
+        env |= self.extra_env
+        if self.device == "cpu" and env.get(MODEL_RUNNER) == "v2":
+            paths = filter(None, (str(TRITON_ON_CPU), env.get("PYTHONPATH")))
+            env["PYTHONPATH"] = os.pathsep.join(paths)
+            env |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        return env
 
     def imports(self) -> tuple[str | None, ...]:
         """What decides which modules it imports, and how: engines alike in it can be forked."""
