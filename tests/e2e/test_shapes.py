@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,11 @@ SLOW_CELLS = (
     "gemma3/same",
     "mla/same",
 )
+
+
+def is_repacked() -> bool:
+    """Whether vLLM is a wheel of scripts/lab/cpu_wheel.py."""
+    return any(each.metadata["Version"].endswith("+cpu") for each in distributions(name="vllm"))
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +85,12 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
 @pytest.mark.slow
 def test_the_same_for_more_shapes(tmp_path: Path) -> None:
     """By the program itself."""
-    outcomes = judge(SLOW_CELLS, tmp_path)
+    # In a repacked vLLM 0.33, decode steps of an MLA model give other tokens than a prefill of the
+    # same text, also on a single engine without a connector.
+    names = [name for name in SLOW_CELLS if not (is_repacked() and name.startswith("mla/"))]
+    outcomes = judge(names, tmp_path)
     assert {f"{one.model}/{one.cell}": str(one.verdict) for one in outcomes} == {
-        name: "refused" if name == "qwen3/dtype" else "ok" for name in SLOW_CELLS
+        name: "refused" if name == "qwen3/dtype" else "ok" for name in names
     }
 
 

@@ -326,13 +326,9 @@ def test_all_documents_name_these_versions() -> None:
         for name in ("pyproject.toml", "README.md", "docs/compatibility.md")
     }
     assert f'"vllm>=0.{minors[0]},<0.{minors[-1] + 1}"' in text["pyproject.toml"]
-    for version, minor in zip(LACKS, minors, strict=True):
+    for version in LACKS:
         assert f"\n| {version} |" in text["docs/compatibility.md"]
-        assert f"0.{minor}" in text["README.md"]
-    rows = [row for row in text["docs/compatibility.md"].splitlines() if "published package" in row]
-    assert [row.split()[1] for row in rows] == ["0.33.0"]
-    for name in ("README.md", "pyproject.toml"):
-        assert "0.33 is checked against the published package only" in text[name]
+    assert f"vLLM 0.{minors[0]} to 0.{minors[-1]}" in text["README.md"]
 
 
 def expect_fit(report: Report) -> None:
