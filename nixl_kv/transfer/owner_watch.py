@@ -5,6 +5,8 @@ import select
 import threading
 from collections.abc import Callable
 
+from nixl_kv.transfer.thread import survives
+
 
 class OwnerWatch:
     """A thread that waits for the ends of processes."""
@@ -45,4 +47,4 @@ class OwnerWatch:
                 if descriptor == self._closing:
                     return
                 self.num_ended += 1
-                self._on_ended()
+                survives(self._on_ended, "the end of a process whose memory is mapped is not told")

@@ -66,6 +66,28 @@ def test_a_process_whose_descriptor_is_closed_is_not_watched(
     os.close(descriptor)
 
 
+def test_an_error_of_who_is_told_does_not_end_the_watch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Later owners' memory would stay mapped for ever."""
+    told = threading.Semaphore(0)
+
+    def fail() -> None:
+        told.release()
+        raise OSError("the wake-up descriptor is closed")
+
+    watch = OwnerWatch(fail)
+    for number in (1, 2):
+        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+            descriptor = os.pidfd_open(ended.pid)
+            watch.add(descriptor)
+            assert told.acquire(timeout=EVENT_S)
+            assert watch.num_ended == number
+            os.close(descriptor)
+    watch.close()
+    assert "the wake-up descriptor is closed" in caplog.text
+
+
 def test_its_thread_ends_with_it(watched: Watched) -> None:
     def names() -> set[str]:
         return {thread.name for thread in threading.enumerate()}
