@@ -110,7 +110,11 @@ class _WorkerHooks:
         self._worker.restore()
 
     def unregister_kv_caches(self) -> None:
-        """Before the engine sleeps (vLLM 0.33): nothing of the cache is read or written after."""
+        """Before vLLM 0.33 frees the cache's memory: nothing reads or writes it afterwards.
+
+        Raises:
+            TransportError: if that cannot be proven. vLLM then does not free the memory.
+        """
         self._worker.stop()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -180,7 +184,10 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
 
     def shutdown(self) -> None:
         """At the end of the process, if vLLM gets to it."""
-        (self._scheduler_role or self._worker).stop()
+        if self._scheduler_role is not None:
+            self._scheduler_role.stop()
+        else:
+            self._worker.shutdown()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's

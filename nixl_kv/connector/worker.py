@@ -28,12 +28,13 @@ from nixl_kv.connector.vllm_config import (
     spans_machines,
     worker_rank,
 )
-from nixl_kv.errors import ConfigError, LocalProtocolError
+from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
+from nixl_kv.transfer.loop import STOPPED
 from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.connection_limit import is_local
@@ -44,6 +45,8 @@ LOAD_WAIT_S: Final = 0.01
 """How long after the latest load steps that compute nothing wait for one to end. vLLM asks again a
 millisecond or two later, which counts for loads that are short; and a request that comes meanwhile
 waits as well."""
+SHUTDOWN_S: Final = 5.0
+"""How long the end of the process waits for the transfer engine."""
 
 
 class Worker:
@@ -65,6 +68,7 @@ class Worker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._engine: TransferEngine | None = None
+        self._ending: TransferEngine | None = None  # it was told to stop, and has not yet
         self._kv_caches: Mapping[str, torch.Tensor] | None = None
         self._unwritten = UnwrittenOffers()
         self._stale_tails = StaleTails(kv_cache_config, {})
@@ -81,7 +85,8 @@ class Worker:
         """Register the cache and start the transfer engine; again after a wake-up, as a new life.
 
         Raises:
-            NixlKVError: if the cache cannot be served, or NIXL or a socket fails.
+            NixlKVError: if the cache cannot be served, if NIXL or a socket fails, or if the former
+                life may still write into the memory.
         """
         self.stop()
         self._kv_caches = kv_caches
@@ -123,12 +128,13 @@ class Worker:
             self._engine.submit([*self._unwritten.pop_written(), *step.commands])
             self._unwritten.add(step.commands)
             self.stats.count_commands(step.commands)
-        else:  # vLLM waits for a report of each worker, also of one that is a copy
-            published = [one for one in step.commands if isinstance(one, events.PublishOffer)]
-            self._left += [
-                events.OfferEnded(one.nonce, one.request, events.OfferEnd.NOT_NEEDED)
-                for one in published
-            ]
+        else:  # vLLM waits for a report of each worker, also of a copy, and after a failed sleep
+            for one in step.commands:
+                if isinstance(one, events.PublishOffer):
+                    end = events.OfferEnd.NOT_NEEDED
+                    self._left.append(events.OfferEnded(one.nonce, one.request, end))
+                elif isinstance(one, events.StartLoad):
+                    self._left.append(events.LoadEnded(one.request, one.num_tokens, STOPPED))
 
     def on_step_enqueued(self) -> None:
         """The step's forwards, also of a draft model, are on the GPU's stream."""
@@ -144,6 +150,8 @@ class Worker:
             if self._loading and not (self._computes or self._is_awaited):
                 self._engine.wait_load(max(0.0, self._wait_until - self._clock()))
             results += self._engine.pop_results()
+        if self._ending is not None:  # loads into which nothing can write any longer, by now
+            results += self._ending.pop_results()
         self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
         self.stats.count_results(results)
         return transfer_results(results)
@@ -152,12 +160,34 @@ class Worker:
         """What was counted since the last time."""
         return self.stats.pop()
 
-    def stop(self) -> None:
-        """End the transfer engine; what it owed to vLLM is reported with the next step."""
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End the transfer engine; what it owed to vLLM is reported with the next step.
+
+        Raises:
+            TransportError: if something may still write into the cache: then vLLM must not free its
+                memory, and nothing can be registered. It may be called again.
+        """
         if self._engine is not None:
-            self._engine.stop()
-            self._left += self._engine.pop_results()
-            self._engine = None
+            self._ending, self._engine = self._engine, None
+        if self._ending is None:
+            return
+        try:
+            self._ending.stop(timeout_s)
+        except TransportError as error:
+            raise TransportError(
+                f"the KV cache may still be written, so its memory must not be freed: {error}. Let "
+                "this engine sleep again in some seconds, and restart it if that fails too. Until "
+                "then it transfers no KV, and computes all prompts itself"
+            ) from error
+        self._left += self._ending.pop_results()
+        self._ending = None
+
+    def shutdown(self) -> None:
+        """End the transfer engine with the process, which frees the memory in any case."""
+        try:
+            self.stop(SHUTDOWN_S)
+        except TransportError as error:
+            logger.error("shutdown: %s", error)  # noqa: TRY400 - the error says all
 
 
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:

@@ -171,16 +171,34 @@ class Agents:
         return any(read.request == request for agent in agents for read in agent.reads)
 
     def close(self) -> None:
-        """Destroy all agents, whatever they read."""
+        """Destroy all agents, whatever they read; those that are being made or destroyed as well.
+
+        Raises:
+            TransportError: if one is not proven to be gone yet; it may be called again.
+        """
+        if self._opening is not None and self._opening.cancel():
+            self._opening = None
+        elif self._opening is not None and self._opening.done():
+            opening, self._opening = self._opening, None
+            if opening.exception() is None:
+                self.polled.append(self._make_agent(opening.result()))
+        left = [] if self._opening is None else ["a NIXL agent is being created"]
+        for agent in list(self.polled):
+            try:
+                agent.close()
+                self.polled.remove(agent)
+            except TransportError as error:  # noqa: PERF203 - each for itself
+                left.append(str(error))
+        self._poll_closing()
+        for closing in self._closing:
+            num_reads = sum(not read.warms_up for read in closing.agent.reads)
+            left.append(f"a NIXL agent is being destroyed; {num_reads} of its reads may go on")
+        if left:
+            raise TransportError("; ".join(left))
         self._open_on.shutdown(wait=False)
         self._close_on.shutdown(wait=False)
-        try:
-            while self.polled:
-                self.polled[-1].close()
-                self.polled.pop()
-        finally:
-            if self.peers.means.gather is not None:
-                self.peers.means.gather.close()
+        if self.peers.means.gather is not None:
+            self.peers.means.gather.close()
 
     @property
     def current(self) -> ReadAgent:

@@ -17,6 +17,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
@@ -33,7 +35,7 @@ from nixl_kv.transfer.event_log import EventLog
 from nixl_kv.transfer.gather import Gather, Means
 from nixl_kv.transfer.host_copy import NUM_THREADS, HostCopier
 from nixl_kv.transfer.huge_pages import use_huge_pages
-from nixl_kv.transfer.loop import Loop, Parts
+from nixl_kv.transfer.loop import STOPPED, Loop, Parts
 from nixl_kv.transfer.packs import PackQueue
 from nixl_kv.transfer.read_agent import register
 from nixl_kv.transfer.remote_peers import RemotePeers
@@ -164,15 +166,31 @@ class TransferEngine:
         """Wait until a load has ended of which `pop_results` has not told yet."""
         self._load_ended.wait(timeout_s)
 
-    def stop(self) -> None:
-        """End the thread, which releases everything; one that hangs is left after some seconds."""
-        if self._is_stopped:
-            return
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End the thread, which releases everything; it can be called again.
+
+        When it returns, nothing writes into the cache any longer, and every load and offer that was
+        owed has a result. Loads whose results have not been popped have failed: the caller may
+        discard the cache.
+
+        Args:
+            timeout_s: for how long to wait; by default `thread.STOP_TIMEOUT_S`.
+
+        Raises:
+            TransportError: if something may still write into the cache, so its memory must not be
+                used for anything else. The thread goes on closing; `pop_results` has each result
+                that is known, and `stop` can be called again.
+        """
         self._is_stopped = True
         if self._thread.was_started:
-            self._thread.stop()
+            self._thread.stop(timeout_s)
         elif self.loop is not None:
             self.loop.close()
+        for place, result in enumerate(self._results):
+            if isinstance(result, events.LoadEnded) and result.failure is None:
+                self._results[place] = msgspec.structs.replace(
+                    result, failure=STOPPED, verified=False, reads=()
+                )
 
     def _build_loop(self) -> Loop:
         """On the transfer thread, which owns all of it."""

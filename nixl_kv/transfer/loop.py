@@ -5,14 +5,11 @@ It waits for its sockets; it polls NIXL only while a read is under way or a peer
 this rank, and uses no CPU otherwise.
 """
 
-import contextlib
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final, Protocol
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.ids import Endpoint, RequestId, short
@@ -82,6 +79,12 @@ class Parts:
     description: messages.RankDescription
 
 
+class _Closes(Protocol):
+    """A part that ends with the loop; `close` may be called again after an error."""
+
+    def close(self) -> None: ...
+
+
 class Loop:
     """One turn after the other. An error leaves a turn, and only `restart` may follow it."""
 
@@ -119,6 +122,7 @@ class Loop:
         self._serve_until = 0.0
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # whose link broke, and that have said nothing since
+        self._to_close: list[_Closes] | None = None  # what is left of it, once `close` has begun
         self._log = LimitedLog(logger, clock)
 
     def wake(self) -> None:
@@ -126,23 +130,28 @@ class Loop:
         self.parts.control.wake()
 
     def close(self) -> None:
-        """Release everything, whatever fails of it. Only when the thread has ended.
+        """Release everything, and report every load into which nothing can write any longer.
 
-        First of all no grant is valid any more: whoever still reads here has to find that out. Last
-        of all, what is owed is reported: the caller may go on, as after a sleep. Then the cache has
-        been discarded, so that a load which nobody has been told of is none.
+        Only after the last turn. Before anything else, all grants become invalid, so that a reader
+        of this rank finds out. May be called again after an error: what has been closed stays so.
+
+        Raises:
+            TransportError: if an agent is not proven to be gone; its loads stay owed.
+            Exception: what else closing a part has raised.
         """
         parts = self.parts
         parts.slots.clear_all()
-        with contextlib.ExitStack() as stack:
-            if parts.serving is not None:
-                stack.callback(parts.serving.close)
-            if parts.exported is not None:
-                stack.callback(parts.exported.close)
-            stack.callback(parts.agents.close)
-            stack.callback(parts.digests.close)
-            stack.callback(parts.packs.close)
-            stack.callback(parts.control.close)
+        if self._to_close is None:
+            own = (parts.exported, parts.serving)
+            self._to_close = [parts.control, parts.packs, parts.digests, parts.agents]
+            self._to_close += [part for part in own if part is not None]
+        errors: list[Exception] = []
+        for part in list(self._to_close):
+            try:
+                part.close()
+                self._to_close.remove(part)
+            except Exception as error:  # noqa: BLE001, PERF203 - raised when the others are closed
+                errors.append(error)
         while self._commands:
             _, report = self.outstanding.admit(self._commands.popleft())
             if report is not None:
@@ -150,11 +159,8 @@ class Loop:
         self._results.extend(self.outstanding.lose_machines())
         for load in self.outstanding.drained(parts.agents.is_read, STOPPED):
             self._report(load)
-        for place, result in enumerate(self._results):
-            if isinstance(result, events.LoadEnded) and result.failure is None:
-                self._results[place] = msgspec.structs.replace(
-                    result, failure=STOPPED, verified=False, reads=()
-                )
+        if errors:
+            raise errors[0]
 
     def turn(self) -> None:
         """Wait for something, then handle all that came."""
@@ -256,7 +262,10 @@ class Loop:
         if self.parts.prefill.offers.any_granted:
             self._serve_until = max(self._serve_until, now + LINGER_S)
         if self.parts.serving is not None and now < self._serve_until:
-            self.parts.serving.progress()
+            try:
+                self.parts.serving.progress()
+            except TransportError as error:  # its readers time out; those of other ranks go on
+                self._log.warning("serving readers of this rank failed: %s", error)
 
     # --- what comes in
 

@@ -4,6 +4,9 @@ The caller's thread talks to it through two queues only: commands in, results ou
 reaches its top is a bug of ours, and leaves the machines in doubt. So the thread logs it, fails all
 that it holds, and starts again with new machines; the caller and the requests to come are not
 touched.
+
+The thread closes its loop itself, and ends only when nothing writes into the cache any longer: the
+end of the thread is the proof. A thread that ends late closes its loop late.
 """
 
 import logging
@@ -14,13 +17,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
+from nixl_kv.errors import TransportError
 from nixl_kv.transfer.loop import Loop
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S: Final = 5.0
+STOP_TIMEOUT_S: Final = 30.0
+"""How long `stop` waits. Posting a read of 2 million runs takes 8 s, destroying an agent 1 s."""
 PAUSE_S: Final = 0.1
 """Between an error at the top and the next turn, so that one that recurs leaves the CPU alone."""
+CLOSING_PAUSES_S: Final = (0.01, 1.0)
+"""The first and the longest pause between two attempts to close; each is twice as long as the last.
+An attempt may take a full garbage collection, which takes Python's lock from all other threads."""
 
 
 class TransferThread:
@@ -31,6 +39,8 @@ class TransferThread:
         self._build_loop = build_loop
         self._started: Future[Loop] = Future()
         self._is_stopping = False
+        self._may_close = threading.Event()  # nobody wakes the loop any more
+        self._unproven = "the thread has not ended its turn"
         self._thread = threading.Thread(target=self._main, name="nixl-kv-transfer", daemon=True)
 
     def start(self) -> Loop:
@@ -47,19 +57,28 @@ class TransferThread:
         """Whether there is, or was, a thread."""
         return self._thread.ident is not None
 
-    def stop(self) -> None:
-        """End the thread, and then close what it owned: while it runs, nobody else may."""
-        if not self._thread.is_alive():
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has ended, which closes its loop before. May be called again.
+
+        Args:
+            timeout_s: for how long to wait; by default `STOP_TIMEOUT_S`.
+
+        Raises:
+            TransportError: if the thread has not ended by then. It goes on closing by itself.
+        """
+        if not self._thread.is_alive() or self._started.exception() is not None:
             return
-        loop = self._started.result()
-        self._is_stopping = True
-        loop.wake()
-        self._thread.join(timeout=STOP_TIMEOUT_S)
+        loop, timeout_s = self._started.result(), STOP_TIMEOUT_S if timeout_s is None else timeout_s
+        if not self._is_stopping:
+            self._is_stopping = True
+            loop.wake()
+            self._may_close.set()
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.error("the transfer thread hangs, and is left; no grant is valid any more")
             loop.parts.slots.clear_all()
-        else:
-            loop.close()
+            raise TransportError(
+                f"the transfer thread has not stopped within {timeout_s:g} s: {self._unproven}"
+            )
 
     def _main(self) -> None:
         """The thread's top."""
@@ -74,6 +93,25 @@ class TransferThread:
         while not self._is_stopping:
             lived = survives(step, "the transfer thread died; failing what it holds")
             step = loop.turn if lived else loop.restart
+        self._may_close.wait()
+        self._close(loop)
+
+    def _close(self, loop: Loop) -> None:
+        """Close the loop, as often as it takes."""
+        pause_s, longest_s = CLOSING_PAUSES_S
+        while True:
+            try:
+                loop.close()
+            except TransportError as error:  # something is not proven to have ended yet
+                self._unproven = str(error)
+            except Exception as error:
+                if str(error) != self._unproven:
+                    logger.critical("closing the transfer thread failed; retrying", exc_info=True)
+                self._unproven = str(error)
+            else:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
 
 
 def survives(step: Callable[[], object], words: str) -> bool:

@@ -30,6 +30,7 @@ from support.records import D1, D2, NONCE, P1, layout, prepare_load, prepare_off
 
 pytestmark = pytest.mark.usefixtures("fabric", "one_rank")
 
+
 LATE = Failure(FailureKind.LATE, "late")
 
 
@@ -79,12 +80,13 @@ def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric)
     assert fabric.transports == {}
 
 
-def test_a_step_before_the_cache_is_registered_is_nobodys(worker: Worker) -> None:
-    """Also after the engine went to sleep."""
-    worker.on_step(StepMetadata([start_load()]))
+def test_without_a_transfer_engine_loads_and_offers_end_at_once(worker: Worker) -> None:
+    """vLLM waits for a report of each of them: before the cache is registered, or after a sleep."""
+    worker.on_step(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1), start_load()]))
     results = worker.pop_results()
-    assert (results.finished_recving, results.finished_sending) == (set(), set())
-    assert worker.stats.pop() is None
+    assert (results.finished_recving, results.finished_sending) == ({D1}, {P1})
+    assert results.failed_recving == {D1}
+    assert worker.pop_results().finished_recving == set()
 
 
 def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker) -> None:
@@ -132,6 +134,42 @@ def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     assert worker.stats.pop().data["loads_dropped"] == 1  # type: ignore[union-attr]
     again = worker.pop_results()
     assert again.finished_sending == again.finished_recving == set()
+
+
+def test_memory_that_may_still_be_written_is_not_registered_again(
+    worker: Worker,
+    fabric: Fabric,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM refuses to sleep; the load is reported when nothing can write any longer."""
+    worker.register(recorded.kv_caches())
+    first = described(worker)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
+        load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
+        worker.on_step(StepMetadata([load, start_load(load.request)]))
+        engine = worker._engine
+        assert engine is not None
+        assert engine.loop is not None
+        agents = engine.loop.parts.agents
+        is_read = agents.is_read
+        agents.is_read = lambda request: bool(agents.polled) or is_read(request)  # type: ignore[method-assign]
+        fabric.closes_fail = True
+        monkeypatch.setattr("nixl_kv.transfer.thread.STOP_TIMEOUT_S", 0.2)
+        for again in (worker.stop, worker.restore):
+            with pytest.raises(TransportError, match=r"not be freed: .* does not end.*restart"):
+                again()
+    assert described(worker) == first, "no new life"
+    worker.on_step(StepMetadata([start_load(D2)]))
+    assert worker.pop_results().failed_recving == {D2}
+    monkeypatch.setattr("nixl_kv.connector.worker.SHUTDOWN_S", 0.2)
+    worker.shutdown()
+    assert "shutdown: the KV cache may still be written" in caplog.text
+    fabric.closes_fail = False
+    wait_until(lambda: load.request in worker.pop_results().failed_recving)
+    worker.restore()
+    assert described(worker) != first
+    assert worker.pop_results().finished_recving == set(), "reported once"
 
 
 def test_an_engine_that_cannot_be_served_does_not_start() -> None:

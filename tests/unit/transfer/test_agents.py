@@ -32,7 +32,7 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.messages import Description
 from nixl_kv.transfer.agents import TRY_AGAIN_S, Agents
 from nixl_kv.transfer.gather import Means
-from nixl_kv.transfer.read_agent import WARM_UP_S
+from nixl_kv.transfer.read_agent import WARM_UP_S, open_transport
 from nixl_kv.transfer.remote_peers import RemotePeers
 from nixl_kv.transport.base import PeerName, Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
@@ -549,6 +549,55 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
     reading.fabric.closes_fail = False
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
     assert reading.counts == {"agents_recycled": 1}
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["waiting", "running"])
+def test_an_agent_that_is_being_made_is_not_left_behind(
+    reading: Reading, *, has_begun: bool
+) -> None:
+    """It registers the cache's memory."""
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    opening = reading.agents._opening
+    assert opening is not None
+    if has_begun:
+        opening.set_running_or_notify_cancel()
+        with pytest.raises(TransportError, match="a NIXL agent is being created"):
+            reading.agents.close()
+        assert not reading.agents.is_read(D1), "its agent is gone"
+        opening.set_result(open_transport(reading._make, reading.cache.layout()))
+        assert reading.num_transports == 1
+    reading.agents.close()
+    assert reading.num_transports == 0
+    assert opening.cancelled() is not has_begun
+
+
+def test_one_agent_that_does_not_end_keeps_no_other_one(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading.start(D1)
+    reading.fabric.reads_hang = True
+    reading.start(D2, block=8)
+    reading.start(D3, R1, block=9)
+    reading.agents.execute(AbandonRead(D2, R0))
+    while len(reading.agents.polled) < 2:
+        reading.poll()
+    _, old = reading.agents.polled
+
+    def fail() -> None:
+        raise TransportError("it is still referred to")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(old, "close", fail)
+        with pytest.raises(TransportError, match="it is still referred to"):
+            reading.agents.close()
+    assert reading.agents.polled == [old]
+    assert reading.agents.is_read(D2)
+    reading.agents.close()
+    assert not reading.agents.is_read(D2)
+    assert reading.num_transports == 0
 
 
 def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:

@@ -38,6 +38,7 @@ from nixl_kv.protocol.messages import (
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.protocol.prefill.offers import RECALL_S
+from nixl_kv.transfer.agents import TRY_AGAIN_S
 from nixl_kv.transfer.digests import NoDigester
 from nixl_kv.transfer.loop import (
     LINGER_S,
@@ -50,10 +51,11 @@ from nixl_kv.transfer.loop import (
 )
 from nixl_kv.transfer.read_agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.transport.base import FromEndpoint, Received
+from nixl_kv.transport.memory import MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl
 from support.digesters import SlowDigester
 from support.records import ask
-from support.stepped import MakeWorld, Stepped, World
+from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
 DIED = "the transfer thread died"
@@ -593,25 +595,92 @@ def test_a_rank_that_closes_reports_what_it_owes(world: World) -> None:
     assert sorted(end.request for end in world.prefill.ends()) == ["p1", "p2", "p3"]
 
 
-def test_what_was_loaded_and_not_reported_before_a_rank_closes_is_not_loaded(world: World) -> None:
+def test_what_was_loaded_and_not_reported_before_a_rank_stops_is_not_loaded(world: World) -> None:
     """The cache is discarded when the engine sleeps."""
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run(20)
-    world.decode.loop.close()
+    world.decode.engine.stop()
     assert world.decode.failed_load() == STOPPED
 
 
-def test_what_may_still_be_written_is_not_reported_by_a_rank_that_closes(world: World) -> None:
+def destroy_an_agent(world: World) -> tuple[str, Background]:
+    """Decode has given up a read that hangs; a second load waits for nothing.
+
+    Its agent's name, and what destroys it when it is told so.
+    """
     reading(world)
-    world.fabric.closes_fail = True
+    transport, closing = world.decode.parts.agents.current.transport, Background(is_held=True)
+    assert isinstance(transport, MemoryTransport)
+    world.decode.parts.agents._close_on = closing
     for _ in range(2):  # the read is late, and is abandoned
         world.clock.now += world.config.request_timeout_s
         world.run()
     assert "1 closing" in repr(world.decode.parts.agents)
-    world.fabric.closes_fail = False  # but nobody has tried again
-    world.decode.loop.close()
+    world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
     assert world.decode.ends() == []
+    return transport.name, closing
+
+
+def test_a_rank_has_not_stopped_while_an_agent_is_being_destroyed(world: World) -> None:
+    """Its read may still land, whatever the memory is used for by then."""
+    old, closing = destroy_an_agent(world)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="being destroyed; 1 of its reads may go on"):
+            world.decode.engine.stop()
+        assert old in world.fabric.transports
+    assert [end.request for end in world.decode.ends()] == ["d2"], "nothing writes into its blocks"
+    closing.work()
+    world.decode.engine.stop()
+    assert old not in world.fabric.transports
+    assert world.decode.failed_load() == STOPPED
+    world.decode.engine.stop()
+    assert world.decode.ends() == []
+
+
+def test_a_rank_has_not_stopped_before_the_end_of_each_agent_is_proven(world: World) -> None:
+    old, closing = destroy_an_agent(world)
+    world.fabric.closes_fail = True
+    closing.work()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="this transport does not end"):
+            world.decode.engine.stop()
+    assert [end.request for end in world.decode.ends()] == ["d2"]
+    world.fabric.closes_fail = False
+    world.clock.now += TRY_AGAIN_S
+    with pytest.raises(TransportError, match="is being destroyed"):
+        world.decode.engine.stop()
+    closing.work()
+    world.decode.engine.stop()
+    assert old not in world.fabric.transports
+    assert world.decode.failed_load() == STOPPED
+
+
+def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error keeps nothing else from being closed, and is raised."""
+    closed: list[str] = []
+    parts, errors = world.decode.parts, [KeyError("a bug")]
+
+    def fail_once() -> None:
+        closed.append("digests")
+        if errors:
+            raise errors.pop()
+
+    control_close = parts.control.close
+
+    def close_control() -> None:
+        closed.append("control")
+        control_close()
+
+    monkeypatch.setattr(parts.digests, "close", fail_once)
+    monkeypatch.setattr(parts.control, "close", close_control)
+    with pytest.raises(KeyError, match="a bug"):
+        world.decode.engine.stop()
+    assert closed == ["control", "digests"]
+    assert not parts.agents.polled
+    world.decode.engine.stop()
+    assert closed == ["control", "digests", "digests"]
 
 
 def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
@@ -679,6 +748,29 @@ def test_prefill_serves_while_it_may_be_read_and_a_while_longer(
     world.clock.now += 0.01
     world.prefill.turn()
     assert world.prefill.turn() is None
+
+
+def test_an_error_of_serving_ends_no_grant(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers over other connections go on, and the log is not filled."""
+    granted(world)
+    serving = world.prefill.parts.serving
+    assert serving is not None
+
+    def fail() -> None:
+        raise TransportError("a connection is broken")
+
+    monkeypatch.setattr(serving, "progress", fail)
+    caplog.clear()
+    for _ in range(5):
+        world.prefill.turn()
+    assert [r.getMessage() for r in caplog.records] == [
+        "serving readers of this rank failed: a connection is broken"
+    ]
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run(20)
+    assert world.decode.ended_load().failure is None
 
 
 def test_a_rank_that_cannot_be_read_does_not_serve_whoever_asks(make_world: MakeWorld) -> None:

@@ -14,6 +14,7 @@ from nixl_kv.ids import new_generation
 from nixl_kv.transfer import thread as thread_module
 from nixl_kv.transfer.thread import TransferThread
 from nixl_kv.transport.slots import SlotPage
+from support.polling import wait_until
 
 TIMEOUT_S = 30.0
 
@@ -119,9 +120,7 @@ def test_an_error_in_a_restart_leads_to_another_restart() -> None:
     thread.stop()
 
 
-def test_a_thread_that_does_not_end_keeps_what_it_owns(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_thread_that_ends_late_closes_its_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs, nobody else may close it. But no reader may take its blocks for held."""
     monkeypatch.setattr(thread_module, "STOP_TIMEOUT_S", 0.01)
     loop = FakeLoop()
@@ -131,14 +130,69 @@ def test_a_thread_that_does_not_end_keeps_what_it_owns(
     thread = thread_of(loop)
     thread.start()
     loop.wait_for(["turn"])
-    thread.stop()
-    assert "close" not in loop.steps
+    for _ in range(2):
+        with pytest.raises(TransportError, match=r"within 0\.01 s: the thread has not ended"):
+            thread.stop()
+    assert loop.steps == ["turn"]
     assert slots.read(2) == bytes(16)
-    assert "the transfer thread hangs" in caplog.text
     loop.woken.set()
     (worker,) = loop.threads
     worker.join(TIMEOUT_S)
     assert not worker.is_alive()
+    assert loop.steps == ["turn", "close"]
+    thread.stop()
+    assert loop.steps == ["turn", "close"]
+
+
+def test_a_loop_is_closed_until_nothing_writes_any_longer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors of ours are logged once; what cannot be proven yet is told by `stop`."""
+    monkeypatch.setattr(thread_module, "CLOSING_PAUSES_S", (0.001, 0.001))
+    loop = FakeLoop()
+    is_gone = threading.Event()
+    close = loop.close
+
+    def try_to_close() -> None:
+        close()
+        if not is_gone.is_set():
+            raise TransportError("an agent is not gone") if len(loop.steps) > 9 else KeyError("bug")
+
+    monkeypatch.setattr(loop, "close", try_to_close)
+    thread = thread_of(loop)
+    thread.start()
+    loop.wait_for(["turn"])
+    with pytest.raises(TransportError):
+        thread.stop(0.0)
+    wait_until(lambda: len(loop.steps) > 12)
+    with pytest.raises(TransportError, match="an agent is not gone"):
+        thread.stop(0.0)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    is_gone.set()
+    thread.stop(TIMEOUT_S)
+    (worker,) = loop.threads
+    assert not worker.is_alive()
+
+
+def test_nobody_wakes_a_loop_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wake-up descriptor may be another file by then."""
+    loop = FakeLoop()
+    wake, steps_at_wake = loop.wake, list[list[str]]()
+
+    def wake_slowly() -> None:
+        wake()
+        loop.threads.pop().join(0.2)  # it has every chance to close too early
+        steps_at_wake.append(list(loop.steps))
+
+    monkeypatch.setattr(loop, "wake", wake_slowly)
+    thread = thread_of(loop)
+    thread.start()
+    loop.wait_for(["turn"])
+    thread.stop()
+    thread.stop()
+    assert steps_at_wake == [["turn"]]
+    assert loop.steps == ["turn", "close"]
 
 
 def test_it_leaves_the_core_that_its_caller_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
