@@ -64,11 +64,17 @@ COUNTERS: Final = {
     "asks_denied": "Asks for offers that are not there, or not for who asks, per rank.",
     "messages_dropped": "Control messages that are not of this protocol, per rank.",
     "peers_lost": "Prefill engines and ranks that could not be reached, twice in a row, in use.",
+    "peers_unreadable": (
+        "Prefill engines that answered, but to which two connections in a row broke, per rank."
+    ),
     "joins": "Prefill engines whose memory was made readable, per rank.",
     "join_seconds": "Seconds that this took, beside other work, per rank.",
     "warm_ups": "First reads of a prefill rank, of bytes that nobody wants, per rank.",
     "warm_up_seconds": "Seconds that these took: connecting, and mapping memory, per rank.",
     "agents_recycled": "NIXL agents that were destroyed to stop a read, per rank.",
+    "agents_replaced": (
+        "NIXL agents that were replaced to close connections to peers that had left, per rank."
+    ),
     "thread_restarts": "Deaths of the transfer thread that it survived, per rank.",
     "tickets_refused": "Requests whose kv_transfer_params do not hold; computed locally.",
     "tickets_missing": "Requests on decode without a ticket; computed locally.",

@@ -262,6 +262,19 @@ class ReadDone(msgspec.Struct, frozen=True):
     estimate: float = 0.0
 
 
+class PeerBroken(msgspec.Struct, frozen=True):
+    """A connection to a peer broke, or could not be made; reads over it fail as well."""
+
+    peer: PeerKey
+    reason: str
+
+
+class PeersMoved(msgspec.Struct, frozen=True):
+    """Another agent connects to these peers, which have to take part in that."""
+
+    peers: tuple[PeerKey, ...]
+
+
 class ReadFailed(msgspec.Struct, frozen=True):
     """A read of data or of a slot has ended, and nothing of it will land any more."""
 
@@ -349,9 +362,13 @@ class JoinPeer(msgspec.Struct, frozen=True):
 
 
 class DropPeer(msgspec.Struct, frozen=True):
-    """Forget a peer's memory, or give up making it readable; no read of it is under way."""
+    """Forget a peer's memory, or give up making it readable; no read of it is under way.
+
+    `is_dead`: its ranks do not answer. Else it may be met again, over the same connections.
+    """
 
     peer: PeerKey
+    is_dead: bool = False
 
 
 class StartRead(msgspec.Struct, frozen=True):
@@ -451,6 +468,19 @@ class NotWarm(msgspec.Struct, frozen=True):
     reason: str
 
 
+class PeerUnreadable(msgspec.Struct, frozen=True):
+    """A peer answers, but new connections to its memory break: said once, until it is read."""
+
+    peer: PeerKey
+    reason: str
+
+
+class PeerReadable(msgspec.Struct, frozen=True):
+    """A peer that was unreadable has been read."""
+
+    peer: PeerKey
+
+
 class AskDenied(msgspec.Struct, frozen=True):
     """An ask was denied; the reason stays on this side."""
 
@@ -535,12 +565,14 @@ PrefillCommand: TypeAlias = (
 )
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
 ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
-DataEvent: TypeAlias = PeerFits | PeerJoined | PeerRefused | ReadEvent
+PeerEvent: TypeAlias = PeerFits | PeerJoined | PeerRefused | PeerBroken | PeersMoved
+DataEvent: TypeAlias = PeerEvent | ReadEvent
 DecodeEvent: TypeAlias = DecodeCommand | Answered | LinkBroken | EndpointLost | DataEvent | Tick
 PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Tick
 DataAction: TypeAlias = (
     JoinPeer | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
 )
+Notice: TypeAlias = NotWarm | PeerUnreadable | PeerReadable | AskDenied
 DigestAction: TypeAlias = MakeDigest | DigestLanded | CompareDigest
 Action: TypeAlias = (
     Send
@@ -551,8 +583,7 @@ Action: TypeAlias = (
     | PackChunk
     | WriteSlot
     | ClearSlot
-    | NotWarm
-    | AskDenied
+    | Notice
     | LoadEnded
     | OfferEnded
 )

@@ -3,6 +3,8 @@
     CONNECTING  its description is asked for
     JOINING     described and compatible: its ranks are asked, its memory is being made readable
     READY       its memory can be read; forgotten when long unused
+    UNREADABLE  answers, but connections to its memory break; loads fail at once until the pause is
+                over, which is twice as long each time
     BACKOFF     could not be reached or used; loads fail at once until the pause is over
     GONE        its ranks were known, and a connection to one broke; forgotten when no read of it is
                 under way
@@ -29,6 +31,12 @@ from nixl_kv.protocol.events import Failure, FailureKind
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
+MAX_BREAKS: Final = 2
+"""Connections to a peer that break in a row before it is left alone: one may break by itself."""
+UNREADABLE_S: Final = 1.0
+"""The first pause of a peer that cannot be read, ..."""
+MAX_UNREADABLE_S: Final = 64.0
+"""... and the longest. Each attempt costs a load, and some descriptors until the agent ends."""
 LOOK_AGAIN_S: Final = 0.1
 """After a look whether a peer that is to be forgotten is still read."""
 WARM_AGAIN_S: Final = 5.0
@@ -46,6 +54,7 @@ class State(enum.Enum):
     CONNECTING = enum.auto()
     JOINING = enum.auto()
     READY = enum.auto()
+    UNREADABLE = enum.auto()
     BACKOFF = enum.auto()
     GONE = enum.auto()
 
@@ -65,7 +74,12 @@ TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
         events.PeerRefused: State.BACKOFF,
         events.EndpointLost: State.GONE,
     },
-    State.READY: {events.EndpointLost: State.GONE, events.Tick: None},
+    State.READY: {
+        events.PeerBroken: State.UNREADABLE,
+        events.EndpointLost: State.GONE,
+        events.Tick: None,
+    },
+    State.UNREADABLE: {events.Tick: State.READY, events.EndpointLost: State.GONE},
     State.BACKOFF: {events.Tick: None},
     State.GONE: {events.Tick: None},
 }
@@ -81,7 +95,9 @@ class Peer:
     state: State = State.CONNECTING
     is_warm: bool = False  # no request has asked for it
     is_described: bool = False  # its description came, and is looked at
-    failure: Failure | None = None  # why it cannot be used, in BACKOFF and GONE
+    failure: Failure | None = None  # why it cannot be used, in UNREADABLE, BACKOFF and GONE
+    breaks: int = 0  # of connections to its memory, since something was read
+    is_told: bool = False  # that it is unreadable
     description: messages.Description | None = None
     routes: tuple[Route, ...] = ()
 
@@ -221,13 +237,39 @@ class PeerBook:
         is_looked_at = peer.is_described and not isinstance(event, events.PeerRefused)
         return [*told, *([events.DropPeer(key)] if is_looked_at else []), *self._disconnect(key)]
 
+    def on_broken(self, event: events.PeerBroken, now: float) -> list[events.Action]:
+        """A connection to a peer's memory broke; the second one in a row makes it UNREADABLE."""
+        peer = self._peers.get(event.peer)
+        if peer is None or peer.state not in (State.JOINING, State.READY):
+            return []
+        peer.breaks += 1
+        if peer.breaks < MAX_BREAKS or peer.state is State.JOINING:
+            return []
+        pause_s = min(UNREADABLE_S * 2 ** (peer.breaks - MAX_BREAKS), MAX_UNREADABLE_S)
+        self._move(peer, event, event.reason)
+        self._due.set(peer.key, now + pause_s)
+        detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
+        peer.failure = Failure(FailureKind.UNREACHABLE, detail)
+        if peer.is_told:
+            return []
+        peer.is_told = True
+        return [events.PeerUnreadable(peer.key, event.reason)]
+
+    def on_read(self, key: events.PeerKey) -> list[events.Action]:
+        """Something was read from a peer."""
+        peer = self._peers.get(key)
+        if peer is None or not peer.breaks:
+            return []
+        was_told, peer.is_told, peer.breaks = peer.is_told, False, 0
+        return [events.PeerReadable(key)] if was_told else []
+
     def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.PeerKey]:
         """A connection broke. Returns the peers that could not be reached because of it."""
         unreachable = []
         for peer in list(self._at.get(event.endpoint, {}).values()):
             if peer.state is State.CONNECTING:
                 unreachable.append(peer.key)
-            elif peer.state in (State.JOINING, State.READY):
+            elif peer.state in (State.JOINING, State.READY, State.UNREADABLE):
                 self._move(peer, event, event.reason)
                 self._due.set(peer.key, now)
                 peer.failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
@@ -248,6 +290,10 @@ class PeerBook:
             kept_until = peer.used_at + KEPT_S if peer.state is State.READY else now
             if peer.state is State.CONNECTING:
                 overdue.append(key)
+            elif peer.state is State.UNREADABLE:
+                self._move(peer, tick)
+                peer.failure = None
+                self._due.set(key, None if key.endpoint in self._warm else now + KEPT_S)
             elif is_in_use(key) or now < kept_until:
                 self._due.set(key, max(kept_until, now + LOOK_AGAIN_S))
             else:
@@ -295,12 +341,14 @@ class PeerBook:
         return peer is not None and peer.state is state
 
     def _forget(self, peer: Peer, tick: events.Tick) -> list[events.Action]:
+        is_dead = peer.state is State.GONE
         self._move(peer, tick)
         self._unindex(peer)
         del self._peers[peer.key]
         if peer.description is None:
             return []
-        return [events.DropPeer(peer.key), *map(events.Disconnect, peer.endpoints)]
+        drop = events.DropPeer(peer.key, is_dead=is_dead)
+        return [drop, *map(events.Disconnect, peer.endpoints)]
 
     def _index(self, peer: Peer) -> None:
         for endpoint in peer.endpoints:

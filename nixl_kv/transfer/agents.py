@@ -9,6 +9,10 @@ All agents but the first are made, and all are destroyed, in the background, sin
 a second; each on a thread of its own, so that one that cannot be destroyed keeps none from being
 made. Peers are prepared in the background too. All else runs on the transfer thread alone.
 
+NIXL closes no connection to a peer before the agent ends, at either end. So an agent is also
+replaced once it has collected enough connections to peers that died or were forgotten. Then the new
+one first meets all peers that the old one reads, in the background: no read waits for it.
+
 A read waits here for its peer to be prepared, and for the agent while NIXL adds any peer to it.
 """
 
@@ -31,6 +35,17 @@ logger = logging.getLogger(__name__)
 
 TRY_AGAIN_S: Final = 1.0
 
+TIDY_S: Final = 30.0
+"""Between two looks for connections that nobody uses, as long as there are some."""
+LEFT_S: Final = 60.0
+"""How long an agent keeps the connections to a rank that died or was forgotten."""
+MAX_LEFT: Final = 16
+"""Such ranks that an agent may have before that: over TCP each is up to 40 descriptors."""
+READ_PER_LEFT: Final = 10
+"""Ranks that are met again, at most, to be rid of one: each costs 10 ms, on another thread."""
+CHANGING_PAUSE_S: Final = 0.002
+"""Between two looks at an agent that is being made or destroyed, and that nothing waits for."""
+
 PREPARING_THREADS: Final = 2
 """Of an agent: NIXL adds a peer on one while ranks are planned on the other."""
 
@@ -42,6 +57,11 @@ class _Closing:
     agent: ReadAgent
     closed: Future[None]
     started_at: float
+
+    @property
+    def stops_reads(self) -> bool:
+        """Whether reads that did not end are what it is destroyed for."""
+        return any(not read.warms_up for read in self.agent.reads)
 
 
 class Agents:
@@ -80,6 +100,11 @@ class Agents:
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
+        self._is_worn = False  # and therefore another agent is being made
+        self._successor: ReadAgent | None = None  # one of `polled`, which meets the peers
+        self._introduced: set[events.PeerKey] = set()  # that it has met, or could not
+        self._tidy_at: float | None = None
+        self._left_since: float | None = None
 
     def __repr__(self) -> str:
         return f"<Agents: {self.polled}, {len(self._closing)} closing>"
@@ -92,13 +117,20 @@ class Agents:
     @property
     def pause_s(self) -> float:
         """How long they need not be looked at, in seconds, while they are busy."""
-        if self._is_changing:
+        awaited = any(closing.stops_reads for closing in self._closing)
+        if self._joining or self._held or awaited or (self._opening and not self._is_worn):
             return READING_PAUSE_S
-        return min((agent.pause_s for agent in self.polled), default=READING_PAUSE_S)
+        pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
+        return min(pauses, default=CHANGING_PAUSE_S)
 
     @property
     def _is_changing(self) -> bool:
         return bool(self._joining or self._held or self._closing or self._opening)
+
+    @property
+    def next_due(self) -> float | None:
+        """When time changes something by itself, in monotonic seconds; None for never."""
+        return self._tidy_at
 
     def open(self) -> None:
         """Make the first agent of this process, and wait for it.
@@ -118,11 +150,13 @@ class Agents:
 
     def execute(self, action: events.DataAction) -> list[events.DataEvent]:
         """Do what the decode machine decided; the events that are known at once."""
+        if self._tidy_at is None:
+            self._tidy_at = self._clock() + TIDY_S
         match action:
             case events.JoinPeer():
                 return [self._join(action)]
             case events.DropPeer():
-                self._drop(action.peer)
+                self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead() | events.ReadSlot():
                 if not self.current.peers.is_adding:
                     self.current.drop_broken()
@@ -157,8 +191,10 @@ class Agents:
             for preparation in agent.peers.end_step():
                 if agent is self.current:
                     ended += self._on_prepared(preparation)
-            ended += agent.poll()
-        self._replace_current()
+            ended += [*agent.poll(), *agent.pop_breaks()]
+        self._tidy()
+        ended += self._replace_current()
+        self._introduce()
         self._close_drained()
         ended += self._poll_closing() + self._start_held()
         for agent in self.polled:
@@ -241,12 +277,12 @@ class Agents:
             failed.append(events.PeerRefused(ended.peer, ended.error))
         return failed + self._fail_held(lambda read: read.peer == ended.peer, ended.error)
 
-    def _drop(self, peer: events.PeerKey) -> None:
-        """Forget a peer. Its metadata goes when nothing reads it, or with the agent."""
+    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
+        """Forget a peer."""
         self.peers.forget(peer)
         self._joining.pop(peer, None)
         for agent in self.polled:
-            agent.peers.drop(peer)
+            agent.peers.drop(peer, is_lost=is_dead)
 
     # --- reads that wait
 
@@ -296,36 +332,89 @@ class Agents:
 
     # --- agents
 
-    def _replace_current(self) -> None:
-        """Make another agent when a read of the current one is abandoned."""
+    def _replace_current(self) -> list[events.DataEvent]:
+        """Make another agent when a read of the current one is abandoned, or it is worn."""
+        abandoned = bool(self.polled) and any(read.is_abandoned for read in self.current.reads)
         if self._opening is None:
-            abandoned = self.polled and any(read.is_abandoned for read in self.current.reads)
-            if abandoned and self._clock() >= self._open_again_at:
+            if abandoned and self._successor is not None:
+                self._promote(self._successor)
+            elif abandoned and self._clock() >= self._open_again_at:
                 logger.warning("a read does not end: making another NIXL agent")
-                self._opening = self._open_on.submit(
-                    open_transport,
-                    self._make_transport,
-                    self.peers.layout,
-                    self.peers.means.staging,
-                )
+                self._open(is_worn=False)
         elif self._opening.done():
             opening, self._opening = self._opening, None
             try:
                 agent = self._make_agent(opening.result())
             except TransportError as error:
                 self._open_again_at = self._clock() + TRY_AGAIN_S
-                logger.error("no other NIXL agent: %s; blocks stay held, trying again", error)  # noqa: TRY400 - it says all
-                return
-            self.current.peers.give_up_all()
-            self.polled.insert(0, agent)
-            for peer in self._joining:
+                cost = "connections" if self._is_worn and not abandoned else "blocks"
+                logger.error("no other NIXL agent: %s; %s stay held, trying again", error, cost)  # noqa: TRY400 - it says all
+                return []
+            if abandoned or not self._is_worn:
+                self._promote(agent)
+                return []
+            self._successor, self._introduced = agent, set()
+            self.polled.append(agent)
+            return [events.PeersMoved(tuple(self.current.peers.known))]
+        return []
+
+    def _open(self, *, is_worn: bool) -> None:
+        self._is_worn = is_worn
+        self._opening = self._open_on.submit(
+            open_transport, self._make_transport, self.peers.layout, self.peers.means.staging
+        )
+
+    def _promote(self, agent: ReadAgent) -> None:
+        """All new reads use this agent from now on; the others drain."""
+        self.current.peers.give_up_all()
+        if agent is self._successor:
+            self.polled.remove(agent)
+            self._successor = None
+        self.polled.insert(0, agent)
+        self._left_since = None
+        for peer in self._joining:
+            if not agent.peers.is_preparing(peer):
                 description = self.peers.descriptions[peer]
                 agent.peers.prepare(peer, description, self.peers.routes(description))
+
+    def _introduce(self) -> None:
+        """Let the successor meet all that the current agent reads, and then take its place."""
+        if self._successor is None:
+            return
+        new = [peer for peer in self.current.peers.known if peer not in self._introduced]
+        self._introduced.update(new)
+        for peer in new:
+            description = self.peers.descriptions.get(peer)
+            if description is not None:
+                routes = self.peers.routes(description)
+                self._successor.peers.prepare(peer, description, routes)
+        if not self._successor.is_busy:
+            self._promote(self._successor)
+
+    def _tidy(self) -> None:
+        """Look for connections that nobody uses; only the end of their agent closes them."""
+        now = self._clock()
+        if self._tidy_at is None or now < self._tidy_at or not self.polled:
+            return
+        peers = self.current.peers
+        if peers.is_adding or self._opening is not None or self._successor is not None:
+            self._tidy_at = now + TRY_AGAIN_S
+            return
+        has_spares, num_left = self.current.transport.tidy(), peers.num_left
+        self._tidy_at = now + TIDY_S if has_spares or num_left else None
+        if not num_left:
+            self._left_since = None
+            return
+        self._left_since = now if self._left_since is None else self._left_since
+        is_due = num_left >= MAX_LEFT or now >= self._left_since + LEFT_S
+        if is_due and peers.num_ranks <= num_left * READ_PER_LEFT:
+            logger.info("another NIXL agent is made: this one has %d ranks that left", num_left)
+            self._open(is_worn=True)
 
     def _close_drained(self) -> None:
         """Destroy each agent on which nobody waits for anything."""
         for agent in self.polled[1:]:
-            if agent.is_drained:
+            if agent is not self._successor and agent.is_drained:
                 self.polled.remove(agent)
                 self._close(agent)
 
@@ -342,8 +431,12 @@ class Agents:
             seconds = self._clock() - closing.started_at
             if error is None:
                 self._closing.remove(closing)
-                self._counts["agents_recycled"] += 1
-                logger.warning("a NIXL agent was destroyed in %.2f s; its reads stopped", seconds)
+                if closing.stops_reads:
+                    self._counts["agents_recycled"] += 1
+                    logger.warning("a NIXL agent was destroyed in %.2f s; its reads ended", seconds)
+                else:
+                    self._counts["agents_replaced"] += 1
+                    logger.info("a NIXL agent was replaced; its connections are closed")
                 failed += closing.agent.fail_all()
             elif seconds >= TRY_AGAIN_S:
                 self._closing.remove(closing)

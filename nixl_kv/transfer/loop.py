@@ -234,7 +234,7 @@ class Loop:
     def _next_due(self) -> float | None:
         """When time changes something by itself, in monotonic seconds; None for never."""
         decode, offers = self.parts.decode, self.parts.prefill.offers
-        due = (decode.next_due, offers.next_due, self._look_at_links_at)
+        due = (decode.next_due, offers.next_due, self.parts.agents.next_due, self._look_at_links_at)
         return min((when for when in due if when is not None), default=None)
 
     def _tick(self) -> None:
@@ -366,6 +366,9 @@ class Loop:
                 self._execute(action)
 
     def _execute(self, action: events.Action) -> None:
+        if isinstance(action, events.Notice):
+            self._warn(action)
+            return
         match action:
             case events.Send():
                 self._send(action)
@@ -379,8 +382,6 @@ class Loop:
                 self.parts.slots.clear(action.slot)
             case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
-            case events.AskDenied() | events.NotWarm():
-                self._warn(action)
             case events.PackChunk():
                 packed = self.parts.packs.add(action)
                 self._follow_up.extend([] if packed is None else [packed])
@@ -390,14 +391,24 @@ class Loop:
             case _:
                 self._follow_up.extend(self.parts.agents.execute(action))
 
-    def _warn(self, action: events.AskDenied | events.NotWarm) -> None:
-        if isinstance(action, events.NotWarm):
-            message = "warm: %s: %s; it is asked again"
-            self._log.warning(message, action.endpoint, action.reason)
-        else:
-            self._count("asks_denied")
-            message = "denied an ask for offer %s: %s"
-            self._log.warning(message, short(action.nonce), action.reason)
+    def _warn(self, action: events.Notice) -> None:
+        match action:
+            case events.NotWarm():
+                message = "warm: %s: %s; it is asked again"
+                self._log.warning(message, action.endpoint, action.reason)
+            case events.PeerUnreadable():
+                self._count("peers_unreadable")
+                message = (
+                    "%s answers, but its memory cannot be read: %s; loads from it fail at once, "
+                    "and it is tried again after 1, 2, 4, ... up to 64 s"
+                )
+                logger.warning(message, action.peer, printable(action.reason, MAX_DETAIL))
+            case events.PeerReadable():
+                logger.warning("%s can be read again", action.peer)
+            case events.AskDenied():
+                self._count("asks_denied")
+                message = "denied an ask for offer %s: %s"
+                self._log.warning(message, short(action.nonce), action.reason)
 
     def _send(self, action: events.Send) -> None:
         try:

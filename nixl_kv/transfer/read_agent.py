@@ -224,6 +224,7 @@ class ReadAgent:
         self._to_probe: deque[_Probing] = deque()
         self._at_once_bytes = AT_ONCE_BYTES  # left of this turn
         self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
+        self._breaks: list[events.PeerBroken] = []  # to be told
 
     def __repr__(self) -> str:
         return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
@@ -402,7 +403,7 @@ class ReadAgent:
         for peer in list(self._broken):
             if not self.is_reading(peer) and not self.peers.is_preparing(peer):
                 self._broken.remove(peer)
-                self.peers.drop(peer)
+                self.peers.drop(peer, is_lost=True)
 
     def close(self) -> None:
         """End its transport: nothing of it writes any more. Kernels end by themselves.
@@ -552,7 +553,18 @@ class ReadAgent:
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
         """NIXL does not connect again by itself: all later reads of that peer would fail, too."""
         if isinstance(error, PeerLost):
+            self._break(peer, str(error))
+
+    def _break(self, peer: events.PeerKey, reason: str) -> None:
+        """Say so once for each connection, however many reads it costs."""
+        if peer not in self._broken:
             self._broken.add(peer)
+            self._breaks.append(events.PeerBroken(peer, reason))
+
+    def pop_breaks(self) -> list[events.PeerBroken]:
+        """The peers whose connection broke since the last call."""
+        breaks, self._breaks = self._breaks, []
+        return breaks
 
     def _poll_read(self, read: ActiveRead) -> events.DataEvent | None:
         try:
@@ -569,7 +581,7 @@ class ReadAgent:
         if isinstance(read.handle, StagedRead) and read.data is not None:
             staged = read.handle
             if staged.is_lost:
-                self._broken.add(read.peer)
+                self._break(read.peer, staged.failure or "a chunk could not be read")
             if staged.failure is not None:
                 return events.ReadFailed(read.request, read.rank, staged.failure)
         if read.slot is not None:

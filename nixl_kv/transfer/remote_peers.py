@@ -271,6 +271,8 @@ class PreparedPeers:
         self._to_stage: deque[PreparedRank] = deque()
         self._prepared: dict[PeerKey, dict[Rank, PreparedRank]] = {}
         self._leaving: dict[PeerKey, set[PeerName]] = {}  # to be dropped when nothing reads them
+        self._kept: set[PeerName] = set()  # of peers that were forgotten: they may come again
+        self._num_dropped = 0  # names whose connections stay open until the agent ends
         self._unused: list[tuple[PeerKey, MappedPlan]] = []  # to be unmapped likewise
         self._is_closed = False
 
@@ -291,6 +293,21 @@ class PreparedPeers:
         is_planning = self._planning is not None or bool(self._to_stage)
         return bool(self._queue) or self._adding is not None or is_planning or is_leaving
 
+    @property
+    def num_left(self) -> int:
+        """Ranks whose connections only the end of the agent closes, and that nobody reads."""
+        return len(self._kept - self._names_in_use()) + self._num_dropped
+
+    @property
+    def known(self) -> list[PeerKey]:
+        """The peers of which some rank is prepared."""
+        return list(self._prepared)
+
+    @property
+    def num_ranks(self) -> int:
+        """Their ranks that are prepared."""
+        return sum(len(ranks) for ranks in self._prepared.values())
+
     def is_preparing(self, peer: PeerKey) -> bool:
         """Whether this peer is, or will be in its turn."""
         return any(one.peer == peer for one in self._queue)
@@ -302,17 +319,30 @@ class PreparedPeers:
         read = [route for route in routes if route.readers]
         self._queue.append(_Preparation(peer, description, read))
 
-    def drop(self, peer: PeerKey) -> None:
-        """Forget a peer, or do not prepare it; its metadata goes when nothing reads it."""
+    def drop(self, peer: PeerKey, *, is_lost: bool = False) -> None:
+        """Forget a peer, or do not prepare it.
+
+        Its connections and its metadata stay, so that the next meeting uses them again: NIXL closes
+        no connection before the agent ends, and adding the same metadata twice makes no second one.
+        If its connections are lost, NIXL has to forget the metadata, or it never connects again.
+        """
         for one in [one for one in self._queue if one.peer == peer]:
             self._give_up(one)
-        self._forget(peer)
+        lost = {rank.name for rank in self._prepared.get(peer, {}).values()} if is_lost else set()
+        self._forget(peer, is_lost=is_lost)
+        for other, prepared in list(self._prepared.items()):  # another life of it may share ranks
+            if any(rank.name in lost for rank in prepared.values()):
+                self._forget(other, is_lost=True)
         self._drop_left()
 
-    def _forget(self, peer: PeerKey) -> None:
+    def _forget(self, peer: PeerKey, *, is_lost: bool = False) -> None:
         prepared = self._prepared.pop(peer, {}).values()
         self._to_stage = deque(rank for rank in self._to_stage if rank not in prepared)
-        self._leave(peer, {rank.name for rank in prepared})
+        names = {rank.name for rank in prepared}
+        if is_lost:
+            self._leave(peer, names)
+        else:
+            self._kept |= names
         for rank in prepared:
             self._put_away(peer, rank.mapped)
 
@@ -495,7 +525,7 @@ class PreparedPeers:
         if one in self._queue:
             one.names[rank] = future.result()
         elif not future.cancelled() and future.exception() is None:
-            self._leave(one.peer, {future.result()})
+            self._kept.add(future.result())
 
     def _finish_ranks(self, one: _Preparation) -> _Preparation:
         """Make the lists of those ranks that were added and planned."""
@@ -539,7 +569,7 @@ class PreparedPeers:
         for rank, planned in one.plans.items():
             if rank not in one.prepared and not planned.cancel():
                 planned.add_done_callback(lambda done: self._put_planned_away(one.peer, done))
-        self._leave(one.peer, set(one.names.values()))
+        self._kept.update(one.names.values())
 
     def _put_planned_away(self, peer: PeerKey, planned: Future[_Planned]) -> None:
         if planned.exception() is None:
@@ -552,6 +582,8 @@ class PreparedPeers:
         for peer in list(self._leaving):
             if not self._is_reading(peer):
                 for name in self._leaving.pop(peer) - self._names_in_use():
+                    self._kept.discard(name)
+                    self._num_dropped += 1
                     self._transport.drop_peer(name)
 
     def _names_in_use(self) -> set[PeerName]:

@@ -89,6 +89,12 @@ class Transport(Protocol):
     def progress(self) -> None:
         """Let this side serve its peers: some paths need the owner of the memory to take part."""
 
+    def tidy(self) -> bool:
+        """Close connections, in the background, that reads have not used for long.
+
+        Returns whether there are some left to close later.
+        """
+
     def close(self) -> None:
         """End everything; may take seconds, and run on any thread while no other call is made.
 

@@ -141,6 +141,10 @@ class MemoryTransport:
     def progress(self) -> None:
         """Nothing to serve: readers help themselves."""
 
+    def tidy(self) -> bool:
+        """There are no connections."""
+        return False
+
     def close(self) -> None:
         """Leave the fabric; what was under way never lands."""
         if self._fabric.closes_fail:

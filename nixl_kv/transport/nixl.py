@@ -265,7 +265,7 @@ class NixlTransport:
             return PeerName(name.decode() if isinstance(name, bytes) else name)
 
     def drop_peer(self, peer: PeerName) -> None:
-        """Remove a peer's metadata and connections."""
+        """Remove a peer's metadata; its connections stay open until the agent ends."""
         with _translated("dropping a peer"):
             self._agent.remove_remote_agent(peer)
 
@@ -312,6 +312,10 @@ class NixlTransport:
         """Let UCX serve peers. There is no call for it alone; asking for notifications does it."""
         with _translated("progressing"):
             self._agent.get_new_notifs()
+
+    def tidy(self) -> bool:
+        """NIXL closes connections with the agent alone."""
+        return False
 
     def close(self) -> None:
         """Destroy the agent: 10 to 40 ms, and the only thing that stops a read under way.

@@ -10,6 +10,7 @@ What is read without TCP goes through the first agent alone, as if this were not
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,6 +35,10 @@ longer segment than the reader expects aborts the reader."""
 
 SEGMENT_FACT: Final = "2m"
 """What an engine says of itself, so that one with other segments is not read."""
+
+UNUSED_S: Final = 60.0
+"""How long a further agent is kept that reads nothing: to make it again costs 40 ms, and to keep it
+costs each peer up to four descriptors."""
 
 ONLY_PIECE: Final = block_ids([0])
 
@@ -130,6 +135,7 @@ class _Stream:
     step: _Step | None = None
     is_new: bool = True
     is_lost: bool = False
+    used_at: float = -math.inf
 
 
 @dataclass
@@ -190,6 +196,7 @@ class PacedTransport:
         self._detector = detector
         self._background = background
         self._connecting: _Connecting | None = None
+        self._closing: list[tuple[Transport, Future[None]]] = []
         self._clock = clock
         self._registered: list[tuple[Span, Memory, int]] = []
         self._peers: dict[PeerName, _Peer] = {}
@@ -293,10 +300,35 @@ class PacedTransport:
         """As the first agent: nobody reads from the others."""
         self._agents[0].progress()
 
+    def tidy(self) -> bool:
+        """End the last agents, as long as no peer has been read by them for a while."""
+        closing, self._closing = self._closing, []
+        for agent, closed in closing:
+            has_failed = closed.done() and closed.exception() is not None
+            again = self._background.submit(agent.close) if has_failed else closed
+            if not _is_closed(again):
+                self._closing.append((agent, again))
+        if self._connecting is not None:
+            return True
+        now = self._clock()
+        while len(self._agents) > 1 and self._is_spare(len(self._agents) - 1, now):
+            agent = self._agents.pop()
+            for peer in self._peers.values():
+                del peer.streams[len(self._agents) :]
+            self._closing.append((agent, self._background.submit(agent.close)))
+        return len(self._agents) > 1 or bool(self._closing)
+
+    def _is_spare(self, number: int, now: float) -> bool:
+        """Whether no stream of the agent with this number is used."""
+        streams = [p.streams[number] for p in self._peers.values() if number < len(p.streams)]
+        return all(one.step is None and one.used_at + UNUSED_S <= now for one in streams)
+
     def close(self) -> None:
         """As the agents, when none is being connected any more."""
         self._background.shutdown()
         self._end_connecting()
+        self._agents += [agent for agent, closed in self._closing if not _is_closed(closed)]
+        self._closing.clear()
         for peer in self._peers.values():
             for stream in peer.streams:
                 stream.step = None
@@ -356,6 +388,7 @@ class PacedTransport:
             )
             begun = peer.window.begin(self._clock())
             handle = stream.agent.read(*lists, (ONLY_PIECE, ONLY_PIECE))
+            stream.used_at = begun.at
         except TransportError as error:  # nothing of this piece is under way
             _fail(peer, read, PeerLost(str(error)))
             return
@@ -378,12 +411,15 @@ class PacedTransport:
     def _connect_agent(
         self, agent: Transport | None, metadata: bytes
     ) -> tuple[Transport | None, str]:
-        """In the background. An error would hold the agent, by its traceback."""
+        """In the background. An error would hold the agent, by its traceback.
+
+        No error may reach the transfer thread: there it would fail all loads, not only one stream.
+        """
         try:
             agent = agent or self._make_stream_agent()
             agent.add_peer(metadata)
-        except TransportError as error:
-            return agent, str(error)
+        except Exception as error:  # noqa: BLE001
+            return agent, f"{type(error).__name__}: {error}"
         return agent, ""
 
     def _end_connecting(self) -> None:
@@ -413,6 +449,11 @@ class PacedTransport:
             agent.close()
             raise
         return agent
+
+
+def _is_closed(closed: "Future[None]") -> bool:
+    """Whether an agent has ended; one that could not be ended is tried again with the last."""
+    return closed.done() and not closed.cancelled() and closed.exception() is None
 
 
 def _drop(agent: Transport, name: PeerName) -> None:

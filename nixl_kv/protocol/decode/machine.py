@@ -43,6 +43,8 @@ class DecodeMachine:
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[events.Action]:
         """All commands, messages and events go through here. `now` is monotonic, in seconds."""
+        if isinstance(event, events.PeerEvent):
+            return self._on_peer(event, now)
         match event:
             case events.PrepareLoad():
                 return self._prepare(event, now)
@@ -54,8 +56,6 @@ class DecodeMachine:
                 return self._decline(event)
             case events.Answered():
                 return self._on_answer(event.message, event.endpoint, now)
-            case events.PeerFits() | events.PeerJoined() | events.PeerRefused():
-                return self._on_peer(event, now)
             case events.LinkBroken() | events.EndpointLost():
                 return self._on_link(event, now)
             case events.Tick():
@@ -126,23 +126,26 @@ class DecodeMachine:
 
     # --- peers
 
-    def _on_peer(
-        self, event: events.PeerFits | events.PeerJoined | events.PeerRefused, now: float
-    ) -> list[events.Action]:
+    def _on_peer(self, event: events.PeerEvent, now: float) -> list[events.Action]:
         match event:
             case events.PeerFits():
                 return self._on_fits(event, now)
             case events.PeerRefused():
                 return self._on_refused(event, now)
+            case events.PeerBroken():
+                return self._on_broken(event, now)
+            case events.PeersMoved():
+                return [each for peer in event.peers for each in self._greet(peer)]
             case events.PeerJoined() if self.peers.is_joining(event.peer):
                 self.peers.on_joined(event, now)
-                return self._greet(event.peer)
+                peer = self.peers.get(event.peer)
+                return self._greet(event.peer) if peer is not None and peer.is_warm else []
         return []
 
     def _greet(self, key: events.PeerKey) -> list[events.Action]:
         """The ranks of one that is not asked: they serve first reads after any message."""
         peer = self.peers.get(key)
-        if peer is None or peer.description is None or not peer.is_warm:
+        if peer is None or peer.description is None:
             return []
         ranks = peer.description.ranks
         read = [ranks[route.remote_rank] for route in peer.routes if route.readers]
@@ -162,10 +165,22 @@ class DecodeMachine:
         if not self.peers.is_joining(event.peer):
             return self._on_unusable(event.peer, event, failure, now=now)
         actions = self.peers.on_unusable(event.peer, event, failure, now)
+        return actions + self._fail_loads(event.peer, failure, now)
+
+    def _on_broken(self, event: events.PeerBroken, now: float) -> list[events.Action]:
+        """Its connections break again and again: what is asked there would fail as well."""
+        actions = self.peers.on_broken(event, now)
         peer = self.peers.get(event.peer)
+        if peer is None or peer.state is not PeerState.UNREADABLE or peer.failure is None:
+            return actions
+        return actions + self._fail_loads(event.peer, peer.failure, now)
+
+    def _fail_loads(self, key: events.PeerKey, failure: Failure, now: float) -> list[events.Action]:
+        """All loads fail that have asked this peer. Reads under way end by themselves."""
+        peer, actions = self.peers.get(key), list[events.Action]()
         endpoints = [] if peer is None else peer.endpoints
         for load, _ in [each for endpoint in endpoints for each in self.loads.at(endpoint)]:
-            if load.peer == event.peer:
+            if load.peer == key:
                 load.fail(failure)
                 actions += self.loads.settle(load, now)
         return actions
@@ -301,13 +316,14 @@ class DecodeMachine:
         read = load.reads.get(event.rank) if load is not None and load.reads else None
         if load is None or read is None:
             return []
+        actions: list[events.Action]
         match event:
             case events.ChunksWanted():
                 actions = self.loads.on_chunks_wanted(load, read, event, now)
             case events.ReadDone():
                 actions = load.on_read_done(read, event)
             case events.SlotRead():
-                actions = load.on_slot(read, event)
+                actions = self.peers.on_read(load.peer) + load.on_slot(read, event)
             case events.DigestCompared():
                 actions = load.on_compared(read, event)
             case events.ReadFailed():

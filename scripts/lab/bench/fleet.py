@@ -268,6 +268,10 @@ class NoTransport:
     def progress(self) -> None:
         """Nothing."""
 
+    def tidy(self) -> bool:
+        """There are no connections."""
+        return False
+
     def close(self) -> None:
         """Nothing."""
 

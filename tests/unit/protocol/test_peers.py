@@ -195,7 +195,8 @@ def test_a_gone_peer_is_forgotten_when_nothing_reads_it(gone: PeerBook) -> None:
     assert gone.all()[0].state is State.GONE
     assert gone.next_due == now + LOOK_AGAIN_S
     closed = [Disconnect(at(rank)) for rank in range(2)]
-    assert on_tick(gone, now + LOOK_AGAIN_S, NEXT_LIFE) == [DropPeer(PEER), *closed]
+    dropped = DropPeer(PEER, is_dead=True)
+    assert on_tick(gone, now + LOOK_AGAIN_S, NEXT_LIFE) == [dropped, *closed]
     assert gone.all() == []
 
 
@@ -283,7 +284,7 @@ def test_an_engine_that_is_to_be_known_is_kept_and_asked_each_minute(warm: PeerB
 def test_an_engine_to_be_known_that_is_gone_is_asked_for_anew(warm: PeerBook) -> None:
     warm.on_endpoint_lost(lost(at(0)), 140.0)
     forgotten = on_tick(warm, 140.0)
-    assert DropPeer(PEER) in forgotten
+    assert DropPeer(PEER, is_dead=True) in forgotten
     assert ANY not in forgotten
     assert warm.next_due == 140.0 + WARM_AGAIN_S
     assert on_tick(warm, 140.0 + WARM_AGAIN_S) == [ANY]

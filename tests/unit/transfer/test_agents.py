@@ -18,10 +18,12 @@ from nixl_kv.protocol.events import (
     DataEvent,
     DropPeer,
     JoinPeer,
+    PeerBroken,
     PeerFits,
     PeerJoined,
     PeerKey,
     PeerRefused,
+    PeersMoved,
     ReadDone,
     ReadFailed,
     ReadSlot,
@@ -30,7 +32,7 @@ from nixl_kv.protocol.events import (
     StartRead,
 )
 from nixl_kv.protocol.messages import Description
-from nixl_kv.transfer.agents import TRY_AGAIN_S, Agents
+from nixl_kv.transfer.agents import LEFT_S, MAX_LEFT, TIDY_S, TRY_AGAIN_S, Agents
 from nixl_kv.transfer.gather import Means
 from nixl_kv.transfer.read_agent import WARM_UP_S, open_transport
 from nixl_kv.transfer.remote_peers import RemotePeers
@@ -213,14 +215,13 @@ def test_a_peer_that_is_dropped_is_not_joined(
 
     reading.agents.execute(DropPeer(PEER))  # which has the same agents
     monkeypatch.setattr(transport, "add_peer", add)
-    monkeypatch.setattr(transport, "drop_peer", added.remove)
     reading.agents.execute(JoinPeer(OTHER, reading.description))
     for step in range(steps):
         assert (reading.poll if step % 2 else reading.agents.poll)() == []
     reading.agents.execute(DropPeer(OTHER))
     for _ in range(6):
         assert reading.poll() == []
-    assert added == [], "of each rank that was added"
+    assert reading.agents.current.peers.num_left == 2, "its connections stay open"
     assert not reading.agents.is_busy
 
 
@@ -235,10 +236,11 @@ def test_an_agent_that_another_peer_has_too_is_not_dropped(
         reading.poll()
     reading.agents.execute(DropPeer(OTHER))
     reading.poll()
-    assert dropped == []
+    assert reading.agents.current.peers.num_left == 0
     reading.agents.execute(DropPeer(PEER))
     reading.poll()
-    assert len(dropped) == 2
+    assert dropped == []
+    assert reading.agents.current.peers.num_left == 2
 
 
 def test_a_read_waits_for_the_join(reading: Reading) -> None:
@@ -348,7 +350,8 @@ def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
         events = reading.start(D2, peer=OTHER)
         for _ in range(20):
             events += reading.poll()
-        assert [type(event) for event in events] == [ReadFailed]
+        assert {type(event) for event in events} == {ReadFailed, PeerBroken}
+        assert len(events) == 2, "one for the connection"
     assert len(added) == num_ranks, "when it was read for the second time"
 
 
@@ -398,7 +401,7 @@ def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(
     reading.start(D1)
     dropped: list[str] = []
     monkeypatch.setattr(agent.transport, "drop_peer", dropped.append)
-    reading.agents.execute(DropPeer(PEER))
+    reading.agents.execute(DropPeer(PEER, is_dead=True))
     assert reading.start(D2) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
     assert reading.agents.poll() == []
     assert dropped == []
@@ -407,6 +410,69 @@ def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(
     assert isinstance(done, ReadDone)
     assert len(dropped) == 2
     assert not reading.agents.is_busy
+
+
+def forget_some(reading: Reading, count: int) -> None:
+    """Meet other engines, and forget them."""
+    for number in range(count):
+        peer = replace(PEER, endpoint=Endpoint(f"tcp://10.0.1.{number}:5600"))
+        engine = engine_of(ReadableRank(reading.fabric, Sizes()))
+        assert reading.join(engine, peer)[-1] == PeerJoined(peer)
+        reading.agents.execute(DropPeer(peer))
+    while reading.agents.is_busy:
+        reading.poll()
+
+
+@pytest.mark.parametrize(
+    ("count", "after_s"), [(1, TIDY_S + LEFT_S), (MAX_LEFT, TIDY_S)], ids=["one", "many"]
+)
+def test_an_agent_with_connections_that_nobody_uses_is_replaced(
+    reading: Reading, count: int, after_s: float
+) -> None:
+    """What it still reads ends there, and the new one knows its peers before it is used."""
+    first, started = reading.agents.current, reading.clock.now
+    forget_some(reading, count)
+    polls, reading.fabric.polls = reading.fabric.polls, 1_000_000
+    assert reading.start(D1) == []
+    (long,) = first.reads
+    reading.fabric.polls = polls
+    told: list[DataEvent] = []
+    while reading.agents.current is first:
+        assert reading.clock.now <= started + after_s + 2 * TIDY_S
+        if not reading.agents.polled[1:] and len(reading.background) == 0:
+            reading.clock.now = reading.agents.next_due or 0.0
+        told += reading.poll()
+    assert reading.clock.now >= started + after_s
+    assert told == [PeersMoved((PEER,))]
+    assert reading.agents.is_read(D1)
+    assert reading.num_transports == 2
+    assert reading.start(D2, block=8) == []
+    assert [read.request for read in reading.agents.current.reads] == [D2], "no peer is added first"
+    long.handle.polls_left = 0  # type: ignore[union-attr]
+    ended: list[DataEvent] = []
+    while reading.agents.is_busy:
+        ended += reading.poll()
+    assert {event.request for event in ended if isinstance(event, ReadDone)} == {D1, D2}
+    assert reading.num_transports == 1
+    assert (reading.counts["agents_replaced"], reading.counts["agents_recycled"]) == (1, 0)
+    reading.clock.now += TIDY_S
+    reading.poll()
+    assert reading.agents.next_due is None, "nothing is left to look for"
+
+
+def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading: Reading) -> None:
+    forget_some(reading, MAX_LEFT)
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.clock.now = reading.agents.next_due or 0.0
+    while len(reading.agents.polled) == 1:
+        reading.poll()
+    reading.agents.execute(AbandonRead(D1, R0))
+    ended: list[DataEvent] = []
+    while not any(isinstance(event, ReadFailed) for event in ended):
+        ended += reading.poll()
+    assert ReadFailed(D1, R0, STOPPED) in ended
+    assert reading.num_transports == 1
 
 
 def test_reads_of_data_and_slots_end(reading: Reading) -> None:

@@ -38,7 +38,7 @@ from nixl_kv.protocol.messages import (
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.protocol.prefill.offers import RECALL_S
-from nixl_kv.transfer.agents import TRY_AGAIN_S
+from nixl_kv.transfer.agents import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transfer.digests import NoDigester
 from nixl_kv.transfer.loop import (
     LINGER_S,
@@ -879,7 +879,7 @@ def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(
     assert world.decode.turn() == 0
     assert world.decode.failed_load().detail == DIED
     world.decode.turn()
-    assert world.decode.turn() is None
+    assert world.decode.turn() == TIDY_S, "then the agent is looked at"
 
 
 def break_at(world: World, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ class CountingTransport(MemoryTransport):
         return self.known[-1]
 
     def drop_peer(self, peer: PeerName) -> None:
-        self.known.remove(peer)
+        self.known = [name for name in self.known if name != peer]
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> ListHandle:
         self.on_prepare(peer, len(self.known))
@@ -285,14 +285,14 @@ def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(
 
 
 def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+    fabric: Fabric, preparing: Preparing
 ) -> None:
     described, ranks = two_halves(fabric)
     name = ranks[1].transport.name
     fabric.lost_peers.add(name)
     preparing.prepare(described)
     assert preparing.run() == [Ended(PEER, f"no peer {name!r} on the fabric")]
-    assert transport.known == []
+    assert preparing.prepared.num_left == 1, "the other one's connections stay open"
     assert repr(preparing.prepared) == "<PreparedPeers: none>"
 
 
@@ -306,18 +306,19 @@ def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
     transport.on_prepare = refuse
     preparing.prepare(two_halves(fabric)[0])
     assert preparing.run() == [Ended(PEER, "no such memory")]
-    assert transport.known == []
+    assert preparing.prepared.num_left == 2
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
 
 
 def test_a_rank_that_cannot_be_planned_leaves_nothing_of_its_engine(
-    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+    fabric: Fabric, preparing: Preparing
 ) -> None:
     described, _ = two_halves(fabric)
     routes = [Route(Rank(n), (Rank(0),), {"layer.0": (0, 99)}) for n in range(2)]
     preparing.prepared.prepare(PEER, described, routes)
     (ended,) = preparing.run()
     assert ended.error is not None
-    assert transport.known == []
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
 
 
 def test_the_others_are_prepared_after_one_that_fails(fabric: Fabric, preparing: Preparing) -> None:
@@ -332,22 +333,50 @@ def test_the_others_are_prepared_after_one_that_fails(fabric: Fabric, preparing:
     ]
 
 
-def test_a_dropped_peer_is_dropped_by_the_transport(
+def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    described, _ = two_halves(fabric)
+    for _ in range(3):
+        preparing.prepare(described)
+        preparing.run()
+        assert preparing.prepared.num_left == 0
+        preparing.prepared.drop(PEER)
+        preparing.run()
+        assert preparing.prepared.num_left == 2
+    assert len(set(transport.known)) == 2
+
+
+def test_a_lost_peer_is_dropped_by_the_transport_once_nothing_reads_it(
     fabric: Fabric, transport: CountingTransport, preparing: Preparing
 ) -> None:
     preparing.prepare(two_halves(fabric)[0])
     preparing.run()
-    preparing.prepared.drop(OTHER)
+    preparing.prepared.drop(OTHER, is_lost=True)
     preparing.run()
     assert len(transport.known) == 2
     preparing.is_reading = True
-    preparing.prepared.drop(PEER)
+    preparing.prepared.drop(PEER, is_lost=True)
     preparing.step()
     assert len(transport.known) == 2, "it is being read"
     assert not preparing.prepared.is_busy
     preparing.is_reading = False
     preparing.run()
     assert transport.known == []
+    assert preparing.prepared.num_left == 2, "only the end of the agent closes its connections"
+
+
+def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    described, _ = two_halves(fabric)
+    for peer in (PEER, OTHER):
+        preparing.prepared.prepare(peer, described, preparing.peers.routes(described))
+    preparing.run()
+    preparing.prepared.drop(PEER, is_lost=True)
+    preparing.run()
+    assert not preparing.prepared.has(OTHER, Rank(0))
+    assert set(transport.known) == set()
 
 
 def test_a_peer_that_comes_back_while_it_is_still_read_stays(

@@ -18,10 +18,12 @@ from nixl_kv.protocol.events import (
     FailureKind,
     JoinPeer,
     LoadEnded,
+    PeerBroken,
     PeerFits,
     PeerJoined,
     PeerKey,
     PeerRefused,
+    PeerUnreadable,
     ReadFailed,
     ReadSlot,
     Send,
@@ -30,7 +32,14 @@ from nixl_kv.protocol.events import (
     Transition,
 )
 from nixl_kv.protocol.messages import Decline, Describe, VersionRefusal
-from nixl_kv.protocol.peers import BACKOFF_S, CONNECT_TIMEOUT_S, KEPT_S, LOOK_AGAIN_S, TRANSITIONS
+from nixl_kv.protocol.peers import (
+    BACKOFF_S,
+    CONNECT_TIMEOUT_S,
+    KEPT_S,
+    LOOK_AGAIN_S,
+    TRANSITIONS,
+    UNREADABLE_S,
+)
 from support.records import (
     CLAIM,
     D1,
@@ -119,6 +128,7 @@ def unreachable(detail: str) -> Failure:
 
 DENIED = failed(Failure(FailureKind.DENIED, "prefill rank 0 denied"))
 DROPPED = failed(Failure(FailureKind.DROPPED, "dropped"))
+UNREADABLE = unreachable("engine 'prefill' answers but cannot be read: refused")
 RANK_LOST = unreachable("prefill rank 0 is unreachable: closed")
 READ_WELL: Script = [(START, READ), LANDED, (slot_read(), RELEASED, GOOD)]
 
@@ -339,7 +349,7 @@ PEERS: dict[str, Script] = {
         (START,),
         (103.0, lost(), failed(RANK_LOST)),
         (PeerJoined(PEER),),
-        (103.0, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        (103.0, Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
         (PeerRefused(PEER, "late"),),
     ),
     "a refusal of an unknown peer is ignored": [(answered(refusal("no"), HOME),), *PREPARED],
@@ -410,7 +420,34 @@ PEERS: dict[str, Script] = {
         LANDED,
         (110.4, Tick()),
         (slot_read(), RELEASED, GOOD),
-        (110.6, Tick(), DropPeer(PEER), Disconnect(RANK_0)),
+        (110.6, Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
+    ),
+    "one whose connections break again and again is left alone for a while": after(
+        READING,
+        (PeerBroken(PEER, "reset"),),
+        (SECOND, ASK_SECOND),
+        (START_2,),
+        (
+            110.2,
+            PeerBroken(PEER, "refused"),
+            PeerUnreadable(PEER, "refused"),
+            STOP,
+            Send(RANK_0, release(nonce=NONCE2, claim=RIVAL, complete=False)),
+            failed(UNREADABLE, D2),
+        ),
+        (ReadFailed(D1, Rank(0), "refused"), GIVEN_UP, failed(UNREADABLE)),
+        (110.3, prepare_load(D2, RIVAL)),
+        (START_2, failed(UNREADABLE, D2)),
+        (110.2 + UNREADABLE_S, Tick()),
+        (prepare_load(D2, RIVAL), Send(RANK_0, ask(number=3, claim=RIVAL))),
+    ),
+    "one that is lost in that pause is gone": after(
+        ASKING,
+        (cancel_load(), GIVEN_UP),
+        (PeerBroken(PEER, "reset"),),
+        (PeerBroken(PEER, "refused"), PeerUnreadable(PEER, "refused")),
+        (lost(),),
+        (Tick(), DropPeer(PEER, is_dead=True), Disconnect(RANK_0)),
     ),
     "new loads fail while a lost one is still read": after(
         READING,
