@@ -41,6 +41,8 @@ OFF: Final = "off"
 WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - not listened to
 MAX_PORT_DIGITS: Final = 5
 MAX_PORT: Final = 65535
+MAX_LABEL: Final = 256
+"""Of the label of an engine's weights, in characters."""
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
 ANYWHERE: Final = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
@@ -180,6 +182,18 @@ def _key_file(name: str, value: object) -> str | None:
     return value
 
 
+def weights_label(name: str, value: object) -> str:
+    """A label of an engine's weights, also as a tool sets it.
+
+    Raises:
+        ConfigError: names the value and what is allowed.
+    """
+    if not isinstance(value, str) or len(value) > MAX_LABEL or not value.isprintable():
+        allowed = f"up to {MAX_LABEL} printable characters, such as the trainer's step"
+        raise _refuse(name, value, allowed)
+    return value
+
+
 def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _refuse(name, value, "true or false")
@@ -316,6 +330,10 @@ class Config:
 
     offer_share: Annotated[float, _share] = 0.5
     """Share of the cache's blocks that offers which nobody has claimed may hold."""
+
+    weights: Annotated[str, weights_label] = ""
+    """Label of this engine's weights, such as the trainer's step. Decode computes a request itself
+    if prefill's label is another one; `nixl-kv set-weights` changes it at run time."""
 
     on_load_failure: Annotated[str, _policy] = "recompute"
     """What becomes of a request whose KV cannot be read: decode computes it, or it 'fail's."""

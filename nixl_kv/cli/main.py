@@ -2,8 +2,8 @@
 
 Exit status of `plan`: 0 if decode can read prefill, 1 if it cannot, 2 if the question makes no
 sense; of `status`: 0 if all ranks answered, 1 if some did not, 2 if the engine did not; of `drain`:
-0 if all was finished, 1 if not in time, 2 if the engine did not answer; of `keygen`: 0, or 2 if no
-key was written.
+0 if all was finished, 1 if not in time, 2 if the engine did not answer; of `set-weights`: 0, or 2 if
+the label was not set; of `keygen`: 0, or 2 if no key was written.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
@@ -25,6 +26,7 @@ from nixl_kv.cli.options import (
     OutputOptions,
     with_options_of_records,
 )
+from nixl_kv.config import weights_label
 from nixl_kv.errors import ConfigError, IncompatiblePeer
 from nixl_kv.keys import write_key_file
 
@@ -132,6 +134,30 @@ def drain(
         typer.echo(f"not drained within {timeout:g} s", err=True)
         raise typer.Exit(NOT_IN_TIME)
     typer.echo("drained")
+
+
+@app.command()
+def set_weights(
+    label: Annotated[str, typer.Argument(help="Such as the trainer's step.")],
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the engine is described. Default: as an engine with this environment.",
+        ),
+    ] = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Tell a running engine that its weights are others, and how they are labelled.
+
+    Decode reads KV only from a prefill engine whose weights have the same label.
+    """
+    with _errors_exit():
+        where = at or running.own_address(os.environ)
+        weights = weights_label("LABEL", label)
+        ask = partial(running.set_weights, weights=weights, keys=running.read_keys(key_file))
+        former = running.ask_first(where, ask, option="--at")
+    typer.echo(f"the weights of the engine at {where} are {label!r}; they were {former!r}")
 
 
 @app.command()

@@ -150,6 +150,21 @@ def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None) -> int:
     return answer.num_awaited
 
 
+def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> str:
+    """Give the engine whose directory is at this endpoint another label; returns the former one.
+
+    Raises:
+        NixlKVError: if nobody answers, or the engine refuses.
+    """
+    question = messages.encode(messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights))
+    answer = _decode(_exchange({endpoint: question}, keys)[endpoint], messages.decode_to_tool)
+    if isinstance(answer, messages.Refusal):
+        raise TransportError(f"refused: {answer.reason}")
+    if not isinstance(answer, messages.WeightsSet):
+        raise TransportError(f"answered with {type(answer).__name__}")
+    return answer.former
+
+
 def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:
     try:
         status = _decode(answer, messages.decode_to_tool)

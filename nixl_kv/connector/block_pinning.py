@@ -37,6 +37,10 @@ class PinnedBlocks:
         """How many blocks so many tokens take, in all groups; a window may make do with fewer."""
         return sum(paging.count(num_tokens) for paging in self._pagings)
 
+    def has_blocks(self, request: RequestId) -> bool:
+        """Whether vLLM's tables of a request have any blocks."""
+        return any(self.manager.get_block_ids(request))
+
     def pin(self, request: RequestId, num_tokens: int) -> None:
         """Pin what the table has by now of the windows' blocks; to be called with each step."""
         windowed = [paging for paging in self._pagings if paging.window]

@@ -68,10 +68,22 @@ class _SchedulerHooks:
         return self._scheduler.on_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """After each step, with what all workers have reported."""
-        self._scheduler.on_ended(
-            connector_output.finished_sending, connector_output.finished_recving
+        """After each step, with what all workers have reported.
+
+        A load that counts as failed since a reset is taken out: vLLM has looked at `failed_recving`
+        before, so the failure comes with a later step.
+        """
+        held_back = self._scheduler.on_ended(
+            connector_output.finished_sending,
+            connector_output.finished_recving,
+            connector_output.failed_recving,
         )
+        if held_back and connector_output.finished_recving:
+            connector_output.finished_recving -= set(held_back)
+
+    def reset_cache(self) -> bool | None:
+        """On a pause that clears caches, and for `/reset_prefix_cache?reset_external=true`."""
+        return self._scheduler.reset_cache()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

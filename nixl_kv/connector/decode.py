@@ -10,15 +10,19 @@ from typing import Final
 from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
-from nixl_kv.ids import Nonce, RequestId, new_claim
+from nixl_kv.ids import Incarnation, Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import SealedTicket, Ticket
+from nixl_kv.protocol.ticket import SealedTicket, Ticket, TicketHead
 
 IN_USE_S: Final = 60.0
 """How long after its last ticket an engine still counts as one that decodes."""
 
 REMEMBER_S: Final = 600.0
 """How long a used nonce is remembered here. Later than that prefill denies it anyway."""
+
+
+MAX_ENGINES: Final = 1 << 14
+"""Prefill engines that are remembered: 3 MiB, also if a client without a key invents them."""
 
 
 @dataclass
@@ -40,6 +44,7 @@ class DecodeScheduler:
         *,
         computed: int = 1,
         verify: float = 0.0,
+        weights: str = "",
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -51,6 +56,7 @@ class DecodeScheduler:
                 RemoteProtocolError for one that is not to be trusted.
             computed: how many of a prompt's last tokens are computed here, at least.
             verify: the share of loads that are verified.
+            weights: the label of this engine's weights.
             clock: monotonic seconds.
             draw: a random number from 0 to 1 (excluded), for that share.
         """
@@ -58,11 +64,16 @@ class DecodeScheduler:
         self._check_trust = check
         self._computed = computed
         self._verify = verify
+        self._weights = weights
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
         self._open: set[RequestId] = set()  # of these, those that have not ended
+        self._retracted: set[RequestId] = set()  # of these, those that must not end well
+        self._held_back: list[RequestId] = []  # to be reported as failed with the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()
+        self._epochs: dict[Incarnation, int] = {}  # the latest of each engine met since the reset
+        self._outdated: dict[Incarnation, int] = {}  # the latest of each engine met before
         self._commands: list[events.Command] = []
 
     @property
@@ -92,7 +103,7 @@ class DecodeScheduler:
         try:
             ticket = sealed.open()
         except ForeignVersion:
-            self._decline(sealed)
+            self._decline(sealed.head())
             raise
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
         if is_rejected:
@@ -101,6 +112,11 @@ class DecodeScheduler:
                 self._commands += [prepare, events.CancelLoad(prompt.request)]
             return
         self._check(prompt, ticket)
+        outdated = self._why_outdated(ticket)
+        if outdated:
+            self._decline(ticket)
+            raise RemoteProtocolError(f"kv_transfer_params: {outdated}")
+        self._meet(ticket)
         self._used[ticket.nonce] = self._clock()
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
         self._loads[prompt.request] = _Load(num_tokens)
@@ -154,9 +170,49 @@ class DecodeScheduler:
         load = self._loads.get(request)
         return load is not None and load.is_started
 
-    def on_end(self, requests: Iterable[RequestId]) -> None:
-        """Their loads have ended, well or not."""
-        self._open.difference_update(requests)
+    def on_end(
+        self, requests: Iterable[RequestId], failed: Iterable[RequestId] = ()
+    ) -> set[RequestId]:
+        """Their loads have ended, well or not (`failed`).
+
+        Returns:
+            Those whose good end vLLM must not see, since their KV is from before a reset. Each is
+            reported once more, as failed; see `pop_held_back`.
+        """
+        ended = set(requests)
+        held_back = (ended & self._retracted).difference(failed)
+        self._held_back += held_back
+        self._retracted -= ended
+        self._open -= ended - held_back
+        return held_back
+
+    def pop_held_back(self) -> list[RequestId]:
+        """Loads that each worker has to report as failed in the next step."""
+        held_back, self._held_back = self._held_back, []
+        return held_back
+
+    def reset(self, weights: str) -> None:
+        """The cache was reset, or the weights have another label: use no KV from before.
+
+        A request whose load has not started is computed here; vLLM is owed nothing for it. A load
+        that has started ends as failed, even if the workers have just reported it as good. Tickets
+        of all prefill engines that were met are refused until those reset their caches too.
+        """
+        self._weights = weights
+        self._outdated |= self._epochs
+        self._epochs.clear()
+        while len(self._outdated) > MAX_ENGINES:
+            del self._outdated[next(iter(self._outdated))]
+        for request, load in list(self._loads.items()):
+            if not load.is_started:
+                self._release(request)
+            elif request in self._open:
+                self._retracted.add(request)
+                self._commands.append(events.CancelLoad(request))
+
+    def accept_again(self) -> None:
+        """This engine woke up with the weights that it had: tickets from before may be used."""
+        self._outdated.clear()
 
     def on_finish(self, request: RequestId) -> None:
         """A request is over, perhaps before its load, or during it."""
@@ -168,9 +224,8 @@ class DecodeScheduler:
         commands, self._commands = self._commands, []
         return commands
 
-    def _decline(self, sealed: SealedTicket) -> None:
-        """Nobody here can ask for what another version offers: its blocks need not wait."""
-        head = sealed.head()
+    def _decline(self, head: TicketHead) -> None:
+        """Nobody here will ask for this offer: its blocks need not wait."""
         self._forget_used()
         if head.nonce not in self._used:
             self._used[head.nonce] = self._clock()
@@ -181,6 +236,24 @@ class DecodeScheduler:
         del self._loads[request]
         self._open.discard(request)
         self._commands.append(events.CancelLoad(request))
+
+    def _meet(self, ticket: Ticket) -> None:
+        """Remember its engine, and how often that has reset its cache."""
+        latest = self._epochs.pop(ticket.incarnation, 0)
+        self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
+        if len(self._epochs) > MAX_ENGINES:
+            del self._epochs[next(iter(self._epochs))]
+
+    def _why_outdated(self, ticket: Ticket) -> str:
+        """Why KV that is of this prompt may be of other weights; empty if it is not."""
+        if ticket.weights != self._weights:
+            return f"weights is {ticket.weights!r}; this engine's weights are {self._weights!r}"
+        if ticket.epoch <= self._outdated.get(ticket.incarnation, -1):
+            return (
+                f"epoch is {ticket.epoch}, from before this engine's cache was reset; reset the "
+                f"cache of prefill engine {ticket.engine!r} as well"
+            )
+        return ""
 
     def _check(self, prompt: Prompt, ticket: Ticket) -> None:
         """A ticket is good for one request, and for its own prompt."""

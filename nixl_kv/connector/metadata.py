@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import Command
 
 
@@ -17,6 +18,10 @@ class StepMetadata(KVConnectorMetadata):
     commands: list[Command] = field(default_factory=list)
     computes: bool = True
     """Whether there is anything to compute; else all requests wait, for loads."""
+
+    failed: list[RequestId] = field(default_factory=list)
+    """Loads that all workers have reported as good, and that the scheduler did not pass on because
+    its cache was reset: each worker reports them as failed."""
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,15 +18,20 @@ from nixl_kv.protocol.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
+ALL: Final = 1 << 31
+"""Blocks: more than any cache has."""
+
 
 @dataclass(frozen=True)
 class Address:
-    """What every ticket of this life of the engine says."""
+    """What every ticket says from one reset of the engine's cache to the next."""
 
     engine: EngineId
     incarnation: Incarnation
     host: str
     port: int
+    epoch: int = 0
+    weights: str = ""
 
 
 @dataclass
@@ -102,6 +107,23 @@ class PrefillScheduler:
             logger.info("a request waits for %d blocks: offers are taken back", num_blocks)
             self._commands.append(events.ReclaimBlocks(num_blocks))
 
+    def reset(self) -> None:
+        """The cache was reset, or the weights are others: offer nothing that was computed before.
+
+        Offers that no reader has begun to read end. A request that still has blocks is not offered:
+        they may hold KV of both before and after. One that lost them is computed anew, and offered.
+        """
+        for request, offer in list(self._offers.items()):
+            if offer.tables:
+                offer.tables = ()
+                self._commands.append(events.WithdrawOffer(offer.nonce))
+            if self._blocks.has_blocks(request):
+                logger.info("request %s is not offered: the cache was reset meanwhile", request)
+                del self._offers[request]
+                self.on_end([request])
+        if self.num_offers:
+            self._commands.append(events.ReclaimBlocks(ALL))
+
     def on_step(
         self, preempted: Iterable[RequestId], scheduled: Iterable[tuple[RequestId, range]]
     ) -> None:
@@ -159,6 +181,8 @@ class PrefillScheduler:
             nonce=offer.nonce,
             num_tokens=offer.num_tokens,
             context=offer.context,
+            epoch=self.address.epoch,
+            weights=self.address.weights,
         )
         return True, self._seal(ticket)
 

@@ -5,7 +5,8 @@ beyond `on_arrival`.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -90,7 +91,10 @@ class Scheduler:
             self._trust.check,
             computed=computed_on_decode(vllm_config),
             verify=self._config.verify,
+            weights=self._config.weights,
         )
+        self._weights = self._config.weights  # the label that all above was decided by
+        self._epoch = 0
         self._admission = Admission(self._blocks, self._prefill, self._decode, BlockShortage())
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
@@ -107,10 +111,44 @@ class Scheduler:
         """Keep the cache manager: offers are made from its block tables."""
         self._blocks.manager = kv_cache_manager
 
-    def on_ended(self, offers: Iterable[str] | None, loads: Iterable[str] | None) -> None:
-        """All workers have reported these offers and loads as ended."""
+    def on_ended(
+        self,
+        offers: Iterable[str] | None,
+        loads: Iterable[str] | None,
+        failed: Iterable[str] | None = None,
+    ) -> Collection[str]:
+        """All workers have reported these offers and loads as ended.
+
+        Returns:
+            The loads whose end vLLM must not see yet, see `DecodeScheduler.on_end`.
+        """
+        self._follow_label()
         self._admission.on_offers_ended(request_ids(offers))
-        self._decode.on_end(request_ids(loads))
+        return self._decode.on_end(request_ids(loads), request_ids(failed))
+
+    def reset_cache(self) -> bool:
+        """Let no KV from before this call be offered, or counted as loaded, after it.
+
+        That holds at once, also while the engine is paused: this side decides what may be loaded,
+        and which loads are good. The workers take offers back, and stop reads, with the next step.
+
+        Returns:
+            True: vLLM's own part fails as long as offers and loads hold blocks.
+        """
+        self._epoch += 1
+        if self._prefill.address is not None:
+            self._prefill.address = replace(
+                self._prefill.address, epoch=self._epoch, weights=self._weights
+            )
+        logger.info(
+            "the cache was reset: of %d offers those are taken back that nobody reads, and %d "
+            "loads are cancelled",
+            self._prefill.num_offers,
+            self._decode.num_open,
+        )
+        self._prefill.reset()
+        self._decode.reset(self._weights)
+        return True
 
     def pop_stats(self) -> Stats | None:
         """What is new since the last time."""
@@ -120,6 +158,7 @@ class Scheduler:
 
     def on_arrival(self, request: Request) -> None:
         """A request is new. A ticket that is not valid costs a log line and a counter."""
+        self._follow_label()
         try:
             self._dispatch(request)
         except RemoteProtocolError as error:
@@ -128,6 +167,7 @@ class Scheduler:
 
     def count_matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """See `DecodeScheduler.count_matched`. None: the request has to wait, others need not."""
+        self._follow_label()
         request_id = RequestId(request.request_id)
         if not self._admission.may_begin(request_id, request.num_tokens):
             return None, False
@@ -141,6 +181,7 @@ class Scheduler:
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """The commands of this step: layouts, then those of prefill, then those of decode."""
+        self._follow_label()
         preempted = request_ids(output.preempted_req_ids)
         if self._directory is not None:
             self._prefill.on_declined(self._directory.pop_declined())
@@ -150,12 +191,14 @@ class Scheduler:
         return StepMetadata(
             [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()],
             computes=output.total_num_scheduled_tokens > 0,
+            failed=self._decode.pop_held_back(),
         )
 
     def on_finish(
         self, request: Request, tables: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether to keep the blocks, and the ticket for them; `tables` are those of all groups."""
+        self._follow_label()
         request_id = RequestId(request.request_id)
         if self._recomputes and self._decode.has_begun(request_id) and has_failed(request):
             logger.warning(OUTER_POLICY, request_id)
@@ -188,12 +231,16 @@ class Scheduler:
         if self._directory is None:
             self._directory = self._listen()
             self._directory.start()
+        else:
+            self._decode.accept_again()
         self._directory.publish(description)
         self._prefill.address = Address(
             description.engine,
             description.incarnation,
             self._directory.host,
             self._directory.port,
+            self._epoch,
+            self._weights,
         )
         logger.info(
             "engine %s is described at %s:%d; it has %s",
@@ -207,6 +254,16 @@ class Scheduler:
         """Stop listening."""
         if self._directory is not None:
             self._directory.stop()
+
+    def _follow_label(self) -> None:
+        """If a tool has set another label, all that was decided by the former one is void.
+
+        Not between a request's `count_matched` and its `on_allocation`: vLLM waits for the end of
+        the load that the first has promised.
+        """
+        if self._directory is not None and self._directory.weights != self._weights:
+            self._weights = self._directory.weights
+            self.reset_cache()
 
     def _dispatch(self, request: Request) -> None:
         """By what a request asks for, if this engine does that."""
@@ -267,6 +324,8 @@ class Scheduler:
             control,
             self._config.host,
             count_awaited=lambda: len(self._prefill.requests),
+            weights=self._weights,
+            has_key=self._trust.keys is not None,
         )
         try:
             return listen(port)

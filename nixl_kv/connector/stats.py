@@ -30,7 +30,9 @@ COUNTERS: Final = {
     "load_failures_fenced": "Of these: prefill took its blocks back while they were read.",
     "load_failures_corrupt": "Of these: what was read is not what prefill has, by its digest.",
     "load_failures_internal": "Of these: a fault of nixl_kv, or a digest that failed.",
-    "loads_dropped": "Requests that had ended while their KV was read: no failure.",
+    "loads_dropped": (
+        "Loads that were cancelled: the request had ended, or the cache was reset. No failure."
+    ),
     "tokens_loaded": "Prompt tokens whose KV was read.",
     "bytes_read": "Bytes of KV read, per rank.",
     "descriptors": "Runs of these bytes that are contiguous on both sides, per rank.",

@@ -49,6 +49,11 @@ SHUTDOWN_S: Final = 5.0
 """How long the end of the process waits for the transfer engine."""
 
 
+RESET: Final = events.Failure(
+    events.FailureKind.DROPPED, "the cache was reset before the load was used"
+)
+
+
 class Worker:
     """One rank. vLLM calls every method on the step thread.
 
@@ -118,6 +123,7 @@ class Worker:
     def on_step(self, step: StepMetadata) -> None:
         """Hand over the step's commands, before the forward that belongs to them."""
         self._computes = step.computes
+        self._left += [events.LoadEnded(request, 0, RESET) for request in step.failed]
         if self._engine is not None:
             starting = [one.request for one in step.commands if isinstance(one, events.StartLoad)]
             if starting:

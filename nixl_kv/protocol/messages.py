@@ -3,6 +3,7 @@
 To the scheduler of an engine:         Describe       -> Description | Refusal
                                        Decline
                           from a tool: Drain          -> Draining
+                                       SetWeights     -> WeightsSet | Refusal
 To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
                                        PackRequest    -> PackReply | Deny
@@ -26,6 +27,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.geometry.digest import MAX_COLUMNS
@@ -55,6 +57,7 @@ _Rank = Annotated[Rank, Meta(ge=0, lt=MAX_RANKS)]
 _Ranks = Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 _Text = Annotated[str, Meta(max_length=512)]
+_Label = Annotated[str, Meta(max_length=MAX_LABEL)]
 _Facts = Annotated[
     dict[Annotated[str, NAME], Annotated[str, Meta(max_length=4096)]], Meta(max_length=256)
 ]
@@ -127,6 +130,23 @@ class Draining(_Message, frozen=True, kw_only=True):
     """So be it: `num_awaited` requests that have arrived before are not offered yet."""
 
     num_awaited: _Count
+
+
+class SetWeights(_Message, frozen=True, kw_only=True):
+    """A tool gives, with ANY_INCARNATION, another label to this engine's weights."""
+
+    weights: _Label
+
+    def __post_init__(self) -> None:
+        """Refuse a label that would break a log line."""
+        if not self.weights.isprintable():
+            raise ValueError("weights has characters that cannot be printed")
+
+
+class WeightsSet(_Message, frozen=True, kw_only=True):
+    """The label is set; it was `former`."""
+
+    former: _Label
 
 
 class Slots(_Record, frozen=True, kw_only=True):
@@ -429,11 +449,11 @@ class Status(_Message, frozen=True, kw_only=True):
     story: Annotated[tuple[EventRecord, ...], _LISTED]
 
 
-ToEngine: TypeAlias = Describe | Decline | Drain
+ToEngine: TypeAlias = Describe | Decline | Drain | SetWeights
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Renew | Release
 ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | Renewed | VersionRefusal
-ToTool: TypeAlias = Status | Draining | VersionRefusal
+ToTool: TypeAlias = Status | Draining | WeightsSet | Refusal | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 
 

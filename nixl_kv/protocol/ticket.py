@@ -7,7 +7,7 @@ Where engines share a key, a MAC over all of it proves that one of them made it.
 All of it is in one string, in a field of our own. Beside it are fields that routers know: some look
 at them, and some overwrite them, so they are written and never read.
 
-    nixl_kv_ticket = "7.0f5c...e2.l6kxMC4w..."
+    nixl_kv_ticket = "8.0f5c...e2.l6kxMC4w..."
                       |    |         |
              wire version  |         array in msgpack and base64url (no padding):
                            |         [host, port, nonce, and what this version has behind them]
@@ -29,6 +29,8 @@ WIRE_VERSION history (of tickets and messages alike)
    a rank keeps, and what an engine keeps besides its model; a digest's slices say which tokens
 7  a description says how a rank's GPU memory is mapped, and where it packs what is read, on
    request; the hash of a prompt is HMAC-SHA256 over msgpack
+8  a ticket says with which weights its KV was computed, and how often prefill's cache was reset
+   before; a tool can change the label of an engine's weights
 """
 
 import base64
@@ -42,10 +44,11 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
+from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 7
+WIRE_VERSION: Final = 8
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
@@ -89,18 +92,26 @@ class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(TicketHead, frozen=True, kw_only=True):
-    """One finished prefill on offer."""
+    """One finished prefill on offer.
+
+    `epoch` counts the resets of prefill's cache in this incarnation. `weights` is the label that
+    prefill's weights had.
+    """
 
     engine: Annotated[EngineId, NAME]
     incarnation: Annotated[Incarnation, HEX32]
     num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     context: Context
+    epoch: Annotated[int, Meta(ge=0, le=2**62)]
+    weights: Annotated[str, Meta(max_length=MAX_LABEL)]
 
     def __post_init__(self) -> None:
         """Refuse what is no address, and no life of an engine."""
         super().__post_init__()
         if not self.engine.isprintable():
             raise ValueError("engine has characters that cannot be printed")
+        if not self.weights.isprintable():
+            raise ValueError("weights has characters that cannot be printed")
         if self.incarnation == ANY_INCARNATION:
             raise ValueError("incarnation is all zeros; no engine's is")
 

@@ -1,8 +1,8 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
 It sleeps until somebody asks. The description is replaced whole after a wake-up. Decode engines
-also say here which offers they decline, and tools that the engine is to drain; the scheduler looks
-at that with its next step, or request.
+also say here which offers they decline. Tools say that the engine is to drain, and how its weights
+are labelled. The scheduler reads all of that with its next step or request.
 
 No error ends the thread: an engine whose directory is silent can never be met again.
 """
@@ -61,6 +61,8 @@ class DirectoryServer:
         port: int,
         *,
         count_awaited: Callable[[], int] = lambda: 0,
+        weights: str = "",
+        has_key: bool = False,
     ) -> None:
         """Listen.
 
@@ -69,6 +71,8 @@ class DirectoryServer:
             host: an IP literal.
             port: 0 takes any free one.
             count_awaited: how many requests will be offered that are not yet; on any thread.
+            weights: the label of the engine's weights.
+            has_key: whether only holders of a key reach this server. Nobody else may set the label.
 
         Raises:
             TransportError: if the address cannot be bound.
@@ -82,6 +86,9 @@ class DirectoryServer:
         self.is_draining = False
         """Whether a tool has said that nothing more is to be offered."""
         self.count_awaited = count_awaited
+        self.weights = weights
+        """The label of the engine's weights, as a tool has set it last."""
+        self._has_key = has_key
         self._is_stopping = False
         self._is_closed = False
         self._log = LimitedLog(logger, time.monotonic)
@@ -134,7 +141,9 @@ class DirectoryServer:
         except (RemoteProtocolError, TransportError) as error:
             self._log.warning("request for a description dropped: %s", error)
 
-    def _answer(self, payload: bytes) -> messages.Answer | messages.Draining | None:
+    def _answer(
+        self, payload: bytes
+    ) -> messages.Answer | messages.Draining | messages.WeightsSet | None:
         try:
             message = messages.decode_to_engine(payload)
         except ForeignVersion as error:
@@ -142,12 +151,15 @@ class DirectoryServer:
             return messages.VersionRefusal()
         if isinstance(message, messages.Decline):
             self._log.warning(
-                "offer %s is declined: decode speaks another wire version", short(message.nonce)
+                "offer %s is declined: decode has other weights, or another wire version",
+                short(message.nonce),
             )
             self._declined.append(message.nonce)
             return None
         if isinstance(message, messages.Drain):
             return self._drain()
+        if isinstance(message, messages.SetWeights):
+            return self._set_weights(message)
         return self._describe(message)
 
     def _drain(self) -> messages.Draining:
@@ -156,6 +168,21 @@ class DirectoryServer:
         self.is_draining = True
         life = ANY_INCARNATION if self._description is None else self._description.incarnation
         return messages.Draining(incarnation=life, num_awaited=self.count_awaited())
+
+    def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet | messages.Refusal:
+        """The scheduler compares the label in each of its hooks: it holds from this answer on."""
+        description = self._description
+        life = ANY_INCARNATION if description is None else description.incarnation
+        if not self._has_key:
+            name = EngineId("any") if description is None else description.engine
+            reason = (
+                "this engine has no key, so anybody could set the label of its weights; give it "
+                "key_file, or set weights in its configuration and restart it"
+            )
+            return messages.Refusal(incarnation=life, engine=name, reason=reason)
+        former, self.weights = self.weights, message.weights
+        logger.warning("a tool set the label of this engine's weights to %r", self.weights)
+        return messages.WeightsSet(incarnation=life, former=former)
 
     def _describe(self, message: messages.Describe) -> messages.Description | messages.Refusal:
         description = self._description

@@ -431,7 +431,7 @@ class Loop:
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
         """Say why, and what happened before; a load that nobody wants any more is no failure."""
         if failure.kind is events.FailureKind.DROPPED:
-            logger.info("request %s had ended while its KV was read", report.request)
+            logger.info("request %s: its load was cancelled", report.request)
             return
         peer = f"; {report.peer}" if report.peer else ""
         story = self._story(report.request)

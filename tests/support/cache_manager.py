@@ -49,7 +49,7 @@ class CacheManager:
     block_pool: BlockPool = field(default_factory=BlockPool)
 
     def get_block_ids(self, request: str) -> tuple[list[int], ...]:
-        return tuple(list(table) for table in self.tables[request])
+        return tuple(list(table) for table in self.tables.get(request, ()))
 
     def get_blocks(self, request: str) -> Any:
         tables = self.tables[request]

@@ -17,7 +17,10 @@ from nixl_kv.protocol.messages import Answer, Description, Message, RankDescript
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
-    **dict.fromkeys((b"\xa8Describe", b"\xa7Decline", b"\xa5Drain"), messages.decode_to_engine),
+    **dict.fromkeys(
+        (b"\xa8Describe", b"\xa7Decline", b"\xa5Drain", b"\xaaSetWeights"),
+        messages.decode_to_engine,
+    ),
     **dict.fromkeys(
         (
             *(b"\xa3Ask", b"\xadDigestRequest", b"\xabPackRequest", b"\xa5Renew"),
@@ -25,7 +28,7 @@ DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
         ),
         messages.decode_to_rank,
     ),
-    **dict.fromkeys((b"\xa6Status", b"\xa8Draining"), messages.decode_to_tool),
+    **dict.fromkeys((b"\xa6Status", b"\xa8Draining", b"\xaaWeightsSet"), messages.decode_to_tool),
 }
 
 
@@ -182,6 +185,8 @@ def ticket(**changed: Any) -> Ticket:
         "nonce": NONCE,
         "num_tokens": 8,
         "context": CONTEXT,
+        "epoch": 0,
+        "weights": "",
     }
     return Ticket(**{**values, **changed})
 

@@ -95,6 +95,8 @@ class Adapter:
                 nonce=nonce,
                 num_tokens=prompt.num_tokens,
                 context=prompt.context(nonce),
+                epoch=0,
+                weights="",
             ).params(None)
         return request
 

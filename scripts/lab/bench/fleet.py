@@ -133,6 +133,8 @@ class FleetEngine:
             nonce=Nonce(hex32(request)),
             num_tokens=100,
             context=CONTEXT,
+            epoch=0,
+            weights="",
         )
 
     def _incarnation_of(self, rank: int) -> Incarnation:

@@ -76,6 +76,8 @@ TICKET: Final = Ticket(
     nonce=NONCE,
     num_tokens=TOKENS + 1,
     context=CONTEXT,
+    epoch=0,
+    weights="",
 )
 COMMANDS: Final[tuple[events.Command, ...]] = (
     events.PrepareOffer(NONCE, OFFERED, CONTEXT, TOKENS + 1, (TABLE, TABLE)),

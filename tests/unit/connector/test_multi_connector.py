@@ -211,6 +211,8 @@ class Engine:
             nonce=nonce,
             num_tokens=PROMPT,
             context=prompt.context(nonce),
+            epoch=0,
+            weights="",
         ).params(None)
 
 

@@ -29,7 +29,7 @@ NUM_TOKENS = len(TOKEN_IDS)
 FULL, WINDOW = Paging(0, 4, 0), Paging(1, 4, 8)
 TABLES = ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])
 KEY = b"k" * 32
-ADDRESS = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600)
+ADDRESS = Address(PREFILL, ENGINE_LIFE, "10.0.0.1", 5600, epoch=3, weights="step 7")
 
 
 class Side:
@@ -116,6 +116,8 @@ def test_a_finished_request_is_published_with_its_ticket(side: Side) -> None:
         nonce=prepare.nonce,
         num_tokens=NUM_TOKENS,
         context=prepare.context,
+        epoch=ADDRESS.epoch,
+        weights=ADDRESS.weights,
     )
     assert ticket.open() == expected
 

@@ -98,6 +98,8 @@ def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
         "nonce": nonce,
         "num_tokens": request.num_prompt_tokens,
         "context": context_hash(nonce, request.prompt_token_ids, []),  # type: ignore[arg-type]
+        "epoch": 0,
+        "weights": "",
     }
     return Ticket(**values | changed).params(None)
 

@@ -1,0 +1,510 @@
+"""New weights: what vLLM's own scheduler keeps of the KV from before; the test is its workers."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import pytest
+from transformers import OPTConfig
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from nixl_kv.connector.metadata import HandshakeMetadata
+from nixl_kv.connector.vllm_config import prompt_of
+from nixl_kv.connector.worker import Worker
+from nixl_kv.ids import EngineId, Incarnation, new_nonce
+from nixl_kv.protocol.events import (
+    CancelLoad,
+    Command,
+    DeclineOffer,
+    PrepareLoad,
+    PrepareOffer,
+    PublishOffer,
+    ReclaimBlocks,
+    WithdrawOffer,
+)
+from nixl_kv.protocol.messages import encode
+from nixl_kv.protocol.ticket import SealedTicket, Ticket
+from support.records import hex32, rank_description
+
+BLOCK: Final = 16
+PROMPT: Final = 100
+"""Tokens: six blocks and a bit."""
+NUM_BLOCKS: Final = 60
+WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
+LIFE: Final = Incarnation(hex32(0x11FE))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder)
+    return ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
+
+
+class Engine:
+    """One engine: vLLM's scheduler with this connector."""
+
+    def __init__(
+        self, model: ModelConfig, role: str, *, is_async: bool = False, **extra: Any
+    ) -> None:
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=1,
+                max_num_batched_tokens=256,
+                max_model_len=512,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
+                async_scheduling=is_async,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="NixlKVConnector",
+                kv_connector_module_path="nixl_kv.connector",
+                kv_role=role,
+                kv_connector_extra_config={"port": 0, **extra},
+            ),
+            device_config=DeviceConfig("cpu"),
+        )
+        config.cache_config.kv_cache_layout = "LBHNC"
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=model.dtype)
+        cache = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        kv_cache_utils.init_none_hash(sha256)
+        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+        self.vllm = (AsyncScheduler if is_async else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        self.connector: Any = self.vllm.connector
+        described = HandshakeMetadata(encode(rank_description(incarnation=LIFE)))
+        self.handshake = {(0, 0): described}
+        self.connector.set_xfer_handshake_metadata_pp_aware(self.handshake)
+        assert kinds(self.step()) == ["SetEngine"]
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a later prompt would find."""
+        cached = self.vllm.kv_cache_manager.block_pool.cached_block_hash_to_block
+        return len(cached)
+
+    def add(
+        self, name: str, params: object = None, *, first: int = 0, n: int = PROMPT, out: int = 1
+    ) -> Request:
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(range(first, first + n)),
+            sampling_params=SamplingParams(
+                max_tokens=out, ignore_eos=True, extra_args={"kv_transfer_params": params}
+            ),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.vllm.add_request(request)
+        return request
+
+    def schedule(self) -> tuple[SchedulerOutput, list[Command]]:
+        output = self.vllm.schedule()
+        return output, list(output.kv_connector_metadata.commands)
+
+    def end(self, output: SchedulerOutput, **transferred: set[str]) -> list[Any]:
+        """The step's outputs, with what the workers report."""
+        names = list(output.num_scheduled_tokens)
+        reported = {key: set(names) for key, names in transferred.items()}
+        for request in output.kv_connector_metadata.failed:
+            for key in ("finished_recving", "failed_recving"):
+                reported.setdefault(key, set()).add(request)
+        result = EMPTY_MODEL_RUNNER_OUTPUT
+        if names or reported:
+            result = ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: place for place, name in enumerate(names)},
+                sampled_token_ids=[[7] * self._is_computed(name) for name in names],
+                kv_connector_output=KVConnectorOutput(**reported) if reported else None,
+            )
+        clients = self.vllm.update_from_output(output, result)
+        return [one for client in clients.values() for one in client.outputs]
+
+    def _is_computed(self, name: str) -> bool:
+        request = self.vllm.requests.get(name)
+        return request is not None and request.num_computed_tokens >= request.num_tokens
+
+    def step(self, **transferred: set[str]) -> list[Command]:
+        output, commands = self.schedule()
+        self.end(output, **transferred)
+        return commands
+
+    def set_label(self, label: str) -> None:
+        """What the directory's thread does for `nixl-kv set-weights`."""
+        self.connector._scheduler._directory.weights = label
+
+    def ticket(self, *, first: int = 0, **changed: Any) -> dict[str, Any]:
+        """For the prompt of `add`."""
+        nonce = new_nonce()
+        tokens = list(range(first, first + PROMPT))
+        request = Request("any", tokens, SamplingParams(max_tokens=1), None)
+        values = {
+            "engine": EngineId("prefill"),
+            "host": "127.0.0.1",
+            "port": 5600,
+            "incarnation": LIFE,
+            "nonce": nonce,
+            "num_tokens": PROMPT,
+            "context": prompt_of(request).context(nonce),
+            "epoch": 0,
+            "weights": "",
+        }
+        return Ticket(**values | changed).params(None)
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make(model: ModelConfig) -> Iterator[Make]:
+    engines: list[Engine] = []
+
+    def new(role: str, **options: Any) -> Engine:
+        engines.append(Engine(model, role, **options))
+        return engines[-1]
+
+    yield new
+    for engine in engines:
+        engine.connector.shutdown()
+
+
+def kinds(commands: Iterable[Command]) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("nixl_kv")]
+
+
+RESETS: Final = ["reset", "label"]
+"""The two ways to say that the weights are others."""
+
+
+def end_weights(engine: Engine, how: str) -> None:
+    if how == "reset":
+        assert engine.connector.reset_cache() is True
+    else:
+        engine.set_label("step 8")
+
+
+# --- decode
+
+
+def test_a_pause_for_new_weights_ends_what_was_asked_for(make: Make) -> None:
+    """As `pause_generation("keep")` does: no step is made from the pause to the resumption."""
+    decode = make("kv_consumer")
+    decode.add("running", first=3000, n=40, out=400)
+    decode.step()
+    asked = decode.add("asked", decode.ticket())
+    assert kinds(decode.step()) == ["PrepareLoad"]
+
+    decode.vllm.set_pause_state(PauseState.PAUSED_ALL)
+    assert decode.vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    late = decode.add("late", decode.ticket(first=1000), first=1000)
+    decode.vllm.set_pause_state(PauseState.UNPAUSED)
+    decode.vllm.finish_requests(["running"], RequestStatus.FINISHED_ABORTED)
+
+    output, commands = decode.schedule()
+    assert output.num_scheduled_tokens == {"asked": PROMPT}  # all of it, by the new weights
+    assert kinds(commands) == ["CancelLoad", "DeclineOffer"]
+    decode.end(output)
+    assert asked.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    output, commands = decode.schedule()
+    assert output.num_scheduled_tokens == {"late": PROMPT}
+    assert late.num_computed_tokens == PROMPT
+    assert not commands
+
+
+@pytest.mark.parametrize("how", RESETS)
+def test_a_load_that_was_asked_for_never_starts(make: Make, how: str) -> None:
+    decode = make("kv_consumer")
+    decode.add("running", first=3000, n=40, out=2)
+    output, _ = decode.schedule()
+    decode.add("asked", decode.ticket())
+    decode.end(output)
+    assert kinds(decode.step()) == ["PrepareLoad"]
+    end_weights(decode, how)
+    output, commands = decode.schedule()
+    assert output.num_scheduled_tokens == {"asked": PROMPT}
+    assert kinds(commands) == ["CancelLoad"]
+
+
+@pytest.mark.parametrize("how", RESETS)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("report", ["good", "failed", "good, on its way"])
+def test_a_load_under_way_is_computed_again(
+    make: Make, how: str, *, is_async: bool, report: str
+) -> None:
+    """Whatever the workers report, or have reported: vLLM hears of one end, and it is a failure."""
+    decode = make("kv_consumer", is_async=is_async)
+    request = decode.add("d", decode.ticket())
+    started = decode.step()
+    assert kinds(started) == ["PrepareLoad", "StartLoad"]
+    on_its_way, _ = decode.schedule()
+    end_weights(decode, how)
+    if report == "good, on its way":  # that step's output has it, and comes after the reset
+        decode.end(on_its_way, finished_recving={"d"})
+        output, commands = decode.schedule()
+    else:
+        decode.end(on_its_way)
+        output, commands = decode.schedule()
+        failed = {"failed_recving": {"d"}} if report == "failed" else {}
+        assert not output.num_scheduled_tokens
+        decode.end(output, finished_recving={"d"}, **failed)
+        assert output.kv_connector_metadata.failed == []
+        output, again = decode.schedule()
+        assert again == []
+    assert commands == [CancelLoad(started[1].request)]  # type: ignore[union-attr]
+    for _ in range(3):
+        if output.num_scheduled_tokens:
+            break
+        assert decode.num_cached == 0
+        decode.end(output)
+        output, _ = decode.schedule()
+    assert output.num_scheduled_tokens == {"d": PROMPT}
+    decode.end(output)
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert decode.step() in ([], [CancelLoad(started[1].request)])  # type: ignore[union-attr]
+    assert not decode.vllm.requests
+
+
+def test_a_load_that_is_held_back_may_be_aborted(make: Make) -> None:
+    """Its blocks are free once it has been reported, once."""
+    decode = make("kv_consumer")
+    idle = decode.vllm.kv_cache_manager.block_pool.get_num_free_blocks()
+    decode.add("d", decode.ticket())
+    decode.step()
+    assert decode.connector.reset_cache()
+    decode.step(finished_recving={"d"})
+    decode.vllm.finish_requests(["d"], RequestStatus.FINISHED_ABORTED)
+    assert "d" in decode.vllm.requests
+    decode.step()
+    assert not decode.vllm.requests
+    assert decode.vllm.kv_cache_manager.block_pool.get_num_free_blocks() == idle
+    assert decode.num_cached == 0
+
+
+def test_the_worker_reports_what_was_held_back(make: Make) -> None:
+    """With the step that says so; vLLM takes one report of each worker."""
+    decode = make("kv_consumer")
+    decode.add("d", decode.ticket())
+    decode.step()
+    assert decode.connector.reset_cache()
+    decode.step(finished_recving={"d"})
+    output, _ = decode.schedule()
+    worker = Worker(decode.vllm.vllm_config, decode.vllm.kv_cache_config)
+    worker.on_step(output.kv_connector_metadata)
+    results = worker.pop_results()
+    assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
+    results = worker.pop_results()
+    assert not results.finished_recving
+
+
+def test_tickets_of_before_are_refused_until_prefill_resets_too(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = make("kv_consumer")
+    decode.add("met", decode.ticket(epoch=1))
+    decode.step()
+    assert decode.connector.reset_cache()
+    with caplog.at_level(logging.WARNING, "nixl_kv"):
+        decode.add("old", decode.ticket(epoch=1))
+        decode.add("older", decode.ticket(epoch=0))
+    assert warned(caplog) == [
+        f"request {name} is computed here: kv_transfer_params: epoch is {epoch}, from before this "
+        "engine's cache was reset; reset the cache of prefill engine 'prefill' as well"
+        for name, epoch in (("old", 1), ("older", 0))
+    ]
+    decode.add("new", decode.ticket(epoch=2))
+    decode.add("other", decode.ticket(incarnation=Incarnation(hex32(0x22))))
+    prepared = [one.request for one in decode.step() if isinstance(one, PrepareLoad)]
+    assert prepared == ["new", "other"]
+
+
+def test_an_engine_that_wakes_up_takes_tickets_again(make: Make) -> None:
+    """vLLM 0.33 resets caches before each sleep, also if the weights stay."""
+    decode = make("kv_consumer")
+    decode.add("met", decode.ticket())
+    decode.step()
+    assert decode.connector.reset_cache()
+    decode.connector.set_xfer_handshake_metadata_pp_aware(decode.handshake)
+    decode.add("new", decode.ticket())
+    assert "PrepareLoad" in kinds(decode.step())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_read"),
+    [("", "", True), ("7", "7", True), ("7", "8", False), ("", "8", False), ("7", "", False)],
+)
+def test_other_weights_are_not_read(
+    make: Make, caplog: pytest.LogCaptureFixture, theirs: str, ours: str, *, is_read: bool
+) -> None:
+    """One line names both labels, the counter counts, and prefill need not wait."""
+    decode = make("kv_consumer", weights=ours)
+    ticket = decode.ticket(weights=theirs)
+    with caplog.at_level(logging.WARNING, "nixl_kv"):
+        decode.add("d", ticket)
+    output, commands = decode.schedule()
+    if is_read:
+        assert kinds(commands) == ["PrepareLoad", "StartLoad"]
+        assert not warned(caplog)
+        return
+    assert output.num_scheduled_tokens == {"d": PROMPT}
+    opened = SealedTicket.parse(ticket).open()
+    assert commands == [DeclineOffer(opened.endpoint, opened.nonce)]
+    (line,) = warned(caplog)
+    assert line == (
+        f"request d is computed here: kv_transfer_params: weights is {theirs!r}; this engine's "
+        f"weights are {ours!r}"
+    )
+    assert decode.connector._scheduler.stats.data["tickets_refused"] == 1
+
+
+def test_a_label_that_comes_while_blocks_are_found_ends_the_load(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two hooks that vLLM calls for one request: it waits for a load, so one ends."""
+    decode = make("kv_consumer")
+    manager = decode.vllm.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def and_set(*arguments: Any, **named: Any) -> Any:
+        decode.set_label("8")
+        return allocate(*arguments, **named)
+
+    decode.add("d", decode.ticket())
+    monkeypatch.setattr(manager, "allocate_slots", and_set)
+    commands = decode.step()
+    assert kinds(commands) == ["PrepareLoad", "StartLoad", "CancelLoad"]
+    decode.step(finished_recving={"d"}, failed_recving={"d"})
+    output, _ = decode.schedule()
+    assert output.num_scheduled_tokens == {"d": PROMPT}
+
+
+# --- prefill
+
+
+def offered(engine: Engine, name: str = "p") -> Ticket:
+    """A prompt is computed, and its ticket is out."""
+    engine.add(name, WANT_TICKET)
+    output, commands = engine.schedule()
+    assert "PrepareOffer" in kinds(commands)
+    (finished,) = engine.end(output)
+    return SealedTicket.parse(finished.kv_transfer_params).open()
+
+
+@pytest.mark.parametrize("how", RESETS)
+def test_prefill_takes_its_offers_back_with_the_next_step(make: Make, how: str) -> None:
+    prefill = make("kv_producer")
+    before = offered(prefill)
+    end_weights(prefill, how)
+    publish, reclaim = prefill.step()
+    assert publish == PublishOffer(before.nonce, "p")
+    assert isinstance(reclaim, ReclaimBlocks)
+    assert reclaim.num_blocks > NUM_BLOCKS
+    prefill.step(finished_sending={"p"})
+    assert prefill.vllm.reset_prefix_cache()
+    after = offered(prefill)
+    assert after.incarnation == before.incarnation
+    assert after.epoch == before.epoch + 1
+    assert after.weights == ("" if how == "reset" else "step 8")
+
+
+def test_a_reset_without_a_pause_succeeds_as_soon_as_the_workers_have_stepped(make: Make) -> None:
+    """vLLM's own part fails while an offer has blocks; the call itself takes them back."""
+    prefill = make("kv_producer")
+    offered(prefill)
+    assert not prefill.vllm.reset_prefix_cache(reset_connector=True)
+    assert prefill.vllm.has_requests()  # so that there is a next step
+    assert "ReclaimBlocks" in kinds(prefill.step(finished_sending={"p"}))
+    assert prefill.vllm.reset_prefix_cache(reset_connector=True)
+
+
+def test_a_reset_while_a_pause_waits_for_offers_ends_it(make: Make) -> None:
+    """vLLM goes on with its steps until the last offer has ended, whatever the pause."""
+    prefill = make("kv_producer")
+    offered(prefill)
+    prefill.vllm.set_pause_state(PauseState.PAUSED_ALL)
+    assert prefill.vllm.has_requests()
+    prefill.set_label("step 8")
+    assert "ReclaimBlocks" in kinds(prefill.step(finished_sending={"p"}))
+    prefill.step()
+    assert not prefill.vllm.has_requests()
+
+
+@pytest.mark.parametrize("how", RESETS)
+def test_a_prompt_that_is_half_computed_is_not_offered(make: Make, how: str) -> None:
+    """It has KV of both weights. vLLM has said that the reset failed, and goes on with it."""
+    prefill = make("kv_producer")
+    prefill.add("p", WANT_TICKET, n=300)
+    prefill.step()
+    end_weights(prefill, how)
+    output, commands = prefill.schedule()
+    assert commands == []
+    (finished,) = prefill.end(output)
+    assert finished.finish_reason is not None
+    assert finished.kv_transfer_params is None
+    prefill.step()
+    assert not prefill.vllm.requests
+
+
+def test_a_prompt_that_finishes_with_a_new_label_is_not_offered(make: Make) -> None:
+    """It was computed before, and its output comes after."""
+    prefill = make("kv_producer")
+    prefill.add("p", WANT_TICKET)
+    output, (prepare,) = prefill.schedule()
+    assert isinstance(prepare, PrepareOffer)
+    prefill.set_label("step 8")
+    (finished,) = prefill.end(output)
+    assert finished.kv_transfer_params is None
+    assert prefill.step() == [WithdrawOffer(prepare.nonce)]
+    assert not prefill.vllm.requests
+
+
+def test_a_prompt_that_is_computed_anew_is_offered(make: Make) -> None:
+    """The pause took its blocks away."""
+    prefill = make("kv_producer")
+    prefill.add("p", WANT_TICKET, n=300)
+    prefill.step()
+    prefill.vllm.set_pause_state(PauseState.PAUSED_ALL)
+    assert prefill.vllm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    prefill.vllm.set_pause_state(PauseState.UNPAUSED)
+    finished: list[Any] = []
+    for _ in range(4):
+        output, _ = prefill.schedule()
+        finished += [one for one in prefill.end(output) if one.finish_reason is not None]
+    (last,) = finished
+    assert SealedTicket.parse(last.kv_transfer_params).open().epoch == 1
+
+
+@pytest.mark.parametrize("value", [7, None, "7\n", "x" * 257])
+def test_a_label_that_is_none_stops_the_start(make: Make, value: object) -> None:
+    with pytest.raises(Exception, match="weights.* allowed: up to 256 printable characters"):
+        make("kv_producer", weights=value)
