@@ -25,6 +25,7 @@ WRITTEN = {  # what the environment gives, or what is another value in the code
     "host": "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "port": "VLLM_NIXL_SIDE_CHANNEL_PORT",
     "verify": "off",
+    "weights": '""',
 }
 
 each_document = pytest.mark.parametrize(

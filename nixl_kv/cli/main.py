@@ -2,8 +2,8 @@
 
 Exit status of `plan`: 0 if decode can read prefill, 1 if it cannot, 2 if the question makes no
 sense; of `status`: 0 if all ranks answered, 1 if some did not, 2 if the engine did not; of `drain`:
-0 if all was finished, 1 if not in time, 2 if the engine did not answer; of `set-weights`: 0, or 2 if
-the label was not set; of `keygen`: 0, or 2 if no key was written.
+0 if all was finished, 1 if not in time, 2 if the engine did not answer; of `set-weights`: 0, or 2
+if the label was not set; of `keygen`: 0, or 2 if no key was written.
 """
 
 import contextlib

@@ -158,10 +158,10 @@ def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> s
     """
     question = messages.encode(messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights))
     answer = _decode(_exchange({endpoint: question}, keys)[endpoint], messages.decode_to_tool)
-    if isinstance(answer, messages.Refusal):
-        raise TransportError(f"refused: {answer.reason}")
     if not isinstance(answer, messages.WeightsSet):
         raise TransportError(f"answered with {type(answer).__name__}")
+    if answer.refusal:
+        raise TransportError(f"refused: {answer.refusal}")
     return answer.former
 
 

@@ -44,7 +44,6 @@ class DecodeScheduler:
         *,
         computed: int = 1,
         verify: float = 0.0,
-        weights: str = "",
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
@@ -56,7 +55,6 @@ class DecodeScheduler:
                 RemoteProtocolError for one that is not to be trusted.
             computed: how many of a prompt's last tokens are computed here, at least.
             verify: the share of loads that are verified.
-            weights: the label of this engine's weights.
             clock: monotonic seconds.
             draw: a random number from 0 to 1 (excluded), for that share.
         """
@@ -64,7 +62,6 @@ class DecodeScheduler:
         self._check_trust = check
         self._computed = computed
         self._verify = verify
-        self._weights = weights
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
@@ -75,6 +72,8 @@ class DecodeScheduler:
         self._epochs: dict[Incarnation, int] = {}  # the latest of each engine met since the reset
         self._outdated: dict[Incarnation, int] = {}  # the latest of each engine met before
         self._commands: list[events.Command] = []
+        self.weights = ""
+        """The label of this engine's weights."""
 
     @property
     def is_in_use(self) -> bool:
@@ -191,14 +190,13 @@ class DecodeScheduler:
         held_back, self._held_back = self._held_back, []
         return held_back
 
-    def reset(self, weights: str) -> None:
-        """The cache was reset, or the weights have another label: use no KV from before.
+    def reset(self) -> None:
+        """The cache was reset, or the weights are others: use no KV from before.
 
         A request whose load has not started is computed here; vLLM is owed nothing for it. A load
         that has started ends as failed, even if the workers have just reported it as good. Tickets
         of all prefill engines that were met are refused until those reset their caches too.
         """
-        self._weights = weights
         self._outdated |= self._epochs
         self._epochs.clear()
         while len(self._outdated) > MAX_ENGINES:
@@ -246,8 +244,8 @@ class DecodeScheduler:
 
     def _why_outdated(self, ticket: Ticket) -> str:
         """Why KV that is of this prompt may be of other weights; empty if it is not."""
-        if ticket.weights != self._weights:
-            return f"weights is {ticket.weights!r}; this engine's weights are {self._weights!r}"
+        if ticket.weights != self.weights:
+            return f"weights is {ticket.weights!r}; this engine's weights are {self.weights!r}"
         if ticket.epoch <= self._outdated.get(ticket.incarnation, -1):
             return (
                 f"epoch is {ticket.epoch}, from before this engine's cache was reset; reset the "

@@ -91,9 +91,8 @@ class Scheduler:
             self._trust.check,
             computed=computed_on_decode(vllm_config),
             verify=self._config.verify,
-            weights=self._config.weights,
         )
-        self._weights = self._config.weights  # the label that all above was decided by
+        self._decode.weights = self._config.weights
         self._epoch = 0
         self._admission = Admission(self._blocks, self._prefill, self._decode, BlockShortage())
         self._has_state = kv_cache_config.has_mamba_layers
@@ -138,7 +137,7 @@ class Scheduler:
         self._epoch += 1
         if self._prefill.address is not None:
             self._prefill.address = replace(
-                self._prefill.address, epoch=self._epoch, weights=self._weights
+                self._prefill.address, epoch=self._epoch, weights=self._decode.weights
             )
         logger.info(
             "the cache was reset: of %d offers those are taken back that nobody reads, and %d "
@@ -147,7 +146,7 @@ class Scheduler:
             self._decode.num_open,
         )
         self._prefill.reset()
-        self._decode.reset(self._weights)
+        self._decode.reset()
         return True
 
     def pop_stats(self) -> Stats | None:
@@ -240,7 +239,7 @@ class Scheduler:
             self._directory.host,
             self._directory.port,
             self._epoch,
-            self._weights,
+            self._decode.weights,
         )
         logger.info(
             "engine %s is described at %s:%d; it has %s",
@@ -261,8 +260,8 @@ class Scheduler:
         Not between a request's `count_matched` and its `on_allocation`: vLLM waits for the end of
         the load that the first has promised.
         """
-        if self._directory is not None and self._directory.weights != self._weights:
-            self._weights = self._directory.weights
+        if self._directory is not None and self._directory.weights != self._decode.weights:
+            self._decode.weights = self._directory.weights
             self.reset_cache()
 
     def _dispatch(self, request: Request) -> None:
@@ -324,7 +323,7 @@ class Scheduler:
             control,
             self._config.host,
             count_awaited=lambda: len(self._prefill.requests),
-            weights=self._weights,
+            weights=self._decode.weights,
             has_key=self._trust.keys is not None,
         )
         try:

@@ -3,7 +3,7 @@
 To the scheduler of an engine:         Describe       -> Description | Refusal
                                        Decline
                           from a tool: Drain          -> Draining
-                                       SetWeights     -> WeightsSet | Refusal
+                                       SetWeights     -> WeightsSet
 To a rank of a prefill engine:         Ask            -> Grant | Deny
                                        DigestRequest  -> DigestReply | Deny
                                        PackRequest    -> PackReply | Deny
@@ -144,9 +144,10 @@ class SetWeights(_Message, frozen=True, kw_only=True):
 
 
 class WeightsSet(_Message, frozen=True, kw_only=True):
-    """The label is set; it was `former`."""
+    """The label was `former`. It is what was asked for now, unless there is a `refusal`."""
 
     former: _Label
+    refusal: _Text = ""
 
 
 class Slots(_Record, frozen=True, kw_only=True):
@@ -453,7 +454,7 @@ ToEngine: TypeAlias = Describe | Decline | Drain | SetWeights
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Renew | Release
 ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | Renewed | VersionRefusal
-ToTool: TypeAlias = Status | Draining | WeightsSet | Refusal | VersionRefusal
+ToTool: TypeAlias = Status | Draining | WeightsSet | VersionRefusal
 Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.geometry.ranks import ParallelShape
-from nixl_kv.ids import ANY_INCARNATION, EngineId, Nonce, engine_incarnation, short
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce, engine_incarnation, short
 from nixl_kv.log_limit import LimitedLog
 from nixl_kv.protocol import messages
 from nixl_kv.transfer.thread import survives
@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S: Final = 5.0
 MAX_DECLINED: Final = 4096
 """Nonces that wait for the scheduler's next step; of more, the latest."""
+
+NO_KEY: Final = (
+    "this engine has no key, so anybody could set the label of its weights; give it key_file, or "
+    "set weights in its configuration and restart it"
+)
 
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
 """A question is short, and who asks takes the answer, which is long, before asking again."""
@@ -162,27 +167,26 @@ class DirectoryServer:
             return self._set_weights(message)
         return self._describe(message)
 
+    @property
+    def _life(self) -> Incarnation:
+        """For tools, which may ask before the engine is described."""
+        return ANY_INCARNATION if self._description is None else self._description.incarnation
+
     def _drain(self) -> messages.Draining:
         if not self.is_draining:
             logger.warning("this engine drains: what arrives from now on is not offered")
         self.is_draining = True
-        life = ANY_INCARNATION if self._description is None else self._description.incarnation
-        return messages.Draining(incarnation=life, num_awaited=self.count_awaited())
+        return messages.Draining(incarnation=self._life, num_awaited=self.count_awaited())
 
-    def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet | messages.Refusal:
+    def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet:
         """The scheduler compares the label in each of its hooks: it holds from this answer on."""
-        description = self._description
-        life = ANY_INCARNATION if description is None else description.incarnation
-        if not self._has_key:
-            name = EngineId("any") if description is None else description.engine
-            reason = (
-                "this engine has no key, so anybody could set the label of its weights; give it "
-                "key_file, or set weights in its configuration and restart it"
-            )
-            return messages.Refusal(incarnation=life, engine=name, reason=reason)
-        former, self.weights = self.weights, message.weights
-        logger.warning("a tool set the label of this engine's weights to %r", self.weights)
-        return messages.WeightsSet(incarnation=life, former=former)
+        answer = messages.WeightsSet(
+            incarnation=self._life, former=self.weights, refusal="" if self._has_key else NO_KEY
+        )
+        if self._has_key:
+            self.weights = message.weights
+            logger.warning("a tool set the label of this engine's weights to %r", self.weights)
+        return answer
 
     def _describe(self, message: messages.Describe) -> messages.Description | messages.Refusal:
         description = self._description

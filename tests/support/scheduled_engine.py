@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import WIRE_VERSION
 from nixl_kv.transfer.trust import Trust
+from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.cache_manager import CacheManager
 
@@ -46,12 +48,19 @@ TABLE: Final = (7, 3, 4)
 class ScheduledEngine:
     """Prefill and decode. Steps happen when `step` is called, and while it waits."""
 
-    def __init__(self, name: str, key_file: str) -> None:
+    def __init__(
+        self, name: str, key_file: str, make_transport: Callable[[], Transport] | None = None
+    ) -> None:
+        """Start it; by default nobody can read what it offers."""
         fabric, sizes = Fabric(), Sizes()
+        self.cache = Cache(sizes)
         config = Config(host=HOST, key_file=key_file, offer_ttl_s=LONG_S, request_timeout_s=LONG_S)
         trust = Trust.of(config)
         self.local = LocalEngine(
-            name, [Cache(sizes).layout()], lambda: MemoryTransport(fabric), config=config
+            name,
+            [self.cache.layout()],
+            make_transport or (lambda: MemoryTransport(fabric)),
+            config=config,
         )
         self._manager = CacheManager()
         pinned = PinnedBlocks([Paging(0, sizes.tokens, 0)], self._manager)
@@ -102,6 +111,16 @@ class ScheduledEngine:
         self._decode.on_allocation(name, [TABLE], num_tokens)
         self.step()
         return self.local.wait_failure(request, WAIT_S)
+
+    def reset(self, weights: str | None = None) -> None:
+        """The cache is reset; the weights may have another label now. No step follows."""
+        address = self._prefill.address
+        assert address is not None
+        weights = address.weights if weights is None else weights
+        self._prefill.address = replace(address, epoch=address.epoch + 1, weights=weights)
+        self._decode.weights = weights
+        self._prefill.reset()
+        self._decode.reset()
 
     def finish(self, request: str) -> None:
         """It needs nothing any more."""

@@ -35,6 +35,7 @@ NO_TRUTH = "true or false"
 NO_TRUTHS: tuple[object, ...] = (None, 0, 1, "true", "", [])
 NO_SHARE = "a number from 0.01 to 1"
 NO_VERIFY = "'off', 'all', or 'sample:RATE' with RATE from 0 to 1"
+NO_LABEL = "up to 256 printable characters, such as the trainer's step"
 NO_LAYOUT = "auto, LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC"
 
 
@@ -71,6 +72,7 @@ def test_these_are_the_defaults() -> None:
         path="auto",
         staging_mib=256,
         offer_share=0.5,
+        weights="",
         on_load_failure="recompute",
         verify=0.0,
     )
@@ -91,6 +93,7 @@ def test_every_key_can_be_given() -> None:
             "peers": ["10.0.0.0/8", "fd00::/8"],
             "peer_timeout_s": 1,
             "offer_share": 1,
+            "weights": "step 7",
             "on_load_failure": "fail",
             "path": "gather",
             "staging_mib": 64,
@@ -111,6 +114,7 @@ def test_every_key_can_be_given() -> None:
         peers=(ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("fd00::/8")),
         peer_timeout_s=1.0,
         offer_share=1.0,
+        weights="step 7",
         on_load_failure="fail",
         path="gather",
         staging_mib=64,
@@ -229,6 +233,10 @@ SECONDS = ("offer_ttl_s", "lease_s", "request_timeout_s", "peer_timeout_s")
             for value in ("", "lbhnc", "NHD", None, 5, ["auto"])
         ],
         *[
+            pytest.param("weights", value, NO_LABEL, id=f"weights {value!r:.9}")
+            for value in (None, 7, "two\nlines", "x" * 257, ["a"])
+        ],
+        *[
             pytest.param("on_load_failure", value, "'recompute' or 'fail'", id=f"policy {value!r}")
             for value in ("", "Fail", True, None, ["fail"])
         ],
@@ -299,7 +307,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
     keys = (
         "host, port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, layout, "
         "key_file, insecure, peers, warm, peer_timeout_s, paced_reads, path, staging_mib, "
-        "offer_share, on_load_failure, verify"
+        "offer_share, weights, on_load_failure, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"

@@ -66,6 +66,7 @@ DEADLY: Final[Mapping[str, float]] = {
 RESTING: Final[Mapping[str, float]] = {
     "pause": 0.7,
     "resume": 2,
+    "reset": 0.7,
     "sleep": 0.4,
     "wake": 2,
     "drain": 0.05,
@@ -417,6 +418,7 @@ ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "refuse": (_rank,),
     "mute": (_rank, _one_of(1, 1, 2, 5)),
     "pause": (_engine,),
+    "reset": (_engine,),
     "resume": (_engine_where(lambda engine: engine.is_paused),),
     "sleep": (_engine,),
     "wake": (_engine_where(lambda engine: engine.is_asleep or engine.is_going_to_sleep),),

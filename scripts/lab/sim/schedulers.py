@@ -4,7 +4,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
@@ -154,6 +154,13 @@ class EngineScheduler:
         """See `Half.preempt`."""
         self._half_of(request).preempt(request)
 
+    def reset(self) -> None:
+        """As vLLM's `reset_prefix_cache` of what runs, and of the connector."""
+        for request in self.living():
+            self.preempt(request)
+        self.prefill.reset()
+        self.decode.reset()
+
     def is_offer(self, request: Request) -> bool:
         """Whether its blocks are held for a reader."""
         return self._half_of(request) is self.prefill and request.is_finished
@@ -205,6 +212,13 @@ class PrefillHalf(Half):
     def set_address(self, address: Address) -> None:
         """What the tickets of this life say."""
         self._connector.address = address
+
+    def reset(self) -> None:
+        """Of `PrefillScheduler`. The tickets that are out are not to be granted to new loads."""
+        address = self._connector.address
+        if address is not None:
+            self._connector.address = replace(address, epoch=address.epoch + 1)
+        self._connector.reset()
 
     def on_declined(self, nonces: list[Nonce]) -> None:
         """Decode engines have said that they will not ask."""
@@ -324,6 +338,7 @@ class DecodeHalf(Half):
         super().__init__(blocks, caches, admission)
         self._connector = connector
         self._received: set[RequestId] = set()
+        self._void: set[RequestId] = set()  # loads that were under way when the cache was reset
         self._failed: set[RequestId] = set()
         self._running: list[Request] = []
 
@@ -351,6 +366,16 @@ class DecodeHalf(Half):
             if request.status is Status.RUNNING:
                 forwards.append(self._run(request))
         return forwards
+
+    def reset(self) -> None:
+        """Of `DecodeScheduler`: no load from before is to end well, and none is to begin."""
+        parked = {r.request_id for r in self.living() if r.status is Status.WAITING_FOR_REMOTE_KVS}
+        self._void |= parked - self._received
+        self._connector.reset()
+        for request in self.living():
+            name = request.request_id
+            if self._connector.count_matched(name, 0) != (0, False):
+                raise Violation("KV from before a reset", f"{name} would still be loaded")
 
     def pop_commands(self) -> list[events.Command]:
         """Of `DecodeScheduler`."""
@@ -380,9 +405,14 @@ class DecodeHalf(Half):
         return request.is_finished or request.status is Status.WAITING_FOR_REMOTE_KVS
 
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
-        """Parked requests may go on."""
-        for name in requests:
-            request = self.requests[name]
+        """Parked requests may go on. What was held back is reported anew, as failed."""
+        again = self._connector.pop_held_back()
+        held_back = self._connector.on_end(requests, failed)
+        for name in [*again, *(name for name in requests if name not in held_back)]:
+            request, failed = self.requests[name], failed | set(again)
+            if name in self._void and name not in failed:
+                raise Violation("KV from before a reset", f"{name} counts as loaded")
+            self._void.discard(name)
             if request.is_finished:
                 self.release(request)
                 continue

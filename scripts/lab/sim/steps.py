@@ -14,6 +14,7 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     turn R                           a turn of the transfer thread
     abort E N                        a client leaves
     preempt E N                      vLLM frees a request's blocks
+    reset E                          the cache is reset, as for new weights; what runs is computed anew
     occupy E, vacate E               others fill the cache
     deliver N, repeat N, lose N      a message
     cut N, report N                  a connection breaks; who had made it learns of that
@@ -315,6 +316,7 @@ STEPS: Final[Mapping[str, Step]] = {
     "piece": Step(lambda _world, engine: engine.piece(), _half_awake),
     "abort": _on_request(lambda engine, request: engine.scheduler.abort(request)),
     "preempt": _on_request(lambda engine, request: engine.scheduler.preempt(request)),
+    "reset": Step(lambda _world, engine: engine.scheduler.reset(), _engine),
     "pause": _pause(is_paused=True),
     "resume": _pause(is_paused=False),
     "sleep": Step(lambda _world, engine: engine.go_to_sleep(), _settled),

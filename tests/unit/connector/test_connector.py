@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
 from nixl_kv.connector import connector as module
 from nixl_kv.connector import unwritten
@@ -92,7 +93,7 @@ SCHEDULER_HOOKS: dict[str, tuple[Any, ...]] = {
     "get_num_new_matched_tokens": (None, 0),
     "update_state_after_alloc": (None, SimpleNamespace(get_block_ids=tuple), 0),
     "build_connector_meta": (None,),
-    "update_connector_output": (SimpleNamespace(finished_sending=None, finished_recving=None),),
+    "update_connector_output": (KVConnectorOutput(),),
     "request_finished": (None, []),
     "request_finished_all_groups": (None, ()),
     "set_xfer_handshake_metadata_pp_aware": ({},),
@@ -219,7 +220,7 @@ def test_a_scheduler_without_requests_answers_vllm(make: Make) -> None:
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     scheduler.update_state_after_alloc(request, blocks, 0)
     assert scheduler.build_connector_meta(recorded.empty_output()).commands == []
-    scheduler.update_connector_output(SimpleNamespace(finished_sending=None, finished_recving=None))
+    scheduler.update_connector_output(KVConnectorOutput())
     assert scheduler.request_finished(request, [1, 2]) == (False, None)
     assert scheduler.request_finished_all_groups(request, ([1, 2],)) == (False, None)
     scheduler.set_xfer_handshake_metadata_pp_aware({})

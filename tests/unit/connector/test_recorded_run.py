@@ -114,7 +114,9 @@ class Engine:
         )
         self.wait_reported(sent, received)
         self.ended |= sent
-        output: Any = SimpleNamespace(finished_sending=sent, finished_recving=received)
+        output: Any = SimpleNamespace(
+            finished_sending=sent, finished_recving=received, failed_recving=set()
+        )
         self.scheduler.update_connector_output(output)
 
     def wait_reported(self, sent: set[str], received: set[str]) -> None:

@@ -506,5 +506,5 @@ def test_a_prompt_that_is_computed_anew_is_offered(make: Make) -> None:
 
 @pytest.mark.parametrize("value", [7, None, "7\n", "x" * 257])
 def test_a_label_that_is_none_stops_the_start(make: Make, value: object) -> None:
-    with pytest.raises(Exception, match="weights.* allowed: up to 256 printable characters"):
+    with pytest.raises(Exception, match=r"weights.* allowed: up to 256 printable characters"):
         make("kv_producer", weights=value)

@@ -27,10 +27,12 @@ from nixl_kv.protocol.messages import (
     Message,
     OfferStatus,
     PeerStatus,
+    SetWeights,
     Slots,
     Status,
     StatusRequest,
     VersionRefusal,
+    WeightsSet,
     encode,
 )
 from support.records import (
@@ -170,12 +172,12 @@ STATUS_WIRE = [
 ]
 
 WIRE = [
-    pytest.param(describe(), ["Describe", 7, ENGINE_LIFE, "prefill"], id="describe"),
+    pytest.param(describe(), ["Describe", 8, ENGINE_LIFE, "prefill"], id="describe"),
     pytest.param(
         description(),
         [
             "Description",
-            7,
+            8,
             ENGINE_LIFE,
             "prefill",
             {"dtype": "bfloat16"},
@@ -185,61 +187,71 @@ WIRE = [
         ],
         id="description",
     ),
-    pytest.param(refusal("no"), ["Refusal", 7, ENGINE_LIFE, "prefill", "no"], id="refusal"),
+    pytest.param(refusal("no"), ["Refusal", 8, ENGINE_LIFE, "prefill", "no"], id="refusal"),
     pytest.param(
         ask(number=5, readers=(0, 1)),
-        ["Ask", 7, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
+        ["Ask", 8, RANK_LIFE, NONCE, CLAIM, CONTEXT, READER_WIRE, 5, [0, 1]],
         id="ask",
     ),
     pytest.param(
-        grant(), ["Grant", 7, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, GENERATION], id="grant"
+        grant(), ["Grant", 8, RANK_LIFE, *OFFER_WIRE, 2.0, [TABLE_WIRE], 3, GENERATION], id="grant"
     ),
-    pytest.param(deny(), ["Deny", 7, RANK_LIFE, *OFFER_WIRE], id="deny"),
+    pytest.param(deny(), ["Deny", 8, RANK_LIFE, *OFFER_WIRE], id="deny"),
     pytest.param(
         digest_request(),
-        ["DigestRequest", 7, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
+        ["DigestRequest", 8, RANK_LIFE, *OFFER_WIRE, 7, [SLICE_WIRE]],
         id="digest request",
     ),
     pytest.param(
         digest_reply(),
-        ["DigestReply", 7, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
+        ["DigestReply", 8, RANK_LIFE, *OFFER_WIRE, SUMS * 4, SUMS],
         id="digest reply",
     ),
     pytest.param(
         pack_request(3, holds=(2, 3)),
-        ["PackRequest", 7, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
+        ["PackRequest", 8, RANK_LIFE, *OFFER_WIRE, 2, 3, 0, 7, [LAYER_WIRE], [2, 3]],
         id="pack request",
     ),
-    pytest.param(pack_reply(3), ["PackReply", 7, RANK_LIFE, *OFFER_WIRE, 3, 0], id="pack reply"),
+    pytest.param(pack_reply(3), ["PackReply", 8, RANK_LIFE, *OFFER_WIRE, 3, 0], id="pack reply"),
     pytest.param(
-        pack_reply(3, slot=None), ["PackReply", 7, RANK_LIFE, *OFFER_WIRE, 3, None], id="not packed"
+        pack_reply(3, slot=None), ["PackReply", 8, RANK_LIFE, *OFFER_WIRE, 3, None], id="not packed"
     ),
     pytest.param(
         renew(6, CLAIM, reading=1),
-        ["Renew", 7, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
+        ["Renew", 8, RANK_LIFE, READER_WIRE, 6, [CLAIM], 1],
         id="renew",
     ),
-    pytest.param(renew(6), ["Renew", 7, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
-    pytest.param(recall(), ["Recall", 7, RANK_LIFE, *OFFER_WIRE], id="recall"),
-    pytest.param(renewed(CLAIM), ["Renewed", 7, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
-    pytest.param(release(), ["Release", 7, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
+    pytest.param(renew(6), ["Renew", 8, RANK_LIFE, READER_WIRE, 6, [], 0], id="renew nothing"),
+    pytest.param(recall(), ["Recall", 8, RANK_LIFE, *OFFER_WIRE], id="recall"),
+    pytest.param(renewed(CLAIM), ["Renewed", 8, RANK_LIFE, READER_WIRE, 2, [CLAIM]], id="renewed"),
+    pytest.param(release(), ["Release", 8, RANK_LIFE, *OFFER_WIRE, True], id="release, complete"),
     pytest.param(
-        release(complete=False), ["Release", 7, RANK_LIFE, *OFFER_WIRE, False], id="release"
+        release(complete=False), ["Release", 8, RANK_LIFE, *OFFER_WIRE, False], id="release"
     ),
     pytest.param(
         StatusRequest(incarnation=ANY_INCARNATION, request="d1"),
-        ["StatusRequest", 7, ANY_INCARNATION, "d1"],
+        ["StatusRequest", 8, ANY_INCARNATION, "d1"],
         id="status request",
     ),
-    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 7, ANY_INCARNATION], id="drain"),
+    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 8, ANY_INCARNATION], id="drain"),
     pytest.param(
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
-        ["Draining", 7, ENGINE_LIFE, 3],
+        ["Draining", 8, ENGINE_LIFE, 3],
         id="draining",
     ),
-    pytest.param(status(), ["Status", 7, RANK_LIFE, *STATUS_WIRE], id="status"),
+    pytest.param(
+        SetWeights(incarnation=ANY_INCARNATION, weights="step 8"),
+        ["SetWeights", 8, ANY_INCARNATION, "step 8"],
+        id="set weights",
+    ),
+    pytest.param(
+        WeightsSet(incarnation=ENGINE_LIFE, former="step 7", refusal="no"),
+        ["WeightsSet", 8, ENGINE_LIFE, "step 7", "no"],
+        id="weights set",
+    ),
+    pytest.param(status(), ["Status", 8, RANK_LIFE, *STATUS_WIRE], id="status"),
     pytest.param(Decline(nonce=NONCE), ["Decline", 0, NONCE], id="decline"),
-    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 7], id="version refusal"),
+    pytest.param(VersionRefusal(), ["VersionRefusal", 0, 8], id="version refusal"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
 
@@ -252,7 +264,7 @@ def test_a_message_has_this_form_and_comes_back(message: Message, wire: list[Any
 
 def test_a_release_has_these_bytes() -> None:
     assert encode(release()) == (
-        b"\x97\xa7Release\x07\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
+        b"\x97\xa7Release\x08\xd9\x20" + RANK_LIFE.encode() + b"\xd9\x20" + NONCE.encode() +
         b"\xd9\x20" + CLAIM.encode() + b"\x93\xa6decode\xd9\x20" + hex32(0xD).encode() +
         b"\x00\xc3"
     )  # fmt: skip
@@ -266,11 +278,11 @@ def test_every_message_of_the_wire_is_in_the_table() -> None:
 def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
     """So that a nonce and a claim cannot change places unnoticed."""
     with pytest.raises(TypeError, match="positional arguments"):
-        kind(7, RANK_LIFE)
+        kind(8, RANK_LIFE)
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
-    messages.decode_to_engine: {"Describe", "Decline", "Drain"},
+    messages.decode_to_engine: {"Describe", "Decline", "Drain", "SetWeights"},
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Renew", "Release", "StatusRequest"],
     },
@@ -285,7 +297,7 @@ DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
         "Recall",
         "VersionRefusal",
     },
-    messages.decode_to_tool: {"Status", "Draining", "VersionRefusal"},
+    messages.decode_to_tool: {"Status", "Draining", "WeightsSet", "VersionRefusal"},
 }
 
 
@@ -559,8 +571,8 @@ DEEP = b"\x91" * 100_000 + b"\xc0"
         pytest.param(msgspec.msgpack.encode({"a": 1}), "Expected `array`", id="map"),
         pytest.param(msgspec.msgpack.encode([]), "at least length 1, got 0", id="empty array"),
         pytest.param(msgspec.msgpack.encode(["Release"]), "at least length", id="tag alone"),
-        pytest.param(msgspec.msgpack.encode(["Gone", 7]), "Invalid value 'Gone'", id="no such"),
-        pytest.param(msgspec.msgpack.encode([1, 7]), "Expected `str`", id="tag is no string"),
+        pytest.param(msgspec.msgpack.encode(["Gone", 8]), "Invalid value 'Gone'", id="no such"),
+        pytest.param(msgspec.msgpack.encode([1, 8]), "Expected `str`", id="tag is no string"),
         pytest.param(msgspec.msgpack.encode(["Release", "1"]), "Expected", id="version in words"),
     ],
 )
@@ -569,7 +581,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         decode(payload)
 
 
-@pytest.mark.parametrize("version", [-1, 1, 6, 8, 2**63])
+@pytest.mark.parametrize("version", [-1, 1, 7, 9, 2**63])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -585,7 +597,7 @@ def test_a_foreign_version_is_what_is_said_first(
 ) -> None:
     with pytest.raises(ForeignVersion) as raised:
         decode(msgspec.msgpack.encode([kind, version, *fields]))
-    assert str(raised.value) == f"wire version {version}; this side speaks 7"
+    assert str(raised.value) == f"wire version {version}; this side speaks 8"
 
 
 @pytest.mark.parametrize(
@@ -602,8 +614,8 @@ def test_what_is_the_same_in_every_version_is_read_for_ever(
     for longer in (wire, [*wire, "more", {"of": "a later version"}]):
         assert decode(msgspec.msgpack.encode(longer)) == message
     assert msgspec.msgpack.decode(encode(message)) == wire
-    with pytest.raises(ForeignVersion, match="wire version 8"):
-        decode(msgspec.msgpack.encode([wire[0], 8, wire[2]]))
+    with pytest.raises(ForeignVersion, match="wire version 9"):
+        decode(msgspec.msgpack.encode([wire[0], 9, wire[2]]))
 
 
 def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
@@ -614,7 +626,7 @@ def test_what_is_of_no_version_and_not_known_is_no_foreign_version() -> None:
 
 
 def test_a_refusal_says_both_versions() -> None:
-    assert str(VersionRefusal(speaks=9)) == "it speaks wire version 9; this side speaks 7"
+    assert str(VersionRefusal(speaks=9)) == "it speaks wire version 9; this side speaks 8"
 
 
 def test_a_message_with_more_fields_is_read() -> None:
@@ -630,7 +642,7 @@ def test_an_engine_that_says_nothing_of_extras_has_none() -> None:
 
 def test_an_error_has_its_cause() -> None:
     with pytest.raises(RemoteProtocolError) as raised:
-        decode(msgspec.msgpack.encode(["Gone", 7]))
+        decode(msgspec.msgpack.encode(["Gone", 8]))
     assert isinstance(raised.value.__cause__, msgspec.ValidationError)
 
 
@@ -652,7 +664,7 @@ MANY = b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000
     [
         pytest.param(MANY, id="as the message"),
         pytest.param(b"\x92" + MANY + b"\x01", id="as its kind"),
-        pytest.param(b"\x93\xa7Release\x07" + MANY, id="behind another version"),
+        pytest.param(b"\x93\xa7Release\x08" + MANY, id="behind another version"),
         pytest.param(RELEASE[:9] + MANY, id="as a field"),
     ],
 )

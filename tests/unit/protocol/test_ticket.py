@@ -36,21 +36,23 @@ VALUES: dict[str, Any] = {
     "incarnation": ENGINE_LIFE,
     "num_tokens": 8,
     "context": CONTEXT,
+    "epoch": 0,
+    "weights": "",
 }
 """What is in the string, in this order."""
 
 PAYLOAD = (
-    "l6gxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
-    "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQ"
+    "magxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
+    "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQCg"
 )
-MAC = "a5d2f24456a169ebb1d73bd44525635d"
+MAC = "b3b3d06e701683d6366f2ce6a63b575c"
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_engine_id": "prefill",
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
-    "nixl_kv_ticket": f"7..{PAYLOAD}",
+    "nixl_kv_ticket": f"8..{PAYLOAD}",
 }
 
 ONE_TWO: dict[Any, Any] = {1: 2}
@@ -60,7 +62,7 @@ def packed(entries: object) -> str:
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(entries)).decode().rstrip("=")
 
 
-def written(entries: object, *, version: object = 7, mac: str = "") -> dict[str, Any]:
+def written(entries: object, *, version: object = 8, mac: str = "") -> dict[str, Any]:
     """Parameters with these entries in the string, as a client may write them."""
     return {FIELD: f"{version}.{mac}.{packed(entries)}"}
 
@@ -79,7 +81,7 @@ def without(*names: str) -> dict[str, Any]:
 def test_a_ticket_has_this_form() -> None:
     """A change needs a new wire version; what is said to be stable changes never."""
     assert ticket().params(None) == PARAMS
-    assert ticket().params(KEY) == {**PARAMS, FIELD: f"7.{MAC}.{PAYLOAD}"}
+    assert ticket().params(KEY) == {**PARAMS, FIELD: f"8.{MAC}.{PAYLOAD}"}
     assert having() == {FIELD: PARAMS[FIELD]}
 
 
@@ -100,11 +102,18 @@ tickets = st.builds(
     incarnation=st.integers(1, 2**128 - 1).map(hex32),
     num_tokens=st.integers(1, 2**31 - 1),
     context=st.integers(0, 2**128 - 1).map(hex32),
+    epoch=st.integers(0, 2**62),
+    weights=st.text(string.printable[:95], max_size=256),
 )
 
 
 @given(made=tickets, key=st.none() | st.binary(min_size=1, max_size=64))
-@example(made=ticket(host="f" * 4 + ":ffff" * 7, engine=EngineId("\U0001f600" * 256)), key=KEY)
+@example(
+    made=ticket(
+        host="f" * 4 + ":ffff" * 7, engine=EngineId("\U0001f600" * 256), weights="\U0001f600" * 256
+    ),
+    key=KEY,
+)
 def test_any_ticket_comes_back_and_is_short(made: Ticket, key: bytes | None) -> None:
     params = made.params(key)
     assert len(params[FIELD]) <= MAX_LENGTH
@@ -183,11 +192,11 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
                 (True, "true"),
                 (10**5000, "of type int"),
                 ([["x"] * 10_000], "of type list"),
-                (b"7..AA", "of type bytes"),
+                (b"8..AA", "of type bytes"),
             ]
         ],
         pytest.param(
-            {FIELD: "7.." + "A" * (MAX_LENGTH - 2)},
+            {FIELD: "8.." + "A" * (MAX_LENGTH - 2)},
             "kv_transfer_params: nixl_kv_ticket has 4097 characters; allowed: 4096",
             id="long",
         ),
@@ -202,22 +211,22 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
                 "",
                 ".",
                 "..",
-                "7..",
-                "7.AA",
-                "7...AA",
-                f"7.{'a' * 31}.AA",
-                f"7.{'a' * 33}.AA",
-                f"7.{'A' * 32}.AA",
-                f"7.{'é' * 32}.AA",
-                "7..AA=",
-                "7..A+/A",
-                "7..é",
-                "7..AA\n",
-                " 7..AA",
+                "8..",
+                "8.AA",
+                "8...AA",
+                f"8.{'a' * 31}.AA",
+                f"8.{'a' * 33}.AA",
+                f"8.{'A' * 32}.AA",
+                f"8.{'é' * 32}.AA",
+                "8..AA=",
+                "8..A+/A",
+                "8..é",
+                "8..AA\n",
+                " 8..AA",
                 "05..AA",
-                "-7..AA",
-                "+7..AA",
-                "7.0..AA",
+                "-8..AA",
+                "+8..AA",
+                "8.0..AA",
                 "\u0665..AA",
                 "1234567890..AA",
                 "A" * MAX_LENGTH,
@@ -259,6 +268,10 @@ OF_HEAD = ("host", "port", "nonce")
         pytest.param("num_tokens", 2**31, id="tokens"),
         pytest.param("num_tokens", 2**63, id="tokens beyond any integer"),
         pytest.param("num_tokens", 8.0, id="tokens as a fraction"),
+        pytest.param("epoch", -1, id="negative epoch"),
+        pytest.param("epoch", "1", id="epoch is text"),
+        pytest.param("weights", "w" * 257, id="long label"),
+        pytest.param("weights", 7, id="label is a number"),
         pytest.param("host", 5, id="host is a number"),
         pytest.param("host", ":", id="short host"),
         pytest.param("host", "1" * 65, id="long host"),
@@ -282,7 +295,7 @@ def test_a_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
     [
         pytest.param([], "missing required field `host`", id="empty"),
         pytest.param(list(VALUES.values())[:2], "missing required field `nonce`", id="two"),
-        pytest.param(list(VALUES.values())[:-1], "missing required field `context`", id="short"),
+        pytest.param(list(VALUES.values())[:-1], "missing required field `weights`", id="short"),
         pytest.param(VALUES, "Expected `array`", id="a map"),
         pytest.param("text", "Expected `array`", id="text"),
         pytest.param(None, "Expected `array`", id="null"),
@@ -309,12 +322,12 @@ def test_a_payload_that_is_no_msgpack_is_refused(payload: bytes) -> None:
     text = base64.urlsafe_b64encode(payload).decode().rstrip("=")
     for parse in (opened, head_of):
         with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-            parse({FIELD: f"7..{text}"})
+            parse({FIELD: f"8..{text}"})
 
 
 def test_a_payload_that_is_no_base64_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-        opened({FIELD: "7..A"})
+        opened({FIELD: "8..A"})
 
 
 def test_entries_of_a_later_revision_are_left_out() -> None:
@@ -354,6 +367,11 @@ def test_an_engine_id_that_cannot_be_printed_is_refused() -> None:
         opened(having(engine="a\nb"))
 
 
+def test_a_label_that_cannot_be_printed_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="weights has characters that cannot be printed"):
+        opened(having(weights="a\nb"))
+
+
 def test_a_ticket_names_one_life_of_an_engine() -> None:
     """To ask for any would be answered, by an engine that the ticket does not name."""
     with pytest.raises(RemoteProtocolError, match="incarnation is all zeros"):
@@ -388,7 +406,7 @@ def mac_of(sealed: SealedTicket, key: bytes) -> str:
     return hashlib.blake2b(covered, digest_size=16, key=key).hexdigest()
 
 
-@pytest.mark.parametrize("version", [0, 1, 6, 8, 999_999_999])
+@pytest.mark.parametrize("version", [0, 1, 7, 9, 999_999_999])
 @pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with a key"])
 def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     version: int, key: bytes | None
@@ -399,20 +417,20 @@ def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     with pytest.raises(ForeignVersion) as refused:
         sealed.open()
     assert str(refused.value) == (
-        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 7"
+        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 8"
     )
 
 
 def test_a_ticket_cannot_be_passed_off_as_one_of_another_version() -> None:
     text = ticket().params(KEY)[FIELD]
-    for version in ("6", "8", "77", "0"):
-        forged = SealedTicket.parse({FIELD: text.replace("7.", f"{version}.", 1)})
+    for version in ("7", "9", "88", "0"):
+        forged = SealedTicket.parse({FIELD: text.replace("8.", f"{version}.", 1)})
         with pytest.raises(RemoteProtocolError, match="mac is wrong"):
             forged.check_mac(KEY)
 
 
 def test_the_version_of_tickets_is_that_of_the_wire() -> None:
-    assert SealedTicket.parse(PARAMS).version == WIRE_VERSION == 7
+    assert SealedTicket.parse(PARAMS).version == WIRE_VERSION == 8
 
 
 # The MAC
@@ -441,6 +459,8 @@ CHANGED = {
     "incarnation": hex32(7),
     "num_tokens": 9,
     "context": hex32(7),
+    "epoch": 1,
+    "weights": "step 7",
 }
 
 

@@ -25,8 +25,10 @@ from nixl_kv.protocol.messages import (
     Drain,
     Draining,
     Refusal,
+    SetWeights,
     ToTool,
     VersionRefusal,
+    WeightsSet,
     decode_answer,
     decode_to_tool,
     encode,
@@ -188,26 +190,74 @@ def test_an_engine_that_is_to_drain_says_what_it_still_awaits(
     assert answers(network, server, encode(describe())) == [description()]
 
 
+# The label of the weights
+
+
+def set_weights(label: str) -> bytes:
+    return encode(SetWeights(incarnation=ANY_INCARNATION, weights=label))
+
+
+def test_a_tool_sets_the_label_of_the_weights(network: MemoryNetwork) -> None:
+    """At once, so that the scheduler never acts by the former label after the answer."""
+    server = DirectoryServer(MemoryControl(network), HOST, 0, weights="step 7", has_key=True)
+    assert told(network, server, set_weights("step 8")) == [
+        WeightsSet(incarnation=ANY_INCARNATION, former="step 7")
+    ]
+    assert server.weights == "step 8"
+    server.publish(description())
+    assert told(network, server, set_weights("")) == [
+        WeightsSet(incarnation=ENGINE_LIFE, former="step 8")
+    ]
+    assert server.weights == ""
+    server.stop()
+
+
+def test_without_a_key_nobody_sets_the_label(
+    network: MemoryNetwork, server: DirectoryServer
+) -> None:
+    server.publish(description())
+    (answer,) = told(network, server, set_weights("mine"))
+    assert isinstance(answer, WeightsSet)
+    assert answer.former == ""
+    assert answer.refusal == (
+        "this engine has no key, so anybody could set the label of its weights; give it key_file, "
+        "or set weights in its configuration and restart it"
+    )
+    assert server.weights == ""
+
+
+def test_a_label_that_is_none_changes_nothing(
+    network: MemoryNetwork, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = DirectoryServer(MemoryControl(network), HOST, 0, weights="step 7", has_key=True)
+    for label in ("two\nlines", "x" * 257, 7, None):
+        wire = msgspec.msgpack.encode(["SetWeights", 8, ANY_INCARNATION, label])
+        assert told(network, server, wire) == []
+    assert server.weights == "step 7"
+    assert "request for a description dropped: " in caplog.text
+    server.stop()
+
+
 # What is of another version
 
 
-@pytest.mark.parametrize("version", [1, 6, 8, 2**63])
+@pytest.mark.parametrize("version", [1, 7, 9, 2**63])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     network: MemoryNetwork, server: DirectoryServer, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At once, whatever the question, so that nobody waits for an answer."""
     server.publish(description())
-    foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [7, version]]
+    foreign = [["Describe", version, ENGINE_LIFE, "prefill", {}], ["Shout", version], [8, version]]
     payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
     with caplog.at_level(logging.WARNING):
         assert answers(network, server, *payloads) == [VersionRefusal()] * 3 + [description()]
-    assert f"wire version {version}; this side speaks 7" in caplog.text
+    assert f"wire version {version}; this side speaks 8" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
 
 def test_a_refusal_is_not_refused(network: MemoryNetwork, server: DirectoryServer) -> None:
     """Else two sides could go on for ever."""
-    for message in (["VersionRefusal", 0, 7], ["Shout", 0]):
+    for message in (["VersionRefusal", 0, 8], ["Shout", 0]):
         assert answers(network, server, msgspec.msgpack.encode(message)) == []
 
 

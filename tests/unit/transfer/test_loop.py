@@ -386,7 +386,7 @@ def test_a_message_that_is_not_of_this_protocol_is_counted_and_logged(
     assert message.startswith("control message dropped: ")
 
 
-@pytest.mark.parametrize("version", [1, 6, 8])
+@pytest.mark.parametrize("version", [1, 7, 9])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     world: World, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,7 +394,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     stranger.send(msgspec.msgpack.encode(["Ask", version, "0" * 32, {}]))
     assert decode_answer(stranger.answer()) == VersionRefusal()
     assert counts_of(world.prefill) == {"messages_dropped": 1}
-    words = f"control message dropped: wire version {version}; this side speaks 7"
+    words = f"control message dropped: wire version {version}; this side speaks 8"
     assert caplog.messages == [words]
 
 

@@ -1,0 +1,193 @@
+"""New weights between prefill and decode: two real transfer engines, and their schedulers' halves.
+
+The weights are what prefill writes into its cache: `compute(OLD)` or `compute(NEW)`.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+from nixl_kv.ids import RequestId
+from nixl_kv.keys import write_key_file
+from nixl_kv.protocol.decode.load import State
+from nixl_kv.protocol.events import FailureKind, OfferEnd
+from nixl_kv.transport.memory import Fabric
+from support.pair import MakeTransport
+from support.scheduled_engine import TABLE, ScheduledEngine
+
+OLD, NEW = 1, 2
+WAIT_S: Final = 60.0
+
+
+class Pair:
+    """Prefill and decode."""
+
+    def __init__(self, key_file: str, make_transport: MakeTransport) -> None:
+        self.prefill = ScheduledEngine("prefill", key_file, make_transport)
+        self.decode = ScheduledEngine("decode", key_file, make_transport)
+
+    def offer(self, request: str, weights: int) -> dict[str, object]:
+        """Prefill computes a prompt with these weights."""
+        self.prefill.cache.fill(weights)
+        return self.prefill.offer(request)
+
+    def load(self, request: str, params: dict[str, object]) -> str | None:
+        """Decode's request; why it was computed there, None if all was read."""
+        refusal = self.decode.ask(request, params)
+        if refusal is not None or self.decode.matched(request) == [0, False]:
+            return refusal or "computed"
+        return self.decode.failure(request)
+
+    def wait_for(self, request: str, state: State) -> None:
+        """Until decode's read is in this state."""
+        loads = self.decode.local.ranks[0].parts.decode.loads
+
+        def is_there() -> bool:
+            load = loads.get(RequestId(request))
+            return load is not None and [read.state for read in load.rank_reads] == [state]
+
+        self.decode.local.wait(is_there, WAIT_S)
+
+    @property
+    def has_read(self) -> bool:
+        """Whether decode's blocks have what prefill's cache has now, in all of the prompt's."""
+        theirs, ours = self.prefill.cache.blocks(TABLE[:2]), self.decode.cache.blocks(TABLE[:2])
+        return bool(np.array_equal(theirs, ours))
+
+    def close(self) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+MakePair = Callable[[MakeTransport], Pair]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakePair]:
+    pairs: list[Pair] = []
+    path = tmp_path / "key"
+    write_key_file(path)
+
+    def new(make_transport: MakeTransport) -> Pair:
+        pairs.append(Pair(str(path), make_transport))
+        return pairs[-1]
+
+    yield new
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.fixture(params=["memory", pytest.param("nixl", marks=pytest.mark.nixl)])
+def pair(request: pytest.FixtureRequest, make: MakePair, memory: MakeTransport) -> Pair:
+    if request.param == "memory":
+        return make(memory)
+    nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
+    return make(nixl.NixlTransport)
+
+
+def test_without_a_label_and_a_reset_kv_of_the_old_weights_is_read(pair: Pair) -> None:
+    """What the rest of this file is about."""
+    ticket = pair.offer("p1", OLD)
+    assert pair.load("d1", ticket) is None
+    assert pair.has_read
+
+
+@pytest.mark.parametrize("order", ["decode first", "prefill first"])
+def test_a_reset_of_both_leaves_nothing_of_the_old_weights(pair: Pair, order: str) -> None:
+    """Tickets that are out, asks that are granted, and then all goes on with the new weights."""
+    assert pair.load("d0", pair.offer("p0", OLD)) is None
+    out, granted = pair.offer("p1", OLD), pair.offer("p2", OLD)
+    assert pair.decode.ask("d2", granted) is None
+    pair.wait_for("d2", State.GRANTED)
+    engines = [pair.decode, pair.prefill]
+    for engine in engines if order == "decode first" else reversed(engines):
+        engine.reset()
+
+    assert pair.decode.matched("d2") == [0, False]
+    pair.decode.step()
+    pair.prefill.step()
+    refusal = pair.load("d1", out)
+    assert refusal is not None
+    assert "epoch is 0, from before this engine's cache was reset" in refusal
+    assert pair.prefill.offer_end("p1") == OfferEnd.REVOKED.value
+    assert pair.prefill.offer_end("p2") in (OfferEnd.REVOKED.value, OfferEnd.ABORTED.value)
+
+    assert pair.load("d3", pair.offer("p3", NEW)) is None
+    assert pair.has_read
+
+
+def test_decode_that_was_reset_reads_nothing_until_prefill_is_too(pair: Pair) -> None:
+    """Decode has new weights, prefill still the old ones, and nobody has set a label."""
+    assert pair.load("d0", pair.offer("p0", OLD)) is None
+    pair.decode.reset()
+    for number in (1, 2):
+        refusal = pair.load(f"d{number}", pair.offer(f"p{number}", OLD))
+        assert refusal is not None
+        assert "reset the cache of prefill engine 'prefill' as well" in refusal
+        assert pair.prefill.offer_end(f"p{number}") == OfferEnd.REVOKED.value  # declined
+    pair.prefill.reset()
+    assert pair.load("d3", pair.offer("p3", NEW)) is None
+    assert pair.has_read
+
+
+def test_a_ticket_from_before_prefills_reset_is_denied(pair: Pair) -> None:
+    """By an engine that decode has not met, so that nothing but prefill can tell."""
+    ticket = pair.offer("p1", OLD)
+    pair.prefill.reset()
+    pair.prefill.step()
+    assert pair.prefill.offer_end("p1") == OfferEnd.REVOKED.value
+    failure = pair.load("d1", ticket)
+    assert failure is not None
+    assert FailureKind.DENIED.value in failure
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_labels_that_differ_read_nothing(pair: Pair, first: str) -> None:
+    """One engine after the other gets new weights, while requests go on."""
+    pair.prefill.reset("7")
+    pair.decode.reset("7")
+    assert pair.load("d0", pair.offer("p0", OLD)) is None
+    before = pair.offer("p1", OLD)
+    second = {"prefill": pair.decode, "decode": pair.prefill}[first]
+    getattr(pair, first).reset("8")
+    pair.prefill.step()
+    pair.decode.step()
+
+    ours, theirs = ("7", "8") if first == "prefill" else ("8", "7")
+    refusal = pair.load("d2", pair.offer("p2", NEW if first == "prefill" else OLD))
+    assert refusal == (
+        f"kv_transfer_params: weights is {theirs!r}; this engine's weights are {ours!r}"
+    )
+    second.reset("8")
+    pair.prefill.step()
+    assert pair.load("d1", before) == (
+        "kv_transfer_params: weights is '7'; this engine's weights are '8'"
+    )
+    assert pair.load("d3", pair.offer("p3", NEW)) is None
+    assert pair.has_read
+
+
+def test_a_read_under_way_does_not_outlive_the_reset(
+    make: MakePair, memory: MakeTransport, fabric: Fabric
+) -> None:
+    """It ends when nothing writes any more, and not well."""
+    pair = make(memory)
+    assert pair.load("d0", pair.offer("p0", OLD)) is None  # met, and its first reads are over
+    assert pair.decode.ask("d1", pair.offer("p1", OLD)) is None
+    fabric.reads_hang = True
+    name = RequestId("d1")
+    num_tokens, _ = pair.decode.matched("d1")
+    pair.decode._decode.on_allocation(name, [TABLE], int(str(num_tokens)))
+    pair.decode.step()
+    pair.wait_for("d1", State.READING)
+    pair.decode.reset()
+    pair.decode.step()
+    pair.decode.local.ranks[0].poll()
+    assert name not in pair.decode.local.ranks[0].loads
+    fabric.reads_hang = False
+    failure = pair.decode.local.wait_failure("d1", WAIT_S)
+    assert failure is not None
+    assert FailureKind.DROPPED.value in failure
