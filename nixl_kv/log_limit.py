@@ -1,7 +1,25 @@
-"""What strangers can cause in a log at will is limited: in lines, in length and in characters."""
+"""Limits what strangers can cause in a log: the number of lines, their length, their characters."""
 
 import logging
+import traceback
 from collections.abc import Callable
+from typing import Final
+
+MAX_TEXT: Final = 2000
+"""Characters of one argument of a log line; a peer, a client or a stranger may have chosen it."""
+
+MAX_TRACEBACK_LINES: Final = 200
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module; each of its records is one printable line of bounded length.
+
+    All modules of this package log through it. Their formats are constants; whatever is filled in
+    may come from outside, so it is escaped and cut. Tracebacks follow as indented lines.
+    """
+    logger = logging.getLogger(name)
+    logger.addFilter(_make_harmless)
+    return logger
 
 
 class LimitedLog:
@@ -33,10 +51,27 @@ class LimitedLog:
 def printable(text: str, limit: int | None = None) -> str:
     """The text with escapes for line ends and whatever a terminal would obey.
 
-    Of a text that is longer than `limit` characters the begin, and "..." for the rest.
+    If the result has more than `limit` characters, it is cut and ends in "...".
     """
-    if limit is not None and len(text) > limit:
+    is_cut = limit is not None and len(text) > limit
+    text = text[:limit]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if limit is not None and (is_cut or len(text) > limit):
         text = text[: limit - 3] + "..."
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text
+
+
+def _make_harmless(record: logging.LogRecord) -> bool:
+    """A filter that lets every record pass, with texts that are escaped and cut."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            arg if isinstance(arg, int | float) else printable(str(arg), MAX_TEXT)
+            for arg in record.args
+        )
+    if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+        lines = "".join(traceback.format_exception(record.exc_info[1])).splitlines()
+        record.exc_text = "\n".join(
+            f"  {printable(line, MAX_TEXT)}" for line in lines[-MAX_TRACEBACK_LINES:]
+        )
+    return True

@@ -29,11 +29,15 @@ from nixl_kv.cli.options import (
 from nixl_kv.config import weights_label
 from nixl_kv.errors import ConfigError, IncompatiblePeer
 from nixl_kv.keys import write_key_file
+from nixl_kv.log_limit import printable
 
 CANNOT: Final = 1
 NO_ANSWER: Final = 1
 NOT_IN_TIME: Final = 1
 NONSENSE: Final = 2
+
+MAX_ERROR: Final = 10_000
+"""Characters of an error message: the engine that was asked may have sent part of it."""
 
 KeyFile: TypeAlias = Annotated[
     Path | None,
@@ -184,7 +188,7 @@ def _errors_exit() -> Iterator[None]:
     try:
         yield
     except (ValueError, ConfigError, IncompatiblePeer) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {printable(str(error), MAX_ERROR)}", err=True)
         code = CANNOT if isinstance(error, IncompatiblePeer) else NONSENSE
         raise typer.Exit(code) from error
 

@@ -5,7 +5,6 @@ in it what the axes say. What is known of their backends is here, as data. A bac
 known is exchanged in whole blocks, between engines that are cut alike.
 """
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -37,8 +36,9 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Region, Span
 from nixl_kv.geometry.views import join_kv, region_from_tensor
+from nixl_kv.log_limit import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AXES: Final = "BHNC"
 """Of the views that vLLM registers: K and V follow each other in the content."""

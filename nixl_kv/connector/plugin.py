@@ -5,9 +5,9 @@ or not, and lets an exception end that start. So a vLLM that is missing, or has 
 costs a line in the log. Where vLLM runs no plugins, the module runs this that has the connector.
 """
 
-import logging
+from nixl_kv.log_limit import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def register() -> None:

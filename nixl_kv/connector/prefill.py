@@ -1,6 +1,5 @@
 """The scheduler's side of prefill: which requests are offered, and with which ticket."""
 
-import logging
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,10 +12,11 @@ from nixl_kv.connector.paging import NULL_BLOCK, ids_of
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ALL: Final = 1 << 31
 """Blocks: more than any cache has."""

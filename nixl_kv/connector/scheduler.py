@@ -4,7 +4,6 @@ vLLM ends the engine for an exception from any of these hooks, so what a client 
 beyond `on_arrival`.
 """
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,12 +42,13 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.errors import ConfigError, RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import decode_rank
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transfer.trust import Trust
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OTHERS_HANDSHAKE: Final = (
     "the workers' handshake is another connector's: of the connectors of a MultiConnector, "

@@ -1,7 +1,6 @@
 """The worker role: swaps commands and results with the transfer engine on vLLM's step thread."""
 
 import ipaddress
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +30,7 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import RequestId
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
@@ -39,7 +39,7 @@ from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.connection_limit import is_local
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LOAD_WAIT_S: Final = 0.01
 """How long after the latest load steps that compute nothing wait for one to end. vLLM asks again a

@@ -35,6 +35,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank
+from nixl_kv.log_limit import printable
 from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
 
 MAX_CLAIMS = 65536
@@ -45,6 +46,8 @@ MAX_SLICES = 1 << 12
 MAX_CHUNKS = 1 << 20
 MAX_RING_SLOTS = 1 << 10
 PROOF_BYTES = 16
+MAX_REASON = 300
+"""Characters of an error about a message that cannot be decoded."""
 MAX_LISTED = 1000
 """Of offers, loads and so on that one `Status` lists."""
 
@@ -508,13 +511,17 @@ decode_to_tool: Callable[[bytes], ToTool] = _decoder(ToTool)
 
 
 def _explained(payload: bytes, error: Exception) -> RemoteProtocolError:
-    """A foreign version explains everything else, so it is said first. That of no version is 0."""
+    """A foreign version explains everything else, so it is said first. That of no version is 0.
+
+    msgspec quotes what a peer has sent, such as an unknown tag.
+    """
+    reason = printable(str(error), MAX_REASON)
     try:
         version = _head_decoder.decode(payload).version
     except msgspec.ValidationError:
-        return RemoteProtocolError(str(error))
+        return RemoteProtocolError(reason)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return RemoteProtocolError(f"not msgpack: {len(payload)} bytes")
     if version in (0, WIRE_VERSION):
-        return RemoteProtocolError(str(error))
+        return RemoteProtocolError(reason)
     return ForeignVersion(f"wire version {version}; this side speaks {WIRE_VERSION}")

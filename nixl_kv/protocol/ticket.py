@@ -47,6 +47,7 @@ from msgspec import Meta
 from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
+from nixl_kv.log_limit import printable
 
 WIRE_VERSION: Final = 8
 MAC_BYTES: Final = 16
@@ -54,6 +55,8 @@ MAC_BYTES: Final = 16
 FIELD: Final = "nixl_kv_ticket"
 MAX_LENGTH: Final = 4096
 """Of the string, in characters."""
+MAX_REASON: Final = 300
+"""Characters of what msgspec says about a payload; it quotes what a client has sent."""
 
 SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0-9_-]+)", re.ASCII)
 FLAGS: Final[Mapping[str, bool]] = {"do_remote_prefill": True, "do_remote_decode": False}
@@ -219,7 +222,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
             values = dict(zip(kind.__struct_fields__, _decoder.decode(packed), strict=False))
             return msgspec.convert(values, kind, strict=True)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise _refused(str(error), sep=": ") from error
+            raise _refused(printable(str(error), MAX_REASON), sep=": ") from error
 
 
 def _mac(version: int, payload: str, key: bytes) -> str:

@@ -16,7 +16,6 @@ one first meets all peers that the old one reads, in the background: no read wai
 A read waits here for its peer to be prepared, and for the agent while NIXL adds any peer to it.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -26,12 +25,13 @@ from typing import Final
 from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank, RequestId
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.transfer.read_agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
 from nixl_kv.transfer.remote_peers import Ended, RemotePeers
 from nixl_kv.transport.base import Transport
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRY_AGAIN_S: Final = 1.0
 

@@ -7,7 +7,6 @@ are labelled. The scheduler reads all of that with its next step or request.
 No error ends the thread: an engine whose directory is silent can never be met again.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -18,12 +17,12 @@ from typing import Final
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce, engine_incarnation, short
-from nixl_kv.log_limit import LimitedLog
+from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import messages
 from nixl_kv.transfer.thread import survives
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
 MAX_DECLINED: Final = 4096

@@ -8,7 +8,6 @@ engine.stop()
 """
 
 import contextlib
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -24,6 +23,7 @@ from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, Transpo
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
@@ -48,7 +48,7 @@ from nixl_kv.transport.slots import SlotPage
 if TYPE_CHECKING:  # needs CUDA
     from nixl_kv.transfer.gpu_memory import Exported
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MIN_SLOTS: Final = 1024
 MAX_SLOTS: Final = 1 << 20

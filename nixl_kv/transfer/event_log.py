@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from nixl_kv.log_limit import printable
+from nixl_kv.log_limit import get_logger, printable
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import MAX_LISTED, EventRecord
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 KEPT: Final = 10_000
 MAX_CAUSE: Final = 300

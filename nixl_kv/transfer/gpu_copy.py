@@ -5,7 +5,6 @@ how many bytes are under way, see docs/benchmarks.md. This module is imported on
 is in GPU memory: Triton is only there.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,11 +20,12 @@ from nixl_kv.geometry.contents import DigestInput
 from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.runs import Ints
 from nixl_kv.geometry.tiles import Launch
+from nixl_kv.log_limit import get_logger
 from nixl_kv.transfer.gpu_errors import UNABLE, translated
 from nixl_kv.transfer.gpu_streams import on
 from nixl_kv.transfer.gpu_sums import mixed, position
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PROGRAMS: Final = 24
 """Of one launch, at most: each has a processor of the GPU to itself while it runs."""
@@ -324,5 +324,5 @@ class KernelStream:
             try:
                 launch_copy(launch, numbers, numbers, (numbers, self.size))
             except UNABLE as error:
-                logger.warning("what is copied is not digested meanwhile: %r", error)
+                logger.warning("what is copied is not digested meanwhile: %s", repr(error))
                 self.size = 0

@@ -4,7 +4,6 @@ This module is imported only where the cache is in GPU memory: Triton is only th
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +16,14 @@ from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.layout import CacheLayout, Span
 from nixl_kv.geometry.plan import Pieces, Plan
 from nixl_kv.geometry.tiles import Tiling
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import messages
 from nixl_kv.transfer.gather import Wanted
 from nixl_kv.transfer.gpu_copy import TILE_BYTES, CopyRun, KernelStream
 from nixl_kv.transfer.gpu_memory import Exported, Mapping
 from nixl_kv.transfer.owner_watch import OwnerWatch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

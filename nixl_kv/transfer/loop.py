@@ -5,7 +5,6 @@ It waits for its sockets; it polls NIXL only while a read is under way or a peer
 this rank, and uses no CPU otherwise.
 """
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.ids import Endpoint, RequestId, short
-from nixl_kv.log_limit import LimitedLog, printable
+from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.prefill.machine import PrefillMachine
@@ -36,7 +35,7 @@ from nixl_kv.transport.slots import SlotPage
 if TYPE_CHECKING:  # needs CUDA
     from nixl_kv.transfer.gpu_memory import Exported
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SERVING_PAUSE_S: Final = 0.001
 RECEIVING_S: Final = 0.05
@@ -55,8 +54,6 @@ STORY_LINES: Final = 10
 """Of a failed load, below the line that says so."""
 STORIES_PER_S: Final = 20
 """Of loads that fail at once; of the others the log has one line each."""
-MAX_DETAIL: Final = 2000
-"""Characters of a failure's detail in a log line: part of it may be a peer's text."""
 MAX_QUESTIONS: Final = 8
 """Status questions that wait, over all connections."""
 
@@ -339,7 +336,7 @@ class Loop:
         try:
             self.parts.control.reply(route, messages.encode(self._report_status(question)))
         except Exception as error:  # noqa: BLE001 - reporting only reads: nothing is in doubt
-            self._log.warning("a status question is not answered: %r", error)
+            self._log.warning("a status question is not answered: %s", repr(error))
 
     def _handle(self, event: events.DecodeEvent | events.PrefillEvent) -> None:
         """Let a machine decide; do that, and what follows from it, until nothing does."""
@@ -402,7 +399,7 @@ class Loop:
                     "%s answers, but its memory cannot be read: %s; loads from it fail at once, "
                     "and it is tried again after 1, 2, 4, ... up to 64 s"
                 )
-                logger.warning(message, action.peer, printable(action.reason, MAX_DETAIL))
+                logger.warning(message, action.peer, action.reason)
             case events.PeerReadable():
                 logger.warning("%s can be read again", action.peer)
             case events.AskDenied():
@@ -433,16 +430,15 @@ class Loop:
         if failure.kind is events.FailureKind.DROPPED:
             logger.info("request %s: its load was cancelled", report.request)
             return
-        peer = f"; {report.peer}" if report.peer else ""
-        story = self._story(report.request)
         logger.warning(
-            "request %s: KV not loaded: %s (%s%s)%s",
+            "request %s: KV not loaded: %s (%s%s)",
             report.request,
-            printable(failure.detail, MAX_DETAIL),
+            failure.detail,
             failure.kind.value,
-            peer,
-            "".join(f"\n  {line}" for line in story),
+            f"; {report.peer}" if report.peer else "",
         )
+        for line in self._story(report.request):
+            logger.warning("  %s", line)
 
     def _story(self, request: RequestId) -> list[str]:
         """Its lines, but of so many loads a second only: thousands may fail at once."""

@@ -9,7 +9,6 @@ memory; so that is paid while the rank is still being asked, and by nobody who w
 rank on a host it is then measured how fast it is read, if it packs and is not mapped.
 """
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -25,6 +24,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.geometry.slices import LocalSlice
 from nixl_kv.ids import Rank, RequestId
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.transfer.digests import DigestQueue
 from nixl_kv.transfer.gather import GatherRead, Wanted
@@ -37,7 +37,7 @@ from nixl_kv.transfer.staging import Staging
 from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_SLOT_READS: Final = 4096
 """Slots that can be read at the same time."""

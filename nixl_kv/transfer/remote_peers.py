@@ -6,7 +6,6 @@ thread; what takes long of a preparation runs beside it, on threads of the agent
 """
 
 import concurrent.futures
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -23,6 +22,7 @@ from nixl_kv.geometry.plan import LENGTH, Plan, Share, plan
 from nixl_kv.geometry.ranks import Route
 from nixl_kv.geometry.slices import KVSlice, SliceNamer
 from nixl_kv.ids import Endpoint, Rank, endpoint_host
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey, StartLoad
 from nixl_kv.transfer.digests import block_tables
@@ -38,7 +38,7 @@ from nixl_kv.transfer.staged_read import (
 from nixl_kv.transport.base import ListHandle, PeerName, Rows, Transport
 from nixl_kv.transport.slots import slot_rows
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SHOWN_MISMATCHES: Final = 4
 

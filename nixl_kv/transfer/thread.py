@@ -9,7 +9,6 @@ The thread closes its loop itself, and ends only when nothing writes into the ca
 end of the thread is the proof. A thread that ends late closes its loop late.
 """
 
-import logging
 import os
 import threading
 import time
@@ -18,9 +17,10 @@ from concurrent.futures import Future
 from typing import Final
 
 from nixl_kv.errors import TransportError
+from nixl_kv.log_limit import get_logger
 from nixl_kv.transfer.loop import Loop
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 STOP_TIMEOUT_S: Final = 30.0
 """How long `stop` waits. Posting a read of 2 million runs takes 8 s, destroying an agent 1 s."""

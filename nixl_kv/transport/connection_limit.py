@@ -8,7 +8,6 @@ ask try again after a second, by TCP's own rule, and those who are in notice not
 """
 
 import ctypes
-import logging
 import os
 import resource
 import socket
@@ -16,9 +15,9 @@ import struct
 import time
 from typing import Final
 
-from nixl_kv.log_limit import LimitedLog
+from nixl_kv.log_limit import LimitedLog, get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_CONNECTIONS: Final = 4096
 """Of one port at the same time. Readers leave five seconds after their last load, so that many more

@@ -8,7 +8,6 @@ large the connection that holds most is shut, and ZMQ drops what it kept for it.
 With a key nobody needs this: without it no frame gets past the handshake.
 """
 
-import logging
 import os
 import socket
 import struct
@@ -16,9 +15,9 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.log_limit import LimitedLog
+from nixl_kv.log_limit import LimitedLog, get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_HELD_BYTES: Final = 64 << 20
 """Of all connections of a port together; more is held for as long as until the next look."""

@@ -13,7 +13,6 @@ What NIXL forces, all measured:
 
 import gc
 import importlib
-import logging
 import os
 import secrets
 import threading
@@ -31,6 +30,7 @@ import numpy as np
 from nixl_kv.config import AUTO, OFF, Config
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.log_limit import get_logger
 from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
 from nixl_kv.transport.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
 from nixl_kv.transport.ucx import UcxTcpDetector
@@ -42,7 +42,7 @@ else:  # AMD's build, under a name of its own; vLLM takes it there too
     api = importlib.import_module("nixl_rocm._api")
     bindings = importlib.import_module("nixl_rocm._bindings")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 REHEARSAL_S: Final = 2.0
 """How long a read within this process may take, before the first peer."""

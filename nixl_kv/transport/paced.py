@@ -9,7 +9,6 @@ peer, each of an agent of its own, as hide the round trip (`window.py`).
 What is read without TCP goes through the first agent alone, as if this were not here.
 """
 
-import logging
 import math
 import time
 from collections import deque
@@ -24,10 +23,11 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.blocks import block_ids
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
+from nixl_kv.log_limit import get_logger
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle, Rows, Transport
 from nixl_kv.transport.window import MAX_STREAMS, MIN_PIECE_BYTES, Begun, Window
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SEGMENT_CONFIG: Final = "TCP_TX_SEG_SIZE=2m,TCP_RX_SEG_SIZE=2m"
 """UCX's settings by which a piece fits into a segment. All engines have them, whatever they read: a

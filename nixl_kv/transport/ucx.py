@@ -6,15 +6,15 @@ and closed at once. To begin with that costs 15 ms, and then 2 to 30 ms for each
 """
 
 import ctypes
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory
+from nixl_kv.log_limit import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TCP: Final = "tcp"
 READS_DRAM_ALONE: Final = frozenset({"cma", "knem", "xpmem"})

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from nixl_kv.log_limit import LimitedLog
+from nixl_kv.log_limit import LimitedLog, printable
 
 logger = logging.getLogger("test_log_limit")
 
@@ -98,3 +98,11 @@ def test_the_interval_is_a_second_where_none_is_given(
         "dropped",
         "  and 1 more like it since the last such line",
     ]
+
+
+def test_a_text_is_cut_after_it_was_escaped() -> None:
+    """Escapes are longer than what they stand for."""
+    assert printable("\n" * 4, 8) == r"\n\n\n\n"
+    assert printable("\n" * 5, 8) == r"\n\n\..."
+    assert printable("x" * 9, 8) == "xxxxx..."
+    assert printable("x" * 9) == "x" * 9
