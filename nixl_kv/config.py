@@ -298,16 +298,17 @@ class Config:
     """Physical order of the KV cache to ask vLLM for; 'auto' picks the best that is known good."""
 
     key_file: Annotated[str | None, _key_file] = None
-    """File with the key that all engines share; with it, whoever lacks the key is nobody."""
+    """File with the key that all engines share. If no key is given anywhere, the engines of one
+    user on one machine share one that the first of them makes."""
 
     key: str | None = field(default=None, repr=False)
     """The key itself, from NIXL_KV_KEY alone, for who gives no file: vLLM logs its options."""
 
     insecure: Annotated[bool, _switch] = False
-    """Whether other machines may reach this engine although it has no key."""
+    """Whether to run without any key if none is given, for tests and trusted networks."""
 
     peers: Annotated[tuple[Network, ...] | None, _peers] = None
-    """Networks of the other engines; None for any with a key, and this machine without one."""
+    """Networks of the other engines; None: any if a key is given, else this machine."""
 
     warm: Annotated[tuple[Endpoint, ...], _warm] = ()
     """Prefill engines, HOST:PORT of their descriptions, that decode joins beforehand, and keeps."""
@@ -344,7 +345,7 @@ class Config:
 
     @property
     def has_key(self) -> bool:
-        """Whether there is a key, wherever it comes from."""
+        """Whether a key is given. The one that a user's engines share never leaves a machine."""
         return self.key_file is not None or self.key is not None
 
     @property
@@ -379,7 +380,7 @@ class Config:
 
         Raises:
             ConfigError: for an unknown key or a value that is not allowed, or if other machines
-                could reach an engine that has no key.
+                could reach an engine that is given no key.
         """
         known = cls.parsers()
         unknown = sorted(set(extra) - {*known, *MAPPED_KEYS, *NEEDLESS_KEYS})
@@ -404,7 +405,8 @@ class Config:
             raise _refuse(
                 given["host"][0],
                 config.host,
-                f"without a key, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}",
+                "without key_file and NIXL_KV_KEY, an address that only this machine reaches: "
+                f"{HOW_TO_SHARE_A_KEY}",
             )
         for endpoint in config.warm:
             if not config.allowed_hosts.allows(endpoint_host(endpoint)):

@@ -61,6 +61,15 @@ def drain(where: str, keys: Keys | None, timeout_s: float, say: Callable[[str], 
         time.sleep(LOOK_S)
 
 
+def undo(where: str, keys: Keys | None) -> None:
+    """Let the engine at `HOST:PORT` offer again.
+
+    Raises:
+        ValueError: if the engine does not answer; names the address.
+    """
+    running.ask_first(where, partial(running.ask_to_drain, keys=keys, undo=True), option="--at")
+
+
 def _left(where: str, keys: Keys | None) -> Left:
     """In this order: what is awaited becomes an offer before it is awaited no longer."""
     ask = partial(running.ask_to_drain, keys=keys)

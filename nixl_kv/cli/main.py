@@ -41,7 +41,14 @@ MAX_ERROR: Final = 10_000
 
 KeyFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option(help="The key of the engine, if it has one; default: what NIXL_KV_KEY holds."),
+    typer.Option(
+        help="The engine's key. Default: NIXL_KV_KEY, else the key that this user's engines on "
+        "this machine share."
+    ),
+]
+
+Insecure: TypeAlias = Annotated[
+    bool, typer.Option("--insecure", help="The engine has no key: it runs with insecure.")
 ]
 
 app = typer.Typer(
@@ -94,6 +101,7 @@ def status(
         ),
     ] = None,
     *,
+    insecure: Insecure = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all fields.")] = False,
 ) -> None:
     """Show what a running engine is doing, and what happened to a request.
@@ -101,7 +109,7 @@ def status(
     Prints the peers, links, offers and loads of each rank, and what each waits for.
     """
     with _errors_exit():
-        keys = running.read_keys(key_file)
+        keys = running.read_keys(key_file, insecure=insecure)
         description = running.describe_at(at, option="--at", keys=keys)
     answers = running.rank_statuses(description, keys, request or "")
     if as_json:
@@ -126,6 +134,11 @@ def drain(
     timeout: Annotated[
         float, typer.Option(min=0, metavar="S", help="How long to wait, in seconds.")
     ] = 60,
+    *,
+    insecure: Insecure = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Let a draining engine offer again, and do not wait.")
+    ] = False,
 ) -> None:
     """Let an engine finish what it has begun, before it is stopped.
 
@@ -133,7 +146,12 @@ def drain(
     """
     with _errors_exit():
         where = at or running.own_address(os.environ)
-        left = draining.drain(where, running.read_keys(key_file), timeout, typer.echo)
+        keys = running.read_keys(key_file, insecure=insecure)
+        if undo:
+            draining.undo(where, keys)
+            typer.echo("the engine offers again")
+            return
+        left = draining.drain(where, keys, timeout, typer.echo)
     if left:
         typer.echo(f"not drained within {timeout:g} s", err=True)
         raise typer.Exit(NOT_IN_TIME)
@@ -199,7 +217,7 @@ def _engines(model: ModelOptions, engines: EngineOptions) -> tuple[Engine, Engin
     addresses = engines.prefill_at, engines.decode_at
     if all(addresses) and not any(numbers):
         _check_no_model(model)
-        keys = running.read_keys(engines.key_file)
+        keys = running.read_keys(engines.key_file, insecure=engines.insecure)
         prefill, decode = (
             running.describe_at(str(where), option=option, keys=keys)
             for where, option in zip(addresses, ("--prefill-at", "--decode-at"), strict=True)

@@ -71,8 +71,15 @@ class EngineOptions:
         None
     )
     key_file: Annotated[
-        Path | None, _engines(help="The key of the engines that are asked, if they have one.")
+        Path | None,
+        _engines(
+            help="The key of the engines that are asked. Default: NIXL_KV_KEY, else the key that "
+            "this user's engines on this machine share."
+        ),
     ] = None
+    insecure: Annotated[
+        bool, _engines("--insecure", help="The engines that are asked have no key.")
+    ] = False
     blocks: Annotated[
         int,
         _engines(min=1, help="Blocks of each rank's cache, where the engine's numbers have none."),

@@ -1,7 +1,8 @@
 """Asks running engines, over the control plane that they use among each other.
 
 The directory of an engine answers with its description. That has the endpoint of each rank, and a
-rank answers with its status. Engines that have a key answer only those who have it too.
+rank answers with its status. Engines answer only those who have their key, unless they run with
+`insecure`.
 """
 
 import os
@@ -16,7 +17,7 @@ from typing import Final, TypeAlias, TypeVar
 from nixl_kv.config import KEY_VARIABLE, Config
 from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
-from nixl_kv.keys import Keys, parse_key, read_key_file
+from nixl_kv.keys import Keys, find_user_key, parse_key, read_key_file
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import FromEndpoint, Lost
 from nixl_kv.transport.zmq import ZmqControl
@@ -34,17 +35,23 @@ RankAnswer: TypeAlias = tuple[messages.RankDescription, messages.Status | NixlKV
 """A rank, and its status; or why there is none."""
 
 
-def read_keys(path: Path | None) -> Keys | None:
-    """The keys of `--key-file`, if it is given; else those in the environment, if any.
+def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
+    """The keys of `--key-file`, else of the environment, else of this user's engines here.
+
+    `insecure` means none of these: the engine has no key.
 
     Raises:
         ValueError: names the option, or the variable, and what is wrong with it.
     """
+    if insecure and path is not None:
+        raise ValueError("--key-file and --insecure are given; allowed: one of them")
+    if insecure:
+        return None
     text = os.environ.get(KEY_VARIABLE)
     try:
         if path is not None:
             return read_key_file(path)
-        return parse_key(text, KEY_VARIABLE) if text else None
+        return parse_key(text, KEY_VARIABLE) if text else find_user_key()
     except ConfigError as error:
         words = str(error)
         raise ValueError(words if path is None else f"--{words.replace('_', '-', 1)}") from error
@@ -135,18 +142,20 @@ def rank_statuses(
     return [(rank, _status(answers[rank.endpoint])) for rank in description.ranks]
 
 
-def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None) -> int:
-    """Tell the engine whose directory is at this endpoint to offer nothing new.
+def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None, *, undo: bool = False) -> int:
+    """Tell the engine whose directory is at this endpoint to offer nothing new, or to offer again.
 
     Returns how many requests have arrived before and are not offered yet.
 
     Raises:
-        NixlKVError: if nobody answers, or not that it drains.
+        NixlKVError: if nobody answers, or the engine refuses.
     """
-    question = messages.encode(messages.Drain(incarnation=ANY_INCARNATION))
+    question = messages.encode(messages.Drain(incarnation=ANY_INCARNATION, undo=undo))
     answer = _decode(_exchange({endpoint: question}, keys)[endpoint], messages.decode_to_tool)
     if not isinstance(answer, messages.Draining):
         raise TransportError(f"answered with {type(answer).__name__}")
+    if answer.is_refused:
+        raise TransportError("refused: an engine without a key is drained from its own machine")
     return answer.num_awaited
 
 

@@ -125,14 +125,21 @@ class Describe(_Message, frozen=True, kw_only=True):
 class Drain(_Message, frozen=True, kw_only=True):
     """A tool says, with ANY_INCARNATION: this engine is to stop, so offer nothing that is new.
 
-    What has arrived before is offered, and read. Said again, it asks how far that is.
+    What has arrived before is offered, and read. Said again, it asks how far that is. With `undo`
+    the engine offers again what arrives from now on.
     """
+
+    undo: bool = False
 
 
 class Draining(_Message, frozen=True, kw_only=True):
-    """So be it: `num_awaited` requests that have arrived before are not offered yet."""
+    """The answer to Drain: `num_awaited` requests have arrived and are not offered yet.
+
+    `is_refused`: the engine has no key, and whoever asks is on another machine.
+    """
 
     num_awaited: _Count
+    is_refused: bool = False
 
 
 class SetWeights(_Message, frozen=True, kw_only=True):

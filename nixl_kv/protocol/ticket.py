@@ -30,7 +30,8 @@ WIRE_VERSION history (of tickets and messages alike)
 7  a description says how a rank's GPU memory is mapped, and where it packs what is read, on
    request; the hash of a prompt is HMAC-SHA256 over msgpack
 8  a ticket says with which weights its KV was computed, and how often prefill's cache was reset
-   before; a tool can change the label of an engine's weights
+   before; a tool can change the label of an engine's weights, and undo draining; a description
+   names bytes that prove a mapping of GPU memory
 """
 
 import base64
@@ -186,7 +187,10 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
         elif key is not None and not hmac.compare_digest(
             self.mac, _mac(self.version, self.payload, key)
         ):
-            reason = "is wrong: the ticket was changed, or made with another key"
+            reason = (
+                "is wrong: the ticket was changed, or made with another key; compare the "
+                "fingerprints that both engines log at start"
+            )
         else:
             return
         raise _refused(f"mac {reason}")

@@ -1,8 +1,10 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
 It sleeps until somebody asks. The description is replaced whole after a wake-up. Decode engines
-also say here which offers they decline. Tools say that the engine is to drain, and how its weights
-are labelled. The scheduler reads all of that with its next step or request.
+also say here which offers they decline. Tools drain an engine, and label its weights. The scheduler
+reads all of that with its next step or request. Draining takes an engine out of service, so only a
+sender that has proved the key may order it, or on an engine without a key a process of the same
+machine.
 
 No error ends the thread: an engine whose directory is silent can never be met again.
 """
@@ -21,6 +23,7 @@ from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import messages
 from nixl_kv.transfer.thread import survives
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
+from nixl_kv.transport.connection_limit import is_local
 
 logger = get_logger(__name__)
 
@@ -139,17 +142,17 @@ class DirectoryServer:
 
     def _serve(self, item: FromPeer) -> None:
         try:
-            answer = self._answer(item.payload)
+            answer = self._answer(item)
             if answer is not None:
                 self._control.reply(item.route, messages.encode(answer))
         except (RemoteProtocolError, TransportError) as error:
             self._log.warning("request for a description dropped: %s", error)
 
     def _answer(
-        self, payload: bytes
+        self, item: FromPeer
     ) -> messages.Answer | messages.Draining | messages.WeightsSet | None:
         try:
-            message = messages.decode_to_engine(payload)
+            message = messages.decode_to_engine(item.payload)
         except ForeignVersion as error:
             self._log.warning("request for a description refused: %s", error)
             return messages.VersionRefusal()
@@ -161,7 +164,7 @@ class DirectoryServer:
             self._declined.append(message.nonce)
             return None
         if isinstance(message, messages.Drain):
-            return self._drain()
+            return self._drain(message, item.stranger)
         if isinstance(message, messages.SetWeights):
             return self._set_weights(message)
         return self._describe(message)
@@ -171,11 +174,22 @@ class DirectoryServer:
         """For tools, which may ask before the engine is described."""
         return ANY_INCARNATION if self._description is None else self._description.incarnation
 
-    def _drain(self) -> messages.Draining:
-        if not self.is_draining:
-            logger.warning("this engine drains: what arrives from now on is not offered")
-        self.is_draining = True
-        return messages.Draining(incarnation=self._life, num_awaited=self.count_awaited())
+    def _drain(self, message: messages.Drain, stranger: str) -> messages.Draining:
+        is_refused = bool(stranger) and not is_local(stranger)
+        if is_refused:
+            self._log.warning("draining is refused: %s is another machine, without a key", stranger)
+        elif self.is_draining and message.undo:
+            logger.warning("this engine no longer drains: it offers requests again")
+        elif not self.is_draining and not message.undo:
+            logger.warning(
+                "this engine drains: requests that arrive from now on are not offered "
+                "(nixl-kv drain --undo ends this)"
+            )
+        if not is_refused:
+            self.is_draining = not message.undo
+        return messages.Draining(
+            incarnation=self._life, num_awaited=self.count_awaited(), is_refused=is_refused
+        )
 
     def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet:
         """The scheduler compares the label in each of its hooks: it holds from this answer on."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from nixl_kv.config import KEY_VARIABLE, AllowedHosts, Config
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.keys import Keys, parse_key, read_key_file
+from nixl_kv.keys import Keys, make_user_key, parse_key, read_key_file
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket
 from nixl_kv.transport.zmq import ZmqControl
 
@@ -17,23 +17,23 @@ class Trust:
     keys: Keys | None
     allowed: AllowedHosts
     peer_timeout_s: float
+    source: str = ""
+    """Where the key comes from."""
 
     @classmethod
     def of(cls, config: Config) -> "Trust":
-        """As configured; reads the key file.
+        """As configured; without a key, engines of one user on one machine share one.
 
         Raises:
             ConfigError: if the key file is not one, or others can read it; or for a key that is
                 none.
         """
-        keys = None if config.key is None else parse_key(config.key, KEY_VARIABLE)
-        if config.key_file is not None:
-            keys = read_key_file(config.key_file)
-        return cls(keys, config.allowed_hosts, config.peer_timeout_s)
+        keys, source = _keys_of(config)
+        return cls(keys, config.allowed_hosts, config.peer_timeout_s, source)
 
     def __str__(self) -> str:
-        key = "no key" if self.keys is None else f"the key {self.keys.fingerprint}"
-        return f"{key}; its peers are {self.allowed}"
+        key = "no key" if self.keys is None else f"the key {self.keys.fingerprint} {self.source}"
+        return f"{key.rstrip()}; its peers are {self.allowed}"
 
     def seal(self, ticket: Ticket) -> dict[str, Any]:
         """The `kv_transfer_params` by which those who trust this engine accept its ticket."""
@@ -63,3 +63,15 @@ class Trust:
     @property
     def _ticket_key(self) -> bytes | None:
         return None if self.keys is None else self.keys.tickets
+
+
+def _keys_of(config: Config) -> tuple[Keys | None, str]:
+    """An engine's keys, and where they come from."""
+    if config.key_file is not None:
+        return read_key_file(config.key_file), f"(from key_file {config.key_file})"
+    if config.key is not None:
+        return parse_key(config.key, KEY_VARIABLE), f"(from {KEY_VARIABLE})"
+    if config.insecure:
+        return None, ""
+    keys, path = make_user_key()
+    return keys, f"(of this user's engines on this machine, in {path})"

@@ -123,6 +123,8 @@ class FromPeer:
 
     route: bytes
     payload: bytes
+    stranger: str = ""
+    """The IP address of a sender that has proved no key; empty if it has."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Final
+from typing import Any, Final
 
 import zmq
 from zmq.utils import z85
@@ -33,7 +33,6 @@ from nixl_kv.keys import Keys
 from nixl_kv.transport import zap
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
 from nixl_kv.transport.connection_limit import LimitedPort
-from nixl_kv.transport.held_bytes import HeldBytes
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
@@ -160,8 +159,6 @@ class _Admission:
     questions: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
     port: LimitedPort
-    held: HeldBytes | None
-    """None with keys."""
 
     def attend(self, gatekeeper: zap.Gatekeeper) -> None:
         """Answer and count, as much as waits there."""
@@ -173,33 +170,23 @@ class _Admission:
             event = parse_monitor_message(frames)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self.port.on_accepted()
-                if self.held is not None:
-                    self.held.on_accepted(int(event["value"]))
             else:
                 self.port.on_closed()
-                if self.held is not None:
-                    self.held.on_closed(int(event["value"]))
-
-    def requests(self, router: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
-        """What waits at the ROUTER; what makes it hold too much is cut off."""
-        if self.held is None:
-            yield from _waiting(router)
-            return
-        for _ in range(MAX_BATCH):
-            if not router.poll(0):
-                break
-            frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
-            self.held.on_delivered(frames[-1].get(zmq.SRCFD), sum(map(len, frames)))
-            yield [frame.bytes for frame in frames]
-        self.held.look(all_delivered=not router.poll(0))
 
 
-def _waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
-    """What waits at a socket, each as its frames, so that a flood holds nothing else up."""
+def _waiting(socket: "zmq.Socket[bytes]", *, copy: bool = True) -> Iterator[list[Any]]:
+    """What waits at a socket, each as its frames, so that a flood holds nothing else up.
+
+    The frames are bytes, or `zmq.Frame`s, which have the sender's address, if `copy` is false.
+    """
     for _ in range(MAX_BATCH):
         if not socket.poll(0):
             return
-        yield socket.recv_multipart(zmq.NOBLOCK)
+        yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+
+
+def _from_stranger(route: zmq.Frame, payload: zmq.Frame) -> FromPeer:
+    return FromPeer(route.bytes, payload.bytes, str(payload.get("Peer-Address")))
 
 
 def _heartbeats(timeout_s: float) -> dict[int, int | bytes]:
@@ -317,8 +304,7 @@ class ZmqControl:
             router.setsockopt(zmq.USE_FD, limited.duplicate())
             router.bind(endpoint_at(host, limited.port))
         self._router = router
-        held = HeldBytes(limited.port) if self._keys is None else None
-        self._admission = _Admission(questions, monitor, limited, held)
+        self._admission = _Admission(questions, monitor, limited)
         for watched in (router, questions, monitor):
             self._poller.register(watched, zmq.POLLIN)
         return limited.port
@@ -354,9 +340,7 @@ class ZmqControl:
             timeout_s = 0
         left_s, until = timeout_s, time.monotonic() + (timeout_s or 0)
         while True:
-            look_s = self._next_look_s()
-            wait_s = min((s for s in (left_s, look_s) if s is not None), default=None)
-            wait_ms = None if wait_s is None else math.ceil(wait_s * 1000)
+            wait_ms = None if left_s is None else math.ceil(left_s * 1000)
             ready = dict(self._poller.poll(wait_ms))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -366,22 +350,18 @@ class ZmqControl:
             if received or self._wake_fd in ready or left_s == 0:
                 return received
 
-    def _next_look_s(self) -> float | None:
-        """In how many seconds strangers are to be looked at; None for never."""
-        held = None if self._admission is None else self._admission.held
-        return None if held is None else held.next_look_s
-
     def _receive(self) -> list[Received]:
         """What is there, without a wait."""
         if self._admission is not None:
             self._admission.attend(self._gatekeeper)
-        router, admission = self._router, self._admission
-        requests = admission.requests(router) if router is not None and admission else ()
-        received: list[Received] = [
-            FromPeer(*frames)
-            for frames in requests
-            if len(frames) == 2  # noqa: PLR2004 - route and payload; another message is nobody's
-        ]
+        received: list[Received] = []
+        if self._router is not None:
+            has_key = self._keys is not None
+            received += [
+                FromPeer(*frames) if has_key else _from_stranger(*frames)
+                for frames in _waiting(self._router, copy=has_key)
+                if len(frames) == 2  # noqa: PLR2004 - route and payload; another message is nobody's
+            ]
         if self._caller is not None:
             received += self._caller.receive()
         return received

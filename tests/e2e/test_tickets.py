@@ -180,7 +180,15 @@ def stranger(
     """
     del pair  # after these: two cores start no more at a time
     model = ensure_tiny_model(model=TinyModel(layers=2, kv_heads=2, hidden=128))
-    spec = EngineSpec("stranger", model, "both", "nixl-kv", by_name=True, kv_cache_bytes=64 << 20)
+    spec = EngineSpec(
+        "stranger",
+        model,
+        "both",
+        "nixl-kv",
+        by_name=True,
+        kv_cache_bytes=64 << 20,
+        connector_config={"insecure": True},
+    )
     with contextlib.ExitStack() as stack:
         if request.param == "command line":
             cluster = stack.enter_context(Cluster(tmp_path, warm=False))

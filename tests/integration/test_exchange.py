@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lab.local.caches import ORDERS, Sizes
+from nixl_kv.keys import find_user_key
 from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.transport.zmq import ZmqControl
@@ -71,7 +72,7 @@ def test_garbage_on_the_control_port_changes_nothing(
     memory: MakeTransport, make_pair: MakePair
 ) -> None:
     prefill, decode = make_pair(memory)
-    stranger = ZmqControl()
+    stranger = ZmqControl(find_user_key())
     payloads = (b"", b"\xc1", b"garbage" * 1000, b"\x92\xa3Ask\x09")
     for payload in payloads:
         stranger.send(prefill.ranks[0].description.endpoint, payload)

@@ -409,8 +409,8 @@ def test_what_other_machines_reach_needs_a_key(
     with pytest.raises(ConfigError) as refusal:
         Config.parse(extra, environ)
     assert str(refusal.value) == (
-        f"{name} is '10.0.0.1'; allowed: without a key, an address that only this machine "
-        f"reaches: {HOW_TO_SHARE_A_KEY}"
+        f"{name} is '10.0.0.1'; allowed: without key_file and NIXL_KV_KEY, an address that only "
+        f"this machine reaches: {HOW_TO_SHARE_A_KEY}"
     )
 
 

@@ -2,6 +2,9 @@
 
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,8 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nixl_kv import keys
 from nixl_kv.errors import ConfigError
-from nixl_kv.keys import ALLOWED, Keys, parse_key, read_key_file, write_key_file
+from nixl_kv.keys import (
+    ALLOWED,
+    USER_KEY,
+    Keys,
+    find_user_key,
+    make_user_key,
+    parse_key,
+    read_key_file,
+    write_key_file,
+)
 
 ROOT = bytes(range(32))
 
@@ -18,6 +31,18 @@ ROOT = bytes(range(32))
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "key"
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without a key: the runtime directory; the temporary directory is its neighbour."""
+    for name in ("runtime", "tmp"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    # Not this machine's: somebody may have logged in.
+    monkeypatch.setattr(keys, "RUN_USER", tmp_path / "run-user")
+    return tmp_path / "runtime"
 
 
 def written(path: Path, content: bytes = ROOT.hex().encode(), mode: int = 0o600) -> Path:
@@ -101,7 +126,10 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> 
         write_key_file(f"{tmp_path}/{name}")
 
 
-def test_a_full_disk_leaves_no_half_key(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_half_key(
+    path: Path, user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
     def full(_descriptor: int, _content: bytes) -> int:
         raise OSError(28, "No space left on device")
 
@@ -109,6 +137,9 @@ def test_a_full_disk_leaves_no_half_key(path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="No space left on device"):
         write_key_file(path)
     assert not path.exists()
+    with pytest.raises(ConfigError, match="No space left on device"):
+        make_user_key()
+    assert not list(user.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -242,3 +273,140 @@ def test_reading_leaves_nothing_open(path: Path) -> None:
         except ConfigError:
             continue
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# The key that a user's engines share
+
+
+def fallback() -> Path:
+    return Path(tempfile.gettempdir(), f"nixl_kv-{os.geteuid()}")
+
+
+def test_the_first_that_needs_a_key_makes_it_and_the_others_find_it(user: Path) -> None:
+    assert find_user_key() is None
+    assert not fallback().exists()
+    made, path = make_user_key()
+    assert path == user / USER_KEY
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in user.iterdir()] == [USER_KEY]
+    assert not fallback().exists()
+    again, _ = make_user_key()
+    found = find_user_key()
+    assert found is not None
+    assert asdict(made) == asdict(again) == asdict(found)
+
+
+START = """
+import sys
+from nixl_kv.keys import make_user_key
+print("ready", flush=True)
+sys.stdin.readline()
+print(make_user_key()[0].fingerprint, flush=True)
+"""
+
+
+@pytest.mark.parametrize("has_runtime_directory", [True, False])
+def test_processes_that_start_together_share_one_key(
+    user: Path, *, has_runtime_directory: bool
+) -> None:
+    env = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    if not has_runtime_directory:
+        user.chmod(0o755)
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", START],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+        )
+        for _ in range(12)
+    ]  # fmt: skip
+    for program in programs:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+    for program in programs:
+        assert program.stdin is not None
+        program.stdin.write("go\n")
+        program.stdin.flush()
+    shown = {program.communicate(timeout=60)[0] for program in programs}
+    assert len(shown) == 1, shown
+
+
+@pytest.mark.parametrize("reason", ["unset", "relative", "missing", "wide", "foreign", "link"])
+def test_without_a_private_runtime_directory_the_key_is_below_the_temporary_one(
+    user: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    match reason:
+        case "unset":
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+        case "relative":
+            monkeypatch.chdir(user.parent)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", user.name)
+        case "missing":
+            user.rmdir()
+        case "wide":
+            user.chmod(0o750)
+        case "foreign":
+            foreign(user)
+        case _:
+            user.rename(user.with_name("target"))
+            user.symlink_to("target")
+    _, path = make_user_key()
+    assert path == fallback() / USER_KEY
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize("reason", ["foreign", "wide", "link", "file"])
+def test_a_directory_that_another_user_could_have_made_is_refused(
+    user: Path, tmp_path: Path, reason: str
+) -> None:
+    """Its owner would know the key."""
+    user.rmdir()
+    if reason == "link":
+        (tmp_path / "target").mkdir(mode=0o700)
+        fallback().symlink_to(tmp_path / "target")
+    elif reason == "file":
+        fallback().touch(mode=0o600)
+    else:
+        fallback().mkdir(mode=0o700)
+    if reason == "foreign":
+        foreign(fallback())
+    elif reason == "wide":
+        fallback().chmod(0o770)
+    words = {"foreign": "its owner is the user 12345", "wide": "its mode is 0770; allowed: 0700"}
+    with pytest.raises(ConfigError) as refusal:
+        make_user_key()
+    assert f"{fallback()}: {words.get(reason, 'Not a directory')}" in str(refusal.value)
+    assert "set XDG_RUNTIME_DIR to a directory" in str(refusal.value)
+    assert find_user_key() is None
+
+
+def test_a_key_outlives_the_session_in_which_it_was_made(user: Path) -> None:
+    """A service has no runtime directory until its user logs in."""
+    user.chmod(0o755)
+    made, _ = make_user_key()
+    user.chmod(0o700)
+    later, path = make_user_key()
+    assert path.parent == fallback()
+    assert asdict(later) == asdict(made)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        pytest.param(b"", 0o600, "its content is something else", id="empty"),
+        pytest.param(ROOT.hex().encode(), 0o644, "its mode is 0644", id="wide"),
+    ],
+)
+def test_a_shared_key_that_is_unfit_is_refused_and_not_replaced(
+    user: Path, content: bytes, mode: int, words: str
+) -> None:
+    written(user / USER_KEY, content, mode)
+    for use in (make_user_key, find_user_key):
+        with pytest.raises(ConfigError, match=f"{user / USER_KEY}: {words}; set XDG_RUNTIME_DIR"):
+            use()
+    assert (user / USER_KEY).read_bytes() == content

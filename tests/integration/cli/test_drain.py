@@ -7,7 +7,7 @@ import pytest
 
 from nixl_kv.cli import draining
 from nixl_kv.config import HOST_VARIABLE, KEY_VARIABLE, PORT_VARIABLE
-from nixl_kv.keys import read_key_file, write_key_file
+from nixl_kv.keys import find_user_key, read_key_file, write_key_file
 from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.zmq import ZmqControl
 from support.local_engines import MakeEngine, address
@@ -23,6 +23,15 @@ def test_an_engine_without_anything_to_do_is_drained_at_once(make_engine: MakeEn
     assert result.stdout == "0 requests that are not offered yet, 0 offers, 0 loads\ndrained\n"
     assert result.exit_code == 0
     assert engine.directory.is_draining
+
+
+def test_an_engine_that_drains_can_be_told_to_offer_again(make_engine: MakeEngine) -> None:
+    engine = make_engine("E", 2)
+    assert nixl_kv("drain --at", address(engine)).exit_code == 0
+    result = nixl_kv("drain --undo --at", address(engine))
+    assert result.stdout == "the engine offers again\n"
+    assert result.exit_code == 0
+    assert not engine.directory.is_draining
 
 
 def test_what_is_not_finished_in_time_is_counted(make_engine: MakeEngine) -> None:
@@ -50,10 +59,13 @@ def test_it_waits_for_offers_and_loads(make_engine: MakeEngine, fabric: Fabric) 
             waiting.release()
 
     left: list[draining.Left] = []
+    keys = find_user_key()
     threads = [
         threading.Thread(
             target=lambda engine=engine, name=name: left.append(
-                draining.drain(address(engine), None, 60.0, lambda line: note(name, line))
+                draining.drain(
+                    address(engine), keys, 60.0, lambda line: note(name, line)
+                )
             )
         )
         for name, engine in (("P", prefill), ("D", decode))

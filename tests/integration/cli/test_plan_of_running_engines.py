@@ -15,7 +15,7 @@ from nixl_kv.cli import running
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Nonce, Rank
-from nixl_kv.keys import Keys, read_key_file, write_key_file
+from nixl_kv.keys import Keys, make_user_key, read_key_file, write_key_file
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Description,
@@ -64,7 +64,7 @@ def publish() -> Iterator[Publish]:
     with contextlib.ExitStack() as stack:
 
         def start(described: Description | None, keys: Keys | None = None, host: str = HOST) -> str:
-            directory = DirectoryServer(ZmqControl(keys), host, 0)
+            directory = DirectoryServer(ZmqControl(keys or make_user_key()[0]), host, 0)
             stack.callback(directory.stop)
             directory.start()
             if described is not None:
@@ -77,7 +77,7 @@ def publish() -> Iterator[Publish]:
 @contextlib.contextmanager
 def answering(*payloads: bytes) -> Iterator[str]:
     """An address where whatever is asked is answered with these bytes, or with nothing."""
-    control = ZmqControl()
+    control = ZmqControl(make_user_key()[0])
     port = control.listen(HOST, 0)
     stopping = threading.Event()
 
@@ -143,7 +143,7 @@ def test_engine_that_is_still_starting_exits_2(publish: Publish) -> None:
 
 def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
     prefill = publish(description("left", EngineShape()))
-    control = ZmqControl()
+    control = ZmqControl(make_user_key()[0])
     port = control.listen(HOST, 0)
     control.close()
     result = plan(prefill, f"{HOST}:{port}")
@@ -239,7 +239,8 @@ def test_engines_with_a_key_answer_nobody_else(
     where = publish(description("one", EngineShape()), read_key_file(key_file))
     write_key_file(tmp_path / "other")
     for given, words in (
-        ("", "handshake failed: perhaps it has a key"),
+        ("", "handshake failed: perhaps it has another key, or"),
+        ("--insecure", "handshake failed: perhaps it has a key"),
         (f"--key-file {tmp_path / 'other'}", "handshake failed: perhaps it has another key, or"),
     ):
         result = plan(where, where, given)

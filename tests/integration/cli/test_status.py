@@ -68,7 +68,7 @@ def test_loads_and_offers_say_what_they_wait_for(
     make_engine: MakeEngine, fabric: Fabric, key_file: Path | None
 ) -> None:
     keys = None if key_file is None else read_key_file(key_file)
-    options = [] if key_file is None else [f"--key-file {key_file}"]
+    options = ["--insecure" if key_file is None else f"--key-file {key_file}"]
     prefill = make_engine("P", 1, roles="prefill", make_control=lambda: ZmqControl(keys))
     decode = make_engine("D", 2, roles="decode", make_control=lambda: ZmqControl(keys))
     fabric.reads_hang = True

@@ -112,7 +112,7 @@ def test_a_ticket_that_is_not_valid_asks_nobody(
 
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
 def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> None:
-    trust = Trust.of(Config.parse({}, {}))
+    trust = Trust.of(Config.parse({"insecure": True}, {}))
     decode = DecodeScheduler([PAGING], trust.check)
     for forged in (offered(host="10.0.0.1").params(None), offered().params(b"x" * 32)):
         for params in (forged, {**forged, FIELD: forged[FIELD].replace("8.", "7.", 1)}):
@@ -122,7 +122,7 @@ def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> 
 
 
 def test_a_ticket_that_is_refused_does_not_burn_the_true_one() -> None:
-    decode = DecodeScheduler([PAGING], Trust.of(Config.parse({}, {})).check)
+    decode = DecodeScheduler([PAGING], Trust.of(Config.parse({"insecure": True}, {})).check)
     with pytest.raises(RemoteProtocolError, match="another prompt"):
         decode.on_arrival(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params(None))
     with pytest.raises(RemoteProtocolError, match="mac"):

@@ -43,13 +43,16 @@ Make = Callable[..., Scheduler]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes schedulers, and stops them."""
+    """Makes schedulers without a key, and stops them."""
     schedulers: list[Scheduler] = []
 
     def new(
         extra: Record | None = None, *, is_described: bool = True, **transfer: Any
     ) -> Scheduler:
-        scheduler = Scheduler(recorded.vllm_config(extra, **transfer), recorded.kv_cache_config())
+        scheduler = Scheduler(
+            recorded.vllm_config({"insecure": True, **(extra or {})}, **transfer),
+            recorded.kv_cache_config(),
+        )
         schedulers.append(scheduler)
         scheduler.bind(CacheManager())
         if is_described:

@@ -233,10 +233,14 @@ WIRE = [
         ["StatusRequest", 8, ANY_INCARNATION, "d1"],
         id="status request",
     ),
-    pytest.param(Drain(incarnation=ANY_INCARNATION), ["Drain", 8, ANY_INCARNATION], id="drain"),
+    pytest.param(
+        Drain(incarnation=ANY_INCARNATION, undo=True),
+        ["Drain", 8, ANY_INCARNATION, True],
+        id="drain",
+    ),
     pytest.param(
         Draining(incarnation=ENGINE_LIFE, num_awaited=3),
-        ["Draining", 8, ENGINE_LIFE, 3],
+        ["Draining", 8, ENGINE_LIFE, 3, False],
         id="draining",
     ),
     pytest.param(
@@ -589,7 +593,7 @@ def test_what_is_no_message_is_refused(payload: bytes, error: str) -> None:
         pytest.param("Shout", [{"loud": True}], id="unknown kind"),
         pytest.param("Release", [RANK_LIFE, *OFFER_WIRE, True, "more"], id="longer"),
         pytest.param("Done", [RANK_LIFE, *OFFER_WIRE], id="a kind of version 3"),
-        pytest.param(7, [], id="other tags"),
+        pytest.param(8, [], id="other tags"),
     ],
 )
 def test_a_foreign_version_is_what_is_said_first(

@@ -40,7 +40,7 @@ from nixl_kv.transfer.directory_server import (
     describe_engine,
 )
 from nixl_kv.transfer.thread import PAUSE_S
-from nixl_kv.transport.base import Bounds, FromEndpoint, Received
+from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Received
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import (
     ENGINE_LIFE,
@@ -188,6 +188,45 @@ def test_an_engine_that_is_to_drain_says_what_it_still_awaits(
     server.count_awaited = lambda: 3
     assert told(network, server, drain) == [Draining(incarnation=ENGINE_LIFE, num_awaited=3)]
     assert answers(network, server, encode(describe())) == [description()]
+
+
+def test_draining_can_be_undone(network: MemoryNetwork, server: DirectoryServer) -> None:
+    server.publish(description())
+    drain, undo = (encode(Drain(incarnation=ANY_INCARNATION, undo=undo)) for undo in (False, True))
+    answer = Draining(incarnation=ENGINE_LIFE, num_awaited=0)
+    assert told(network, server, undo) == [answer]
+    assert not server.is_draining
+    assert told(network, server, drain, undo) == [answer, answer]
+    assert not server.is_draining
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize(
+    ("stranger", "is_obeyed"),
+    [
+        pytest.param("", True, id="with the key"),
+        pytest.param("127.0.0.1", True, id="without a key, from this machine"),
+        pytest.param("::1", True, id="without a key, from this machine by IPv6"),
+        pytest.param("192.0.2.1", False, id="without a key, from another machine"),
+    ],
+)
+def test_a_stranger_on_another_machine_drains_no_engine(
+    server: DirectoryServer, stranger: str, *, is_obeyed: bool, undo: bool
+) -> None:
+    replies: list[ToTool] = []
+    control = server._control
+    assert isinstance(control, MemoryControl)
+    control.reply = lambda _, payload: replies.append(decode_to_tool(payload))  # type: ignore[method-assign]
+    server.publish(description())
+    server.is_draining = undo
+    control.inbox.append(
+        FromPeer(b"r", encode(Drain(incarnation=ANY_INCARNATION, undo=undo)), stranger)
+    )
+    server.turn(0)
+    (answer,) = replies
+    assert isinstance(answer, Draining)
+    assert answer.is_refused is not is_obeyed
+    assert server.is_draining is (is_obeyed is not undo)
 
 
 # The label of the weights

@@ -9,7 +9,7 @@ import pytest
 from nixl_kv.config import Config
 from nixl_kv.errors import ConfigError, RemoteProtocolError
 from nixl_kv.ids import endpoint_at
-from nixl_kv.keys import Keys, write_key_file
+from nixl_kv.keys import Keys, make_user_key, write_key_file
 from nixl_kv.protocol.ticket import FIELD, Ticket
 from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import FromPeer, Lost, Received
@@ -41,10 +41,17 @@ def test_engines_with_one_key_accept_each_others_tickets(key_file: str) -> None:
     assert sealed.open() == at_host("10.0.0.1")
 
 
-def test_engines_of_one_machine_need_no_key() -> None:
+def test_engines_of_a_user_on_a_machine_share_a_key_that_nobody_has_configured() -> None:
     sealed = trust({}).check(trust({}).seal(at_host()))
-    assert sealed.mac == ""
+    assert sealed.mac
     assert sealed.open() == at_host()
+    with pytest.raises(RemoteProtocolError, match="mac is missing"):
+        trust({}).check(trust({"insecure": True}).seal(at_host()))
+
+
+def test_an_insecure_engine_has_no_key_unless_one_is_given(key_file: str) -> None:
+    assert trust({"insecure": True}).keys is None
+    assert trust({"insecure": True, "key_file": key_file}).keys is not None
 
 
 PLAIN, STRANGE = (at_host().params(key) for key in (None, b"x" * 32))
@@ -55,15 +62,15 @@ PLAIN, STRANGE = (at_host().params(key) for key in (None, b"x" * 32))
     [
         pytest.param({"key_file": True}, PLAIN, "mac is missing", id="no MAC"),
         pytest.param({"key_file": True}, STRANGE, "mac is wrong", id="another key"),
-        pytest.param({}, STRANGE, "this one has no key", id="MAC and no key"),
+        pytest.param({"insecure": True}, STRANGE, "this one has no key", id="MAC and no key"),
         pytest.param(
-            {},
+            {"insecure": True},
             at_host("10.0.0.1").params(None),
             "host is '10.0.0.1'; allowed by 'peers': 127.0.0.0/8",
             id="another machine",
         ),
         pytest.param(
-            {"peers": ["10.0.0.0/8"]},
+            {"peers": ["10.0.0.0/8"], "insecure": True},
             at_host("11.0.0.1").params(None),
             "host is",
             id="not among peers",
@@ -80,7 +87,7 @@ def test_another_ticket_is_refused_in_words(
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1"], ids=["IPv4", "as IPv6"])
 def test_a_ticket_of_a_peer_is_accepted(host: str) -> None:
-    trust({"peers": ["10.0.0.0/8"]}).check(at_host(host).params(None))
+    trust({"peers": ["10.0.0.0/8"], "insecure": True}).check(at_host(host).params(None))
 
 
 def test_the_mac_is_checked_before_the_host(key_file: str) -> None:
@@ -129,10 +136,14 @@ def test_a_key_file_that_changes_later_changes_nothing(key_file: str) -> None:
 
 
 def test_it_is_shown_without_secrets() -> None:
+    _, path = make_user_key()
     keys = Keys.derive(b"k" * 32)
-    with_key = Trust(keys, Config(key_file="x").allowed_hosts, 2.0)
-    assert str(with_key) == f"the key {keys.fingerprint}; its peers are 0.0.0.0/0, ::/0"
-    assert str(trust({})) == "no key; its peers are 127.0.0.0/8, ::1/128, 127.0.0.1/32"
+    with_key = Trust(keys, Config(key_file="x").allowed_hosts, 2.0, "(from key_file x)")
+    words = f"the key {keys.fingerprint} (from key_file x); its peers are 0.0.0.0/0, ::/0"
+    assert str(with_key) == words
+    here = "its peers are 127.0.0.0/8, ::1/128, 127.0.0.1/32"
+    assert str(trust({"insecure": True})) == f"no key; {here}"
+    assert str(trust({})).endswith(f"(of this user's engines on this machine, in {path}); {here}")
     for secret in (keys.tickets, keys.server, keys.client):
         assert repr(secret) not in repr(with_key)
 
@@ -159,7 +170,7 @@ def test_its_sockets_let_in_whom_it_trusts(
     key_file: str, *, has_key: bool, peers: list[str] | None, is_let_in: bool
 ) -> None:
     listener = trust({"key_file": key_file, "peers": peers}).control()
-    asker = trust({"key_file": key_file} if has_key else {}).control()
+    asker = trust({"key_file": key_file} if has_key else {"insecure": True}).control()
     (item,) = received(listener, asker)
     assert isinstance(item, FromPeer if is_let_in else Lost)
     listener.close()

@@ -20,7 +20,7 @@ from nixl_kv.config import AllowedHosts
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.keys import Keys
-from nixl_kv.transport import connection_limit, held_bytes
+from nixl_kv.transport import connection_limit
 from nixl_kv.transport import zmq as zmq_control
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Lost, Received
 from nixl_kv.transport.zmq import ZmqControl
@@ -343,30 +343,20 @@ def num_sent(endpoint: Endpoint, opening: bytes, between: Callable[[], object]) 
 
 
 @pytest.mark.parametrize("host", [HOST, "::1"])
-def test_without_a_key_an_unfinished_message_is_cut_off(
-    make: MakeControl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
+@pytest.mark.parametrize("keys", [KEYS, None], ids=["with a key", "without"])
+def test_who_has_proved_no_key_is_named_by_its_address(
+    make: MakeControl, keys: Keys | None, host: str
 ) -> None:
-    """In the kernel's buffers there are a few mebibytes more than the server holds."""
-    monkeypatch.setattr(held_bytes, "LOOK_S", 0.0)
-    server, friend = make(None), make(None)
+    server, friend = make(keys), make(keys)
     try:
         endpoint = endpoint_at(host, server.listen(host, 0))
     except TransportError:
         pytest.skip("no IPv6 here")
     friend.send(endpoint, b"hello")
-    assert isinstance(receive(server), FromPeer)
-    memory, descriptors = resident_kib(), open_descriptors()
-    limit = held_bytes.MAX_HELD_BYTES // MIB
-    sent = num_sent(endpoint, NULL_GREETING + NULL_READY, lambda: server.poll(0.001))
-    assert limit <= sent <= limit + 32
-    assert " is cut off: " in caplog.text
-    assert resident_kib() - memory < (limit + 64) << 10
-    deadline = time.monotonic() + PATIENCE_S
-    while open_descriptors() > descriptors:
-        assert time.monotonic() < deadline, "its descriptor is still open"
-        server.poll(0.01)
-    friend.send(endpoint, b"hello again")
-    assert isinstance(receive(server), FromPeer)
+    item = receive(server)
+    assert isinstance(item, FromPeer)
+    assert item.payload == b"hello"
+    assert item.stranger == ("" if keys else host)
 
 
 @pytest.mark.parametrize("opening", [NULL_GREETING + NULL_READY, CURVE_GREETING])
