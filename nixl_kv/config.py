@@ -279,6 +279,12 @@ class Config:
     port: Annotated[int, _port] = 5600
     """TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r."""
 
+    host_name: str = field(default="host", repr=False, compare=False)
+    """Which setting gave `host`, for error messages."""
+
+    port_name: str = field(default="", repr=False, compare=False)
+    """The same of `port`; empty for the default."""
+
     backends: Annotated[tuple[str, ...], _backends] = ("UCX",)
     """NIXL backends, in order of preference."""
 
@@ -398,6 +404,8 @@ class Config:
         }
         config = cls(
             key=environ.get(KEY_VARIABLE) or None,
+            host_name=given["host"][0] if "host" in given else "host",
+            port_name=given["port"][0] if "port" in given else "",
             **{key: known[key](*given[key]) for key in given},
         )
         is_alone = ipaddress.ip_address(config.host).is_loopback

@@ -22,6 +22,8 @@ def __getattr__(name: str) -> Any:
     the statistics of its children by name: so this registers the name too.
     """
     if name in __all__:
+        from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - for `register`
+
         from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
         from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above
 

@@ -23,10 +23,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from nixl_kv.connector.listening import check_address
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
-from nixl_kv.connector.vllm_config import required_layout
+from nixl_kv.connector.vllm_config import parse_config, required_layout
 from nixl_kv.connector.vllm_versions import HIT_SOURCE, is_told_of_sleep
 from nixl_kv.connector.worker import Worker
 from nixl_kv.errors import LocalProtocolError
@@ -208,7 +209,16 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The physical order to ask for; vLLM warns and goes on if a backend cannot have it."""
+        """The physical order to ask for; vLLM warns and goes on if a backend cannot have it.
+
+        vLLM asks in the process of the scheduler, before it profiles memory and captures graphs:
+        the latest moment to check the address, where `check_before_weights` could not.
+        """
+        check_address(
+            parse_config(vllm_config),
+            vllm_config,
+            is_prefill=vllm_config.kv_transfer_config.is_kv_producer,
+        )
         return required_layout(vllm_config)
 
     @classmethod

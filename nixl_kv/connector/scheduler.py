@@ -19,6 +19,7 @@ from nixl_kv.connector.admission import Admission
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
+from nixl_kv.connector.listening import may_move, port_of, unusable
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.prefill import Address, PrefillScheduler
@@ -314,9 +315,7 @@ class Scheduler:
 
     def _listen(self) -> DirectoryServer:
         """Tickets name this port. An engine that only decodes is asked by tools alone."""
-        port = self._config.port
-        # Data-parallel engines of one host have a port each.
-        port = port and port + self._vllm_config.parallel_config.data_parallel_index
+        port = port_of(self._config, self._vllm_config)
         control = self._trust.control()
         listen = partial(
             DirectoryServer,
@@ -328,11 +327,19 @@ class Scheduler:
         )
         try:
             return listen(port)
-        except TransportError:
-            if self._is_prefill:
-                control.close()
-                raise
-            return listen(0)
+        except TransportError as error:
+            if may_move(self._config, is_prefill=self._is_prefill):
+                directory = listen(0)
+                logger.warning(
+                    "port %d (the default) is in use: this engine is described at port %d",
+                    port,
+                    directory.port,
+                )
+                return directory
+            control.close()
+            if isinstance(error.__cause__, OSError):
+                raise unusable(self._config, port, error.__cause__) from error
+            raise
 
     def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """The groups that are transferred."""

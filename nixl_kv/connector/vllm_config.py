@@ -159,7 +159,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 def parse_config(vllm_config: VllmConfig) -> Config:
     """The operator's choices. See `Config.parse`."""
-    return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+    return parse_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def parse_extra(extra: Mapping[str, Any]) -> Config:
+    """The same, from `kv_connector_extra_config` and this process's environment."""
+    return Config.parse(extra, os.environ)
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:

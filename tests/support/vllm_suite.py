@@ -31,6 +31,7 @@ from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
+from nixl_kv.keys import make_user_key
 from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import Ticket
 from support.records import rank_description
@@ -97,7 +98,7 @@ class Adapter:
                 context=prompt.context(nonce),
                 epoch=0,
                 weights="",
-            ).params(None)
+            ).params(make_user_key()[0].tickets)
         return request
 
     def stop(self) -> None:

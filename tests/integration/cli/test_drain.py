@@ -63,9 +63,7 @@ def test_it_waits_for_offers_and_loads(make_engine: MakeEngine, fabric: Fabric) 
     threads = [
         threading.Thread(
             target=lambda engine=engine, name=name: left.append(
-                draining.drain(
-                    address(engine), keys, 60.0, lambda line: note(name, line)
-                )
+                draining.drain(address(engine), keys, 60.0, lambda line: note(name, line))
             )
         )
         for name, engine in (("P", prefill), ("D", decode))

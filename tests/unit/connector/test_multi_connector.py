@@ -79,7 +79,7 @@ def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
         "kv_connector": "NixlKVConnector",
         "kv_connector_module_path": "nixl_kv.connector",
         "kv_role": role,
-        "kv_connector_extra_config": {"port": 0, **extra},
+        "kv_connector_extra_config": {"port": 0, "insecure": True, **extra},
     }
 
 
@@ -397,8 +397,9 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
     monkeypatch.setattr(module, "_backend", lambda _: "FLASH_ATTN")
     config = recorded.vllm_config()
     config.kv_transfer_config = example("multi-prefill.json")
-    assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
     ours_by_itself = config.kv_transfer_config.kv_connector_extra_config["connectors"][0]
+    ours_by_itself["kv_connector_extra_config"] |= {"host": "127.0.0.1", "port": 0}  # of here
+    assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
     del ours_by_itself["kv_connector_extra_config"]["layout"]
     with pytest.raises(ValueError, match="layout mismatch"):
         MultiConnector.get_required_kvcache_layout(config)

@@ -37,9 +37,7 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> Factory:
 def test_the_connector_is_known_by_its_name(factory: Factory) -> None:
     for _ in range(2):
         plugin.register()
-    assert factory._registry == {
-        "NixlKVConnector": ("nixl_kv.connector.connector", "NixlKVConnector")
-    }
+    assert factory._registry == {"NixlKVConnector": ("nixl_kv.connector", "NixlKVConnector")}
 
 
 def test_a_connector_that_is_known_stays(factory: Factory) -> None:

@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from nixl_kv.connector.block_shortage import PATIENCE_S, BlockShortage
 from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.blocks import block_ids
 from nixl_kv.ids import EngineId, Nonce, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
@@ -50,7 +51,7 @@ def make() -> Iterator[Make]:
         extra: Record | None = None, *, is_described: bool = True, **transfer: Any
     ) -> Scheduler:
         scheduler = Scheduler(
-            recorded.vllm_config({"insecure": True, **(extra or {})}, **transfer),
+            recorded.vllm_config({"insecure": True, **(extra or {"port": 0})}, **transfer),
             recorded.kv_cache_config(),
         )
         schedulers.append(scheduler)
@@ -483,24 +484,28 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_decode_engine_whose_port_is_taken_listens_on_another_one(
-    make: Make, taken_port: int
+def test_a_decode_engine_whose_default_port_is_taken_listens_on_another_one(
+    make: Make, taken_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is asked by tools alone."""
-    scheduler = make({"port": taken_port}, kv_role="kv_consumer")
+    scheduler = make({"port": taken_port}, is_described=False, kv_role="kv_consumer")
+    scheduler._config = replace(scheduler._config, port_name="")
+    publish(scheduler)
     address = scheduler._prefill.address
     assert address is not None
     assert address.port not in (0, taken_port)
     assert ask(scheduler).engine == "recorded"
+    words = f"port {taken_port} (the default) is in use: this engine is described at port"
+    assert f"{words} {address.port}" in caplog.messages
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
-def test_a_prefill_engine_whose_port_is_taken_does_not_start(
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+def test_an_engine_whose_port_was_taken_after_the_check_does_not_start(
     make: Make, role: str, taken_port: int
 ) -> None:
-    """Its tickets name that port."""
     scheduler = make({"port": taken_port}, is_described=False, kv_role=role)
-    with pytest.raises(TransportError, match=f"listening on tcp://{HOST}:{taken_port}"):
+    words = rf"\['port'\] is {taken_port}; port {taken_port} of {HOST} cannot be used: Address alr"
+    with pytest.raises(ConfigError, match=words):
         publish(scheduler)
 
 
