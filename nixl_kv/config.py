@@ -84,6 +84,11 @@ class AllowedHosts:
     def __str__(self) -> str:
         return ", ".join(map(str, self.networks))
 
+    @property
+    def are_all(self) -> bool:
+        """Whether every host is one of them."""
+        return set(ANYWHERE) <= set(self.networks)
+
     def allows(self, host: str) -> bool:
         """Whether an IP literal is one of them; what is no IP literal is none."""
         try:
@@ -285,6 +290,10 @@ class Config:
     port_name: str = field(default="", repr=False, compare=False)
     """The same of `port`; empty for the default."""
 
+    rank_port: Annotated[int, _port] = 0
+    """First TCP port of the ranks' control planes; 0 takes any free one. Each rank adds its number
+    among all ranks of the data-parallel group."""
+
     backends: Annotated[tuple[str, ...], _backends] = ("UCX",)
     """NIXL backends, in order of preference."""
 
@@ -355,6 +364,11 @@ class Config:
         return self.key_file is not None or self.key is not None
 
     @property
+    def is_this_machine_only(self) -> bool:
+        """Whether other machines cannot reach `host`."""
+        return ipaddress.ip_address(self.host).is_loopback
+
+    @property
     def allowed_hosts(self) -> AllowedHosts:
         """`peers`, or what it is by default."""
         if self.peers is not None:
@@ -408,8 +422,7 @@ class Config:
             port_name=given["port"][0] if "port" in given else "",
             **{key: known[key](*given[key]) for key in given},
         )
-        is_alone = ipaddress.ip_address(config.host).is_loopback
-        if not (config.has_key or config.insecure or is_alone):
+        if not (config.has_key or config.insecure or config.is_this_machine_only):
             raise _refuse(
                 given["host"][0],
                 config.host,

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv import addresses
+from nixl_kv.config import MAX_PORT, Config
 from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.stale_tails import StaleTails
@@ -29,7 +30,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.ids import RequestId
+from nixl_kv.ids import Rank, RequestId
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
@@ -218,6 +219,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         extras=draft_facts(vllm_config),
         config=config,
         host=rank_host(config.host, spans_machines=spans_machines(vllm_config)),
+        port=rank_port(config, vllm_config.parallel_config, worker_rank(vllm_config)),
         is_prefill=transfer.is_kv_producer,
         is_decode=transfer.is_kv_consumer,
         engine_layouts=(layout,) if vllm_config.parallel_config.world_size == 1 else None,
@@ -246,6 +248,27 @@ def rank_host(host: str, *, spans_machines: bool) -> str:
         return addresses.towards(host)
     except OSError as error:
         raise ConfigError(f"host is {host!r}, which is not this machine's: {error}") from error
+
+
+def rank_port(config: Config, parallel: ParallelConfig, rank: Rank) -> int:
+    """The port of a rank's control plane, different for all ranks of a data-parallel group.
+
+    Raises:
+        ConfigError: if there is no such port, or the engine's description has it.
+    """
+    if not config.rank_port:
+        return 0
+    port: int = config.rank_port + parallel.data_parallel_index * parallel.world_size + rank
+    engines = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+    first, last = config.port, config.port + engines - 1
+    if port > MAX_PORT or (first and first <= port <= last):
+        raise ConfigError(
+            f"rank_port is {config.rank_port}, which makes {port} the port of rank {rank} of "
+            f"data-parallel rank {parallel.data_parallel_index}; allowed: a number that gives "
+            f"each rank a port up to {MAX_PORT}, outside {first} to {last}, where the engine is "
+            "described (port)"
+        )
+    return port
 
 
 def transfer_results(results: Iterable[events.Result]) -> KVConnectorTransferResults:

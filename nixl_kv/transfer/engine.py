@@ -81,6 +81,9 @@ class RankSpec:
     host: str
     """The IP literal on which this rank listens."""
 
+    port: int = 0
+    """The TCP port on which it listens; 0 takes any free one."""
+
     is_prefill: bool
     is_decode: bool
     make_transport: Callable[[], Transport]
@@ -278,7 +281,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     exported = _export(spec) if spec.is_prefill else None
     if exported is not None:
         undo.callback(exported.close)
-    port = control.listen(spec.host, 0)
+    port = control.listen(spec.host, spec.port)
     prefill = PrefillMachine(
         incarnation,
         event_log.record,

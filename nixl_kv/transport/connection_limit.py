@@ -7,15 +7,16 @@ would end the established connections too. Here the kernel drops what asks for a
 ask try again after a second, by TCP's own rule, and those who are in notice nothing.
 """
 
-import ctypes
+import ipaddress
 import os
 import resource
 import socket
-import struct
 import time
 from typing import Final
 
+from nixl_kv.config import AllowedHosts
 from nixl_kv.log_limit import LimitedLog, get_logger
+from nixl_kv.transport.host_filter import DROP, WHAT_TO_DO, attach, program, with_this_machine
 
 logger = get_logger(__name__)
 
@@ -29,21 +30,25 @@ SHARE_OF_DESCRIPTORS: Final = 4
 BACKLOG: Final = 128
 LOG_INTERVAL_S: Final = 60.0
 
-SO_ATTACH_FILTER: Final = 26
 SO_DETACH_FILTER: Final = 27
-DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""Linux's socket filter of one instruction: keep 0 bytes of each packet. Needs no privilege."""
 
 
 class LimitedPort:
     """Owns the listening socket; whoever accepts from it works on a copy, and counts here."""
 
-    def __init__(self, host: str, port: int, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limit: int | None = None,
+        allowed: AllowedHosts = AllowedHosts(),  # noqa: B008 - immutable
+    ) -> None:
         """Listen on an IP literal; port 0 takes any free one.
 
         Args:
             host: without brackets.
             port: 0 to 65535.
+            allowed: the other machines that may connect. This machine always may.
             limit: connections at the same time; None for what this process can afford.
 
         Raises:
@@ -52,11 +57,16 @@ class LimitedPort:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)  # noqa: FBT003
+        self._filter = b""
+        if not (allowed.are_all or ipaddress.ip_address(host).is_loopback):
+            self._filter = program(with_this_machine(allowed, [host]).networks)
         self.port: int = self._socket.getsockname()[1]
         self._limit = _affordable() if limit is None else limit
         self._connections = 0
         self._is_shut = False
         self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
+        if self._filter:
+            self._keep_others_out(allowed)
 
     def duplicate(self) -> int:
         """A descriptor of the same listening socket, for whoever accepts; theirs to close."""
@@ -78,12 +88,24 @@ class LimitedPort:
         """Listen no more."""
         self._socket.close()
 
+    def _keep_others_out(self, allowed: AllowedHosts) -> None:
+        try:
+            attach(self._socket, self._filter)
+        except OSError as error:
+            self._filter = b""
+            logger.warning(
+                "the kernel cannot keep hosts other than %s from port %d, or from UCX's ports: "
+                "%s. Anyone on the network can connect: %s",
+                allowed,
+                self.port,
+                error,
+                WHAT_TO_DO,
+            )
+
     def _shut(self) -> None:
         self._is_shut = True
-        instruction = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
-        program = struct.pack("HL", 1, ctypes.addressof(instruction))
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+            attach(self._socket, DROP)
         except OSError as error:  # not every kernel can: then nothing is bounded here
             self._log.warning(
                 "port %d has %d connections and cannot be shut: %s",
@@ -103,7 +125,10 @@ class LimitedPort:
     def _open(self) -> None:
         self._is_shut = False
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+            if self._filter:
+                attach(self._socket, self._filter)
+            else:
+                self._socket.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
         except OSError as error:
             logger.debug("port %d was not shut: %s", self.port, error)
         logger.debug("port %d takes connections again", self.port)

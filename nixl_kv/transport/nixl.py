@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
@@ -32,8 +32,9 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.log_limit import get_logger
 from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
+from nixl_kv.transport.host_filter import filtered_ucx_ports
 from nixl_kv.transport.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
-from nixl_kv.transport.ucx import UcxTcpDetector
+from nixl_kv.transport.ucx import ONLY_LOOPBACK, Guard, UcxTcpDetector
 
 if TYPE_CHECKING or find_spec("nixl_rocm") is None:
     import nixl._api as api
@@ -127,21 +128,28 @@ def nixl_transport(config: Config, memory: Memory) -> Transport:
         TransportError: if a backend cannot be created.
     """
     settings, options = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}", dict(UCX_OPTIONS)
+    guard: Guard = nullcontext
+    if config.is_this_machine_only:
+        settings += f",{ONLY_LOOPBACK}"
+    else:
+        guard = partial(filtered_ucx_ports, config.allowed_hosts)
     if memory == "DRAM":
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
-    first = NixlTransport(config.backends, ucx_options=options, engine_config=settings)
+    first = NixlTransport(config.backends, ucx_options=options, engine_config=settings, guard=guard)
     if config.paced_reads == OFF or (config.paced_reads == AUTO and config.backends[0] != UCX):
         return first
-    detector: TcpDetector = UcxTcpDetector(settings) if config.paced_reads == AUTO else AlwaysTcp()
-    make_stream = partial(_make_stream, config.backends, settings)
+    detector: TcpDetector = AlwaysTcp()
+    if config.paced_reads == AUTO:
+        detector = UcxTcpDetector(settings, guard)
+    make_stream = partial(_make_stream, config.backends, settings, guard)
     return PacedTransport(first, make_stream, detector, ThreadPoolExecutor(1, "nixl-kv-streams"))
 
 
-def _make_stream(backends: Sequence[str], settings: str, memory: Memory) -> Transport:
+def _make_stream(backends: Sequence[str], settings: str, guard: Guard, memory: Memory) -> Transport:
     """A further agent that reads over TCP, and has nothing else: so memory is not registered."""
     settings = f"{settings},TLS={STREAM_TRANSPORTS[memory]}"
-    return NixlTransport(backends, ucx_options=STREAM_OPTIONS, engine_config=settings)
+    return NixlTransport(backends, ucx_options=STREAM_OPTIONS, engine_config=settings, guard=guard)
 
 
 class _Handle(Generic[_Native]):
@@ -180,6 +188,7 @@ class NixlTransport:
         *,
         ucx_options: Mapping[str, str] = UCX_OPTIONS,
         engine_config: str = "",
+        guard: Guard = nullcontext,
     ) -> None:
         """Create an agent with a fresh name; takes about half a second.
 
@@ -187,13 +196,18 @@ class NixlTransport:
             backends: NIXL's names of them.
             ucx_options: parameters of the UCX backend.
             engine_config: UCX's own settings, `NAME=value,...` without its prefix.
+            guard: entered while UCX opens its ports.
 
         Raises:
             TransportError: if a backend cannot be created.
         """
         self.name = f"nixl-kv-{secrets.token_hex(8)}"
         self._make_another = partial(
-            NixlTransport, backends, ucx_options=ucx_options, engine_config=engine_config
+            NixlTransport,
+            backends,
+            ucx_options=ucx_options,
+            engine_config=engine_config,
+            guard=guard,
         )
         self._spread = int(ucx_options.get("num_threads", 0)) * int(
             ucx_options.get("split_batch_size", 1)
@@ -214,7 +228,8 @@ class NixlTransport:
                 options = dict(ucx_options) if backend == UCX else {}
                 if options and engine_config:
                     options["engine_config"] = engine_config
-                agent.create_backend(backend, options)
+                with guard():
+                    agent.create_backend(backend, options)
 
     def __repr__(self) -> str:
         return f"<NixlTransport {self.name}>"

@@ -6,9 +6,10 @@ and closed at once. To begin with that costs 15 ms, and then 2 to 30 ms for each
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Memory
@@ -27,6 +28,11 @@ NIXL_CONFIG: Final = (
     "RC_FENCE=none",
 )
 """What NIXL 1.5 sets by itself."""
+
+ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
+"""Shared memory, CMA and CUDA IPC are no network devices to UCX, and stay."""
+
+Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 MAPPINGS: Final = Path("/proc/self/maps")
 LIBRARY: Final = "/libucp"
@@ -131,9 +137,15 @@ def is_tcp(transports: Iterable[str], memory: Memory) -> bool:
 class UcxTcpDetector:
     """See the module's head. Used on one thread at a time."""
 
-    def __init__(self, engine_config: str) -> None:
-        """Do nothing yet. `engine_config` is UCX's settings as the agent that reads has them."""
+    def __init__(self, engine_config: str, guard: Guard = nullcontext) -> None:
+        """Do nothing yet.
+
+        Args:
+            engine_config: UCX's settings as the agent that reads has them.
+            guard: entered while UCX opens its ports.
+        """
         self._engine_config = engine_config
+        self._guard = guard
         self._library: Any = None
         self._context, self._worker = ctypes.c_void_p(), ctypes.c_void_p()
         self._on_error = _ErrorHandler(_ignore)
@@ -201,9 +213,11 @@ class UcxTcpDetector:
             self._library.ucp_config_release(config)
         worker = _WorkerParams(WORKER_FIELDS, SERIALIZED)
         try:
-            self._call(
-                "ucp_worker_create", self._context, ctypes.byref(worker), ctypes.byref(self._worker)
-            )
+            with self._guard():
+                self._call(
+                    "ucp_worker_create",
+                    *(self._context, ctypes.byref(worker), ctypes.byref(self._worker)),
+                )
         except TransportError:
             self.close()
             raise

@@ -266,7 +266,8 @@ class ZmqControl:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = keys
         client = None if keys is None else _public(keys.client)
-        self._gatekeeper = zap.Gatekeeper(client, (allowed or AllowedHosts()).allows)
+        self._allowed = allowed or AllowedHosts()
+        self._gatekeeper = zap.Gatekeeper(client, self._allowed.allows)
         self._peer_timeout_s = peer_timeout_s
         self._poller = zmq.Poller()
         self._router: zmq.Socket[bytes] | None = None
@@ -291,7 +292,7 @@ class ZmqControl:
             TransportError: if the address is not of this machine or the port is taken.
         """
         with _translated(f"listening on {endpoint_at(host, port)}"):
-            limited = LimitedPort(str(ip_address(host)), port)
+            limited = LimitedPort(str(ip_address(host)), port, allowed=self._allowed)
             # The gatekeeper first: whoever comes before it is there is turned away.
             questions = self._socket(zmq.ROUTER, {})
             questions.bind(ZAP_ENDPOINT)

@@ -125,7 +125,7 @@ class LocalEngine:
                 layout=layout,
                 model=MODEL,
                 config=self.config,
-                host=HOST,
+                host=self.config.host,
                 is_prefill="prefill" in roles,
                 is_decode="decode" in roles,
                 make_transport=make_transport,
@@ -142,7 +142,7 @@ class LocalEngine:
             shape or ParallelShape(len(layouts), 1),
             [rank.description for rank in self.ranks],
         )
-        self.directory = DirectoryServer(make_control(), HOST, 0)
+        self.directory = DirectoryServer(make_control(), self.config.host, 0)
         self.directory.publish(self.description)
         self.directory.start()
         self.set_layouts(layouts)
@@ -173,7 +173,7 @@ class LocalEngine:
         """The ticket of an offer."""
         return Ticket(
             engine=self.name,
-            host=HOST,
+            host=self.config.host,
             port=self.directory.port,
             incarnation=self.description.incarnation,
             nonce=nonce,

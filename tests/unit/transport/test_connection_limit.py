@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_kv.transport import connection_limit as module
+from nixl_kv.transport import host_filter
 from nixl_kv.transport.connection_limit import LimitedPort
 
 HOST = "127.0.0.1"
@@ -95,7 +95,7 @@ def test_a_kernel_that_cannot_shut_a_port_is_no_error(
     port: LimitedPort, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(module, "SO_ATTACH_FILTER", 0xFFFF)
+    monkeypatch.setattr(host_filter, "SO_ATTACH_FILTER", 0xFFFF)
     for _ in range(20):
         port.on_accepted()
     assert is_open(port)
