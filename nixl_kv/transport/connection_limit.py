@@ -58,7 +58,7 @@ class LimitedPort:
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)  # noqa: FBT003
         self._filter = b""
-        if not (allowed.are_all or ipaddress.ip_address(host).is_loopback):
+        if not (allowed.are_all or _is_loopback(host)):
             self._filter = program(with_this_machine(allowed, [host]).networks)
         self.port: int = self._socket.getsockname()[1]
         self._limit = _affordable() if limit is None else limit
@@ -132,6 +132,10 @@ class LimitedPort:
         except OSError as error:
             logger.debug("port %d was not shut: %s", self.port, error)
         logger.debug("port %d takes connections again", self.port)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
 
 
 def _affordable() -> int:

@@ -305,9 +305,9 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
     with pytest.raises(ConfigError) as refusal:
         Config.parse(extra, {})
     keys = (
-        "host, port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, layout, "
-        "key_file, insecure, peers, warm, peer_timeout_s, paced_reads, path, staging_mib, "
-        "offer_share, weights, on_load_failure, verify"
+        "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
+        "layout, key_file, insecure, peers, warm, peer_timeout_s, paced_reads, path, "
+        "staging_mib, offer_share, weights, on_load_failure, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"

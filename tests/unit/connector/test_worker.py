@@ -1,5 +1,6 @@
 """The worker role, with caches as vLLM registers them."""
 
+import copy
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,9 +10,17 @@ import pytest
 from nixl_kv import addresses
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
-from nixl_kv.connector.worker import LOAD_WAIT_S, Worker, rank_spec, transfer_results
+from nixl_kv.connector.vllm_config import parse_config
+from nixl_kv.connector.worker import (
+    LOAD_WAIT_S,
+    Worker,
+    rank_port,
+    rank_spec,
+    transfer_results,
+)
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.blocks import Table
+from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import (
     Counts,
     Failure,
@@ -301,6 +310,37 @@ def test_what_failed_is_a_part_of_what_was_received(
 
 
 # --- what its transfer engine is made of
+
+
+def test_no_two_ranks_of_a_data_parallel_group_have_the_same_port() -> None:
+    """Whether vLLM counts data-parallel engines itself or each is told its place."""
+    config = recorded.vllm_config({"port": 5600, "rank_port": 5700})
+    ports = []
+    for engine in range(3):
+        parallel = copy.copy(config.parallel_config)
+        parallel.data_parallel_index, parallel.world_size = engine, 4
+        ports += [rank_port(parse_config(config), parallel, Rank(rank)) for rank in range(4)]
+    assert ports == [*range(5700, 5712)]
+    assert rank_spec(config, layout()).port == 5700
+    assert rank_spec(recorded.vllm_config(), layout()).port == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "rank", "engines"),
+    [
+        pytest.param(65534, 2, 1, id="there is no such port"),
+        pytest.param(5599, 1, 1, id="the description's port"),
+        pytest.param(5601, 1, 4, id="the port of another engine's description"),
+    ],
+)
+def test_a_rank_port_that_does_not_fit_is_refused(first: int, rank: int, engines: int) -> None:
+    config = recorded.vllm_config({"port": 5600, "rank_port": first})
+    config.parallel_config.data_parallel_size = engines
+    match = (
+        rf"rank_port is {first}, which makes {first + rank} the port .* up to 65535, outside 5600"
+    )
+    with pytest.raises(ConfigError, match=match):
+        rank_port(parse_config(config), config.parallel_config, Rank(rank))
 
 
 @pytest.mark.parametrize(

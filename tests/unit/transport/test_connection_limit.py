@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import resource
@@ -10,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_kv.transport import host_filter
+from nixl_kv.config import AllowedHosts
+from nixl_kv.transport import connection_limit, host_filter
 from nixl_kv.transport.connection_limit import LimitedPort
 
 HOST = "127.0.0.1"
@@ -128,3 +130,52 @@ def test_a_closed_port_leaves_nothing_open() -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     LimitedPort(HOST, 0).close()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+ELSEWHERE = AllowedHosts((ipaddress.ip_network("192.0.2.0/24"),))
+
+
+@pytest.fixture
+def filters(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the kernel is given, one after the other; here no address counts as loopback."""
+    given: list[bytes] = []
+
+    def attach(listening: socket.socket, code: bytes) -> None:
+        given.append(code)
+        host_filter.attach(listening, code)
+
+    monkeypatch.setattr(connection_limit, "attach", attach)
+    monkeypatch.setattr(connection_limit, "_is_loopback", lambda _: False)
+    return given
+
+
+def test_a_port_that_opens_again_keeps_other_hosts_out(filters: list[bytes]) -> None:
+    with contextlib.closing(LimitedPort(HOST, 0, 8, ELSEWHERE)) as port:
+        for _ in range(8):
+            port.on_accepted()
+        assert not is_open(port)
+        for _ in range(8):
+            port.on_closed()
+        assert is_open(port), "this machine always may"
+    only_peers, drop_all, again = filters
+    assert drop_all != only_peers == again
+
+
+@pytest.mark.usefixtures("filters")
+def test_a_kernel_without_filters_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_filter, "SO_ATTACH_FILTER", 0xFFFF)
+    with contextlib.closing(LimitedPort(HOST, 0, 8, ELSEWHERE)) as port:
+        assert is_open(port)
+    (said,) = caplog.messages
+    assert "Anyone on the network can connect: let a firewall" in said
+    assert "192.0.2.0/24" in said
+
+
+@pytest.mark.parametrize("allowed", [ELSEWHERE, AllowedHosts()])
+def test_a_loopback_port_needs_no_filter(
+    allowed: AllowedHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limit, "attach", None)
+    LimitedPort(HOST, 0, 8, allowed).close()
