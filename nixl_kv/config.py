@@ -351,6 +351,10 @@ class Config:
     """Label of this engine's weights, such as the trainer's step. Decode computes a request itself
     if prefill's label is another one; `nixl-kv set-weights` changes it at run time."""
 
+    in_tree_decode: Annotated[bool, _switch] = True
+    """Whether decode engines with vLLM's own NixlConnector may get this engine's tickets, and
+    compute those requests; false: every decode engine runs this connector."""
+
     on_load_failure: Annotated[str, _policy] = "recompute"
     """What becomes of a request whose KV cannot be read: decode computes it, or it 'fail's."""
 

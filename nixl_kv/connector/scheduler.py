@@ -4,6 +4,7 @@ vLLM ends the engine for an exception from any of these hooks, so what a client 
 beyond `on_arrival`.
 """
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,9 +44,10 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.errors import ConfigError, RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId
-from nixl_kv.log_limit import get_logger
+from nixl_kv.log_limit import LimitedLog, get_logger, printable
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import decode_rank
+from nixl_kv.protocol.ticket import FIELD
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transfer.trust import Trust
 
@@ -59,11 +61,23 @@ OUTER_POLICY: Final = (
     "request %s has failed with its load, although on_load_failure is 'recompute': of a "
     "MultiConnector, vLLM looks at kv_load_failure_policy of the whole, which has to say the same"
 )
+IN_TREE_BLOCKS: Final = "remote_block_ids"
+"""vLLM's own NixlConnector on prefill fills in this field."""
 OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
 """Of the fields of `kv_transfer_params` that a prefill engine or a router writes for decode."""
 
 OTHERS_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
 """Fields of vLLM's OffloadingConnector (its peer-to-peer tier) that begin like ours."""
+
+IN_TREE_PREFILL: Final = (
+    "request %s is computed here: prefill runs vLLM's own NixlConnector (engine %s at %s); load "
+    'the same connector on both engines: add "kv_connector_module_path": "nixl_kv.connector" to '
+    "prefill's --kv-transfer-config"
+)
+SHOWN: Final = 64
+"""The log cuts a client's value after this many characters."""
+IN_TREE_LOG_S: Final = 60.0
+"""A fleet in migration sends such requests for hours: log one line a minute, with a count."""
 
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
@@ -84,8 +98,9 @@ class Scheduler:
         groups = pagings(vllm_config, kv_cache_config)
         self._blocks = PinnedBlocks(groups)
         quota = OfferQuota(kv_cache_config.num_blocks, self._config.offer_share)
+        seal = partial(self._trust.seal, for_in_tree=self._config.in_tree_decode)
         self._prefill = PrefillScheduler(
-            self._blocks, quota, self._trust.seal, writes_late=writes_late(vllm_config)
+            self._blocks, quota, seal, writes_late=writes_late(vllm_config)
         )
         self._decode = DecodeScheduler(
             groups,
@@ -100,6 +115,7 @@ class Scheduler:
         self._directory: DirectoryServer | None = None
         self._next_step: list[events.Command] = []
         self.stats = Stats()
+        self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=IN_TREE_LOG_S)
         transfer = vllm_config.kv_transfer_config
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
         policy = choose_load_failure_policy(vllm_config)
@@ -280,12 +296,13 @@ class Scheduler:
                     "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
                 )
             self._begin_offer(request)
+        elif not self._is_decode:
+            raise RemoteProtocolError(
+                "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
+            )
+        elif _are_in_tree(params):
+            self._note_in_tree(request.request_id, params)
         else:
-            if not self._is_decode:
-                raise RemoteProtocolError(
-                    "kv_transfer_params: do_remote_decode is not true; "
-                    "allowed on a kv_producer: true"
-                )
             self._decode.on_arrival(
                 prompt_of(request), params, is_rejected=request.abort_immediately
             )
@@ -312,6 +329,12 @@ class Scheduler:
                 "request %s is computed here: its kv_transfer_params have no ticket",
                 request.request_id,
             )
+
+    def _note_in_tree(self, request_id: str, params: Mapping[str, Any]) -> None:
+        """Log that prefill runs the other connector: its blocks cannot be read from here."""
+        self.stats.count("tickets_refused")
+        engine, host = (_shown(params.get(name)) for name in ("remote_engine_id", "remote_host"))
+        self._in_tree_log.warning(IN_TREE_PREFILL, request_id, engine, host)
 
     def _listen(self) -> DirectoryServer:
         """Tickets name this port. An engine that only decodes is asked by tools alone."""
@@ -356,3 +379,13 @@ def _are_anothers(params: object) -> bool:
         and bool(params)
         and not any(str(name).startswith(OUR_PREFIXES) for name in params.keys() - OTHERS_FIELDS)
     )
+
+
+def _are_in_tree(params: object) -> bool:
+    """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`."""
+    return isinstance(params, Mapping) and FIELD not in params and bool(params.get(IN_TREE_BLOCKS))
+
+
+def _shown(value: object) -> str:
+    """A value that a client may have written, for the log."""
+    return printable(value, SHOWN) if isinstance(value, str) else f"of type {type(value).__name__}"

@@ -119,20 +119,32 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
         if self.incarnation == ANY_INCARNATION:
             raise ValueError("incarnation is all zeros; no engine's is")
 
-    def params(self, key: bytes | None) -> dict[str, Any]:
+    def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:
         """The `kv_transfer_params` of prefill's answer, as JSON types; with a key there is a MAC.
 
-        All but the last are for routers, see the module's head.
+        Routers read some of the fields beside the ticket, and so does a decode engine that runs
+        vLLM's own NixlConnector. That engine computes a request without `do_remote_prefill`
+        itself. If a router sets the flag, vLLM's scheduler raises, and the engine ends, unless the
+        `remote_*` fields are present and `remote_block_ids` is true. Its worker then divides by
+        `tp_size` before it connects to anything, and only that request fails.
+
+        Args:
+            key: of the fleet, if it has one.
+            for_in_tree: False sets the flags. vLLM's front end on decode then reports prefill's
+                cached tokens, and tells the connector about each request that it rejects.
         """
         values = [getattr(self, name) for name in self.__struct_fields__]
         packed = base64.urlsafe_b64encode(msgspec.msgpack.encode(values))
         payload = packed.decode("ascii").rstrip("=")
         mac = "" if key is None else _mac(WIRE_VERSION, payload, key)
         return {
-            **FLAGS,
+            **({} if for_in_tree else FLAGS),
             "remote_engine_id": self.engine,
+            "remote_request_id": self.nonce,
             "remote_host": self.host,
             "remote_port": self.port,
+            "remote_block_ids": [[]],
+            "tp_size": 0,
             FIELD: f"{WIRE_VERSION}.{mac}.{payload}",
         }
 

@@ -35,9 +35,9 @@ class Trust:
         key = "no key" if self.keys is None else f"the key {self.keys.fingerprint} {self.source}"
         return f"{key.rstrip()}; its peers are {self.allowed}"
 
-    def seal(self, ticket: Ticket) -> dict[str, Any]:
-        """The `kv_transfer_params` by which those who trust this engine accept its ticket."""
-        return ticket.params(self._ticket_key)
+    def seal(self, ticket: Ticket, *, for_in_tree: bool = True) -> dict[str, Any]:
+        """Make the `kv_transfer_params` of a ticket, see `Ticket.params`."""
+        return ticket.params(self._ticket_key, for_in_tree=for_in_tree)
 
     def check(self, params: object) -> SealedTicket:
         """The ticket in `kv_transfer_params`, of any version; nothing is connected.

@@ -73,6 +73,7 @@ def test_these_are_the_defaults() -> None:
         staging_mib=256,
         offer_share=0.5,
         weights="",
+        in_tree_decode=True,
         on_load_failure="recompute",
         verify=0.0,
     )
@@ -94,6 +95,7 @@ def test_every_key_can_be_given() -> None:
             "peer_timeout_s": 1,
             "offer_share": 1,
             "weights": "step 7",
+            "in_tree_decode": False,
             "on_load_failure": "fail",
             "path": "gather",
             "staging_mib": 64,
@@ -115,6 +117,7 @@ def test_every_key_can_be_given() -> None:
         peer_timeout_s=1.0,
         offer_share=1.0,
         weights="step 7",
+        in_tree_decode=False,
         on_load_failure="fail",
         path="gather",
         staging_mib=64,
@@ -307,7 +310,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(
     keys = (
         "host, port, rank_port, backends, offer_ttl_s, lease_s, hold_s, request_timeout_s, "
         "layout, key_file, insecure, peers, warm, peer_timeout_s, paced_reads, path, "
-        "staging_mib, offer_share, weights, on_load_failure, verify"
+        "staging_mib, offer_share, weights, in_tree_decode, on_load_failure, verify"
     )
     assert str(refusal.value) == (
         f"kv_connector_extra_config has the unknown key {first}; allowed keys are {keys}"

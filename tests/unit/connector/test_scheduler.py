@@ -157,6 +157,66 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
     assert commands(scheduler) == []
 
 
+OF_IN_TREE: Record = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[3, 4]],
+    "remote_engine_id": "prefill\n\x1b[2J",
+    "remote_request_id": "cmpl-1",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "transfer_mode": "pull",
+}
+"""What vLLM's own NixlConnector answers on prefill."""
+
+
+def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_to_do(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make(kv_role="kv_consumer")
+    requests = [new_request(dict(OF_IN_TREE)) for _ in range(5)]
+    with caplog.at_level(logging.WARNING):
+        for request in requests:
+            scheduler.on_arrival(request)
+            assert scheduler.count_matched(request, 0) == (0, False)
+            scheduler.on_allocation(request, [TABLE], 0)
+            assert scheduler.on_finish(request, [TABLE]) == (False, None)
+    (message,) = caplog.messages
+    assert message == (
+        f"request {requests[0].request_id} is computed here: prefill runs vLLM's own NixlConnector "
+        "(engine prefill\\n\\x1b[2J at 10.0.0.1); load the same connector on both engines: add "
+        '"kv_connector_module_path": "nixl_kv.connector" to prefill\'s --kv-transfer-config'
+    )
+    assert counted(scheduler) == {"tickets_refused": 5}
+    assert commands(scheduler) == []
+
+
+@pytest.mark.parametrize(
+    "blocks", [None, [], "x" * 10**6, {"a": 1}, 2**64 - 1], ids=lambda value: type(value).__name__
+)
+def test_no_value_of_its_fields_raises(make: Make, blocks: Any) -> None:
+    scheduler = make(kv_role="kv_consumer")
+    values = dict.fromkeys(("remote_engine_id", "remote_host"), blocks)
+    scheduler.on_arrival(new_request({**OF_IN_TREE, **values, "remote_block_ids": blocks}))
+    scheduler.on_arrival(new_request({**OF_IN_TREE, **values}))
+    assert counted(scheduler) == {"tickets_refused": 2}
+
+
+@pytest.mark.parametrize(("is_allowed", "flag"), [(True, None), (False, True)])
+def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
+    make: Make, *, is_allowed: bool, flag: bool | None
+) -> None:
+    scheduler = make({"port": 0, "in_tree_decode": is_allowed})
+    scheduler.bind(CacheManager({"p1": [TABLE]}))
+    request, half = RequestId("p1"), scheduler._prefill
+    half.on_arrival(Prompt(request, NUM_TOKENS, range(NUM_TOKENS)))
+    half.on_step([], [(request, range(NUM_TOKENS))])
+    _, params = half.on_finish(request, [TABLE], reason="")
+    assert params is not None
+    assert params.get("do_remote_prefill") is flag
+
+
 @pytest.mark.parametrize(
     ("role", "params", "words"),
     [

@@ -46,14 +46,17 @@ PAYLOAD = (
     "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQCg"
 )
 MAC = "b3b3d06e701683d6366f2ce6a63b575c"
-PARAMS: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
+WRITTEN: dict[str, Any] = {
     "remote_engine_id": "prefill",
+    "remote_request_id": NONCE,
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
+    "remote_block_ids": [[]],
+    "tp_size": 0,
     "nixl_kv_ticket": f"8..{PAYLOAD}",
 }
+PARAMS: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False, **WRITTEN}
+"""The same with the flags, which prefill writes or a router adds."""
 
 ONE_TWO: dict[Any, Any] = {1: 2}
 
@@ -80,8 +83,9 @@ def without(*names: str) -> dict[str, Any]:
 
 def test_a_ticket_has_this_form() -> None:
     """A change needs a new wire version; what is said to be stable changes never."""
-    assert ticket().params(None) == PARAMS
-    assert ticket().params(KEY) == {**PARAMS, FIELD: f"8.{MAC}.{PAYLOAD}"}
+    assert ticket().params(None) == WRITTEN
+    assert ticket().params(None, for_in_tree=False) == PARAMS
+    assert ticket().params(KEY) == {**WRITTEN, FIELD: f"8.{MAC}.{PAYLOAD}"}
     assert having() == {FIELD: PARAMS[FIELD]}
 
 

@@ -1,0 +1,214 @@
+"""Our tickets in a decode engine that runs vLLM's own NixlConnector, of the installed version.
+
+vLLM's scheduler and connector are the real ones; the test is the worker.
+"""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+from transformers import OPTConfig
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from support.records import ticket
+
+in_tree = pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl", reason="this vLLM has it elsewhere"
+)
+utils = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils")
+
+BLOCK: Final = 16
+PROMPT: Final = 100
+FLAGGED: Final = {"do_remote_prefill": True, "do_remote_decode": False}
+"""What llm-d's coordinator writes over a ticket's own flags."""
+
+BOTH: Final = pytest.mark.parametrize("connector", ["NixlPullConnector", "NixlPushConnector"])
+
+
+class Decode:
+    """vLLM's scheduler with its own connector."""
+
+    def __init__(self, model: ModelConfig, connector: str, policy: str, extra: Any) -> None:
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=4,
+                max_num_batched_tokens=256,
+                max_model_len=512,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=connector,
+                kv_role="kv_consumer",
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=extra,
+            ),
+            device_config=DeviceConfig("cpu"),
+        )
+        config.cache_config.kv_cache_layout = "LBHNC"
+        config.cache_config.num_gpu_blocks = 32
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=model.dtype)
+        kv_cache_utils.init_none_hash(sha256)
+        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+        self.vllm = Scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(32, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+        )
+        self.idle = self.free_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def request(self, params: dict[str, Any], name: str = "request", first: int = 0) -> Request:
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(range(first, first + PROMPT)),
+            sampling_params=SamplingParams(
+                max_tokens=1, extra_args={"kv_transfer_params": dict(params)}
+            ),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.vllm.add_request(request)
+        return request
+
+    def end_step(self, output: SchedulerOutput, **connector: Any) -> list[Any]:
+        """Every request that was scheduled gets a token; what came out."""
+        ids = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=[[7] for _ in ids],
+            kv_connector_output=KVConnectorOutput(**connector) if connector else None,
+        )
+        outputs = self.vllm.update_from_output(output, result)
+        return [each for client in outputs.values() for each in client.outputs]
+
+    def expect_it_serves(self, **connector: Any) -> None:
+        """It computes the next prompt, with a ticket of ours, and holds nothing afterwards."""
+        self.request(ticket().params(None), "next", first=300)
+        output = self.vllm.schedule()
+        assert output.num_scheduled_tokens == {"next": PROMPT}
+        (answer,) = self.end_step(output)
+        assert answer.finished
+        self.end_step(self.vllm.schedule(), **connector)
+        assert self.free_blocks == self.idle
+
+
+Make = Callable[..., Decode]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder)
+    return ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
+
+
+@pytest.fixture
+def decode(model: ModelConfig) -> Iterator[Make]:
+    engines: list[Decode] = []
+
+    def new(connector: str, policy: str = "fail", **extra: Any) -> Decode:
+        if not hasattr(in_tree, connector):
+            pytest.skip(f"this vLLM has no {connector}")
+        engines.append(Decode(model, connector, policy, extra))
+        return engines[-1]
+
+    yield new
+    for one in engines:
+        one.vllm.connector.shutdown()
+
+
+@BOTH
+def test_it_computes_our_prompt_at_once(decode: Make, connector: str) -> None:
+    engine = decode(connector)
+    engine.request(ticket().params(b"k" * 32))
+    output = engine.vllm.schedule()
+    assert output.num_scheduled_tokens == {"request": PROMPT}
+    assert not output.kv_connector_metadata.reqs_to_recv
+    (answer,) = engine.end_step(output)
+    assert answer.finished
+    assert str(answer.finish_reason) == "length"
+    engine.expect_it_serves()
+
+
+def test_it_does_so_where_prefill_may_read_its_blocks_later(decode: Make) -> None:
+    """As any other request's, blocks are then kept until prefill has read them."""
+    engine = decode("NixlPullConnector", bidirectional_kv_xfer=True)
+    engine.request(ticket().params(None))
+    output = engine.vllm.schedule()
+    assert output.num_scheduled_tokens == {"request": PROMPT}
+    engine.end_step(output)
+    engine.expect_it_serves(finished_sending={"request", "next"})
+
+
+@BOTH
+@pytest.mark.parametrize("flags", [{}, FLAGGED], ids=["as it is", "flags set anew"])
+def test_it_survives_a_client_that_hangs_up_before_its_turn(
+    decode: Make, connector: str, flags: dict[str, bool]
+) -> None:
+    engine = decode(connector)
+    engine.request(ticket().params(None) | flags)
+    engine.vllm.finish_requests("request", RequestStatus.FINISHED_ABORTED)
+    engine.end_step(engine.vllm.schedule())
+    engine.expect_it_serves()
+
+
+@BOTH
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_with_flags_set_anew_it_fails_or_computes_that_request_alone(
+    decode: Make, connector: str, policy: str
+) -> None:
+    engine = decode(connector, policy)
+    engine.request(ticket().params(None) | FLAGGED)
+    output = engine.vllm.schedule()
+    (load,) = output.kv_connector_metadata.reqs_to_recv.values()
+    with pytest.raises(ZeroDivisionError):
+        handshake(load, connector)
+    failed = {"finished_recving": {"request"}, "failed_recving": {"request"}}
+    answers = engine.end_step(output, **failed)
+    if policy == "fail":
+        assert [str(answer.finish_reason) for answer in answers] == ["error"]
+    else:
+        output = engine.vllm.schedule()
+        assert output.num_scheduled_tokens == {"request": PROMPT}
+        (answer,) = engine.end_step(output)
+        assert str(answer.finish_reason) == "length"
+    engine.expect_it_serves()
+
+
+def handshake(load: Any, connector: str) -> None:
+    """What a worker does first for a load, by vLLM's own code, with nothing to connect to.
+
+    It runs in the background, where an exception fails the loads that wait for it.
+    """
+    topology = object.__new__(utils.TransferTopology)
+    topology.tp_size, topology.tp_rank = 2, 1
+    worker = SimpleNamespace(_is_csa_linear=False, use_host_buffer=True, transfer_topo=topology)
+    getattr(in_tree, f"{connector}Worker")._nixl_handshake(
+        worker, load.remote.host, load.remote.port, load.tp_size, load.remote.engine_id
+    )
