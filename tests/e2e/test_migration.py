@@ -27,7 +27,8 @@ ANSWER = 4
 LEASE_S = 6
 """An in-tree prefill engine holds the blocks of a prompt that nobody reads for this long."""
 
-many = pytest.mark.parametrize("num_prompts", [24, pytest.param(240, marks=pytest.mark.slow)])
+some = pytest.mark.parametrize("num_prompts", [24, pytest.param(240, marks=pytest.mark.slow)])
+many = pytest.mark.parametrize("num_prompts", [pytest.param(120, marks=pytest.mark.slow)])
 
 
 def in_tree(role: Role, policy: str = "fail") -> EngineSpec:
@@ -70,7 +71,7 @@ def answers(client: Client, prompts: Sequence[str]) -> list[tuple[str, ...]]:
         return [a.tokens for a in pool.map(lambda p: client.complete(p, ANSWER), prompts)]
 
 
-@many
+@some
 def test_an_in_tree_decode_engine_computes_our_prefills_prompts(
     cluster: Cluster,
     base_engines: Sequence[Engine],
@@ -113,7 +114,7 @@ def test_our_decode_engine_computes_an_in_tree_prefills_prompts(
 
 
 def test_a_platform_that_sets_the_flags_anew_costs_a_request_not_the_engine(
-    cluster: Cluster, base_engines: Sequence[Engine], in_tree_decode: Engine, single: Client
+    base_engines: Sequence[Engine], in_tree_decode: Engine, single: Client
 ) -> None:
     """llm-d's coordinator. vLLM's default is to fail a request whose KV cannot be read."""
     (coordinator,) = [replay for replay in REPLAYS if "coordinator" in replay.name]

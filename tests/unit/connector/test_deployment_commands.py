@@ -20,7 +20,7 @@ except ImportError:  # vLLM 0.31 and 0.32
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 COMMANDS: Final = {
-    "README.md": 3,
+    "README.md": 4,
     "configs/README.md": 1,
     "configs/compose.yaml": 2,
     "configs/docker/Dockerfile": 0,
@@ -46,7 +46,7 @@ COMMANDS: Final = {
     "docs/deploy/llm-d.md": 1,
     "docs/deploy/production-stack.md": 2,
     "docs/deploy/ray.md": 1,
-    "docs/deploy/vllm-router.md": 3,
+    "docs/deploy/vllm-router.md": 2,
 }
 """How many there are in each file."""
 
