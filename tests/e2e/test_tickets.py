@@ -18,7 +18,7 @@ from lab.cluster.prompts import random_prompt
 from lab.cluster.tickets import changed, sealed, values
 from lab.cluster.waiting import wait_until
 from nixl_kv.ids import Nonce
-from nixl_kv.protocol.ticket import FIELD, FLAGS, context_hash
+from nixl_kv.protocol.ticket import FIELD, context_hash
 from support.engines import EVENT_S, PATIENT, Accounts, started
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +26,10 @@ pytestmark = pytest.mark.e2e
 REQUEST_TIMEOUT_S = 60  # decode's; a ticket of nobody must not cost that
 
 
-PARAMETERS = (*FLAGS, "remote_engine_id", "remote_host", "remote_port")
+PARAMETERS = (
+    *("remote_engine_id", "remote_request_id", "remote_host", "remote_port"),
+    *("remote_block_ids", "tp_size"),
+)
 """What is beside the ticket."""
 
 ROUTED = itertools.count(270)
@@ -60,11 +63,12 @@ def having(**fields: object) -> Callable[[Ticket], Ticket]:
 @pytest.mark.parametrize(
     "change",
     [
+        pytest.param(beside(do_remote_prefill=True, do_remote_decode=False), id="flags set"),
         pytest.param(beside(remote_host="http://prefill.example:8000"), id="overwritten host"),
         pytest.param(beside(remote_host=None, remote_port="x"), id="no host, no port"),
         pytest.param(beside(remote_engine_id={"a": [1]}, tp_size=8), id="others' values"),
         pytest.param(
-            beside("remote_host", "remote_port", "remote_engine_id", "do_remote_decode"),
+            beside("remote_host", "remote_port", "remote_engine_id"),
             id="dropped",
         ),
         pytest.param(beside(*PARAMETERS), id="nothing but the string"),

@@ -98,7 +98,7 @@ class Adapter:
                 context=prompt.context(nonce),
                 epoch=0,
                 weights="",
-            ).params(make_user_key()[0].tickets)
+            ).params(make_user_key()[0].tickets, for_in_tree=False)
         return request
 
     def stop(self) -> None:
