@@ -48,10 +48,10 @@ def short_blocks(victims: Victims, tally: Tally) -> None:
     """Fewer blocks than the prompt needs; where a ticket names none, fewer tokens."""
     prompt = victims.prompt(500)
     ticket = victims.ticket(prompt)
-    if "remote_block_ids" in ticket:
-        ticket["remote_block_ids"] = [group[:1] for group in ticket["remote_block_ids"]]
-    else:
+    if values(ticket):
         ticket = changed(ticket, num_tokens=100)
+    else:
+        ticket["remote_block_ids"] = [group[:1] for group in ticket["remote_block_ids"]]
     victims.ask(tally, prompt, ticket)
 
 
