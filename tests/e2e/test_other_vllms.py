@@ -13,7 +13,7 @@ import pytest
 
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster, pair_specs
-from lab.cluster.engines import MODEL_RUNNER, Engine
+from lab.cluster.engines import MODEL_RUNNER, Engine, EngineSpec
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.pair import Pair
 from lab.cluster.prompts import random_prompt
@@ -48,7 +48,7 @@ def engines(
     version, _, runner = request.param.partition(", ")
     extra_env = {MODEL_RUNNER: "v2"} if runner else {}
     base = pair_specs(ensure_tiny_model(), kv_cache_bytes=64 << 20, connector_config=PATIENT)
-    specs = {
+    specs: dict[tuple[str, str], EngineSpec] = {
         (which, spec.role): replace(
             spec, name=f"{spec.role}-{which}", python=python, extra_env=extra_env
         )

@@ -33,8 +33,9 @@ def trace(owner: Any, name: str, word: str, shows: Callable[[Any], bool] = lambd
     setattr(owner, name, traced)
 
 
-def descendants(owner: type) -> list[type]:
-    return [owner, *(each for child in owner.__subclasses__() for each in descendants(child))]
+def descendants(owner: Any) -> list[Any]:
+    children: list[Any] = owner.__subclasses__()
+    return [owner, *(each for child in children for each in descendants(child))]
 
 
 class NixlKVConnector(OurConnector):
