@@ -89,6 +89,11 @@ class AllowedHosts:
         """Whether every host is one of them."""
         return set(ANYWHERE) <= set(self.networks)
 
+    @property
+    def are_local(self) -> bool:
+        """Whether each of them is this machine, by a loopback address."""
+        return all(network.network_address.is_loopback for network in self.networks)
+
     def allows(self, host: str) -> bool:
         """Whether an IP literal is one of them; what is no IP literal is none."""
         try:

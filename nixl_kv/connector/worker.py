@@ -209,7 +209,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     def make_transport() -> Transport:
         from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - only where it is used
 
-        return nixl_transport(config, layout.memory)
+        return nixl_transport(config, layout.memory, is_decode=transfer.is_kv_consumer)
 
     return RankSpec(
         engine=transfer.engine_id,

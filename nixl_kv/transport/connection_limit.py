@@ -7,7 +7,6 @@ would end the established connections too. Here the kernel drops what asks for a
 ask try again after a second, by TCP's own rule, and those who are in notice nothing.
 """
 
-import ipaddress
 import os
 import resource
 import socket
@@ -58,7 +57,7 @@ class LimitedPort:
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)  # noqa: FBT003
         self._filter = b""
-        if not (allowed.are_all or _is_loopback(host)):
+        if not (allowed.are_all or allowed.are_local):
             self._filter = program(with_this_machine(allowed, [host]).networks)
         self.port: int = self._socket.getsockname()[1]
         self._limit = _affordable() if limit is None else limit
@@ -132,10 +131,6 @@ class LimitedPort:
         except OSError as error:
             logger.debug("port %d was not shut: %s", self.port, error)
         logger.debug("port %d takes connections again", self.port)
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host).is_loopback
 
 
 def _affordable() -> int:

@@ -121,18 +121,22 @@ def _set_when_collected(gone: threading.Event) -> Callable[[object], None]:
     return lambda _: gone.set()
 
 
-def nixl_transport(config: Config, memory: Memory) -> Transport:
+def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
     """An agent for a cache in such memory; `paced_reads` says when it reads in pieces.
+
+    UCX uses loopback alone if no other machine reads this engine, and it reads no other machine. A
+    decode engine may read others although its own `host` is loopback.
 
     Raises:
         TransportError: if a backend cannot be created.
     """
     settings, options = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}", dict(UCX_OPTIONS)
     guard: Guard = nullcontext
-    if config.is_this_machine_only:
+    allowed = config.allowed_hosts
+    if config.is_this_machine_only and (allowed.are_local or not is_decode):
         settings += f",{ONLY_LOOPBACK}"
     else:
-        guard = partial(filtered_ucx_ports, config.allowed_hosts)
+        guard = partial(filtered_ucx_ports, allowed)
     if memory == "DRAM":
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))

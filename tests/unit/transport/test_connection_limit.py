@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_kv.config import AllowedHosts
+from nixl_kv.config import LOOPBACK, AllowedHosts
 from nixl_kv.transport import connection_limit, host_filter
 from nixl_kv.transport.connection_limit import LimitedPort
 
@@ -137,7 +137,7 @@ ELSEWHERE = AllowedHosts((ipaddress.ip_network("192.0.2.0/24"),))
 
 @pytest.fixture
 def filters(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What the kernel is given, one after the other; here no address counts as loopback."""
+    """What the kernel is given, one after the other."""
     given: list[bytes] = []
 
     def attach(listening: socket.socket, code: bytes) -> None:
@@ -145,7 +145,6 @@ def filters(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         host_filter.attach(listening, code)
 
     monkeypatch.setattr(connection_limit, "attach", attach)
-    monkeypatch.setattr(connection_limit, "_is_loopback", lambda _: False)
     return given
 
 
@@ -173,8 +172,8 @@ def test_a_kernel_without_filters_is_told_once(
     assert "192.0.2.0/24" in said
 
 
-@pytest.mark.parametrize("allowed", [ELSEWHERE, AllowedHosts()])
-def test_a_loopback_port_needs_no_filter(
+@pytest.mark.parametrize("allowed", [AllowedHosts(LOOPBACK), AllowedHosts()])
+def test_a_port_for_this_machine_or_for_all_needs_no_filter(
     allowed: AllowedHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_limit, "attach", None)

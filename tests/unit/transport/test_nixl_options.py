@@ -1,5 +1,6 @@
 """NIXL's threads, the interfaces on which UCX may listen, and which build of NIXL is used."""
 
+import ipaddress
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nixl_kv.config import OFF, Config
+from nixl_kv.config import LOOPBACK, OFF, Config
 from nixl_kv.geometry.layout import Memory
 
 nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
@@ -30,12 +31,29 @@ def test_where_a_read_is_a_copy_cores_copy_together(
     assert options["ucx_options"] == {**nixl.UCX_OPTIONS, "num_threads": str(expected)}
 
 
+PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
+
+
 @pytest.mark.parametrize(
-    ("host", "only_loopback"), [("127.0.0.1", True), ("::1", True), ("192.0.2.7", False)]
+    ("changed", "is_decode", "only_loopback"),
+    [
+        pytest.param({}, True, True, id="the default"),
+        pytest.param({"host": "::1"}, True, True, id="IPv6"),
+        pytest.param({"key": "k"}, False, True, id="nobody else can have a ticket"),
+        pytest.param({"key": "k"}, True, False, id="decode may read any host"),
+        pytest.param({"peers": PEERS}, True, False, id="decode may read its peers"),
+        pytest.param({"key": "k", "peers": LOOPBACK}, True, True, id="its peers are local"),
+        pytest.param({"host": "192.0.2.7"}, False, False, id="others may read it"),
+    ],
 )
 @pytest.mark.parametrize("paced_reads", [OFF, "auto", "on"])
 def test_an_engine_for_this_machine_alone_uses_loopback_alone(
-    host: str, paced_reads: str, monkeypatch: pytest.MonkeyPatch, *, only_loopback: bool
+    changed: dict[str, Any],
+    paced_reads: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_decode: bool,
+    only_loopback: bool,
 ) -> None:
     """All agents do: the first, those that read over TCP, and the one that tells which do."""
     made: list[str] = []
@@ -44,7 +62,8 @@ def test_an_engine_for_this_machine_alone_uses_loopback_alone(
         made.append(engine_config)
 
     monkeypatch.setattr(nixl, "NixlTransport", make)
-    transport = nixl.nixl_transport(replace(Config(), host=host, paced_reads=paced_reads), "DRAM")
+    config = replace(Config(), paced_reads=paced_reads, **changed)
+    transport = nixl.nixl_transport(config, "DRAM", is_decode=is_decode)
     if transport is not None:
         transport._make_agent("DRAM")
         detector = transport._detector
