@@ -10,6 +10,7 @@ a digest          leaves while the slot of its grant is valid
 a verified load   was compared with each rank's digest, and equal
 a corrupt load    was damaged on its way
 a dropped peer    is not being read (see `data_plane.SimTransport`)
+a stopped rank    is not written by any read, and owes no load (see `rank.RankLife.stop`)
 the machines      say so themselves
 
 And where no lease runs out and no message is lost (`gentle`), a read is served to its end: its

@@ -167,7 +167,9 @@ PROFILES: Final[Mapping[str, Profile]] = {
         }
     ),
     "resting": Profile({**EVERY_DAY, **BUSY, **RESTING, "wait": 1}),
-    "frozen": Profile({**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 1}),
+    "frozen": Profile(
+        {**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 3, "hang": 2, "fail": 0.3}
+    ),
     "slow": Profile(
         {**EVERY_DAY, **BUSY, "beat": 0.5, "wait": 4, "hang": 0.3, "break": 0.3},
         shapes=[replace(shape, rate=rate) for rate in (150.0, 1000.0) for shape in SHAPES],

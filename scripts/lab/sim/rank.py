@@ -12,15 +12,19 @@ from lab.sim.faults import Faults, InjectedError
 from lab.sim.network import HOST, SimControl
 from lab.sim.repeatable import Clock, Violation
 from nixl_kv.config import Config
+from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.transfer.engine import RankSpec, TransferEngine
 from nixl_kv.transfer.host_copy import HostCopier
 from nixl_kv.transfer.loop import Parts
 from nixl_kv.transfer.staging import HostMemory
+from nixl_kv.transfer.thread import STOP_TIMEOUT_S
 from nixl_kv.transport.memory_control import MemoryNetwork
 
 RING_SLOTS: Final = 4
+WORK_S: Final = 0.5
+"""How long it takes to create or destroy an agent, while a rank stops."""
 MODEL: Final = {"served_model_name": "tiny", "num_hidden_layers": "1"}
 
 
@@ -184,9 +188,32 @@ class RankLife:
                     read.handle.land_all()
 
     def stop(self) -> None:
-        """Its engine sleeps: as `Worker.stop`."""
+        """Its engine sleeps: as `Worker.stop`, which waits. Background work takes time meanwhile.
+
+        Raises:
+            Violation: if it does not stop in time, if a read may still write into its cache when it
+                has, or if a load is still owed.
+        """
         self.faults.dies_after = None
-        self.engine.stop()
+        clock = self._environment.clock
+        until = clock.now + STOP_TIMEOUT_S
+        while True:
+            try:
+                self.engine.stop()
+                break
+            except TransportError as error:
+                if clock.now > until:
+                    raise Violation("does not stop", f"{self.seat.name}: {error}") from error
+            clock.now += WORK_S
+            self.background.work()
+        block_at = self.seat.cache.block_at
+        reads = [block_at(read.addresses[0]) for read in self._environment.fabric.reads()]
+        blocks = [block for block in reads if block is not None]
+        if blocks:
+            raise Violation("stopped while a read can write", f"{self.seat.name}: blocks {blocks}")
+        owed = self.loop.outstanding.orphans
+        if owed:
+            raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
 
     def submit(self, commands: Iterable[events.Command]) -> None:
         """Before the forward, as `Worker.on_step`."""
