@@ -45,6 +45,8 @@ SHOWN_MISMATCHES: Final = 4
 SAMPLE_BYTES: Final = 4096
 """Of a piece of a peer's cache that is read to warm up."""
 SAMPLED_SPANS: Final = 64
+MAX_LINKS: Final = 1024
+"""Hosts of which is kept how fast they are read: some KB each."""
 ADD_END_S: Final = 2.0
 """How long the end of an agent waits for a peer that is being added to it."""
 
@@ -149,11 +151,13 @@ class RemotePeers:
         return namers[rank].name(block_tables(self.layout, load.tables))
 
     def link(self, endpoint: Endpoint) -> Link:
-        """The way to a rank's host."""
+        """The way to a rank's host, of the `MAX_LINKS` hosts that were met last."""
         host = endpoint_host(endpoint)
-        if host not in self.links:
-            self.links[host] = Link(self.layout.memory, self.means.wanted)
-        return self.links[host]
+        link = self.links.pop(host, None) or Link(self.layout.memory, self.means.wanted)
+        self.links[host] = link
+        if len(self.links) > MAX_LINKS:
+            del self.links[next(iter(self.links))]
+        return link
 
     def _check_endpoints(self, description: messages.Description) -> None:
         """A description may lead to other hosts than the one that gave it."""

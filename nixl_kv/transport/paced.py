@@ -39,6 +39,8 @@ SEGMENT_FACT: Final = "2m"
 UNUSED_S: Final = 60.0
 """How long a further agent is kept that reads nothing: to make it again costs 40 ms, and to keep it
 costs each peer up to four descriptors."""
+CONNECTED_S: Final = 2.0
+"""How long `close` waits for an agent that is being connected or ended in the background."""
 
 ONLY_PIECE: Final = block_ids([0])
 
@@ -324,8 +326,19 @@ class PacedTransport:
         return all(one.step is None and one.used_at + UNUSED_S <= now for one in streams)
 
     def close(self) -> None:
-        """As the agents, when none is being connected any more."""
-        self._background.shutdown()
+        """As the agents.
+
+        Raises:
+            TransportError: also if an agent is still being connected or ended after `CONNECTED_S`.
+        """
+        self._background.shutdown(wait=False)
+        if self._connecting is not None and self._connecting.agent.cancel():
+            self._connecting = None
+        pending = [closed for _, closed in self._closing]
+        if self._connecting is not None:
+            pending.append(self._connecting.agent)
+        if wait(pending, CONNECTED_S).not_done:
+            raise TransportError("an agent that reads over TCP is still being connected or ended")
         self._end_connecting()
         self._agents += [agent for agent, closed in self._closing if not _is_closed(closed)]
         self._closing.clear()
@@ -413,13 +426,13 @@ class PacedTransport:
     ) -> tuple[Transport | None, str]:
         """In the background. An error would hold the agent, by its traceback.
 
-        No error may reach the transfer thread: there it would fail all loads, not only one stream.
+        Any error fails this connection alone. The transfer thread would fail all loads for it.
         """
         try:
             agent = agent or self._make_stream_agent()
             agent.add_peer(metadata)
-        except Exception as error:  # noqa: BLE001
-            return agent, f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - its type is told
+            return agent, str(error) if isinstance(error, TransportError) else repr(error)
         return agent, ""
 
     def _end_connecting(self) -> None:
@@ -445,7 +458,7 @@ class PacedTransport:
         try:
             for registered in self._registered:
                 agent.register(*registered)
-        except TransportError:
+        except Exception:
             agent.close()
             raise
         return agent

@@ -167,8 +167,12 @@ PROFILES: Final[Mapping[str, Profile]] = {
         }
     ),
     "resting": Profile({**EVERY_DAY, **BUSY, **RESTING, "wait": 1}),
-    "frozen": Profile(
-        {**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 3, "hang": 2, "fail": 0.3}
+    "frozen": Profile({**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 1}),
+    "stuck": Profile(
+        # Agents are being destroyed when ranks stop: no round, which ends all that.
+        {"prefill": 4, "decode": 6, "step": 14, "turn": 50, "deliver": 34, "hang": 12, "wait": 6}
+        | {"work": 3, "fail": 0.2, "freeze": 3, "wake": 3},
+        shapes=[Shape(), Shape(1, 2), Shape(2, 1)],
     ),
     "slow": Profile(
         {**EVERY_DAY, **BUSY, "beat": 0.5, "wait": 4, "hang": 0.3, "break": 0.3},

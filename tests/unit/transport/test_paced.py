@@ -274,6 +274,54 @@ def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFi
     assert caplog.text.count("no more file descriptors") == 1
 
 
+def test_an_error_of_ours_fails_a_further_connection_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also if an agent was made by then: it is closed."""
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    agents: list[Watched] = []
+
+    def make_agent(memory: Memory) -> Watched:
+        agents.append(world.make_agent(memory))
+        setattr(agents[-1], "register", lambda *_: {}["a bug"])  # noqa: B010 - of one object
+        return agents[-1]
+
+    world.reader._make_agent = make_agent
+    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    assert len(agents) == 1
+    assert agents[0].name not in world.fabric.transports
+    assert caplog.text.count("no more than 1 connections to a peer: KeyError('a bug')") == 1
+
+
+def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paced, "CONNECTED_S", 0.01)
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    assert world.reader._connecting is not None
+    connecting = world.reader._connecting.agent
+    assert connecting.set_running_or_notify_cancel()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="still being connected or ended"):
+            world.reader.close()
+    connecting.set_result((world.make_agent("DRAM"), ""))
+    world.reader.close()
+    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
+
+
+def test_the_end_waits_for_no_connection_that_has_not_begun() -> None:
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    world.reader.close()
+    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
+
+
 def test_a_short_read_does_not_wait_for_a_long_one() -> None:
     world = World()
     local, remote = world.lists([(0, 16, 32, 100)])
