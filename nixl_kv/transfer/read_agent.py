@@ -27,7 +27,7 @@ from nixl_kv.ids import Rank, RequestId
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.transfer.digests import DigestQueue
-from nixl_kv.transfer.gather import GatherRead, Wanted
+from nixl_kv.transfer.gather import GatherRead, MappedPlan, Wanted
 from nixl_kv.transfer.paths import Link, Path
 from nixl_kv.transfer.probes import Prober
 from nixl_kv.transfer.remote_peers import PreparedPeers, PreparedRank, RemotePeers
@@ -162,6 +162,7 @@ class ActiveRead:
     data: _Data | None = None
     slot: int | None = None
     digested: _Digested | None = None
+    mapped: MappedPlan | None = None  # of a gather
     probing: _Probing | None = None
     is_unwanted: bool = False  # its end is waited for, not its bytes
     is_cut: bool = False  # not all of it is read
@@ -209,6 +210,7 @@ class ReadAgent:
             peers,
             background,
             is_reading=self.is_reading,
+            is_using=self.is_using,
             on_rank=self._warm_up,
         )
         self.reads: list[ActiveRead] = []
@@ -235,6 +237,10 @@ class ReadAgent:
         What warms up and cannot be told from what has ended writes where nobody looks.
         """
         return any(read.peer == peer and not (read.warms_up and read.error) for read in self.reads)
+
+    def is_using(self, mapped: MappedPlan) -> bool:
+        """Whether a kernel reads memory that is mapped so: then it must not be unmapped."""
+        return any(read.mapped is mapped for read in self.reads)
 
     @property
     def is_busy(self) -> bool:
@@ -289,21 +295,23 @@ class ReadAgent:
             self._disturb_probes()
             goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
             data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
-            digested = None
+            digested = mapped = None
             started_at = self._clock()
             if staged is not None:
                 handle = staged
             elif path == "gather" and self._gather is not None:
                 digested = self._digested(action) if is_digested else None
                 wanted = None if digested is None else digested.wanted
-                handle = self._gather.read(prepared.mapped, pieces, wanted)
+                mapped = prepared.mapped
+                handle = self._gather.read(mapped, pieces, wanted)
             else:
                 indices = prepared.plan.indices(pieces, self._indices)
                 handle = self.transport.read(prepared.local, prepared.remote_list, indices)
         except (TransportError, ValueError) as error:
             self._note(error, action.peer)
             return [events.ReadFailed(request, rank, str(error))]
-        read = ActiveRead(handle, action.peer, request, rank, started_at, data, digested=digested)
+        read = ActiveRead(handle, action.peer, request, rank, started_at, data)
+        read.digested, read.mapped = digested, mapped
         self.reads.append(read)
         known = self._look_at(read) if num_bytes <= self._at_once_bytes else self._advance(read)
         self._at_once_bytes -= num_bytes

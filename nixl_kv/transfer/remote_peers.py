@@ -253,6 +253,7 @@ class PreparedPeers:
         background: Executor,
         *,
         is_reading: Callable[[PeerKey], bool],
+        is_using: Callable[[MappedPlan], bool],
         on_rank: Callable[[PeerKey, PreparedRank], None],
     ) -> None:
         """Start with none.
@@ -262,12 +263,14 @@ class PreparedPeers:
             peers: that this rank may read.
             background: two threads at least, for nothing else.
             is_reading: whether the agent reads a peer; then that is not dropped.
+            is_using: whether the agent reads mapped memory; then that is not unmapped.
             on_rank: to be called when a rank can be read.
         """
         self._transport = transport
         self._peers = peers
         self._background = background
         self._is_reading = is_reading
+        self._is_using = is_using
         self._on_rank = on_rank
         self._queue: deque[_Preparation] = deque()
         self._adding: tuple[_Preparation, Rank, Future[PeerName]] | None = None
@@ -277,7 +280,7 @@ class PreparedPeers:
         self._leaving: dict[PeerKey, set[PeerName]] = {}  # to be dropped when nothing reads them
         self._kept: set[PeerName] = set()  # of peers that were forgotten: they may come again
         self._num_dropped = 0  # names whose connections stay open until the agent ends
-        self._unused: list[tuple[PeerKey, MappedPlan]] = []  # to be unmapped likewise
+        self._unused: list[MappedPlan] = []  # to be unmapped when no read uses it
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -292,8 +295,8 @@ class PreparedPeers:
     @property
     def is_busy(self) -> bool:
         """Whether a peer is being prepared, or to be dropped."""
-        leaving = {*self._leaving, *(peer for peer, _ in self._unused)}
-        is_leaving = any(not self._is_reading(peer) for peer in leaving)
+        is_leaving = any(not self._is_reading(peer) for peer in self._leaving)
+        is_leaving |= any(not self._is_using(mapped) for mapped in self._unused)
         is_planning = self._planning is not None or bool(self._to_stage)
         return bool(self._queue) or self._adding is not None or is_planning or is_leaving
 
@@ -348,7 +351,7 @@ class PreparedPeers:
         else:
             self._kept |= names
         for rank in prepared:
-            self._put_away(peer, rank.mapped)
+            self._put_away(rank.mapped)
 
     def give_up_all(self) -> None:
         """Prepare nothing any more."""
@@ -411,11 +414,11 @@ class PreparedPeers:
     def unmap_ended(self) -> bool:
         """Let the memory of processes go that have ended; False if some of it is being read."""
         gather, all_gone = self._peers.means.gather, True
-        for peer, prepared in self._prepared.items():
+        for prepared in self._prepared.values():
             for rank in prepared.values():
                 if gather is None or rank.mapped is None or gather.is_mapped(rank.mapped):
                     continue
-                if self._is_reading(peer):
+                if self._is_using(rank.mapped):
                     all_gone = False
                 else:
                     gather.unmap(rank.mapped)
@@ -424,29 +427,29 @@ class PreparedPeers:
 
     def unmap_all(self) -> None:
         """Let all mapped memory go; nothing of it is being read."""
-        for peer, prepared in self._prepared.items():
+        for prepared in self._prepared.values():
             for rank in prepared.values():
-                self._put_away(peer, rank.mapped)
+                self._put_away(rank.mapped)
                 rank.mapped = None
         self._unmap_unused(lambda _: False)
 
-    def _put_away(self, peer: PeerKey, mapped: MappedPlan | None) -> None:
-        """To be unmapped when nothing reads it; on any thread."""
+    def _put_away(self, mapped: MappedPlan | None) -> None:
+        """To be unmapped when no read uses it; on any thread."""
         if mapped is not None:
-            self._unused.append((peer, mapped))
+            self._unused.append(mapped)
             if self._is_closed:
                 self._unmap_unused(lambda _: False)
 
-    def _unmap_unused(self, is_reading: Callable[[PeerKey], bool]) -> None:
+    def _unmap_unused(self, is_using: Callable[[MappedPlan], bool]) -> None:
         gather = self._peers.means.gather
         for one in list(self._unused):
-            if gather is None or is_reading(one[0]):
+            if gather is None or is_using(one):
                 continue
             try:
                 self._unused.remove(one)
             except ValueError:  # another thread does
                 continue
-            gather.unmap(one[1])
+            gather.unmap(one)
 
     def _map(self, remote: messages.RankDescription, planned: Plan) -> MappedPlan | None:
         """The rank's memory, where it can be mapped; else NIXL reads it."""
@@ -572,15 +575,15 @@ class PreparedPeers:
         self._queue.remove(one)
         for rank, planned in one.plans.items():
             if rank not in one.prepared and not planned.cancel():
-                planned.add_done_callback(lambda done: self._put_planned_away(one.peer, done))
+                planned.add_done_callback(self._put_planned_away)
         self._kept.update(one.names.values())
 
-    def _put_planned_away(self, peer: PeerKey, planned: Future[_Planned]) -> None:
+    def _put_planned_away(self, planned: Future[_Planned]) -> None:
         if planned.exception() is None:
-            self._put_away(peer, planned.result().mapped)
+            self._put_away(planned.result().mapped)
 
     def _drop_left(self) -> None:
-        self._unmap_unused(self._is_reading)
+        self._unmap_unused(self._is_using)
         if self.is_adding:
             return
         for peer in list(self._leaving):

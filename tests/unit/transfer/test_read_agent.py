@@ -420,6 +420,24 @@ def test_a_dropped_peer_is_unmapped() -> None:
     assert reading.gather.mapped == []
 
 
+def test_a_dropped_peer_is_unmapped_with_the_last_read_that_uses_the_mapping() -> None:
+    """Other reads of the peer may never pause, and each new mapping would come on top."""
+    reading = Gathering()
+    reading.gather.polls = 3
+    reading.start([2, 9], [7, 3], range(8))
+    reading.fabric.reads_hang = True
+    assert reading.read_slot(3) == []
+    reading.agent.peers.drop(PEER)
+    ended: list[DataEvent] = []
+    while not ended:
+        reading.agent.peers.begin_step()
+        assert len(reading.gather.mapped) == 1
+        ended = reading.agent.poll()
+    reading.agent.peers.begin_step()
+    assert reading.gather.mapped == []
+    assert reading.agent.is_reading(PEER)
+
+
 def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
     reading = Gathering()
     reading.read()

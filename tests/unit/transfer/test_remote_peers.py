@@ -225,6 +225,7 @@ class Preparing:
             peers,
             self.background,
             is_reading=lambda _peer: self.is_reading,
+            is_using=lambda _mapped: self.is_reading,
             on_rank=lambda _peer, prepared: self.ready.append(prepared.rank),
         )
 

@@ -284,7 +284,7 @@ def test_an_error_of_ours_fails_a_further_connection_alone(
 
     def make_agent(memory: Memory) -> Watched:
         agents.append(world.make_agent(memory))
-        setattr(agents[-1], "register", lambda *_: {}["a bug"])  # noqa: B010 - of one object
+        setattr(agents[-1], "register", lambda *_: dict[str, int]()["a bug"])  # noqa: B010 - of one object
         return agents[-1]
 
     world.reader._make_agent = make_agent
