@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -334,7 +334,7 @@ class PacedTransport:
         self._background.shutdown(wait=False)
         if self._connecting is not None and self._connecting.agent.cancel():
             self._connecting = None
-        pending = [closed for _, closed in self._closing]
+        pending: list[Future[Any]] = [closed for _, closed in self._closing]
         if self._connecting is not None:
             pending.append(self._connecting.agent)
         if wait(pending, CONNECTED_S).not_done:
