@@ -155,9 +155,7 @@ class EngineScheduler:
         self._half_of(request).preempt(request)
 
     def reset(self) -> None:
-        """As vLLM's `reset_prefix_cache` of what runs, and of the connector."""
-        for request in self.living():
-            self.preempt(request)
+        """As vLLM's `reset_prefix_cache` of the connector, without a pause: what runs goes on."""
         self.prefill.reset()
         self.decode.reset()
 

@@ -14,7 +14,7 @@ nothing. So whatever is left out of a schedule, the rest of it can still be run.
     turn R                           a turn of the transfer thread
     abort E N                        a client leaves
     preempt E N                      vLLM frees a request's blocks
-    reset E                          the cache is reset, as for new weights; what runs is computed anew
+    reset E                          the cache is reset, as for new weights
     occupy E, vacate E               others fill the cache
     deliver N, repeat N, lose N      a message
     cut N, report N                  a connection breaks; who had made it learns of that
