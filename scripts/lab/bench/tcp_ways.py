@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.cluster import netns
-from nixl_kv.config import Config
+from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.geometry.layout import Span
 from nixl_kv.transfer.loop import SERVING_PAUSE_S
 from nixl_kv.transfer.read_agent import READING_PAUSE_S
@@ -135,10 +135,10 @@ def in_tree_reader(memory: Bytes, known: Any, _: str, run: int) -> Read:
 
 
 def make_transport() -> Transport:
-    """As an engine's, by default."""
+    """As an engine's, by default, but for hosts elsewhere."""
     from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - after the environment
 
-    return nixl_transport(Config(), "DRAM")
+    return nixl_transport(Config(peers=ANYWHERE), "DRAM")
 
 
 def make_in_tree_agent(memory: Bytes) -> Any:

@@ -37,7 +37,7 @@ def _logger() -> Iterator[None]:
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
     """What NIXL is replaced by."""
     fabric = Fabric()
-    nixl = SimpleNamespace(nixl_transport=lambda *_: MemoryTransport(fabric))
+    nixl = SimpleNamespace(nixl_transport=lambda *_, **__: MemoryTransport(fabric))
     monkeypatch.setitem(sys.modules, "nixl_kv.transport.nixl", nixl)
     return fabric
 
