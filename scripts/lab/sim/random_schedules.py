@@ -170,9 +170,10 @@ PROFILES: Final[Mapping[str, Profile]] = {
     "frozen": Profile({**EVERY_DAY, **BUSY, "freeze": 1, "wake": 4, "wait": 1}),
     "stuck": Profile(
         # Agents are being destroyed when ranks stop: no round, which ends all that.
-        {"prefill": 4, "decode": 6, "step": 14, "turn": 50, "deliver": 34, "hang": 12, "wait": 6}
-        | {"work": 3, "fail": 0.2, "freeze": 3, "wake": 3},
+        {"prefill": 3, "decode": 4, "step": 10, "turn": 60, "deliver": 60, "hang": 15, "wait": 6}
+        | {"work": 1.5, "fail": 0.1, "freeze": 0.7, "wake": 4},
         shapes=[Shape(), Shape(1, 2), Shape(2, 1)],
+        num_steps=500,
     ),
     "slow": Profile(
         {**EVERY_DAY, **BUSY, "beat": 0.5, "wait": 4, "hang": 0.3, "break": 0.3},
