@@ -10,7 +10,6 @@ from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.paging import NULL_BLOCK, ids_of
 from nixl_kv.connector.prompt import Prompt
-from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
@@ -38,9 +37,8 @@ class Address:
 class _Offer:
     request: RequestId
     num_tokens: int
-    nonce: Nonce
-    context: str
-    tables: tuple[Table, ...] = ()  # as prepared; empty until the prompt's last step
+    prompt: Callable[[], Prompt]
+    prepared: events.PrepareOffer | None = None  # in the prompt's last step
 
 
 class PrefillScheduler:
@@ -80,20 +78,19 @@ class PrefillScheduler:
         """How many hold blocks."""
         return len(self._quota)
 
-    def on_arrival(self, prompt: Prompt, num_tokens: int | None = None) -> None:
-        """A request asks to be decoded elsewhere. Its nonce is made now; nobody knows it yet.
+    def on_arrival(self, request: RequestId, num_tokens: int, prompt: Callable[[], Prompt]) -> None:
+        """A request asks to be decoded elsewhere.
 
-        Of the prompt so many tokens are computed here, and offered; None: all.
+        Args:
+            request: of vLLM.
+            num_tokens: the prompt's first tokens, which are computed here and offered.
+            prompt: makes the record of the prompt as it arrived, each time that it is computed.
         """
-        nonce = new_nonce()
-        context = prompt.context(nonce)
-        num_tokens = prompt.num_tokens if num_tokens is None else num_tokens
-        self._offers[prompt.request] = _Offer(prompt.request, num_tokens, nonce, context)
+        self._offers[request] = _Offer(request, num_tokens, prompt)
 
     def has_room(self, request: RequestId) -> bool:
-        """Whether a request may begin, as far as offers may hold blocks; if it is none, it may."""
-        offer = self._offers.get(request)
-        return offer is None or self._quota.has_room(self._blocks.count(offer.num_tokens))
+        """Whether a request that will be offered may begin, as far as offers may hold blocks."""
+        return self._quota.has_room(self._blocks.count(self._offers[request].num_tokens))
 
     def on_allocation(self, request: RequestId) -> None:
         """The request begins."""
@@ -114,9 +111,7 @@ class PrefillScheduler:
         they may hold KV of both before and after. One that lost them is computed anew, and offered.
         """
         for request, offer in list(self._offers.items()):
-            if offer.tables:
-                offer.tables = ()
-                self._commands.append(events.WithdrawOffer(offer.nonce))
+            self._withdraw(offer)
             if self._blocks.has_blocks(request):
                 logger.info("request %s is not offered: the cache was reset meanwhile", request)
                 del self._offers[request]
@@ -124,33 +119,18 @@ class PrefillScheduler:
         if self.num_offers:
             self._commands.append(events.ReclaimBlocks(ALL))
 
-    def on_step(
-        self, preempted: Iterable[RequestId], scheduled: Iterable[tuple[RequestId, range]]
-    ) -> None:
+    def on_step(self, scheduled: Iterable[tuple[RequestId, range]]) -> None:
         """Tell the workers of the requests whose prompt this step completes, with their blocks.
 
-        Args:
-            preempted: they lose their blocks before the step.
-            scheduled: requests, each with the positions of the tokens that the step computes.
+        `scheduled` are requests, each with the positions of the tokens that the step computes.
         """
-        self.on_end(preempted)
         for request, positions in scheduled:
             offer = self._offers.get(request)
             if offer is None:
                 continue
             self._blocks.pin(request, offer.num_tokens)
             if offer.num_tokens - 1 in positions:
-                offer.tables = self._blocks.tables(request, offer.num_tokens)
-                self._commands.append(
-                    events.PrepareOffer(
-                        offer.nonce,
-                        request,
-                        offer.context,
-                        offer.num_tokens,
-                        offer.tables,
-                        is_written=not self._writes_late,
-                    )
-                )
+                self._prepare(offer)
 
     def on_finish(
         self, request: RequestId, tables: Sequence[Sequence[int]], *, reason: str
@@ -166,21 +146,22 @@ class PrefillScheduler:
         if offer is None:
             return False, None
         reason = reason or self._reason(offer, tables)
-        if reason or self.address is None:
+        if reason or self.address is None or offer.prepared is None:
             logger.info("request %s is not offered: %s", request, reason)
-            self._commands.append(events.WithdrawOffer(offer.nonce))
+            self._withdraw(offer)
             self.on_end([request])
             return False, None
-        self._commands.append(events.PublishOffer(offer.nonce, request))
-        self._enforce_quota(offer, tables)
+        nonce, context = offer.prepared.nonce, offer.prepared.context
+        self._commands.append(events.PublishOffer(nonce, request))
+        self._enforce_quota(request, nonce, tables)
         ticket = Ticket(
             engine=self.address.engine,
             host=self.address.host,
             port=self.address.port,
             incarnation=self.address.incarnation,
-            nonce=offer.nonce,
+            nonce=nonce,
             num_tokens=offer.num_tokens,
-            context=offer.context,
+            context=context,
             epoch=self.address.epoch,
             weights=self.address.weights,
         )
@@ -193,6 +174,16 @@ class PrefillScheduler:
         """
         self._commands += map(events.RevokeOffer, self._quota.pop_offers(nonces))
 
+    def on_free(self, request: RequestId) -> None:
+        """A request loses its blocks: it is over, or preempted and will get others.
+
+        If its prompt is computed again, the offer gets a new nonce: what the workers know under the
+        old one concerns other blocks.
+        """
+        self.on_end([request])
+        if request in self._offers:
+            self._withdraw(self._offers[request])
+
     def on_end(self, requests: Iterable[RequestId]) -> None:
         """Offers have ended, or their blocks were taken away: nothing is held for them."""
         requests = list(requests)
@@ -204,20 +195,40 @@ class PrefillScheduler:
         commands, self._commands = self._commands, []
         return commands
 
-    def _enforce_quota(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> None:
+    def _prepare(self, offer: _Offer) -> None:
+        """Its prompt is complete with this step."""
+        nonce, request = new_nonce(), offer.request
+        offer.prepared = events.PrepareOffer(
+            nonce,
+            request,
+            offer.prompt().context(nonce),
+            offer.num_tokens,
+            self._blocks.tables(request, offer.num_tokens, self._blocks.current(request)),
+            is_written=not self._writes_late,
+        )
+        self._commands.append(offer.prepared)
+
+    def _withdraw(self, offer: _Offer) -> None:
+        if offer.prepared is not None:
+            self._commands.append(events.WithdrawOffer(offer.prepared.nonce))
+            offer.prepared = None
+
+    def _enforce_quota(
+        self, request: RequestId, nonce: Nonce, tables: Sequence[Sequence[int]]
+    ) -> None:
         """Another offer holds blocks: older ones may have to end."""
         held = np.concatenate(list(map(ids_of, tables)))
         if len(tables) > 1:  # a table names each block once
             held = np.unique(held)
-        self._quota.add(offer.request, offer.nonce, held[held != NULL_BLOCK])
+        self._quota.add(request, nonce, held[held != NULL_BLOCK])
         self._commands += map(events.RevokeOffer, self._quota.pop_excess())
 
     def _reason(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
         """Why a request whose KV is complete cannot be offered; empty if it can."""
         if self.address is None:
             return "this engine is not described yet"
-        if not offer.tables:
+        if offer.prepared is None:
             return "its prompt was not computed in a step"
-        if self._blocks.have_changed(offer.tables, tables, offer.num_tokens):
+        if offer.prepared.tables != self._blocks.tables(offer.request, offer.num_tokens, tables):
             return "its blocks changed since its prompt was computed"
         return ""

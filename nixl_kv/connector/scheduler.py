@@ -6,6 +6,7 @@ beyond `on_arrival`.
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -125,7 +126,7 @@ class Scheduler:
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Keep the cache manager: offers are made from its block tables."""
-        self._blocks.manager = kv_cache_manager
+        self._blocks.bind(kv_cache_manager, self._prefill.on_free)
 
     def on_ended(
         self,
@@ -198,10 +199,9 @@ class Scheduler:
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """The commands of this step: layouts, then those of prefill, then those of decode."""
         self._follow_label()
-        preempted = request_ids(output.preempted_req_ids)
         if self._directory is not None:
             self._prefill.on_declined(self._directory.pop_declined())
-        self._prefill.on_step(preempted, progress(output, self._prefill.requests))
+        self._prefill.on_step(progress(output, self._prefill.requests))
         self._admission.on_step()
         commands, self._next_step = self._next_step, []
         return StepMetadata(
@@ -309,9 +309,11 @@ class Scheduler:
 
     def _begin_offer(self, request: Request) -> None:
         """With state, decode needs that before the token which it computes itself."""
-        prompt, reason = prompt_of(request), ""
+        arrived, reason = copy(request), ""  # it may be shortened
         if self._directory is not None and self._directory.is_draining:
             reason = "this engine drains"
+        elif request.resumable:
+            reason = "it goes on with more input"
         elif self._has_state:
             reason = why_not_shortened(request)
         if reason:
@@ -319,7 +321,9 @@ class Scheduler:
             return
         if self._has_state:
             shorten(request)
-        self._prefill.on_arrival(prompt, request.num_prompt_tokens)
+        self._prefill.on_arrival(
+            RequestId(request.request_id), request.num_prompt_tokens, partial(prompt_of, arrived)
+        )
 
     def _note_plain(self, request: Request) -> None:
         """On an engine that only decodes, a request without a ticket is worth a line."""

@@ -515,8 +515,6 @@ def why_not_shortened(request: Request) -> str:
         return "its prompt has one token"
     if request.get_skip_reading_prefix_cache():
         return "its client wants the prompt's log probabilities"
-    if request.resumable:
-        return "it goes on with more input"
     if any(one.mm_position.offset + one.mm_position.length > last for one in request.mm_features):
         return "its prompt ends within an image, audio or video"
     return ""

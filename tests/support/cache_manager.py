@@ -51,6 +51,11 @@ class CacheManager:
     def get_block_ids(self, request: str) -> tuple[list[int], ...]:
         return tuple(list(table) for table in self.tables.get(request, ()))
 
+    def free(self, request: Any) -> None:
+        self.tables.pop(request.request_id, None)
+
+    pop_blocks_for_free = free
+
     def get_blocks(self, request: str) -> Any:
         tables = self.tables[request]
         return SimpleNamespace(blocks=tuple([Block(block) for block in ids] for ids in tables))

@@ -82,8 +82,8 @@ class ScheduledEngine:
         """Compute a prompt, and give its ticket out."""
         name = RequestId(request)
         self._manager.tables[request] = [TABLE]
-        self._prefill.on_arrival(Prompt(name, len(TOKENS), TOKENS))
-        self._prefill.on_step([], [(name, range(len(TOKENS)))])
+        self._prefill.on_arrival(name, len(TOKENS), lambda: Prompt(name, len(TOKENS), TOKENS))
+        self._prefill.on_step([(name, range(len(TOKENS)))])
         is_pinned, params = self._prefill.on_finish(name, [TABLE], reason="")
         self.step()
         assert is_pinned

@@ -385,7 +385,7 @@ def _length(world: World, rng: random.Random) -> int | None:
     num_requests = sum(len(engine.scheduler.requests) for engine in prefills)
     if prefills and num_requests >= MAX_PROMPTS * len(prefills):
         return None
-    return rng.choice((1, 3, 4, 5, 8, 9, 13))
+    return rng.choice((1, 3, 4, 5, 8, 9, 13, 17))
 
 
 def _recent_ticket(world: World, rng: random.Random) -> int | None:

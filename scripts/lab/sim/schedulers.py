@@ -110,6 +110,7 @@ class EngineScheduler:
         self.prefill = PrefillHalf(blocks, caches, admission, prefill, seat)
         self.decode = DecodeHalf(blocks, caches, admission, decode)
         self._halves: tuple[Half, ...] = (self.prefill, self.decode)
+        blocks.on_free = prefill.on_free
 
     def __repr__(self) -> str:
         """All requests and their states."""
@@ -186,6 +187,7 @@ class EngineScheduler:
 class _Step:
     scheduled: list[tuple[Request, int]] = field(default_factory=list)  # and how many tokens
     forwards: list[Forward] = field(default_factory=list)
+    refused: list[Request] = field(default_factory=list)  # for lack of room, in order
 
 
 class PrefillHalf(Half):
@@ -204,7 +206,6 @@ class PrefillHalf(Half):
         self._connector = connector
         self.tickets: list[IssuedTicket] = []
         self._seat = seat
-        self._preempted: list[RequestId] = []
         self._step = _Step()
 
     def set_address(self, address: Address) -> None:
@@ -225,7 +226,8 @@ class PrefillHalf(Half):
     def add(self, request: Request) -> None:
         """A request whose answer is to be decoded elsewhere."""
         self.requests[request.request_id] = request
-        self._connector.on_arrival(request.connector_prompt)
+        name, length = request.request_id, request.prompt.length
+        self._connector.on_arrival(name, length, lambda: request.connector_prompt)
 
     def preempt(self, request: Request) -> None:
         """It starts again later, if it has begun."""
@@ -234,7 +236,6 @@ class PrefillHalf(Half):
         self.blocks.free(request.request_id)
         request.num_computed_tokens = 0
         request.status = Status.PREEMPTED
-        self._preempted.append(request.request_id)
 
     def schedule(self) -> list[Forward]:
         """A chunk of every prompt that has room."""
@@ -244,13 +245,9 @@ class PrefillHalf(Half):
         holding = [r for r in self.living() if self.blocks.table(r.request_id)]
         if not step.scheduled and holding:
             self.preempt(holding[-1])  # others need its blocks, or it waits for all that it needs
-        preempted, self._preempted = self._preempted, []
         self._connector.on_step(
-            preempted,
-            [
-                (r.request_id, range(r.num_computed_tokens, r.num_computed_tokens + count))
-                for r, count in step.scheduled
-            ],
+            (r.request_id, range(r.num_computed_tokens, r.num_computed_tokens + count))
+            for r, count in step.scheduled
         )
         for request, count in step.scheduled:
             request.num_computed_tokens += count
@@ -303,6 +300,7 @@ class PrefillHalf(Half):
         count = min(CHUNK, _end(request) - computed)
         begins = request.status is not Status.RUNNING
         if begins and not self._admission.may_begin(request.request_id, request.prompt.length):
+            step.refused.append(request)
             return
         if begins and not self.blocks.fits(_end(request)):
             return
@@ -311,6 +309,9 @@ class PrefillHalf(Half):
         if begins:
             request.status = Status.RUNNING
             self._admission.on_begin(request.request_id)
+            if step.refused:  # it would wait for ever if this went on
+                overtaken = step.refused[0].request_id
+                raise Violation("overtaken", f"{overtaken}, by {request.request_id}")
         step.scheduled.append((request, count))
         table = self.blocks.table(request.request_id)
         tokens = range(computed, min(computed + count, request.prompt.length))

@@ -82,6 +82,7 @@ class BlockManager:
 
     block_pool: BlockPool
     window: int = 0
+    on_free: Callable[[RequestId], None] = lambda _request: None
     _tables: dict[RequestId, list[Block]] = field(default_factory=dict)
 
     def allocate(self, request: RequestId, computed: int, total: int) -> bool:
@@ -105,7 +106,11 @@ class BlockManager:
         return -(-total // BLOCK_TOKENS) <= len(self.block_pool.free)
 
     def free(self, request: RequestId) -> None:
-        """The request does not need its blocks any more; the last ones go first."""
+        """The request does not need its blocks any more; the last ones go first.
+
+        The connector hears of it, as `PinnedBlocks.bind` arranges with vLLM.
+        """
+        self.on_free(request)
         self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))
 
     def get_blocks(self, request: RequestId) -> Blocks:

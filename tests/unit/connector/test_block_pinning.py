@@ -17,7 +17,7 @@ def blocks_of(manager: CacheManager, *pagings: Paging) -> PinnedBlocks:
 
 
 def tables_of(blocks: PinnedBlocks, num_tokens: int = 20) -> list[list[int]]:
-    return [written_out(table) for table in blocks.tables(P1, num_tokens)]
+    return [written_out(table) for table in blocks.tables(P1, num_tokens, blocks.current(P1))]
 
 
 def test_blocks_of_a_window_are_pinned_once_while_the_prompt_grows() -> None:
@@ -81,6 +81,20 @@ def test_the_last_blocks_are_given_back_first() -> None:
     assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
 
 
+class Request:
+    request_id = P1
+
+
+def test_who_pins_hears_when_the_blocks_are_freed() -> None:
+    manager, freed = CacheManager({P1: ([1, 2],)}), list[str]()
+    blocks = blocks_of(manager)
+    blocks.bind(manager, freed.append)
+    manager.free(Request())
+    assert (freed, manager.tables) == ([P1], {})
+    manager.pop_blocks_for_free(Request())
+    assert freed == [P1, P1]
+
+
 @pytest.mark.parametrize(
     ("tables", "have_changed"),
     [
@@ -97,18 +111,18 @@ def test_tables_have_changed_if_blocks_are_others(
     """Of a window they may leave the table: they are pinned."""
     blocks = blocks_of(CacheManager({P1: ([1, 2, 3, 4, 5], [0, 0, 8, 9, 10])}))
     blocks.pin(P1, 20)
-    prepared = blocks.tables(P1, 20)
-    assert blocks.have_changed(prepared, tables, 20) is have_changed
+    prepared = blocks.tables(P1, 20, blocks.current(P1))
+    assert (blocks.tables(P1, 20, tables) != prepared) is have_changed
 
 
 def test_of_states_the_last_one_is_offered_and_nothing_is_pinned() -> None:
     manager = CacheManager({P1: ([0, 7],)})
     blocks = PinnedBlocks([StatePaging(0, 16)], manager)
     blocks.pin(P1, 20)
-    prepared = blocks.tables(P1, 20)
+    prepared = blocks.tables(P1, 20, blocks.current(P1))
     assert prepared == (Table.of([7], first=19),)
     assert manager.block_pool.freed == []
-    assert not blocks.have_changed(prepared, ([0, 7],), 20)
-    assert blocks.have_changed(prepared, ([7, 8],), 20)
-    assert blocks.have_changed(prepared, ([7],), 20)
+    assert blocks.tables(P1, 20, [[0, 7]]) == prepared
+    for others in ([7, 8], [7]):
+        assert blocks.tables(P1, 20, [others]) != prepared
     assert blocks.count(20) == 1

@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,21 +38,25 @@ class Side:
 
     def __init__(self, *, share: float = 0.5) -> None:
         self.manager = CacheManager({"p1": TABLES, "p2": TABLES})
+        blocks = PinnedBlocks([FULL, WINDOW])
         self.scheduler = PrefillScheduler(
-            PinnedBlocks([FULL, WINDOW], self.manager),
-            OfferQuota(20, share),
-            lambda ticket: ticket.params(KEY),
+            blocks, OfferQuota(20, share), lambda ticket: ticket.params(KEY)
         )
+        blocks.bind(self.manager, self.scheduler.on_free)
         self.scheduler.address = ADDRESS
 
     def arrive(self, request: RequestId = P1) -> None:
-        self.scheduler.on_arrival(Prompt(request, NUM_TOKENS, TOKEN_IDS, (b"lora a",)))
+        prompt = Prompt(request, NUM_TOKENS, TOKEN_IDS, (b"lora a",))
+        self.scheduler.on_arrival(request, NUM_TOKENS, lambda: prompt)
 
-    def step(
-        self, *scheduled: tuple[RequestId, range], preempted: Sequence[RequestId] = ()
-    ) -> list[Command]:
-        self.scheduler.on_step(preempted, scheduled)
+    def step(self, *scheduled: tuple[RequestId, range]) -> list[Command]:
+        self.scheduler.on_step(scheduled)
         return self.scheduler.pop_commands()
+
+    def free(self, request: RequestId = P1, *, is_deferred: bool = False) -> None:
+        """VLLM preempts a request; is_deferred: while a step under way may write its blocks."""
+        free = self.manager.pop_blocks_for_free if is_deferred else self.manager.free
+        free(SimpleNamespace(request_id=request))
 
     def compute(self, request: RequestId = P1) -> PrepareOffer:
         """The step that computes all of a prompt."""
@@ -136,18 +141,23 @@ def test_a_request_that_asked_for_no_offer_is_nobodys(side: Side) -> None:
     assert side.finish() == (None, [])
 
 
-class TokenIds(list[int]):
-    """A list that can be referred to weakly."""
-
-
-def test_the_prompt_is_not_kept(side: Side) -> None:
+def test_the_prompt_is_kept_until_the_offer_is_out_and_no_copy_of_it(side: Side) -> None:
     """Its embeddings may be hundreds of megabytes."""
-    token_ids = TokenIds(TOKEN_IDS)
-    reference = weakref.ref(token_ids)
-    side.scheduler.on_arrival(Prompt(P1, NUM_TOKENS, token_ids))
-    del token_ids
-    assert reference() is None
-    assert side.compute().num_tokens == NUM_TOKENS
+    prompts: list[weakref.ref[Prompt]] = []
+
+    def make_prompt() -> Prompt:
+        prompt = Prompt(P1, NUM_TOKENS, TOKEN_IDS)
+        prompts.append(weakref.ref(prompt))
+        return prompt
+
+    maker = weakref.ref(make_prompt)
+    side.scheduler.on_arrival(P1, NUM_TOKENS, make_prompt)
+    del make_prompt
+    side.compute()
+    assert [prompt() for prompt in prompts] == [None]
+    assert maker() is not None
+    side.finish()
+    assert maker() is None
 
 
 def test_an_offer_that_was_declined_is_revoked_once(side: Side) -> None:
@@ -191,14 +201,12 @@ def test_a_request_whose_kv_is_not_complete_is_withdrawn(
     assert side.manager.block_pool.pinned == set()
 
 
-def test_a_prompt_that_no_step_computed_is_withdrawn(
+def test_a_prompt_that_no_step_computed_is_not_offered(
     side: Side, caplog: pytest.LogCaptureFixture
 ) -> None:
     side.arrive()
     with caplog.at_level(logging.INFO):
-        ticket, (command,) = side.finish()
-    assert ticket is None
-    assert isinstance(command, WithdrawOffer)
+        assert side.finish() == (None, [])
     assert caplog.messages == ["request p1 is not offered: its prompt was not computed in a step"]
 
 
@@ -236,26 +244,47 @@ def test_windows_are_pinned_until_the_offer_has_ended(side: Side) -> None:
     side.scheduler.on_end([P1, P2])
 
 
-def test_a_preempted_request_is_unpinned_and_offered_with_its_new_blocks(side: Side) -> None:
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["at once", "deferred"])
+def test_a_preemption_ends_what_was_prepared_at_once(side: Side, *, is_deferred: bool) -> None:
+    """A paused engine makes no step, and its cache is reset as soon as all blocks are free."""
     side.arrive()
     first = side.compute()
-    assert side.step(preempted=[P1]) == []
+    side.free(is_deferred=is_deferred)
     assert side.manager.block_pool.pinned == set()
+    assert side.scheduler.pop_commands() == [WithdrawOffer(first.nonce)]
     side.manager.tables["p1"] = ([6, 7, 8, 9, 10], [0, 0, 11, 12, 13])
     second = side.compute()
-    assert second.nonce == first.nonce
+    assert second.nonce != first.nonce, "what the workers know of the first is of other blocks"
     assert second.tables == (Table.of([6, 7, 8, 9, 10]), Table.of([11, 12, 13], first=2))
-    ticket, _ = side.finish(tables=side.manager.tables["p1"])
+    ticket, commands = side.finish(tables=side.manager.tables["p1"])
     assert ticket is not None
+    assert ticket.open().nonce == second.nonce
+    assert commands == [PublishOffer(second.nonce, P1)]
     assert side.manager.block_pool.pinned == {11, 12, 13}
 
 
-def test_a_request_that_is_preempted_and_computed_in_one_step_is_pinned_once(side: Side) -> None:
+def test_a_preempted_request_that_never_computes_its_prompts_end_again_is_not_offered(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes back by a prefix hit on all of its prompt: with other blocks of the window."""
     side.arrive()
     side.compute()
-    (prepare,) = side.step((P1, range(NUM_TOKENS)), preempted=[P1])
-    assert isinstance(prepare, PrepareOffer)
-    assert side.manager.block_pool.touched == {8: 1, 9: 1, 10: 1}
+    side.free()
+    side.scheduler.pop_commands()
+    side.manager.tables["p1"] = ([1, 2, 3, 4, 5, 6], [0, 0, 0, 11, 12, 13])
+    assert side.step((P1, range(20, 21))) == []
+    with caplog.at_level(logging.INFO):
+        assert side.finish(tables=side.manager.tables["p1"]) == (None, [])
+    assert caplog.messages == ["request p1 is not offered: its prompt was not computed in a step"]
+    assert side.manager.block_pool.pinned == set()
+
+
+def test_a_window_whose_blocks_are_no_longer_pinned_is_not_offered(side: Side) -> None:
+    """Whatever gave them back."""
+    side.arrive()
+    nonce = side.compute().nonce
+    side.scheduler.on_end([P1])
+    assert side.finish() == (None, [WithdrawOffer(nonce)])
 
 
 def test_older_offers_are_revoked_when_too_many_blocks_are_held() -> None:

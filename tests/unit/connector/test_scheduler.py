@@ -336,8 +336,9 @@ def test_an_offer_that_was_declined_is_revoked_in_the_next_step(make: Make) -> N
     scheduler = make()
     scheduler.bind(CacheManager({"p1": [TABLE]}))
     request, half = RequestId("p1"), scheduler._prefill
-    half.on_arrival(Prompt(request, NUM_TOKENS, range(NUM_TOKENS)))
-    half.on_step([], [(request, range(NUM_TOKENS))])
+    prompt = Prompt(request, NUM_TOKENS, range(NUM_TOKENS))
+    half.on_arrival(request, NUM_TOKENS, lambda: prompt)
+    half.on_step([(request, range(NUM_TOKENS))])
     _, params = half.on_finish(request, [TABLE], reason="")
     ticket = opened(params)
     assert commands(scheduler)
@@ -384,6 +385,8 @@ def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> N
     scheduler.on_arrival(request)
     assert request.num_prompt_tokens == before - 1
     assert list(scheduler._prefill.requests) == [request.request_id]
+    offered = scheduler._prefill._offers[request.request_id].prompt()
+    assert (offered.num_tokens, len(offered.token_ids or ())) == (before, before), "decode's"
 
 
 def test_where_there_is_state_a_request_that_needs_its_last_token_is_not_offered(
@@ -394,11 +397,22 @@ def test_where_there_is_state_a_request_that_needs_its_last_token_is_not_offered
     scheduler._has_state = True
     request = new_request()
     before = request.num_prompt_tokens
-    request.resumable, request.kv_transfer_params = True, {"do_remote_decode": True}
+    request.sampling_params.skip_reading_prefix_cache = True
+    request.kv_transfer_params = dict(TO_OFFER)
     with caplog.at_level("INFO"):
         scheduler.on_arrival(request)
     assert "is not offered: " in caplog.text
     assert (len(scheduler._prefill.requests), request.num_prompt_tokens) == (0, before)
+
+
+def test_a_session_is_not_offered(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Its prompt grows until it ends, and what it has then is no prompt that decode would bring."""
+    scheduler, request = make(), new_request(TO_OFFER)
+    request.resumable = True
+    with caplog.at_level("INFO"):
+        scheduler.on_arrival(request)
+    assert "is not offered: it goes on with more input" in caplog.text
+    assert not scheduler._prefill.requests
 
 
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
@@ -449,6 +463,7 @@ def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_d
     scheduler.on_arrival(third)
     assert scheduler.count_matched(third, 0) == (None, False)
     assert scheduler.count_matched(decoded, 0) == (NUM_TOKENS - 1, True)
+    commands(scheduler)
     for request in (first, second):
         scheduler.on_finish(request, [TABLE])
     scheduler.on_ended({first.request_id, second.request_id}, None)

@@ -636,7 +636,6 @@ def test_pages_of_several_kinds_keep_vllms_own_layout(monkeypatch: pytest.Monkey
     ("change", "words"),
     [
         pytest.param({"num_tokens": 1}, "its prompt has one token", id="one token"),
-        pytest.param({"resumable": True}, "it goes on with more input", id="a session"),
         pytest.param({"skip": True}, "its client wants the prompt's log prob", id="log probs"),
         pytest.param({"media": (90, 10)}, "its prompt ends within an image", id="media at the end"),
         pytest.param({"media": (80, 10)}, "", id="media before"),
@@ -647,8 +646,6 @@ def test_a_request_that_needs_its_last_token_computes_it(change: Record, words: 
     request = new_request(num_tokens=change.get("num_tokens", 100))
     if change.get("skip"):
         request.sampling_params.skip_reading_prefix_cache = True
-    if change.get("resumable"):
-        request.resumable = True
     if "media" in change:
         offset, length = change["media"]
         position = SimpleNamespace(offset=offset, length=length)
