@@ -1,0 +1,442 @@
+"""A random life of an engine: requests come and go, and vLLM does all that it may do to them.
+
+The model of the workers executes a step when it is scheduled, as a GPU's stream would: steps in
+order, each behind those before. Loads land, and offers are read, when a step ends.
+"""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from fuzz.scheduler.engine import BLOCK, STEP_S, WANT_TICKET, Configuration, Engine
+from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
+from nixl_kv.protocol import events
+
+NUM_STEPS: Final = 120
+"""After so many no request arrives."""
+
+MAX_MORE_STEPS: Final = 600
+"""All requests and offers must have ended then."""
+
+MAX_REQUESTS: Final = 10
+LONGEST: Final = 160
+"""Tokens of a prompt."""
+
+ROOM: Final = 172
+"""Tokens of a request with its answer, or of a session. The smallest cache has room for one."""
+
+ANSWER: Final = 7
+"""Every token of every answer, so that those of steps under way are known."""
+
+MAX_OVERTAKEN: Final = 3
+"""How many prefills may begin before one that came earlier and is no less urgent.
+
+One may pass where vLLM 0.33 aligns chunks for Mamba: what does not fit into a step is skipped.
+"""
+
+
+class BrokenPromiseError(Exception):
+    """What is wrong."""
+
+
+@dataclass
+class _Offer:
+    """A published offer, as the workers see it."""
+
+    command: events.PrepareOffer
+    is_claimed: bool = False
+    is_revoked: bool = False
+
+
+@dataclass(frozen=True)
+class _Write:
+    """What a step writes of a request, by its block tables in that step."""
+
+    request: Request
+    tables: tuple[list[int], ...]
+    tokens: range
+
+
+@dataclass(frozen=True)
+class _Step:
+    output: SchedulerOutput
+    sampled: list[bool]  # of each request, whether it gets a token
+    writes: list[_Write]
+
+
+class Life:
+    """Of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)  # noqa: S311 - nobody guesses here
+        self.configuration = Configuration.drawn(self._rng)
+        self.counts: Counter[str] = Counter()
+        self._engine = Engine(self.configuration)
+        self._vllm = self._engine.vllm
+        self._groups = self.configuration.groups
+        self._memory = Memory(self._groups)
+        self._idle = self._engine.num_free
+        self._steps: deque[_Step] = deque()  # under way
+        self._max_steps = 2 if self.configuration.is_async else 1
+        self._requests: dict[str, Request] = {}
+        self._prepared: dict[str, events.PrepareOffer] = {}  # by nonce
+        self._offers: dict[str, _Offer] = {}
+        self._saves: dict[str, None] = {}
+        self._loads: dict[str, events.StartLoad] = {}
+        self._waiting: dict[str, int] = {}  # prefills to be offered: by how many overtaken
+        self._pause_left = 0  # steps
+
+    def run(self) -> None:
+        """All of it.
+
+        Raises:
+            BrokenPromiseError: if bytes are wrong, blocks leak, or a request waits for ever.
+        """
+        try:
+            for _ in range(NUM_STEPS):
+                self._disturb()
+                self._turn()
+            self._end_calmly()
+            self._check_idle()
+        finally:
+            self._engine.close()
+
+    # --- what happens
+
+    def _happens(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+    def _disturb(self) -> None:
+        if self._happens(0.4) and len(self._vllm.requests) < MAX_REQUESTS:
+            self._arrive()
+        if self._happens(0.1):
+            self._go_on_with_session()
+        if self._happens(0.02):
+            self._abort()
+        if self._happens(0.015):
+            self._reset(reset_running_requests=self._happens(0.7))
+        if self._pause_left:
+            self._pause_left -= 1
+            if not self._pause_left:
+                self._vllm.set_pause_state(PauseState.UNPAUSED)
+        elif self._happens(0.015):
+            self._pause()
+
+    def _turn(self) -> None:
+        """What vLLM's engine core does in one round of its loop."""
+        self._engine.now += STEP_S
+        if self._vllm.has_requests():
+            self._schedule()
+        while len(self._steps) >= self._max_steps or (
+            self._steps and not self._vllm.has_requests()
+        ):
+            self._end_step()
+
+    def _prompt(self) -> list[int]:
+        """Some share a prefix."""
+        length = self._rng.randint(2, LONGEST)
+        shared = min(length, self._rng.choice([0, 16, 32, 64, 96]))
+        first, other = self._rng.choice([0, 1000]), self._rng.randint(0, 3) * 7000 + 300_000
+        return [first + n for n in range(shared)] + [other + n for n in range(length - shared)]
+
+    def _arrive(self) -> None:
+        self.counts["arrived"] += 1
+        name, tokens, kind = f"r{self.counts['arrived']}", self._prompt(), self._rng.random()
+        params = None
+        if kind < 0.4:
+            params = dict(WANT_TICKET)
+        elif kind < 0.8:
+            params = self._engine.ticket(tokens)
+        is_short = kind < 0.4 and self._happens(0.6)  # routers ask prefill for one token
+        longest = self._rng.choice([4, 12, 40])
+        request = self._engine.request(
+            name,
+            tokens,
+            params,
+            max_tokens=1 if is_short else self._rng.randint(1, min(longest, ROOM - len(tokens))),
+            priority=self._rng.randint(0, 2),
+            resumable=self._happens(0.1),
+        )
+        self._requests[name] = request
+        self._vllm.add_request(request)
+        if name in self._engine.role._prefill.requests:
+            self._waiting[name] = 0
+
+    def _go_on_with_session(self) -> None:
+        """The next part of one comes, or its end."""
+        open_sessions = [r for r in self._vllm.requests.values() if r.resumable]
+        living = [r for r in open_sessions if not r.is_finished() and None not in r.streaming_queue]
+        if not living:
+            return
+        request = self._rng.choice(living)
+        queued = sum(len(update.prompt_token_ids) for update in request.streaming_queue)
+        answers = request.max_tokens + sum(update.max_tokens for update in request.streaming_queue)
+        room = ROOM - 12 - request.num_prompt_tokens - queued - answers
+        if room > 1 and self._happens(0.6):
+            tokens = [500_000 + n for n in range(self._rng.randint(1, min(room, 40)))]
+            more = {"max_tokens": self._rng.randint(1, 12), "resumable": True}
+            self._vllm.add_request(self._engine.request(request.request_id, tokens, **more))
+            self.counts["sessions went on"] += 1
+        else:
+            self._close_session(request)
+
+    def _close_session(self, request: Request) -> None:
+        self._vllm.add_request(self._engine.request(request.request_id, [1], max_tokens=1))
+
+    def _abort(self) -> None:
+        """Any request, also one that has ended and is on offer."""
+        if self._vllm.requests:
+            name = self._rng.choice(list(self._vllm.requests))
+            self._vllm.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+            self.counts["aborted"] += 1
+
+    def _pause(self) -> None:
+        """As `pause_generation`: `keep` runs nothing, `wait` nothing new, `abort` ends all."""
+        mode = self._rng.choice(["keep", "keep", "wait", "abort"])
+        self.counts[f"paused ({mode})"] += 1
+        if mode == "abort":
+            self._vllm.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        is_keep = mode == "keep"
+        self._vllm.set_pause_state(PauseState.PAUSED_ALL if is_keep else PauseState.PAUSED_NEW)
+        self._pause_left = self._rng.randint(1, 20)
+        if is_keep:
+            while self._steps:
+                self._end_step()
+            self._reset(reset_running_requests=True)
+
+    def _reset(self, *, reset_running_requests: bool) -> None:
+        """Of the prefix cache. It fails while loads or offers hold blocks, and for nothing else."""
+        try:
+            is_reset = self._vllm.reset_prefix_cache(reset_running_requests)
+        except RuntimeError:
+            is_reset = False
+            self._check_holders()
+        self.counts["reset" if is_reset else "not reset"] += 1
+
+    # --- a step
+
+    def _schedule(self) -> None:
+        output = self._vllm.schedule()
+        sampled, writes = [], []
+        for name, count in output.num_scheduled_tokens.items():
+            request = self._vllm.requests[name]
+            sampled.append(not request.is_prefill_chunk)
+            begin = request.num_computed_tokens - count
+            tokens = range(begin, request.num_computed_tokens)
+            writes.append(_Write(request, self._engine.tables(name), tokens))
+        self._note_begun(output)
+        for command in self._engine.commands(output):
+            self._do(command)
+        self._saves.update(dict.fromkeys(self._engine.saves(output)))
+        self._steps.append(_Step(output, sampled, writes))
+        for write in writes:
+            self._execute(write)
+
+    def _note_begun(self, output: SchedulerOutput) -> None:
+        """Prefills begin in order, unless one cannot."""
+        for name in list(self._waiting):
+            if name not in self._vllm.requests or self._requests[name].is_finished():
+                del self._waiting[name]
+        for name in output.num_scheduled_tokens:
+            if name not in self._waiting:
+                continue
+            del self._waiting[name]
+            for other in self._waiting:
+                if self._turn_of(other) < self._turn_of(name):
+                    self._waiting[other] += 1
+                    most = max(self.counts["most overtaken"], self._waiting[other])
+                    self.counts["most overtaken"] = most
+                    self._check(most <= MAX_OVERTAKEN, f"{other} was overtaken {most} times")
+
+    def _turn_of(self, name: str) -> tuple[int, int]:
+        priority = self._requests[name].priority if self.configuration.policy == "priority" else 0
+        return priority, int(name[1:])
+
+    def _do(self, command: events.Command) -> None:
+        match command:
+            case events.PrepareOffer():
+                self._prepared[command.nonce] = command
+            case events.WithdrawOffer():
+                self._prepared.pop(command.nonce, None)
+            case events.PublishOffer():
+                self.counts["offered"] += 1
+                self._check(command.nonce in self._prepared, f"{command} was not prepared")
+                self._offers[command.request] = _Offer(self._prepared.pop(command.nonce))
+            case events.RevokeOffer():
+                for offer in self._offers.values():
+                    offer.is_revoked |= offer.command.nonce == command.nonce
+            case events.ReclaimBlocks():
+                for offer in self._offers.values():
+                    offer.is_revoked = True
+            case events.StartLoad():
+                self._start_load(command)
+
+    def _start_load(self, command: events.StartLoad) -> None:
+        self.counts["loads"] += 1
+        self._check(command.request not in self._loads, f"{command.request} loads twice")
+        targets = self._targets(command)
+        for step in self._steps:
+            for write in step.writes:
+                self._check(
+                    not targets & self._written(write),
+                    f"{command.request} loads into blocks that a step under way writes",
+                )
+        self._loads[command.request] = command
+
+    def _targets(self, load: events.StartLoad) -> set[int]:
+        pairs = zip(load.tables, self._groups, strict=True)
+        return {block for table, group in pairs for block in entries_of(table, group).values()}
+
+    def _written(self, write: _Write) -> set[int]:
+        blocks: set[int] = set()
+        for group, table in zip(self._groups, write.tables, strict=True):
+            first = write.tokens.start if not group.is_state else write.tokens.stop - 1
+            size = group.block_size
+            blocks.update(table[first // size : (write.tokens.stop - 1) // size + 1])
+        return blocks - {0}
+
+    def _execute(self, write: _Write) -> None:
+        """Attention reads all tokens before those that are computed, or those of its window."""
+        request, tokens = write.request, write.tokens
+        kv = self._hashes(request)
+        written = self._written(write)
+        for load in self._loads.values():
+            self._check(
+                not written & self._targets(load), f"a step writes what {load.request} loads"
+            )
+        for number, group in enumerate(self._groups):
+            entries = dict(enumerate(write.tables[number]))
+            first = max(0, tokens.start - group.window + 1) if group.window else 0
+            if tokens.start:
+                before = range(first, tokens.start)
+                wrong = self._memory.wrong(number, entries, before, kv)
+                self._check(wrong is None, f"{request.request_id} computes on: {wrong}")
+            self._memory.write(number, entries, tokens, kv)
+
+    @staticmethod
+    def _hashes(request: Request) -> list[int]:
+        return hashes([*request.all_token_ids, *[ANSWER] * BLOCK])
+
+    def _end_step(self) -> None:
+        step = self._steps.popleft()
+        reports = self._reports()
+        if self._happens(0.06):
+            self._abort()
+        ids = list(step.output.num_scheduled_tokens)
+        result = EMPTY_MODEL_RUNNER_OUTPUT
+        if ids or reports:
+            result = ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={name: index for index, name in enumerate(ids)},
+                sampled_token_ids=[[ANSWER] if is_sampled else [] for is_sampled in step.sampled],
+                kv_connector_output=KVConnectorOutput(**reports) if reports else None,
+            )
+        for outputs in self._vllm.update_from_output(step.output, result).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    self.counts[f"ended ({each.finish_reason})"] += 1
+
+    def _reports(self) -> dict[str, Any]:
+        """What the workers report with a step."""
+        received, failed = set(), set()
+        for name in [name for name in self._loads if self._happens(0.4)]:
+            received.add(name)
+            if not self._land(self._loads.pop(name)):
+                failed.add(name)
+        sent = set()
+        for name in dict.fromkeys([*self._offers, *self._saves]):
+            if self._has_ended(name):
+                sent.add(name)
+        reports = {"finished_recving": received, "failed_recving": failed, "finished_sending": sent}
+        return {key: names for key, names in reports.items() if names}
+
+    def _land(self, load: events.StartLoad) -> bool:
+        """Whether it is good; else any bytes are in its blocks."""
+        is_good = self._happens(0.75)
+        self.counts["loads failed"] += not is_good
+        prompt = self._requests[load.request].prompt_token_ids
+        kv = hashes(prompt) if is_good else [JUNK] * load.end
+        for number, group in enumerate(self._groups):
+            entries = entries_of(load.tables[number], group)
+            self._memory.write(number, entries, range(load.begin, load.end), kv)
+        return is_good
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether nothing is to be done with a finished request's blocks any longer."""
+        if self._happens(0.4):
+            self._saves.pop(name, None)
+        offer = self._offers.get(name)
+        if offer is not None:
+            if offer.is_claimed and self._happens(0.4):
+                self._read(offer.command)
+                del self._offers[name]
+            elif not offer.is_claimed and (offer.is_revoked or self._happens(0.03)):
+                del self._offers[name]  # its time is over
+            else:
+                offer.is_claimed |= self._happens(0.3)
+        return name not in self._offers and name not in self._saves
+
+    def _read(self, offer: events.PrepareOffer) -> None:
+        """Decode reads all of a prompt, or its window."""
+        self.counts["offers read"] += 1
+        kv = self._hashes(self._requests[offer.request])
+        for number, group in enumerate(self._groups):
+            first = max(0, offer.num_tokens - group.window) if group.window else 0
+            tokens = range(first, offer.num_tokens)
+            entries = entries_of(offer.tables[number], group)
+            wrong = self._memory.wrong(number, entries, tokens, kv)
+            self._check(wrong is None, f"decode reads {offer.request}: {wrong}")
+
+    # --- the end, and what must hold
+
+    def _check(self, holds: bool, promise: str) -> None:  # noqa: FBT001 - as an assert
+        if not holds:
+            raise BrokenPromiseError(promise)
+
+    def _end_calmly(self) -> None:
+        self._vllm.set_pause_state(PauseState.UNPAUSED)
+        for request in list(self._vllm.requests.values()):
+            if request.resumable and None not in request.streaming_queue:
+                self._close_session(request)
+        for _ in range(MAX_MORE_STEPS):
+            if not self._vllm.has_requests() and not self._steps:
+                return
+            self._turn()
+        states = {name: request.status.name for name, request in self._vllm.requests.items()}
+        raise BrokenPromiseError(f"after {MAX_MORE_STEPS} steps there are {states}")
+
+    def _check_holders(self) -> None:
+        """Blocks are in use by vLLM's requests, by steps under way, and by offers alone."""
+        manager = self._vllm.kv_cache_manager
+        in_use = {block.block_id for block in manager.block_pool.blocks if block.ref_cnt > 0}
+        for name in self._vllm.requests:
+            in_use.difference_update(*self._engine.tables(name))
+        for _, blocks in self._vllm.deferred_frees:
+            in_use.difference_update(block.block_id for block in blocks)
+        for name in self._vllm.requests:
+            if self._requests[name].is_finished():
+                pinned = self._engine.role._blocks._pinned.get(name, {})
+                in_use.difference_update(block.block_id for block in pinned.values())
+        self._check(not in_use - {0}, f"blocks {in_use} belong to no request")
+
+    def _check_idle(self) -> None:
+        role, left = self._engine.role, self._idle - self._engine.num_free
+        self._check(not left, f"{left} blocks leak: {role._blocks!r}")
+        quota = role._prefill._quota
+        rest = {
+            "pinned": role._blocks._pinned,
+            "to be offered": role._prefill.requests,
+            "offers": quota._offers,
+            "expected": quota._expected,
+            "blocks expected": quota._num_expected,
+            "blocks held": len(quota._held),
+            "open loads": role._decode.num_open,
+        }
+        rest = {name: each for name, each in rest.items() if each}
+        self._check(not rest, f"the connector keeps {rest}")
