@@ -191,7 +191,8 @@ def engine_process(name: str, key_file: str, package: Path) -> Iterator[EnginePr
 
 def main() -> None:
     """Answer until nobody asks."""
-    engine = ScheduledEngine(*sys.argv[1:])
+    name, key_file = sys.argv[1:]
+    engine = ScheduledEngine(name, key_file)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         sys.stdout.write(json.dumps(getattr(engine, method)(*arguments)) + "\n")

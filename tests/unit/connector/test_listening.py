@@ -203,5 +203,5 @@ def test_vllms_executors_check() -> None:
 
     import nixl_kv.connector  # noqa: PLC0415
 
-    assert nixl_kv.connector.NixlKVConnector
+    assert nixl_kv.connector.NixlKVConnector.__name__ == "NixlKVConnector"
     assert getattr(Executor.__init__, "checks_address", False)

@@ -210,8 +210,8 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
     scheduler = make({"port": 0, "in_tree_decode": is_allowed})
     scheduler.bind(CacheManager({"p1": [TABLE]}))
     request, half = RequestId("p1"), scheduler._prefill
-    half.on_arrival(Prompt(request, NUM_TOKENS, range(NUM_TOKENS)))
-    half.on_step([], [(request, range(NUM_TOKENS))])
+    half.on_arrival(request, NUM_TOKENS, lambda: Prompt(request, NUM_TOKENS, range(NUM_TOKENS)))
+    half.on_step([(request, range(NUM_TOKENS))])
     _, params = half.on_finish(request, [TABLE], reason="")
     assert params is not None
     assert params.get("do_remote_prefill") is flag

@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.connector.worker import Worker
-from nixl_kv.ids import EngineId, Incarnation, new_nonce
+from nixl_kv.ids import EngineId, Incarnation, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     Command,
@@ -165,7 +165,7 @@ class Engine:
         nonce = new_nonce()
         tokens = list(range(first, first + PROMPT))
         request = Request("any", tokens, SamplingParams(max_tokens=1), None)
-        values = {
+        values: dict[str, Any] = {
             "engine": EngineId("prefill"),
             "host": "127.0.0.1",
             "port": 5600,
@@ -176,7 +176,7 @@ class Engine:
             "epoch": 0,
             "weights": "",
         }
-        return Ticket(**values | changed).params(None)
+        return self.connector._scheduler_role._trust.seal(Ticket(**values | changed))
 
 
 Make = Callable[..., Engine]
@@ -426,7 +426,7 @@ def test_prefill_takes_its_offers_back_with_the_next_step(make: Make, how: str) 
     before = offered(prefill)
     end_weights(prefill, how)
     publish, reclaim = prefill.step()
-    assert publish == PublishOffer(before.nonce, "p")
+    assert publish == PublishOffer(before.nonce, RequestId("p"))
     assert isinstance(reclaim, ReclaimBlocks)
     assert reclaim.num_blocks > NUM_BLOCKS
     prefill.step(finished_sending={"p"})
