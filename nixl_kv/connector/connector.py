@@ -24,7 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from nixl_kv.connector.listening import check_address
-from nixl_kv.connector.metadata import StepMetadata
+from nixl_kv.connector.metadata import StepMetadata, WorkerMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import parse_config, required_layout
@@ -74,6 +74,7 @@ class _SchedulerHooks:
         A load that counts as failed since a reset is taken out: vLLM has looked at `failed_recving`
         before, so the failure comes with a later step.
         """
+        self._scheduler.on_worker_metadata(connector_output.kv_connector_worker_meta)
         held_back = self._scheduler.on_ended(
             connector_output.finished_sending,
             connector_output.finished_recving,
@@ -153,6 +154,10 @@ class _WorkerHooks:
     def wait_for_save(self) -> None:
         """After the forwards of a step, also of a draft model; see `connector/unwritten.py`."""
         self._worker.on_step_enqueued()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """After each step; the scheduler gets that of all workers."""
+        return self._worker.pop_metadata()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """At the end of each step."""

@@ -1,10 +1,12 @@
 """What travels between vLLM's scheduler and its workers: one record each way that vLLM carries."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from nixl_kv.ids import RequestId
@@ -22,6 +24,19 @@ class StepMetadata(KVConnectorMetadata):
     failed: list[RequestId] = field(default_factory=list)
     """Loads that all workers have reported as good, and that the scheduler did not pass on because
     its cache was reset: each worker reports them as failed."""
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, with a step's output: new lives of ranks, as `HandshakeMetadata`."""
+
+    rank_descriptions: Mapping[int, bytes]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Those of several ranks."""
+        if not isinstance(other, WorkerMetadata):
+            return self
+        return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
 
 
 @dataclass

@@ -22,7 +22,7 @@ from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.listening import may_move, port_of, unusable
-from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
+from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
@@ -47,7 +47,7 @@ from nixl_kv.errors import ConfigError, RemoteProtocolError, TransportError
 from nixl_kv.ids import RequestId
 from nixl_kv.log_limit import LimitedLog, get_logger, printable
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import decode_rank
+from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.ticket import FIELD
 from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transfer.trust import Trust
@@ -115,6 +115,7 @@ class Scheduler:
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
         self._next_step: list[events.Command] = []
+        self._ranks: list[RankDescription] = []
         self.stats = Stats()
         self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=IN_TREE_LOG_S)
         transfer = vllm_config.kv_transfer_config
@@ -237,6 +238,21 @@ class Scheduler:
         ranks = [decode_rank(handshakes[key].rank_description) for key in sorted(handshakes)]
         engine = self._vllm_config.kv_transfer_config.engine_id
         self._next_step = [events.SetEngine(engine, tuple(rank.layout for rank in ranks))]
+        self._ranks = ranks
+        if self._directory is not None:  # after a wake-up
+            self._decode.accept_again()
+        self._publish()
+
+    def on_worker_metadata(self, metadata: object) -> None:
+        """Some ranks have begun a new life, so the engine has, if it is of this connector."""
+        if isinstance(metadata, WorkerMetadata) and self._ranks:
+            for rank, description in metadata.rank_descriptions.items():
+                self._ranks[rank] = decode_rank(description)
+            self._publish()
+
+    def _publish(self) -> None:
+        """Describe the engine, to peers and in its tickets."""
+        ranks, engine = self._ranks, self._vllm_config.kv_transfer_config.engine_id
         description = describe_engine(
             engine,
             model_facts(self._vllm_config),
@@ -247,8 +263,6 @@ class Scheduler:
         if self._directory is None:
             self._directory = self._listen()
             self._directory.start()
-        else:
-            self._decode.accept_again()
         self._directory.publish(description)
         self._prefill.address = Address(
             description.engine,

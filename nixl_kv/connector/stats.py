@@ -3,6 +3,7 @@
 Workers and the scheduler fill a `Stats` each step; vLLM adds them up and shows them.
 """
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
+from nixl_kv.transport import descriptors
+
+logger = get_logger(__name__)
 
 COUNTERS: Final = {
     "loads": "Requests whose KV was read from a prefill engine, every byte while it was held.",
@@ -74,6 +79,9 @@ COUNTERS: Final = {
     "warm_ups": "First reads of a prefill rank, of bytes that nobody wants, per rank.",
     "warm_up_seconds": "Seconds that these took: connecting, and mapping memory, per rank.",
     "agents_recycled": "NIXL agents that were destroyed to stop a read, per rank.",
+    "serving_restarts": (
+        "New lives of a rank that begin since nobody could connect to its memory, per rank."
+    ),
     "agents_replaced": (
         "NIXL agents that were replaced to close connections to peers that had left, per rank."
     ),
@@ -84,8 +92,18 @@ COUNTERS: Final = {
 
 GAUGES: Final = {
     "open_offers": "Offers that hold blocks, now.",
+    "unreadable": "1 while peers cannot connect to a rank's memory, by its own check, else 0.",
+    "open_descriptors": "File descriptors of a worker's process, of the one that has most.",
     "open_loads": "Requests whose KV is being read, or will be when they have blocks, now.",
 }
+
+OF_WORST: Final = frozenset({"unreadable", "open_descriptors"})
+"""Gauges of which the greatest of all ranks is shown."""
+DESCRIPTORS_S: Final = 10.0
+"""Between two looks at how many descriptors are open."""
+DESCRIPTORS_SHARE: Final = 0.8
+"""Of `ulimit -n`, above which the log warns: without any, UCX closes its ports for good."""
+WARN_S: Final = 600.0
 
 TRANSFER_SECONDS: Final = "transfer_seconds"
 NOT_LOGGED: Final = ("read_seconds_", "estimated_seconds_")
@@ -98,6 +116,8 @@ class Stats(KVConnectorStats):
     """`data` holds a number per counter and gauge, and the list of transfer times in seconds."""
 
     data: dict[str, Any] = field(default_factory=dict)
+    _descriptors_at: float = -math.inf
+    _warn_at: float = -math.inf
     _measured: dict[str, int] = field(default_factory=dict)  # gauges, as they were shown last
 
     def count(self, name: str, amount: float = 1) -> None:
@@ -108,6 +128,21 @@ class Stats(KVConnectorStats):
         """Show a gauge, if it has changed."""
         if self._measured.get(name, 0) != value:
             self._measured[name] = self.data[name] = value
+
+    def measure_descriptors(self, now: float) -> None:
+        """Show how many this process has open, every few seconds; warn before there are none."""
+        if now < self._descriptors_at:
+            return
+        self._descriptors_at = now + DESCRIPTORS_S
+        count, limit = descriptors.num_open(), descriptors.limit()
+        self.measure("open_descriptors", count)
+        if limit is not None and count > limit * DESCRIPTORS_SHARE and now >= self._warn_at:
+            self._warn_at = now + WARN_S
+            logger.warning(
+                "%d of %d file descriptors are open (`ulimit -n`); raise the limit: at 0 left, "
+                "peers can no longer connect",
+                *(count, limit),
+            )
 
     def count_commands(self, commands: Iterable[events.Command]) -> None:
         """Count what a step hands to the transfer engine."""
@@ -125,7 +160,10 @@ class Stats(KVConnectorStats):
                     self.count(f"offers_{result.end.value}")
                 case events.Counts():
                     for name, amount in result.counts.items():
-                        self.count(name, amount)
+                        if name in GAUGES:
+                            self.measure(name, int(amount))
+                        else:
+                            self.count(name, amount)
 
     def _count_load(self, load: events.LoadEnded) -> None:
         if load.failure is not None and load.failure.kind is events.FailureKind.DROPPED:
@@ -163,6 +201,8 @@ class Stats(KVConnectorStats):
         for name, value in other.data.items():
             if isinstance(value, list):
                 self.data[name] = [*self.data.get(name, []), *value]
+            elif name in OF_WORST:
+                self.data[name] = max(self.data.get(name, 0), value)
             elif name in GAUGES:
                 self.data[name] = value
             else:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from nixl_kv import addresses
 from nixl_kv.config import MAX_PORT, Config
 from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
-from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
+from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.connector.stale_tails import StaleTails
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.unwritten import UnwrittenOffers
@@ -80,6 +80,7 @@ class Worker:
         self._stale_tails = StaleTails(kv_cache_config, {})
         self.handshake: HandshakeMetadata | None = None
         """What the scheduler publishes of this rank, once it is registered."""
+        self._new_life: bytes | None = None  # its description, for the scheduler
         self._left: list[events.Result] = []  # of the former life
         self._loading: set[RequestId] = set()
         self._wait_until = -math.inf  # for them, in monotonic seconds
@@ -159,12 +160,24 @@ class Worker:
             results += self._engine.pop_results()
         if self._ending is not None:  # loads into which nothing can write any longer, by now
             results += self._ending.pop_results()
+        for one in results:
+            if isinstance(one, events.NewLife):
+                self.handshake = HandshakeMetadata(encode(one.description))
+                self._new_life = self.handshake.rank_description
         self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
         self.stats.count_results(results)
         return transfer_results(results)
 
+    def pop_metadata(self) -> WorkerMetadata | None:
+        """What the scheduler has to publish of this rank, if it began a new life."""
+        description, self._new_life = self._new_life, None
+        if description is None:
+            return None
+        return WorkerMetadata({worker_rank(self._vllm_config): description})
+
     def pop_stats(self) -> Stats | None:
         """What was counted since the last time."""
+        self.stats.measure_descriptors(self._clock())
         return self.stats.pop()
 
     def stop(self, timeout_s: float | None = None) -> None:
@@ -211,6 +224,11 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
 
         return nixl_transport(config, layout.memory, is_decode=transfer.is_kv_consumer)
 
+    def make_checker() -> Transport:
+        from nixl_kv.transport.nixl import nixl_checker  # noqa: PLC0415 - only where it is used
+
+        return nixl_checker(config, is_decode=transfer.is_kv_consumer)
+
     return RankSpec(
         engine=transfer.engine_id,
         rank=worker_rank(vllm_config),
@@ -224,6 +242,7 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         is_decode=transfer.is_kv_consumer,
         engine_layouts=(layout,) if vllm_config.parallel_config.world_size == 1 else None,
         make_transport=make_transport,
+        make_checker=make_checker,
         make_control=Trust.of(config).control,
     )
 

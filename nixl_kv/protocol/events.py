@@ -553,8 +553,14 @@ class OfferEnded(msgspec.Struct, frozen=True):
     end: OfferEnd
 
 
+class NewLife(msgspec.Struct, frozen=True):
+    """This rank can be read under another description from now on; its former one is void."""
+
+    description: messages.RankDescription
+
+
 class Counts(msgspec.Struct, frozen=True):
-    """How often things happened since the last such result, by counter."""
+    """How often things happened since the last such result, by counter; gauges as they are."""
 
     counts: Mapping[str, float]
 
@@ -587,4 +593,4 @@ Action: TypeAlias = (
     | LoadEnded
     | OfferEnded
 )
-Result: TypeAlias = LoadEnded | OfferEnded | Counts
+Result: TypeAlias = LoadEnded | OfferEnded | NewLife | Counts

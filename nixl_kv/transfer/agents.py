@@ -400,6 +400,7 @@ class Agents:
         if peers.is_adding or self._opening is not None or self._successor is not None:
             self._tidy_at = now + TRY_AGAIN_S
             return
+        self.current.drop_broken()
         has_spares, num_left = self.current.transport.tidy(), peers.num_left
         self._tidy_at = now + TIDY_S if has_spares or num_left else None
         if not num_left:

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -39,6 +40,7 @@ from nixl_kv.transfer.loop import STOPPED, Loop, Parts
 from nixl_kv.transfer.packs import PackQueue
 from nixl_kv.transfer.read_agent import register
 from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.transfer.serving import Serving
 from nixl_kv.transfer.staging import Copier, HostMemory, Staging, StagingMemory, split
 from nixl_kv.transfer.status import StatusReporter
 from nixl_kv.transfer.thread import TransferThread
@@ -95,6 +97,9 @@ class RankSpec:
 
     engine_layouts: tuple[CacheLayout, ...] | None = None
     """Of all ranks, in rank order, where that is known at the start; else `SetEngine` says it."""
+
+    make_checker: Callable[[], Transport] | None = None
+    """Makes an agent that reads this rank as peers do, to check that they can; None: no check."""
 
     # What simulations replace:
     num_slots: int | None = None
@@ -275,9 +280,15 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     slots = spec.make_slots(num_slots)
     serving = None
     if spec.is_prefill:
-        serving = spec.make_transport()
+        serving = Serving(
+            partial(_open_serving, spec, slots, packing),
+            slots,
+            make_checker=spec.make_checker,
+            background=spec.make_background(1),
+            counts=counts,
+            clock=spec.clock,
+        )
         undo.callback(serving.close)
-        register(serving, layout, slots, packing)
     exported = _export(spec) if spec.is_prefill else None
     if exported is not None:
         undo.callback(exported.close)
@@ -314,6 +325,16 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             ring=_describe_ring(packing),
         ),
     )
+
+
+def _open_serving(spec: RankSpec, slots: SlotPage, packing: Staging | None) -> Transport:
+    transport = spec.make_transport()
+    try:
+        register(transport, spec.layout, slots, packing)
+    except TransportError:
+        transport.close()
+        raise
+    return transport
 
 
 def slots_for(layout: CacheLayout) -> int:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+import msgspec
+
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
-from nixl_kv.ids import Endpoint, RequestId, short
+from nixl_kv.ids import Endpoint, RequestId, new_incarnation, short
 from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
@@ -22,13 +24,13 @@ from nixl_kv.transfer.event_log import EventLog
 from nixl_kv.transfer.outstanding import Outstanding
 from nixl_kv.transfer.packs import PackQueue
 from nixl_kv.transfer.read_agent import READING_PAUSE_S
+from nixl_kv.transfer.serving import Serving
 from nixl_kv.transport.base import (
     ControlPlane,
     FromEndpoint,
     FromPeer,
     Lost,
     Received,
-    Transport,
 )
 from nixl_kv.transport.slots import SlotPage
 
@@ -58,9 +60,12 @@ MAX_QUESTIONS: Final = 8
 """Status questions that wait, over all connections."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
-    """What one rank consists of. Made on the transfer thread, by `engine.build_parts`."""
+    """What one rank consists of. Made on the transfer thread, by `engine.build_parts`.
+
+    Only the description changes, if the rank begins a new life.
+    """
 
     control: ControlPlane
     prefill: PrefillMachine
@@ -68,7 +73,7 @@ class Parts:
     agents: Agents
     digests: DigestQueue
     packs: PackQueue
-    serving: Transport | None  # lets peers read this rank; None if it only decodes
+    serving: Serving | None  # lets peers read this rank; None if it only decodes
     exported: "Exported | None"  # memory that readers on this host may map
     slots: SlotPage
     event_log: EventLog
@@ -223,7 +228,8 @@ class Loop:
             return self.parts.agents.pause_s
         if self.outstanding.orphans:  # nothing writes for them any more: they are reported now
             return 0
-        if self.parts.serving is not None and self._clock() < self._serve_until:
+        serving = self.parts.serving
+        if serving is not None and (serving.is_busy or self._clock() < self._serve_until):
             return SERVING_PAUSE_S
         due = self._next_due()
         return None if due is None else max(0.0, due - self._clock())
@@ -231,7 +237,9 @@ class Loop:
     def _next_due(self) -> float | None:
         """When time changes something by itself, in monotonic seconds; None for never."""
         decode, offers = self.parts.decode, self.parts.prefill.offers
-        due = (decode.next_due, offers.next_due, self.parts.agents.next_due, self._look_at_links_at)
+        serving, agents = self.parts.serving, self.parts.agents
+        due = [decode.next_due, offers.next_due, agents.next_due, self._look_at_links_at]
+        due += [] if serving is None else [serving.next_due]
         return min((when for when in due if when is not None), default=None)
 
     def _tick(self) -> None:
@@ -255,14 +263,31 @@ class Loop:
 
     def _serve(self) -> None:
         """Some paths of NIXL need the owner of the memory to take part in being read."""
-        now = self._clock()
+        now, serving = self._clock(), self.parts.serving
         if self.parts.prefill.offers.any_granted:
             self._serve_until = max(self._serve_until, now + LINGER_S)
-        if self.parts.serving is not None and now < self._serve_until:
+        if serving is None:
+            return
+        if serving.poll():
+            self._begin_life(serving)
+        if serving.is_busy or now < self._serve_until:
             try:
-                self.parts.serving.progress()
+                serving.progress()
             except TransportError as error:  # its readers time out; those of other ranks go on
                 self._log.warning("serving readers of this rank failed: %s", error)
+
+    def _begin_life(self, serving: Serving) -> None:
+        """Peers know another agent, to which nobody can connect: all offers of that life end."""
+        parts, self._serve_until = self.parts, 0.0
+        parts.slots.clear_all()
+        incarnation = new_incarnation()
+        parts.prefill.begin_life(incarnation, parts.packs.writing)
+        self._results.extend(self.outstanding.lose_offers())
+        self._count("serving_restarts")
+        parts.description = msgspec.structs.replace(
+            parts.description, incarnation=incarnation, agent=serving.metadata()
+        )
+        self._results.append(events.NewLife(parts.description))
 
     # --- what comes in
 

@@ -83,6 +83,10 @@ class Outstanding:
         Loads are reported when `drained` says that nothing can write any more.
         """
         self.orphans.update(self._loads)
+        return self.lose_offers()
+
+    def lose_offers(self) -> list[events.OfferEnded]:
+        """Prefill's machine is gone. Returns the reports, which are due at once."""
         ended: list[events.OfferEnded] = []
         for nonce, offer in list(self._offers.items()):
             if offer.is_published:

@@ -32,6 +32,7 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.log_limit import get_logger
 from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
+from nixl_kv.transport.descriptors import past_stale_descriptors
 from nixl_kv.transport.host_filter import filtered_ucx_ports
 from nixl_kv.transport.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
 from nixl_kv.transport.ucx import ONLY_LOOPBACK, Guard, UcxTcpDetector
@@ -124,19 +125,11 @@ def _set_when_collected(gone: threading.Event) -> Callable[[object], None]:
 def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
     """An agent for a cache in such memory; `paced_reads` says when it reads in pieces.
 
-    UCX uses loopback alone if no other machine reads this engine, and it reads no other machine. A
-    decode engine may read others although its own `host` is loopback.
-
     Raises:
         TransportError: if a backend cannot be created.
     """
-    settings, options = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}", dict(UCX_OPTIONS)
-    guard: Guard = nullcontext
-    allowed = config.allowed_hosts
-    if config.is_this_machine_only and (allowed.are_local or not is_decode):
-        settings += f",{ONLY_LOOPBACK}"
-    else:
-        guard = partial(filtered_ucx_ports, allowed)
+    options = dict(UCX_OPTIONS)
+    settings, guard = _network(config, is_decode=is_decode)
     if memory == "DRAM":
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
@@ -154,6 +147,30 @@ def _make_stream(backends: Sequence[str], settings: str, guard: Guard, memory: M
     """A further agent that reads over TCP, and has nothing else: so memory is not registered."""
     settings = f"{settings},TLS={STREAM_TRANSPORTS[memory]}"
     return NixlTransport(backends, ucx_options=STREAM_OPTIONS, engine_config=settings, guard=guard)
+
+
+def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
+    """Settings of UCX, and what guards the ports that it opens.
+
+    UCX uses loopback alone if no other machine reads this engine, and it reads no other machine. A
+    decode engine may read others although its own `host` is loopback.
+    """
+    settings, allowed = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}", config.allowed_hosts
+    if config.is_this_machine_only and (allowed.are_local or not is_decode):
+        return f"{settings},{ONLY_LOOPBACK}", nullcontext
+    return settings, partial(filtered_ucx_ports, allowed)
+
+
+def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
+    """An agent that reads a page of slots as peers do, with as few threads as can be.
+
+    Raises:
+        TransportError: if a backend cannot be created.
+    """
+    settings, guard = _network(config, is_decode=is_decode)
+    return NixlTransport(
+        config.backends, ucx_options=STREAM_OPTIONS, engine_config=settings, guard=guard
+    )
 
 
 class _Handle(Generic[_Native]):
@@ -232,8 +249,9 @@ class NixlTransport:
                 options = dict(ucx_options) if backend == UCX else {}
                 if options and engine_config:
                     options["engine_config"] = engine_config
+                create = partial(agent.create_backend, backend, options)
                 with guard():
-                    agent.create_backend(backend, options)
+                    past_stale_descriptors(create, bindings.nixlBackendError)
 
     def __repr__(self) -> str:
         return f"<NixlTransport {self.name}>"

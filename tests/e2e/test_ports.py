@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from lab.cluster.cluster import Cluster
-from lab.cluster.engines import HOST, EngineSpec
+from lab.cluster.engines import HOST, EngineSpec, Role
 from lab.cluster.models.files import ensure_tiny_model
 from lab.cluster.processes import ProcessDiedError
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
     ],
 )
 def test_a_used_port_is_named_before_the_weights_are_loaded(
-    cluster: Cluster, role: str, *, is_spawned: bool
+    cluster: Cluster, role: Role, *, is_spawned: bool
 ) -> None:
     """vLLM forks its engine's process, or spawns it if the API server has used a GPU."""
     with socket.create_server((HOST, 0)) as server:

@@ -140,7 +140,7 @@ class Stepped:
     def ends(self) -> list[events.LoadEnded | events.OfferEnded]:
         """What has ended, as far as results were not popped before."""
         results = self.engine.pop_results()
-        return [result for result in results if not isinstance(result, events.Counts)]
+        return [result for result in results if isinstance(result, events.LoadEnded | events.OfferEnded)]
 
     def ended_load(self) -> events.LoadEnded:
         """The one end that there is."""

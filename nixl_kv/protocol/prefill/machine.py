@@ -58,6 +58,11 @@ class PrefillMachine:
         """Forget everything, whatever state it is in, but the ring's slots that are written."""
         self.offers.clear(writing)
 
+    def begin_life(self, incarnation: Incarnation, writing: Collection[int] = ()) -> None:
+        """Forget everything of this life, and begin another one; all slots have been cleared."""
+        self._incarnation = incarnation
+        self.clear(writing)
+
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         """Whether its digest may still be sent."""
         return self._granted_to(request) is not None

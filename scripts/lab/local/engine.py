@@ -71,6 +71,8 @@ class LocalRank:
                     if result.request in self.offers:
                         raise RuntimeError(f"offer {result.request} was reported twice")
                     self.offers[result.request] = result.end
+                case events.NewLife():
+                    self.description = result.description
                 case events.Counts():
                     for name, amount in result.counts.items():
                         self.counts[name] = self.counts.get(name, 0) + amount
@@ -93,6 +95,7 @@ class LocalEngine:
         num_ring_slots: int | None = None,
         make_copier: Callable[[], Copier] | None = None,
         only: Container[int] | None = None,
+        make_checker: Callable[[], Transport] | None = None,
     ) -> None:
         """Start all ranks, and describe them.
 
@@ -110,6 +113,7 @@ class LocalEngine:
             make_copier: called once for each rank, in place of what copies on threads.
             only: the ranks that are started; by default all. An engine that decodes can have
                 others in other processes.
+            make_checker: called for each check of a rank that peers can read it; None: no check.
         """
         self.name = EngineId(name)
         self.config = config or Config(host=HOST, lease_s=2.0)
@@ -129,6 +133,7 @@ class LocalEngine:
                 is_prefill="prefill" in roles,
                 is_decode="decode" in roles,
                 make_transport=make_transport,
+                make_checker=make_checker,
                 make_control=make_control,
                 make_copier=make_copier or host_copier,
                 make_staging_memory=lambda length: HostMemory(staging_bytes or length),
@@ -168,6 +173,12 @@ class LocalEngine:
             events.PublishOffer(nonce, request_id),
         )
         return self.ticket(nonce, num_tokens)
+
+    def publish(self) -> None:
+        """Describe the engine, as its ranks are by now."""
+        ranks = [rank.description for rank in self.ranks]
+        self.description = describe_engine(self.name, MODEL, self.description.shape, ranks)
+        self.directory.publish(self.description)
 
     def ticket(self, nonce: Nonce, num_tokens: int) -> Ticket:
         """The ticket of an offer."""

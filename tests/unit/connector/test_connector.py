@@ -127,7 +127,9 @@ def test_hooks_that_have_nothing_to_do_do_nothing(make: Make) -> None:
     worker.save_kv_layer("layer", None, None)
     worker.bind_connector_metadata(KVConnectorMetadata())
     assert worker.get_handshake_metadata() is None
-    assert worker.get_kv_connector_stats() is None
+    stats = worker.get_kv_connector_stats()
+    assert stats is not None
+    assert list(stats.data) == ["open_descriptors"]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,17 +1,18 @@
 """The scheduler role, on requests and steps as vLLM passes them."""
 
+import dataclasses
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 
 from nixl_kv.connector.block_shortage import PATIENCE_S, BlockShortage
-from nixl_kv.connector.metadata import HandshakeMetadata
+from nixl_kv.connector.metadata import HandshakeMetadata, WorkerMetadata
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import ConfigError
@@ -553,6 +554,25 @@ def test_after_a_wake_up_the_new_life_is_described_at_the_same_place(make: Make)
     assert [type(command) for command in commands(scheduler)] == [SetEngine]
 
 
+def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> None:
+    """Of either of two ranks that report with the same step."""
+    scheduler = make(is_described=False)
+    ranks = {(0, number): rank_description(number) for number in range(2)}
+    scheduler.publish({key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()})
+    commands(scheduler)
+    before = ask(scheduler)
+    new = [replace(rank, incarnation=new_incarnation()) for rank in ranks.values()]
+    one, other = (WorkerMetadata({number: encode(rank)}) for number, rank in enumerate(new))
+    scheduler.on_worker_metadata(None)
+    assert ask(scheduler) == before
+    scheduler.on_worker_metadata(one.aggregate(other))
+    after = ask(scheduler)
+    assert list(after.ranks) == new
+    assert after.incarnation != before.incarnation
+    assert scheduler._prefill.address.incarnation == after.incarnation  # type: ignore[union-attr]
+    assert commands(scheduler) == []
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.create_server((HOST, 0)) as server:
@@ -564,7 +584,7 @@ def test_a_decode_engine_whose_default_port_is_taken_listens_on_another_one(
 ) -> None:
     """It is asked by tools alone."""
     scheduler = make({"port": taken_port}, is_described=False, kv_role="kv_consumer")
-    scheduler._config = replace(scheduler._config, port_name="")
+    scheduler._config = dataclasses.replace(scheduler._config, port_name="")
     publish(scheduler)
     address = scheduler._prefill.address
     assert address is not None

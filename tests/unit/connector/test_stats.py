@@ -68,6 +68,7 @@ NAMES = [
     "warm_ups",
     "warm_up_seconds",
     "agents_recycled",
+    "serving_restarts",
     "agents_replaced",
     "thread_restarts",
     "tickets_refused",
@@ -224,3 +225,29 @@ def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
     assert value("transfer_seconds_count", 1) == 2
     assert value("transfer_seconds_bucket", 1, le="0.005") == 1
     assert value("transfer_seconds_count", 0) == 0
+
+
+def test_open_descriptors_are_shown_and_few_left_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all ranks that which has most; a warning once in a while."""
+    monkeypatch.setattr("nixl_kv.transport.descriptors.limit", lambda: 100)
+    counts = iter([80, 81, 90, 95])
+    monkeypatch.setattr("nixl_kv.transport.descriptors.num_open", lambda: next(counts))
+    stats, shown = Stats(), []
+    for now in (0.0, 9.9, 10.0, 20.0, 1000.0):
+        stats.measure_descriptors(now)
+        popped = stats.pop()
+        shown.append(popped and popped.data["open_descriptors"])
+    assert shown == [80, None, 81, 90, 95]
+    warnings = [record.getMessage()[:12] for record in caplog.records]
+    assert warnings == ["81 of 100 fi", "95 of 100 fi"]
+    both = Stats({"open_descriptors": 7}).aggregate(Stats({"open_descriptors": 5}))
+    assert both.data == {"open_descriptors": 7}
+
+
+def test_a_gauge_of_the_transfer_thread_is_shown_as_it_is() -> None:
+    stats = Stats()
+    for value in (1, 1, 0):
+        stats.count_results([Counts({"unreadable": value})])
+    assert stats.data == {"unreadable": 0}

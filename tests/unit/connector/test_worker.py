@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from nixl_kv import addresses
 from nixl_kv.connector.metadata import StepMetadata
@@ -20,18 +21,19 @@ from nixl_kv.connector.worker import (
 )
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.blocks import Table
-from nixl_kv.ids import Rank
+from nixl_kv.ids import Rank, new_incarnation
 from nixl_kv.protocol.events import (
     Counts,
     Failure,
     FailureKind,
     LoadEnded,
+    NewLife,
     OfferEnd,
     OfferEnded,
     PrepareOffer,
     PublishOffer,
 )
-from nixl_kv.protocol.messages import RankDescription, decode_rank
+from nixl_kv.protocol.messages import RankDescription, decode_rank, encode
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support import recorded_vllm as recorded
 from support.polling import wait_until
@@ -80,6 +82,20 @@ def test_a_wake_up_begins_a_new_life(worker: Worker, fabric: Fabric) -> None:
     assert after.incarnation != before.incarnation
     assert after.agent != before.agent
     assert not transports & set(fabric.transports), "the former life has ended"
+
+
+def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) -> None:
+    worker.register(recorded.kv_caches())
+    assert worker.pop_metadata() is None
+    new = replace(described(worker), incarnation=new_incarnation())
+    assert worker._engine is not None
+    worker._engine._results.append(NewLife(new))
+    worker.pop_results()
+    metadata = worker.pop_metadata()
+    assert metadata is not None
+    assert metadata.rank_descriptions == {0: encode(new)}
+    assert described(worker) == new
+    assert worker.pop_metadata() is None
 
 
 def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric) -> None:

@@ -216,7 +216,7 @@ def test_a_stranger_on_another_machine_drains_no_engine(
     replies: list[ToTool] = []
     control = server._control
     assert isinstance(control, MemoryControl)
-    control.reply = lambda _, payload: replies.append(decode_to_tool(payload))  # type: ignore[method-assign]
+    control.reply = lambda _, payload: replies.append(decode_to_tool(payload))  # type: ignore[method-assign, assignment, misc]
     server.publish(description())
     server.is_draining = undo
     control.inbox.append(

@@ -1,0 +1,81 @@
+"""File descriptors of this process: how many are open, and which sockets listen."""
+
+import contextlib
+import os
+import resource
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+DESCRIPTORS: Final = Path("/proc/self/fd")
+
+MAX_STALE: Final = 8
+"""On most machines UCX has no more listening sockets for an agent: two for each interface."""
+
+
+def num_open() -> int:
+    """How many descriptors this process has. Linux 6.2 and later count them; earlier ones list."""
+    return DESCRIPTORS.stat().st_size or sum(1 for _ in DESCRIPTORS.iterdir())
+
+
+def limit() -> int | None:
+    """The soft limit (`ulimit -n`); None if there is none."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def listening_sockets() -> dict[int, int]:
+    """The inode of each socket that listens, by descriptor."""
+    found = {}
+    for path in DESCRIPTORS.iterdir():
+        number = int(path.name)
+        with contextlib.suppress(OSError):  # closed meanwhile, or none is free for the copy
+            status = os.fstat(number)
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[number] = status.st_ino
+    return found
+
+
+def are_open(sockets: dict[int, int]) -> bool:
+    """Whether each of these descriptors is still the same socket: 1 us each."""
+    try:
+        return all(os.fstat(number).st_ino == inode for number, inode in sockets.items())
+    except OSError:
+        return False
+
+
+def past_stale_descriptors(create: Callable[[], object], error: type[Exception]) -> None:
+    """Create something of UCX's, although UCX may have lost a listening socket before.
+
+    When accept() finds no free descriptor, UCX 1.23 closes its listening socket but keeps the
+    descriptor's number in a table. It then refuses any socket that gets this number ("Element
+    already exists"), and so each new agent of the process. So where `create` raises such an error,
+    the lowest free number is taken out of use, for the life of the process, and it is called again.
+
+    Raises:
+        Exception: what the last call raised; then no number is taken.
+    """
+    taken: list[int] = []
+    while True:
+        try:
+            create()
+        except error:  # noqa: PERF203
+            if len(taken) == MAX_STALE or not _take_lowest(taken):
+                for number in taken:
+                    os.close(number)
+                raise
+        else:
+            return
+
+
+def _take_lowest(taken: list[int]) -> bool:
+    try:
+        taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True

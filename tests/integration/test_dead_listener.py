@@ -1,0 +1,76 @@
+"""A prefill rank that ran out of descriptors can be read again: real NIXL, two processes.
+
+UCX closes a listening socket for good when accept() finds no free descriptor.
+"""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from support.endings import EndingProcess, wait_for
+
+pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
+pytestmark = pytest.mark.nixl
+
+FREE = (3, 2, 1)
+"""Descriptors that prefill has left: enough for the control plane, and too few for UCX."""
+each_way = pytest.mark.parametrize(
+    "tls", [pytest.param("", marks=pytest.mark.slow), "tcp"], ids=["shared memory", "tcp"]
+)
+
+
+@contextmanager
+def running(role: str, tls: str) -> Iterator[EndingProcess]:
+    process = EndingProcess(role, tls)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def starve(prefill: EndingProcess, tls: str) -> None:
+    """A reader connects while prefill has no descriptors left."""
+    limits = resource.prlimit(prefill.pid, resource.RLIMIT_NOFILE)
+    for free in FREE:
+        with running("decode", tls) as other:
+            low = prefill.usage().descriptors + free
+            resource.prlimit(prefill.pid, resource.RLIMIT_NOFILE, (low, limits[1]))
+            other.load(prefill.offer())  # over some network interface it may work
+    resource.prlimit(prefill.pid, resource.RLIMIT_NOFILE, limits)
+
+
+@each_way
+def test_prefill_notices_that_nobody_can_connect_and_begins_another_life(tls: str) -> None:
+    with running("prefill", tls) as prefill:
+        starve(prefill, tls)
+        totals = wait_for(prefill.totals, lambda counts: counts.get("serving_restarts", 0) > 0)
+        assert totals.get("serving_restarts") == 1
+        with running("decode", tls) as decode:
+            assert decode.load(prefill.offer()) is None
+            assert decode.is_right()
+
+
+@each_way
+def test_decode_leaves_a_peer_alone_that_answers_and_cannot_be_read(tls: str) -> None:
+    """Nothing is collected for its loads, and most of them fail at once."""
+    with running("prefill unchecked", tls) as prefill, running("decode", tls) as decode:
+        starve(prefill, tls)
+        decode.remember()
+        before = decode.usage()
+        failures, seconds = list[str | None](), list[float]()
+        until = time.monotonic() + 6.0
+        while time.monotonic() < until or len(failures) < 20:
+            begun = time.monotonic()
+            failures.append(decode.load(prefill.offer()))
+            seconds.append(time.monotonic() - begun)
+        assert None not in failures
+        tried = [detail for detail in failures if "reading prefill rank 0 failed" in detail]
+        assert len(tried) <= 8
+        assert len(failures) > 2 * len(tried)
+        assert "answers but cannot be read" in failures[-1]
+        assert decode.totals()["peers_unreadable"] == 1
+        after = wait_for(decode.usage, lambda now: now.descriptors <= before.descriptors + 8)
+        assert after.descriptors <= before.descriptors + 8, f"{before}, {after}; {len(tried)} tries"
