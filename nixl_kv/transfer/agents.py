@@ -150,8 +150,6 @@ class Agents:
 
     def execute(self, action: events.DataAction) -> list[events.DataEvent]:
         """Do what the decode machine decided; the events that are known at once."""
-        if self._tidy_at is None:
-            self._tidy_at = self._clock() + TIDY_S
         match action:
             case events.JoinPeer():
                 return [self._join(action)]
@@ -192,7 +190,7 @@ class Agents:
                 if agent is self.current:
                     ended += self._on_prepared(preparation)
             ended += [*agent.poll(), *agent.pop_breaks()]
-        self._tidy()
+        self._tidy(has_read=bool(ended))
         ended += self._replace_current()
         self._introduce()
         self._close_drained()
@@ -391,9 +389,13 @@ class Agents:
         if not self._successor.is_busy:
             self._promote(self._successor)
 
-    def _tidy(self) -> None:
+    def _tidy(self, *, has_read: bool) -> None:
         """Look for connections that nobody uses; only the end of their agent closes them."""
         now = self._clock()
+        if self._tidy_at is None and self.polled and not self.current.peers.is_adding:
+            is_wanted = self.current.peers.has_left
+            if is_wanted or (has_read and self.current.transport.tidy()):
+                self._tidy_at = now + TIDY_S
         if self._tidy_at is None or now < self._tidy_at or not self.polled:
             return
         peers = self.current.peers

@@ -303,7 +303,13 @@ class PreparedPeers:
     @property
     def num_left(self) -> int:
         """Ranks whose connections only the end of the agent closes, and that nobody reads."""
-        return len(self._kept - self._names_in_use()) + self._num_dropped
+        self._kept -= self._names_in_use()
+        return len(self._kept) + self._num_dropped
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there may be some."""
+        return bool(self._kept or self._num_dropped)
 
     @property
     def known(self) -> list[PeerKey]:
