@@ -140,7 +140,8 @@ class Stepped:
     def ends(self) -> list[events.LoadEnded | events.OfferEnded]:
         """What has ended, as far as results were not popped before."""
         results = self.engine.pop_results()
-        return [result for result in results if isinstance(result, events.LoadEnded | events.OfferEnded)]
+        ends = events.LoadEnded | events.OfferEnded
+        return [result for result in results if isinstance(result, ends)]
 
     def ended_load(self) -> events.LoadEnded:
         """The one end that there is."""
