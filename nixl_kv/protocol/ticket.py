@@ -106,8 +106,8 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
     incarnation: Annotated[Incarnation, HEX32]
     num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     context: Context
-    epoch: Annotated[int, Meta(ge=0, le=2**62)]
-    weights: Annotated[str, Meta(max_length=MAX_LABEL)]
+    epoch: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no address, and no life of an engine."""

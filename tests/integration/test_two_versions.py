@@ -107,8 +107,6 @@ def test_an_engine_that_was_upgraded_since_its_ticket_says_so_at_once(
         incarnation=ENGINE_LIFE,
         num_tokens=len(TOKENS),
         context=context_hash(nonce, TOKENS, []),
-        epoch=0,
-        weights="",
     )
     assert ours.ask("d4", ticket.params(read_key_file(key_file).tickets)) is None
     failure = ours.failure("d4")

@@ -189,8 +189,6 @@ class Stepped:
             nonce=Nonce(hex32(number)),
             num_tokens=num_tokens,
             context=CONTEXT,
-            epoch=0,
-            weights="",
         )
 
     def load(self, number: int) -> Load | None:

@@ -96,8 +96,6 @@ class Adapter:
                 nonce=nonce,
                 num_tokens=prompt.num_tokens,
                 context=prompt.context(nonce),
-                epoch=0,
-                weights="",
             ).params(make_user_key()[0].tickets, for_in_tree=False)
         return request
 

@@ -133,8 +133,6 @@ class FleetEngine:
             nonce=Nonce(hex32(request)),
             num_tokens=100,
             context=CONTEXT,
-            epoch=0,
-            weights="",
         )
 
     def _incarnation_of(self, rank: int) -> Incarnation:

@@ -6,6 +6,7 @@ placeholder. So an input means the same in the next process.
 
 import ctypes
 import mmap
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -76,8 +77,6 @@ TICKET: Final = Ticket(
     nonce=NONCE,
     num_tokens=TOKENS + 1,
     context=CONTEXT,
-    epoch=0,
-    weights="",
 )
 COMMANDS: Final[tuple[events.Command, ...]] = (
     events.PrepareOffer(NONCE, OFFERED, CONTEXT, TOKENS + 1, (TABLE, TABLE)),
@@ -92,8 +91,9 @@ class BrokenPromiseError(Exception):
     """No exception came, but what must hold does not."""
 
 
+@cache
 def map_memory() -> None:
-    """Map both sides' memory; once per process."""
+    """Map both sides' memory; a second call in a process does nothing."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_size_t
     libc.mmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_size_t]

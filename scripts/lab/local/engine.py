@@ -190,8 +190,6 @@ class LocalEngine:
             nonce=nonce,
             num_tokens=num_tokens,
             context=CONTEXT,
-            epoch=0,
-            weights="",
         )
 
     def wait_offer(self, request: str, timeout_s: float = TIMEOUT_S) -> list[events.OfferEnd]:

@@ -233,8 +233,6 @@ class Engine:
             nonce=nonce,
             num_tokens=len(tokens),
             context=prompt.context(nonce),
-            epoch=0,
-            weights="",
         )
         return self.role._trust.seal(ticket)
 

@@ -211,8 +211,6 @@ class Engine:
             nonce=nonce,
             num_tokens=PROMPT,
             context=prompt.context(nonce),
-            epoch=0,
-            weights="",
         ).params(None)
 
 

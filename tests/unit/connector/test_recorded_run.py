@@ -116,7 +116,10 @@ class Engine:
         self.wait_reported(sent, received)
         self.ended |= sent
         output: Any = SimpleNamespace(
-            finished_sending=sent, finished_recving=received, failed_recving=set()
+            finished_sending=sent,
+            finished_recving=received,
+            failed_recving=set(),
+            kv_connector_worker_meta=None,
         )
         self.scheduler.update_connector_output(output)
 

@@ -204,7 +204,7 @@ def test_the_shapes_here_are_vllms(tp: int) -> None:
 def test_copies_and_groups_that_ranks_divide_are_told_apart() -> None:
     model = MODELS[3].values[0]
     assert isinstance(model, Model)
-    spec = spec_of(model, 4, spare=0, by_channel=False)
+    spec = spec_of(model, 4, spare=0, by_channel=is_conv_state_dim_first())
     view = torch.zeros(1, 1, 1, spec.state_content_size_bytes, dtype=torch.int8)
 
     def groups(number: int | None) -> list[int]:

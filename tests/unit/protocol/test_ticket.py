@@ -299,7 +299,7 @@ def test_a_value_that_is_not_allowed_is_named(name: str, value: object) -> None:
     [
         pytest.param([], "missing required field `host`", id="empty"),
         pytest.param(list(VALUES.values())[:2], "missing required field `nonce`", id="two"),
-        pytest.param(list(VALUES.values())[:-1], "missing required field `weights`", id="short"),
+        pytest.param(list(VALUES.values())[:-3], "missing required field `context`", id="short"),
         pytest.param(VALUES, "Expected `array`", id="a map"),
         pytest.param("text", "Expected `array`", id="text"),
         pytest.param(None, "Expected `array`", id="null"),
