@@ -241,6 +241,10 @@ class Engine:
         commands: list[Any] = self._metadata(output, 0).commands
         return commands
 
+    def failed(self, output: SchedulerOutput) -> list[str]:
+        """The loads that its workers report as failed with a step."""
+        return list(self._metadata(output, 0).failed)
+
     def saves(self, output: SchedulerOutput) -> list[str]:
         """The requests whose blocks the other connector saves, beginning with this step."""
         return self._metadata(output, 1).requests if self._is_multi else []

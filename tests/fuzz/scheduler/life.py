@@ -91,6 +91,8 @@ class Life:
         self._loads: dict[str, events.StartLoad] = {}
         self._waiting: dict[str, int] = {}  # prefills to be offered: by how many overtaken
         self._pause_left = 0  # steps
+        self._weights = 0  # how often a trainer has replaced them, on this engine and on prefill
+        self._ticket_weights: dict[str, int] = {}  # by request
 
     def run(self) -> None:
         """All of it.
@@ -153,6 +155,7 @@ class Life:
             params = dict(WANT_TICKET)
         elif kind < 0.8:
             params = self._engine.ticket(tokens)
+            self._ticket_weights[name] = self._weights
         is_short = kind < 0.4 and self._happens(0.6)  # routers ask prefill for one token
         longest = self._rng.choice([4, 12, 40])
         request = self._engine.request(
@@ -211,13 +214,21 @@ class Life:
             self._reset(reset_running_requests=True)
 
     def _reset(self, *, reset_running_requests: bool) -> None:
-        """Of the prefix cache. It fails while loads or offers hold blocks, and for nothing else."""
+        """Of the prefix cache. It fails while loads or offers hold blocks, and for nothing else.
+
+        If the connector is reset too, a trainer may replace the weights of all engines. Requests
+        that wait for KV of the former weights are computed with the new ones.
+        """
+        with_connector = self._happens(0.5)
         try:
-            is_reset = self._vllm.reset_prefix_cache(reset_running_requests)
+            is_reset = self._vllm.reset_prefix_cache(reset_running_requests, with_connector)
         except RuntimeError:
             is_reset = False
             self._check_holders()
         self.counts["reset" if is_reset else "not reset"] += 1
+        if is_reset and with_connector and not self._steps:
+            self._weights += 1
+            self.counts["weights replaced"] += 1
 
     # --- a step
 
@@ -319,13 +330,12 @@ class Life:
                 self._check(wrong is None, f"{request.request_id} computes on: {wrong}")
             self._memory.write(number, entries, tokens, kv)
 
-    @staticmethod
-    def _hashes(request: Request) -> list[int]:
-        return hashes([*request.all_token_ids, *[ANSWER] * BLOCK])
+    def _hashes(self, request: Request) -> list[int]:
+        return hashes([*request.all_token_ids, *[ANSWER] * BLOCK], self._weights)
 
     def _end_step(self) -> None:
         step = self._steps.popleft()
-        reports = self._reports()
+        reports = self._reports(self._engine.failed(step.output))
         if self._happens(0.06):
             self._abort()
         ids = list(step.output.num_scheduled_tokens)
@@ -342,9 +352,10 @@ class Life:
                 if each.finish_reason is not None:
                     self.counts[f"ended ({each.finish_reason})"] += 1
 
-    def _reports(self) -> dict[str, Any]:
-        """What the workers report with a step."""
-        received, failed = set(), set()
+    def _reports(self, held_back: list[str]) -> dict[str, Any]:
+        """What the workers report with a step, which told them to fail the loads `held_back`."""
+        received, failed = set(held_back), set(held_back)
+        self.counts["loads held back"] += len(held_back)
         for name in [name for name in self._loads if self._happens(0.4)]:
             received.add(name)
             if not self._land(self._loads.pop(name)):
@@ -361,7 +372,8 @@ class Life:
         is_good = self._happens(0.75)
         self.counts["loads failed"] += not is_good
         prompt = self._requests[load.request].prompt_token_ids
-        kv = hashes(prompt) if is_good else [JUNK] * load.end
+        weights = self._ticket_weights[load.request]
+        kv = hashes(prompt, weights) if is_good else [JUNK] * load.end
         for number, group in enumerate(self._groups):
             entries = entries_of(load.tables[number], group)
             self._memory.write(number, entries, range(load.begin, load.end), kv)

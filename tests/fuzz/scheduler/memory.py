@@ -1,7 +1,7 @@
 """What each block of a cache holds, if every step and every load writes what it should.
 
-The model is that the KV of a token depends on it and on all tokens before it. So a hash of the
-tokens so far stands for the KV of the last of them, and for the state after it.
+The model is that the KV of a token depends on the weights, on it and on all tokens before it. So a
+hash of the tokens so far stands for the KV of the last of them, and for the state after it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,11 @@ NULL_BLOCK: Final = 0
 JUNK: Final = -1
 
 
-def hashes(tokens: Sequence[int]) -> list[int]:
+def hashes(tokens: Sequence[int], weights: int) -> list[int]:
     """Of a prompt and its answer: for each token that of all tokens up to it."""
-    return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
+    return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=weights))[
+        1:
+    ]
 
 
 def entries_of(table: Table, group: Group) -> dict[int, int]:

@@ -63,3 +63,4 @@ def test_lives_break_no_promise(count: int) -> None:
     assert not failures, "\n" + "\n".join(failures)
     if count >= ENOUGH:
         assert min(counts[event] for event in ("offers read", "loads", "reset")) > count // 2
+        assert counts["weights replaced"] > count // 10
