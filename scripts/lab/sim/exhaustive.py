@@ -32,6 +32,7 @@ from nixl_kv.log_limit import LimitedLog
 from nixl_kv.protocol.messages import Description, RankDescription
 from nixl_kv.transfer.event_log import EventLog
 from nixl_kv.transfer.remote_peers import PreparedRank
+from nixl_kv.transfer.serving import Serving
 from nixl_kv.transport.memory import MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl
 from nixl_kv.transport.slots import SlotPage
@@ -57,6 +58,7 @@ OPAQUE: Final = (
     EventLog,
     IndexBuffer,
     LimitedLog,
+    Serving,  # ranks do not check here whether they can be read
 )
 """What is no part of the state, or is looked at by itself."""
 
