@@ -400,8 +400,14 @@ def _are_anothers(params: object) -> bool:
 
 
 def _are_in_tree(params: object) -> bool:
-    """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`."""
-    return isinstance(params, Mapping) and FIELD not in params and bool(params.get(IN_TREE_BLOCKS))
+    """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`.
+
+    A ticket of ours has the same fields, but names no block. A router may have lost its string.
+    """
+    if not isinstance(params, Mapping) or FIELD in params:
+        return False
+    blocks = params.get(IN_TREE_BLOCKS)
+    return isinstance(blocks, list) and any(blocks)
 
 
 def _shown(value: object) -> str:

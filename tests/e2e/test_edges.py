@@ -212,17 +212,29 @@ def test_what_one_engine_refuses_prefill_refuses(
     accounts.expect_offers(0, read=0)
 
 
-def test_what_decode_alone_refuses_costs_prefill_no_block(
+def test_what_decode_alone_refuses_costs_prefill_an_offers_time(
     pair: Pair, single: Client, accounts: Accounts
 ) -> None:
     """The router asks prefill for one token whatever it was asked for, so prefill does not refuse.
 
-    vLLM's frontend on decode tells its connector, which lets go of the offer.
+    vLLM's frontend on decode tells its connector of a request that it rejects only if the request
+    has `do_remote_prefill`, which tickets do not have while `in_tree_decode` is true.
     """
     prompt = random_prompt(370, seed=313)
     expected = refusal(single, prompt, max_tokens=0)
     assert expected[0] == 400
     assert refusal(pair.to_router, prompt, max_tokens=0) == expected
+    accounts.expect_loaded()
+    accounts.expect_offers(1, read=0, unclaimed=1)
+
+
+def test_what_decode_alone_refuses_costs_prefill_no_block_if_it_has_the_flag(
+    pair: Pair, single: Client, accounts: Accounts
+) -> None:
+    prompt = random_prompt(370, seed=323)
+    ticket = {**pair.to_prefill.ticket(prompt), "do_remote_prefill": True}
+    expected = refusal(single, prompt, max_tokens=0)
+    assert refusal(pair.to_decode, prompt, max_tokens=0, kv_transfer_params=ticket) == expected
     accounts.expect_loaded()
     accounts.expect_released()
 

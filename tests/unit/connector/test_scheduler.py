@@ -26,7 +26,7 @@ from nixl_kv.protocol.events import (
     SetEngine,
 )
 from nixl_kv.protocol.messages import Decline, Describe, Description, decode_answer, encode
-from nixl_kv.protocol.ticket import Ticket, context_hash
+from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
 from support import recorded_vllm as recorded
@@ -191,6 +191,16 @@ def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_t
     )
     assert counted(scheduler) == {"tickets_refused": 5}
     assert commands(scheduler) == []
+
+
+def test_a_ticket_that_lost_its_string_is_not_taken_for_an_in_tree_prefills(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make(kv_role="kv_consumer")
+    params = {name: value for name, value in ticket_for(new_request()).items() if name != FIELD}
+    scheduler.on_arrival(new_request(params))
+    assert f"lacks the field {FIELD!r}" in caplog.text
+    assert counted(scheduler) == {"tickets_refused": 1}
 
 
 @pytest.mark.parametrize(
