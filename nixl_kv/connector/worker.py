@@ -157,13 +157,14 @@ class Worker:
             self._engine.submit(self._unwritten.pop_written())
             if self._loading and not (self._computes or self._is_awaited):
                 self._engine.wait_load(max(0.0, self._wait_until - self._clock()))
-            results += self._engine.pop_results()
+            living = self._engine.pop_results()
+            for one in living:
+                if isinstance(one, events.NewLife):
+                    self.handshake = HandshakeMetadata(encode(one.description))
+                    self._new_life = self.handshake.rank_description
+            results += living
         if self._ending is not None:  # loads into which nothing can write any longer, by now
             results += self._ending.pop_results()
-        for one in results:
-            if isinstance(one, events.NewLife):
-                self.handshake = HandshakeMetadata(encode(one.description))
-                self._new_life = self.handshake.rank_description
         self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
         self.stats.count_results(results)
         return transfer_results(results)
@@ -189,6 +190,7 @@ class Worker:
         """
         if self._engine is not None:
             self._ending, self._engine = self._engine, None
+            self._new_life = None  # the next registration describes this rank
         if self._ending is None:
             return
         try:

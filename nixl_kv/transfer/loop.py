@@ -279,13 +279,13 @@ class Loop:
     def _begin_life(self, serving: Serving) -> None:
         """Peers know another agent, to which nobody can connect: all offers of that life end."""
         parts, self._serve_until = self.parts, 0.0
+        incarnation, metadata = new_incarnation(), serving.metadata()
         parts.slots.clear_all()
-        incarnation = new_incarnation()
         parts.prefill.begin_life(incarnation, parts.packs.writing)
         self._results.extend(self.outstanding.lose_offers())
         self._count("serving_restarts")
         parts.description = msgspec.structs.replace(
-            parts.description, incarnation=incarnation, agent=serving.metadata()
+            parts.description, incarnation=incarnation, agent=metadata
         )
         self._results.append(events.NewLife(parts.description))
 

@@ -9,6 +9,7 @@ fails twice in a row, another agent takes the place of the first.
 The check also lets UCX notice the readers that have left since this rank last served one.
 """
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -150,13 +151,15 @@ class Serving:
         wait([future for future in futures if not future.cancel()])  # type: ignore[misc]
         self._background.shutdown()
         opened = self._opening
+        agents = [
+            agent for agent, closed in self._closing if closed.cancelled() or closed.exception()
+        ]
         if opened is not None and not opened.cancelled() and opened.exception() is None:
-            opened.result()[0].close()
-        for agent, closed in self._closing:
-            if closed.cancelled() or closed.exception() is not None:
-                agent.close()
+            agents.append(opened.result()[0])
+        with contextlib.ExitStack() as stack:  # one that does not end keeps no other one
+            for agent in (self.transport, *agents):
+                stack.callback(agent.close)
         self._opening, self._check, self._closing = None, None, []
-        self.transport.close()
 
     def _end_check(self, check: "Future[str | None]") -> None:
         try:
@@ -196,9 +199,17 @@ class Serving:
         """A new agent, and the sockets that listen since: on any thread."""
         if self._make_checker is None:
             return self._open(), {}
-        before = descriptors.listening_sockets()
-        agent = self._open()
-        now = descriptors.listening_sockets()
+        try:
+            before = descriptors.listening_sockets()
+            agent = self._open()
+            try:
+                agent.metadata()  # peers need it: an error of it belongs here
+                now = descriptors.listening_sockets()
+            except (OSError, TransportError):
+                agent.close()
+                raise
+        except OSError as error:
+            raise TransportError(f"its listening sockets cannot be looked up: {error}") from error
         return agent, {number: now[number] for number in now if before.get(number) != now[number]}
 
     def _try_again(self) -> None:

@@ -1,6 +1,6 @@
 """File descriptors of this process: how many are open, and which sockets listen."""
 
-import contextlib
+import errno
 import os
 import resource
 import socket
@@ -17,7 +17,10 @@ MAX_STALE: Final = 8
 
 def num_open() -> int:
     """How many descriptors this process has. Linux 6.2 and later count them; earlier ones list."""
-    return DESCRIPTORS.stat().st_size or sum(1 for _ in DESCRIPTORS.iterdir())
+    try:
+        return DESCRIPTORS.stat().st_size or sum(1 for _ in DESCRIPTORS.iterdir())
+    except OSError:  # none is left to list them with
+        return limit() or 0
 
 
 def limit() -> int | None:
@@ -27,17 +30,25 @@ def limit() -> int | None:
 
 
 def listening_sockets() -> dict[int, int]:
-    """The inode of each socket that listens, by descriptor."""
+    """The inode of each socket that listens, by descriptor.
+
+    Raises:
+        OSError: if no descriptor is free to look with.
+    """
     found = {}
     for path in DESCRIPTORS.iterdir():
         number = int(path.name)
-        with contextlib.suppress(OSError):  # closed meanwhile, or none is free for the copy
+        try:
             status = os.fstat(number)
             if not stat.S_ISSOCK(status.st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as copy:
                 if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found[number] = status.st_ino
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            # else closed meanwhile
     return found
 
 

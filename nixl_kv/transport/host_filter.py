@@ -7,6 +7,7 @@ the socket that accepted it, so the filter passes all packets of an allowed host
 """
 
 import ctypes
+import errno
 import ipaddress
 import os
 import socket
@@ -161,15 +162,17 @@ def _filter(opened: Sequence[Any], allowed: AllowedHosts) -> None:
     admitted = with_this_machine(allowed, (one.laddr.ip for one in opened))
     code = program(admitted.networks)
     names = ", ".join(f"{one.laddr.ip} port {one.laddr.port}" for one in opened)
-    try:
-        for one in opened:
+    for one in opened:
+        try:
             # Not `socket.dup` or a timeout: either changes whether UCX's own descriptor blocks.
             with socket.socket(fileno=os.dup(one.fd)) as listening:
                 attach(listening, code)
-    except OSError as error:
-        # The control plane's port has the same trouble, and warns once for all ports.
-        logger.info("UCX listens on %s without a filter: %s", names, error)
-        return
+        except OSError as error:  # noqa: PERF203 - each for itself
+            if error.errno in (errno.EBADF, errno.ENOTSOCK):
+                continue  # another thread has closed it since
+            # The control plane's port has the same trouble, and warns once for all ports.
+            logger.info("UCX listens on %s without a filter: %s", names, error)
+            return
     logger.info("UCX listens on %s; of other machines it hears only %s", names, allowed)
     ports = {one.laddr.port for one in opened}
     for one in _tcp_sockets():
@@ -195,7 +198,10 @@ def _is_like_ucx(descriptor: int) -> bool:
     The kernel says of each descriptor that an epoll watches: `tfd: 18 events: 19 data: 12`, of
     which the last two are hexadecimal.
     """
-    if not os.get_inheritable(descriptor):
+    try:
+        if not os.get_inheritable(descriptor):
+            return False
+    except OSError:  # another thread has closed it since
         return False
     for file in FILES.iterdir():
         with suppress(OSError):  # closed since

@@ -98,6 +98,20 @@ def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) ->
     assert worker.pop_metadata() is None
 
 
+def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
+    """An idle engine makes no step, so the sleep comes before the scheduler hears of it."""
+    worker.register(recorded.kv_caches())
+    new = replace(described(worker), incarnation=new_incarnation())
+    assert worker._engine is not None
+    worker._engine._results.append(NewLife(new))
+    worker.stop()
+    worker.register(recorded.kv_caches())
+    after = described(worker)
+    worker.pop_results()
+    assert worker.pop_metadata() is None
+    assert described(worker) == after != new
+
+
 def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric) -> None:
     worker.register(recorded.kv_caches())
     worker.stop()

@@ -1,5 +1,6 @@
 """The check that peers can read a rank, and the agent that takes over when they cannot."""
 
+import errno
 import logging
 import socket
 from collections import defaultdict
@@ -9,6 +10,7 @@ import pytest
 
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.transfer.serving import AGAIN_S, CHECK_S, LOOK_S, UNREADABLE, Serving
+from nixl_kv.transport import descriptors
 from nixl_kv.transport.base import PeerName
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.slots import SlotPage
@@ -155,3 +157,23 @@ def test_it_ends_while_a_check_is_under_way(world: World) -> None:
     world.serving.close()
     world.background.work()
     assert world.num_checks == 0
+
+
+def test_without_descriptors_it_tries_again_until_there_are_some(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that left `poll` would end all loads of the rank, many times a second."""
+    world.turns(CHECK_S)
+    world.sockets.pop(0).close()
+
+    def refuse() -> dict[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as starved:
+        starved.setattr(descriptors, "listening_sockets", refuse)
+        for _ in range(5):
+            assert world.turns(CHECK_S) == 0
+    assert (
+        "no other NIXL agent can be made: its listening sockets cannot be looked up" in caplog.text
+    )
+    assert world.turns(CHECK_S) == 1

@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -182,6 +183,26 @@ def test_only_sockets_like_ucx_s_are_filtered(attached: list[tuple[str, int]]) -
             keep(like_ucx(by_number=False))  # NCCL's, PyTorch's
             keep(socket.create_server(("127.0.0.1", 0)))  # ZMQ's
             ucx = keep(like_ucx())
+        assert attached == [ucx.getsockname()]
+
+
+def test_a_socket_that_another_thread_closes_meanwhile_keeps_no_other_one_open(
+    monkeypatch: pytest.MonkeyPatch, attached: list[tuple[str, int]]
+) -> None:
+    """As the agents that check a rank are, or those that are made at the same time."""
+    found = module._listening
+    with contextlib.ExitStack() as stack:
+        keep = stack.enter_context
+        with filtered_ucx_ports(ELSEWHERE):
+            gone, ucx = keep(socket.create_server(("127.0.0.1", 0))), keep(like_ucx())
+
+            def listening() -> dict[Any, Any]:
+                sockets = found()
+                gone.close()
+                return dict(sorted(sockets.items(), key=lambda one: one[1].fd != gone_number))
+
+            gone_number = gone.fileno()
+            monkeypatch.setattr(module, "_listening", listening)
         assert attached == [ucx.getsockname()]
 
 

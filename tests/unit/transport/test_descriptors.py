@@ -1,0 +1,67 @@
+"""How many descriptors are open, and which sockets listen, also when none is free to look with."""
+
+import resource
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from nixl_kv.transport import descriptors
+
+STARVED = """
+import os, resource
+from nixl_kv.transport import descriptors
+limit = len(os.listdir("/proc/self/fd")) - 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+while True:
+    try:
+        os.open("/dev/null", os.O_RDONLY)
+    except OSError:
+        break
+print(descriptors.num_open(), limit)
+try:
+    descriptors.listening_sockets()
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_listening_sockets_are_told_from_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as other:
+        found = descriptors.listening_sockets()
+        assert server.fileno() in found
+        assert other.fileno() not in found
+        mine = {server.fileno(): found[server.fileno()]}
+        assert descriptors.are_open(mine)
+    assert not descriptors.are_open(mine)
+    assert descriptors.num_open() > 0
+    assert descriptors.limit() in (None, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def test_without_a_free_descriptor_they_are_counted_and_not_listed() -> None:
+    """A partial list would show sockets of another agent as new ones of the next."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARVED], capture_output=True, text=True, check=True
+    )
+    counted, reason = done.stdout.splitlines()
+    number, limit = map(int, counted.split())
+    assert number == limit
+    assert reason == "Too many open files"
+
+
+def test_a_kernel_that_does_not_count_them_costs_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 6.2 they are listed, for which a descriptor is needed."""
+
+    class Uncounted:
+        st_size = 0
+
+        def stat(self) -> "Uncounted":
+            return self
+
+        def iterdir(self) -> None:
+            raise OSError("Too many open files")
+
+    monkeypatch.setattr(descriptors, "DESCRIPTORS", Uncounted())
+    monkeypatch.setattr(descriptors, "limit", lambda: 100)
+    assert descriptors.num_open() == 100
