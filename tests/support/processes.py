@@ -30,11 +30,15 @@ def process_context() -> ForkServerContext:
     return context
 
 
+TCP = "TLS=tcp,NET_DEVICES=lo"
+"""Loopback alone: other tests make network interfaces, and take them away."""
+
+
 def over_tcp() -> Transport:
     """A NIXL transport that cannot read another process's memory without its help."""
     from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where NIXL is
 
-    return NixlTransport(engine_config="TLS=tcp")
+    return NixlTransport(engine_config=TCP)
 
 
 def paced_over_tcp() -> Transport:
@@ -42,7 +46,7 @@ def paced_over_tcp() -> Transport:
     from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where NIXL is
 
     def make() -> NixlTransport:
-        return NixlTransport(engine_config=f"TLS=tcp,{SEGMENT_CONFIG}")
+        return NixlTransport(engine_config=f"{TCP},{SEGMENT_CONFIG}")
 
     return PacedTransport(make(), lambda _: make(), AlwaysTcp(), ThreadPoolExecutor(1))
 
