@@ -39,6 +39,13 @@ NONSENSE: Final = 2
 MAX_ERROR: Final = 10_000
 """Characters of an error message: the engine that was asked may have sent part of it."""
 
+At: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where the engine is described. Default: as an engine with this environment.",
+    ),
+]
 KeyFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -123,13 +130,7 @@ def status(
 
 @app.command()
 def drain(
-    at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where the engine is described. Default: as an engine with this environment.",
-        ),
-    ] = None,
+    at: At = None,
     key_file: KeyFile = None,
     timeout: Annotated[
         float, typer.Option(min=0, metavar="S", help="How long to wait, in seconds.")
@@ -161,13 +162,7 @@ def drain(
 @app.command()
 def set_weights(
     label: Annotated[str, typer.Argument(help="Such as the trainer's step.")],
-    at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where the engine is described. Default: as an engine with this environment.",
-        ),
-    ] = None,
+    at: At = None,
     key_file: KeyFile = None,
 ) -> None:
     """Tell a running engine that its weights are others, and how they are labelled.

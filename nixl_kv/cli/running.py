@@ -150,10 +150,8 @@ def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None, *, undo: bool = F
     Raises:
         NixlKVError: if nobody answers, or the engine refuses.
     """
-    question = messages.encode(messages.Drain(incarnation=ANY_INCARNATION, undo=undo))
-    answer = _decode(_exchange({endpoint: question}, keys)[endpoint], messages.decode_to_tool)
-    if not isinstance(answer, messages.Draining):
-        raise TransportError(f"answered with {type(answer).__name__}")
+    question = messages.Drain(incarnation=ANY_INCARNATION, undo=undo)
+    answer = _order(endpoint, question, messages.Draining, keys)
     if answer.is_refused:
         raise TransportError("refused: an engine without a key is drained from its own machine")
     return answer.num_awaited
@@ -165,13 +163,25 @@ def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> s
     Raises:
         NixlKVError: if nobody answers, or the engine refuses.
     """
-    question = messages.encode(messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights))
-    answer = _decode(_exchange({endpoint: question}, keys)[endpoint], messages.decode_to_tool)
-    if not isinstance(answer, messages.WeightsSet):
-        raise TransportError(f"answered with {type(answer).__name__}")
+    question = messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights)
+    answer = _order(endpoint, question, messages.WeightsSet, keys)
     if answer.refusal:
         raise TransportError(f"refused: {answer.refusal}")
     return answer.former
+
+
+def _order(
+    endpoint: Endpoint,
+    question: messages.Drain | messages.SetWeights,
+    kind: type[T],
+    keys: Keys | None,
+) -> T:
+    """Send an order to an engine's directory, and wait for its answer of this kind."""
+    packed = _exchange({endpoint: messages.encode(question)}, keys)[endpoint]
+    answer = _decode(packed, messages.decode_to_tool)
+    if not isinstance(answer, kind):
+        raise TransportError(f"answered with {type(answer).__name__}")
+    return answer
 
 
 def _status(answer: bytes | TransportError) -> messages.Status | NixlKVError:
