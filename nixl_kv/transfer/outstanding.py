@@ -51,8 +51,7 @@ class Outstanding:
             case events.StartLoad():
                 self._loads[command.request] = command.num_tokens
             case events.PrepareOffer():
-                offer = self._offers.setdefault(command.nonce, _Offer(command.request))
-                return offer.end is None, None
+                self._offers[command.nonce] = _Offer(command.request)
             case events.PublishOffer():
                 return self._publish(command)
             case events.WithdrawOffer():

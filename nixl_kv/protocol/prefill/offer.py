@@ -42,7 +42,6 @@ class State(enum.Enum):
 
 TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State | None, ...]]]] = {
     State.PREPARED: {
-        events.PrepareOffer: (State.PREPARED,),
         events.PublishOffer: (State.OFFERED,),
         messages.Ask: (State.GRANTED,),
         messages.Release: (None,),
@@ -196,12 +195,6 @@ class Offer:
             return True
         has_asked = request.reader.rank in binding.lives
         return not has_asked and binding.expects(request.claim, request.reader)
-
-    def prepare(self, command: events.PrepareOffer) -> None:
-        """It is prepared anew: after a preemption it has other blocks."""
-        self.move(State.PREPARED, command)
-        self.prepared = command
-        self.is_written = command.is_written
 
     def note(self, peer: str, cause: str) -> None:
         """Record what changed nothing, but tells why somebody got nothing."""

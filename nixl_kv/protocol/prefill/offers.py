@@ -73,12 +73,10 @@ class OfferBook:
         return self._due.next
 
     def prepare(self, command: events.PrepareOffer) -> None:
-        """Add an offer to come; again after a preemption, then with other blocks."""
-        offer = self._offers.get(command.nonce)
-        if offer is None:
-            self._offers[command.nonce] = Offer(command, self._record)
-        else:
-            offer.prepare(command)
+        """Add an offer to come. Each nonce is prepared once; a preempted request gets a new one."""
+        if command.nonce in self._offers:
+            raise LocalProtocolError(f"offer of request {command.request!r} was prepared before")
+        self._offers[command.nonce] = Offer(command, self._record)
 
     def publish(self, command: events.PublishOffer, now: float) -> None:
         """Start the offer's time. One that is unknown was read already: readers can be quicker."""

@@ -13,6 +13,11 @@ from lab.cluster.models.files import ensure_tiny_model
 from lab.results import Figures, Results
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which connectors."""
+    engines.add_options(parser)
+
+
 def run(options: argparse.Namespace) -> int:
     """A row without a connector, and one for each."""
     model = ensure_tiny_model()

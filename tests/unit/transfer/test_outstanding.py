@@ -69,12 +69,10 @@ class OneOffer:
 WITHDRAW = WithdrawOffer(NONCE)
 COMMANDS = [
     ("prepare", "publish"),
-    ("prepare", "prepare", "publish"),
     ("prepare", "withdraw"),
-    ("prepare", "prepare", "withdraw"),
     ("prepare",),
 ]
-"""What the scheduler can say of an offer, in its order; twice after a preemption."""
+"""What the scheduler can say of an offer, in its order."""
 
 
 def interleavings(commands: Sequence[str]) -> Iterator[list[str]]:

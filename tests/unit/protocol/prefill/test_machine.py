@@ -19,7 +19,6 @@ from nixl_kv.protocol.events import (
     OfferEnd,
     OfferEnded,
     PackChunk,
-    PrefillCommand,
     ReclaimBlocks,
     Record,
     RevokeOffer,
@@ -170,13 +169,6 @@ GRANTS: dict[str, Script] = {
         (101.0 + LEASE_S - 0.01, Tick()),
         (101.0 + LEASE_S, Tick(), *EXPIRED),
     ),
-    "after a preemption the new blocks are granted and digested": after(
-        PREPARED,
-        (prepare_offer(tables=NEW_TABLES, num_tokens=4),),
-        (ASK, WRITTEN, replied(grant(tables=NEW_TABLES))),
-        (asked(digest_request(end=5)), *denied("a digest up to token 5 of 4")),
-        (asked(digest_request(end=4)), MakeDigest(ROUTE, digest_request(end=4), NEW_TABLES)),
-    ),
     "each offer has a slot and a generation of its own": after(
         GRANTED,
         (OFFER_2,),
@@ -226,9 +218,6 @@ WRITES: dict[str, Script] = {
         (asked(ask(readers=BOTH)), WRITTEN),
         (RELEASE,),
         (MARK, *denied(NOT_THIS_READER)),
-    ),
-    "after a preemption it is to be written again": after(
-        PREPARED, (prepare_offer(is_written=False),), (ASK, WRITTEN), (MARK, GRANT)
     ),
     "what nobody knows is not marked": [(MARK,)],
 }
@@ -905,18 +894,20 @@ def test_an_offer_without_a_ticket_is_not_revoked() -> None:
     play(new_machine(PREPARED), [(99.5, RevokeOffer(NONCE)), *OFFERED[-1:]])
 
 
+@each_of({"PREPARED": PREPARED, "OFFERED": OFFERED, "GRANTED": GRANTED}, "before")
+def test_a_nonce_is_prepared_once(before: Script) -> None:
+    machine = new_machine(before)
+    with pytest.raises(LocalProtocolError, match="offer of request 'p1' was prepared before"):
+        machine.handle(prepare_offer(tables=NEW_TABLES), 101.0)
+    assert machine.handle(asked(ask(number=2)), 101.0)[-1] == GRANT
+
+
 @each_of({"OFFERED": OFFERED, "GRANTED": GRANTED}, "before")
-@each_of(
-    {"prepared again": prepare_offer(tables=NEW_TABLES), "withdrawn": WithdrawOffer(NONCE)},
-    "command",
-)
-def test_an_offer_whose_ticket_is_out_stays_as_it_is(
-    before: Script, command: PrefillCommand
-) -> None:
+def test_an_offer_whose_ticket_is_out_stays_as_it_is(before: Script) -> None:
     machine = new_machine(before)
     state = "OFFERED" if before is OFFERED else "GRANTED"
-    with pytest.raises(LocalProtocolError, match=f"{type(command).__name__} leads from {state}"):
-        machine.handle(command, 101.0)
+    with pytest.raises(LocalProtocolError, match=f"WithdrawOffer leads from {state}"):
+        machine.handle(WithdrawOffer(NONCE), 101.0)
     assert machine.handle(asked(ask(number=2)), 101.0)[-1] == GRANT
     play(machine, [READ])
 

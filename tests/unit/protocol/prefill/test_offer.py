@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.blocks import Table
 from nixl_kv.ids import Claim, Generation, Rank
 from nixl_kv.protocol.events import (
     OVER,
@@ -27,7 +26,6 @@ from support.records import (
     READER,
     RIVAL,
     STRANGER,
-    TABLES,
     ask,
     no_record,
     prepare_offer,
@@ -92,22 +90,6 @@ def test_a_transition_names_peer_and_detail() -> None:
         Transition(P1, "engine 'decode', rank 0", "PREPARED", "GRANTED", "Ask"),
         Transition(P1, "engine 'decode'", "GRANTED", OVER, "Release: read"),
     ]
-
-
-def test_an_offer_that_is_prepared_again_has_the_new_blocks() -> None:
-    """After a preemption."""
-    offer = new_offer()
-    offer.prepare(prepare_offer(tables=(Table.of([1]),)))
-    assert offer.prepared.tables == (Table.of([1]),)
-    assert (offer.nonce, offer.request, offer.state) == (NONCE, P1, State.PREPARED)
-
-
-@pytest.mark.parametrize("state", [State.OFFERED, State.GRANTED], ids=lambda state: state.name)
-def test_an_offer_whose_ticket_is_out_keeps_its_blocks(state: State) -> None:
-    offer = new_offer(state=state)
-    with pytest.raises(LocalProtocolError, match=f"leads from {state.name} to PREPARED"):
-        offer.prepare(prepare_offer(tables=(Table.of([1]),)))
-    assert offer.prepared.tables == TABLES
 
 
 # Readers
