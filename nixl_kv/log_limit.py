@@ -1,6 +1,7 @@
 """Limits what strangers can cause in a log: the number of lines, their length, their characters."""
 
 import logging
+import time
 import traceback
 from collections.abc import Callable
 from typing import Final
@@ -9,6 +10,9 @@ MAX_TEXT: Final = 2000
 """Characters of one argument of a log line; a peer, a client or a stranger may have chosen it."""
 
 MAX_TRACEBACK_LINES: Final = 200
+
+PAUSE_S: Final = 0.1
+"""Pause after an error in a thread's loop, so that a recurring error does not burn the CPU."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -48,6 +52,21 @@ class LimitedLog:
             self._logger.warning("  and %d more like it since the last such line", left_out)
 
 
+def run_guarded(step: Callable[[], object], error_message: str) -> bool:
+    """Run one step of a thread's loop.
+
+    Returns:
+        False after an error, which is logged with its traceback below `error_message`.
+    """
+    try:
+        step()
+    except Exception:
+        _logger.critical(error_message, exc_info=True)
+        time.sleep(PAUSE_S)
+        return False
+    return True
+
+
 def printable(text: str, limit: int | None = None) -> str:
     """The text with escapes for line ends and whatever a terminal would obey.
 
@@ -75,3 +94,6 @@ def _make_harmless(record: logging.LogRecord) -> bool:
             f"  {printable(line, MAX_TEXT)}" for line in lines[-MAX_TRACEBACK_LINES:]
         )
     return True
+
+
+_logger = get_logger(__name__)

@@ -21,7 +21,7 @@ IMPORTED: Final = (
     "nixl_kv.protocol.prefill.machine",
     "nixl_kv.transport.memory",
     "nixl_kv.transport.zmq",
-    "nixl_kv.transfer.engine",
+    "nixl_kv.engine.engine",
     "nixl_kv.connector",
 )
 

@@ -15,12 +15,10 @@ from typing import Final
 import numpy as np
 
 from nixl_kv.cli.engines import Engine, kv_groups, split_name
-from nixl_kv.geometry import compat, ranks
-from nixl_kv.geometry.blocks import ABSENT, BlockIds, Table, entries
-from nixl_kv.geometry.compat import Mismatch
-from nixl_kv.geometry.layout import CacheLayout, Group, Region
-from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Plan, Reads, plan
-from nixl_kv.geometry.runs import Heads, Ints
+from nixl_kv.geometry import match
+from nixl_kv.geometry.layout import ABSENT, BlockIds, CacheLayout, Group, Region, Table, entries
+from nixl_kv.geometry.match import Mismatch
+from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Heads, Ints, Plan, Reads, plan
 from nixl_kv.ids import Rank
 
 TOKENS: Final = 16_384
@@ -105,15 +103,15 @@ def compare(decode: Engine, prefill: Engine, tokens: int | None) -> Comparison:
     tokens = tokens or min(TOKENS, room or TOKENS)
     if room is not None and not 1 <= tokens <= room:
         raise ValueError(f"tokens is {tokens}; allowed: 1 to {room}, for which there is room")
-    mismatches = compat.model_mismatches(decode.model, prefill.model)
-    mismatches += compat.extra_mismatches(decode.extras, prefill.extras)
-    mismatches += compat.layout_mismatches(decode.layouts, prefill.layouts)
+    mismatches = match.model_mismatches(decode.model, prefill.model)
+    mismatches += match.extra_mismatches(decode.extras, prefill.extras)
+    mismatches += match.layout_mismatches(decode.layouts, prefill.layouts)
     if mismatches:
         return Comparison(tokens, tuple(mismatches))
-    held = [[ranks.holdings(layout) for layout in e.layouts] for e in (decode, prefill)]
+    held = [[match.holdings(layout) for layout in e.layouts] for e in (decode, prefill)]
     pairs, unread = [], []
     for decode_rank in map(Rank, range(len(decode.layouts))):
-        for route in ranks.routes(decode_rank, *held):
+        for route in match.routes(decode_rank, *held):
             if route.readers:
                 pairs.append(_compare_ranks((decode, prefill), decode_rank, route, tokens=tokens))
             else:
@@ -177,7 +175,7 @@ def _block_ids(group: Group, tokens: int, *, scattered: bool) -> BlockIds:
 
 
 def _compare_ranks(
-    engines: tuple[Engine, Engine], decode_rank: Rank, route: ranks.Route, *, tokens: int
+    engines: tuple[Engine, Engine], decode_rank: Rank, route: match.Route, *, tokens: int
 ) -> RankPair:
     layouts = engines[0].layouts[decode_rank], engines[1].layouts[route.remote_rank]
     rank_plan = plan(layouts[0], layouts[1], route.share)

@@ -10,7 +10,7 @@ from rich.table import Table
 from nixl_kv.cli.comparison import Comparison, Figures, RankPair
 from nixl_kv.cli.engines import Engine, split_name
 from nixl_kv.cli.text import num_bytes_text, plain_table, ranges_text, wide_console
-from nixl_kv.geometry.runs import Heads
+from nixl_kv.geometry.plan import Heads
 
 
 def print_comparison(comparison: Comparison, prefill: Engine, decode: Engine) -> None:

@@ -29,8 +29,7 @@ from nixl_kv.cli.comparison_report import heads_text, layers_text, run_lengths_t
 from nixl_kv.cli.engines import Engine
 from nixl_kv.cli.text import num_bytes_text
 from nixl_kv.geometry.layout import CacheLayout, Group
-from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH
-from nixl_kv.geometry.runs import Heads
+from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, Heads
 
 NUM_COLOURS: Final = 10  # of matplotlib's cycle
 NOBODY: Final = "#e3e7eb"

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from nixl_kv.connector.paging import NULL_BLOCK, Paging, table_of
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import RequestId
 
 

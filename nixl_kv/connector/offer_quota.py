@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from nixl_kv.geometry.blocks import BlockIds
+from nixl_kv.geometry.layout import BlockIds
 from nixl_kv.ids import Nonce, RequestId
 
 _Indices: TypeAlias = npt.NDArray[np.intp]

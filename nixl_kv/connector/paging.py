@@ -7,9 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from nixl_kv.geometry import blocks
-from nixl_kv.geometry.blocks import ABSENT, BlockIds, Table
-from nixl_kv.geometry.layout import WINDOW_EDGE
+from nixl_kv.geometry.layout import ABSENT, WINDOW_EDGE, BlockIds, Table, entries
 
 NULL_BLOCK: Final = 0
 """vLLM's placeholder in a block table, where a sliding window has passed."""
@@ -30,7 +28,7 @@ class Paging:
         """The entries of a block table that decode may ask for, of a prompt of so many tokens."""
         start = num_tokens - self.window if self.window else 0
         begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
-        return blocks.entries(begin, num_tokens - begin, self.block_size)
+        return entries(begin, num_tokens - begin, self.block_size)
 
     def count(self, num_tokens: int) -> int:
         """How many blocks so many tokens take at most."""
@@ -41,7 +39,7 @@ class Paging:
 
         The entries are those of the group in the `CacheLayout`.
         """
-        span = blocks.entries(tokens.start, len(tokens), self.block_size)
+        span = entries(tokens.start, len(tokens), self.block_size)
         return table_of(ids[span.start : span.stop], span.start)
 
 

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv.connector.vllm_config import holds_state
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.protocol import events
 
 

@@ -28,15 +28,15 @@ from nixl_kv.connector.vllm_config import (
     spans_machines,
     worker_rank,
 )
+from nixl_kv.engine.engine import RankSpec, TransferEngine
+from nixl_kv.engine.loop import STOPPED
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
-from nixl_kv.transfer.engine import RankSpec, TransferEngine
-from nixl_kv.transfer.loop import STOPPED
-from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.connection_limit import is_local
 

@@ -32,8 +32,8 @@ from nixl_kv.geometry.layout import (
     Stripe,
     check_range,
 )
-from nixl_kv.geometry.ranks import ParallelShape
-from nixl_kv.geometry.runs import Heads
+from nixl_kv.geometry.match import ParallelShape
+from nixl_kv.geometry.plan import Heads
 
 WHOLE: Final = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """The orders in which a layer's block is in one piece, as it has to be where it may be a state."""

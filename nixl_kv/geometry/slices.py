@@ -13,9 +13,11 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from nixl_kv.geometry.blocks import ABSENT, BlockIds, BlockTable
 from nixl_kv.geometry.layout import (
+    ABSENT,
     ALL_TOKENS,
+    BlockIds,
+    BlockTable,
     CacheLayout,
     Group,
     Part,
@@ -23,9 +25,8 @@ from nixl_kv.geometry.layout import (
     Stripe,
     check_range,
 )
-from nixl_kv.geometry.plan import Share
-from nixl_kv.geometry.ranks import Holdings
-from nixl_kv.geometry.runs import Heads, Ints
+from nixl_kv.geometry.match import Holdings
+from nixl_kv.geometry.plan import Heads, Ints, Share
 
 PARTS: Final = {1: ("KV",), 2: ("K", "V")}
 """The names of a region's parts, by the number of parts."""

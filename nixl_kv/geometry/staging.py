@@ -19,10 +19,8 @@ from typing import Final
 
 import numpy as np
 
-from nixl_kv.geometry.blocks import ABSENT, Table
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Part, Region, Span
-from nixl_kv.geometry.plan import Share
-from nixl_kv.geometry.runs import Heads
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Memory, Part, Region, Span, Table
+from nixl_kv.geometry.plan import Heads, Share
 
 NUM_SLOTS: Final[dict[Memory, int]] = {"VRAM": 4, "DRAM": 16}
 """Of a ring. What a slot costs besides its bytes is a matter of 0.2 ms: of GPU memory, a link

@@ -11,9 +11,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.ranks import Route
+from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
@@ -36,7 +35,7 @@ class Transition(NamedTuple):
 
 
 Record: TypeAlias = Callable[[Transition], None]
-"""Keeps a transition; `transfer.event_log` does."""
+"""Keeps a transition; `engine.event_log` does."""
 
 OVER = "OVER"
 """The state of what is forgotten."""
@@ -250,7 +249,7 @@ class ChunksWanted(msgspec.Struct, frozen=True):
 class ReadDone(msgspec.Struct, frozen=True):
     """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`.
 
-    They took one of `transfer.paths`, which was estimated to need `estimate` seconds.
+    They took one of `reading.paths`, which was estimated to need `estimate` seconds.
     """
 
     request: RequestId

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.ranks import Route
+from nixl_kv.geometry.match import Route
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.deadlines import Deadlines

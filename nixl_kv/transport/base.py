@@ -11,11 +11,11 @@ int32.
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol, TypeAlias
 
-from nixl_kv.geometry import blocks, plan
-from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.geometry import plan
+from nixl_kv.geometry.layout import BlockIds, Memory, Span
 from nixl_kv.ids import Endpoint
 
-Indices: TypeAlias = blocks.BlockIds
+Indices: TypeAlias = BlockIds
 Rows: TypeAlias = plan.Rows
 
 PeerName = NewType("PeerName", str)

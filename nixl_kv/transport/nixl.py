@@ -34,8 +34,8 @@ from nixl_kv.log_limit import get_logger
 from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
 from nixl_kv.transport.descriptors import past_stale_descriptors
 from nixl_kv.transport.host_filter import filtered_ucx_ports
-from nixl_kv.transport.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
-from nixl_kv.transport.ucx import ONLY_LOOPBACK, Guard, UcxTcpDetector
+from nixl_kv.transport.tcp.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
+from nixl_kv.transport.tcp.ucx import ONLY_LOOPBACK, Guard, UcxTcpDetector
 
 if TYPE_CHECKING or find_spec("nixl_rocm") is None:
     import nixl._api as api

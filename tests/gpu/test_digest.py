@@ -11,13 +11,12 @@ import pytest
 
 from nixl_kv.errors import DigestError
 from nixl_kv.geometry import digest
-from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.layout import BlockTable, CacheLayout, Group, Part, Region, Span
 from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder
 
 torch = pytest.importorskip("torch")
-gpu_digests = pytest.importorskip("nixl_kv.transfer.gpu_digests", exc_type=ImportError)
+gpu_digests = pytest.importorskip("nixl_kv.verify.gpu", exc_type=ImportError)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -30,9 +30,9 @@ from nixl_kv.errors import TransportError  # noqa: E402
 from nixl_kv.geometry.layout import Span  # noqa: E402
 from nixl_kv.geometry.plan import Pieces  # noqa: E402
 from nixl_kv.protocol import messages  # noqa: E402
-from nixl_kv.transfer import gpu_memory  # noqa: E402
-from nixl_kv.transfer.gpu_copy import TILE_BYTES, KernelStream  # noqa: E402
-from nixl_kv.transfer.gpu_gather import GpuGather  # noqa: E402
+from nixl_kv.reading.copying.kernel import TILE_BYTES, KernelStream  # noqa: E402
+from nixl_kv.reading.gather import memory as gpu_memory  # noqa: E402
+from nixl_kv.reading.gather.path import GpuGather  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.nixl import NixlTransport
-from nixl_kv.transport.paced import AlwaysTcp, PacedTransport
+from nixl_kv.transport.tcp.paced import AlwaysTcp, PacedTransport
 
 LENGTH = 4096
 

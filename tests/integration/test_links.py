@@ -12,7 +12,7 @@ pytestmark = pytest.mark.nixl
 )
 def test_ucx_is_asked_what_it_takes_to_a_peer(settings: str, *, is_tcp: bool) -> None:
     from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where NIXL is
-    from nixl_kv.transport.ucx import UcxTcpDetector  # noqa: PLC0415 - only where NIXL is
+    from nixl_kv.transport.tcp.ucx import UcxTcpDetector  # noqa: PLC0415 - only where NIXL is
 
     agent = NixlTransport(engine_config=settings)
     links = UcxTcpDetector(settings)

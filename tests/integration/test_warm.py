@@ -7,10 +7,10 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST
+from nixl_kv.engine.directory import DirectoryServer
+from nixl_kv.engine.trust import Trust
 from nixl_kv.ids import endpoint_at
 from nixl_kv.protocol import peers
-from nixl_kv.transfer.directory_server import DirectoryServer
-from nixl_kv.transfer.trust import Trust
 from support.pair import CONFIG, MakeTransport, SmallEngine, exchange
 
 

@@ -11,7 +11,7 @@ from lab.suites.detect.planting import FAULTS, Planted, Planter, Row, pieces_of
 from lab.suites.detect.runs import TRANSPORTS, orders_of, run_cell
 from lab.suites.detect.tally import Tally, is_named, report
 from lab.suites.detect.world import Memory
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
 

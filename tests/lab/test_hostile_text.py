@@ -18,11 +18,11 @@ from lab.fuzz import inputs
 from lab.fuzz.rank import ENDPOINTS, LIFE, PREFILL, BrokenPromiseError, RankUnderTest, map_memory
 from lab.fuzz.samples import KINDS, sample
 from lab.fuzz.targets import NoInputError, Target, targets
+from nixl_kv.engine.event_log import EventLog
 from nixl_kv.errors import NixlKVError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events, messages
-from nixl_kv.transfer.event_log import EventLog
 
 FORGED = "CRITICAL vllm.engine: GPU memory is corrupt"
 HOSTILE = (f"x\n{FORGED}\r\n\x1b[2J\u2028\u202e\x00", "A" * 300_000)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.layout import ABSENT
 from support.oracle import ALL_ORDERS, Blocks, CacheGroup, Cut, Layer
 
 TPS = (1, 2, 3, 4, 6, 8)

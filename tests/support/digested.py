@@ -7,16 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from nixl_kv.geometry import digest
-from nixl_kv.geometry.blocks import BlockTable, Table
-from nixl_kv.geometry.contents import Contents, DigestInput
 from nixl_kv.geometry.digest import Bytes, Digest, Key, digest_steps
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
+from nixl_kv.geometry.match import Route, holdings, routes
 from nixl_kv.geometry.plan import Pieces, Plan, plan
-from nixl_kv.geometry.ranks import Route, holdings, routes
 from nixl_kv.geometry.slices import LocalSlice, SliceFinder, SliceNamer
-from nixl_kv.geometry.tiles import JOB_COLUMNS, Launch, Tiling
 from nixl_kv.ids import Rank
-from nixl_kv.transfer.gather import Wanted
+from nixl_kv.reading.copying.contents import Contents, DigestInput
+from nixl_kv.reading.copying.tiles import JOB_COLUMNS, Launch, Tiling
+from nixl_kv.reading.gather.base import Wanted
 from support.cases import Case
 from support.oracle import Cut, Engine, random_dense
 

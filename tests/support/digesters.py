@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from nixl_kv.geometry.digest import Key
 from nixl_kv.geometry.slices import LocalSlice
-from nixl_kv.transfer.digests import Digester, HostDigester, Steps
+from nixl_kv.verify.queue import Digester, HostDigester, Steps
 
 
 class SlowDigester(Digester):

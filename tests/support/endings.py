@@ -18,10 +18,11 @@ import numpy as np
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST
 from nixl_kv.config import Config
+from nixl_kv.engine import loop, serving
 from nixl_kv.protocol import peers
-from nixl_kv.transfer import agents, loop, serving
-from nixl_kv.transport import paced
+from nixl_kv.reading import agents
 from nixl_kv.transport.base import Transport
+from nixl_kv.transport.tcp import paced
 from support.pair import CONFIG, SmallEngine
 from support.processes import START_S, process_context
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nixl_kv.errors import TransportError
-from nixl_kv.geometry.contents import Contents
 from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Pieces, Plan
-from nixl_kv.geometry.tiles import Tiling
 from nixl_kv.protocol import messages
-from nixl_kv.transfer.gather import Wanted
+from nixl_kv.reading.copying.contents import Contents
+from nixl_kv.reading.copying.tiles import Tiling
+from nixl_kv.reading.gather.base import Wanted
 from support.digested import digest_of_copy
 from support.oracle import tile_pairs
 

@@ -18,11 +18,10 @@ from functools import cached_property
 
 import numpy as np
 
-from nixl_kv.geometry.blocks import ABSENT
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces, Plan, Reads, Rows
-from nixl_kv.geometry.tiles import JOB_COLUMNS, Tiling
+from nixl_kv.reading.copying.tiles import JOB_COLUMNS, Tiling
 
 TRANSPOSED = ("LBHT", "BLHT", "BHLT", "LHBT")
 ALL_ORDERS = ORDERS + TRANSPOSED

@@ -8,8 +8,8 @@ import numpy as np
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, LocalEngine
 from nixl_kv.config import Config
+from nixl_kv.engine.loop import Parts
 from nixl_kv.protocol.events import OfferEnd
-from nixl_kv.transfer.loop import Parts
 from nixl_kv.transport.base import Transport
 
 MakeTransport: TypeAlias = Callable[[], Transport]

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerContext
 from lab.local.caches import Bytes, Cache, Sizes
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport
+from nixl_kv.transport.tcp.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport
 from support.pair import MakeTransport, SmallEngine
 
 SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  # 128 MiB

@@ -6,9 +6,8 @@ The prefill engine is at HOME; its ranks answer at `at(rank)`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
-from nixl_kv.geometry.ranks import ParallelShape, Route
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Table
+from nixl_kv.geometry.match import ParallelShape, Route
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, messages

@@ -27,10 +27,10 @@ from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.prompt import Prompt
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import WIRE_VERSION
-from nixl_kv.transfer.trust import Trust
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.cache_manager import CacheManager

@@ -12,18 +12,18 @@ from typing import Any, TypeAlias
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
 from nixl_kv.config import Config
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.engine.engine import RankSpec, TransferEngine
+from nixl_kv.engine.loop import Loop
+from nixl_kv.geometry.layout import Table
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim
 from nixl_kv.protocol import events
 from nixl_kv.protocol.decode.load import Load
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
-from nixl_kv.transfer.engine import RankSpec, TransferEngine
-from nixl_kv.transfer.host_copy import HostCopier
-from nixl_kv.transfer.loop import Loop
-from nixl_kv.transfer.staging import HostMemory
+from nixl_kv.reading.copying.host import HostCopier
+from nixl_kv.reading.staged.copier import HostMemory
 from nixl_kv.transport.base import Received
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork

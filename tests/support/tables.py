@@ -1,6 +1,6 @@
 """Block tables, as tests read them."""
 
-from nixl_kv.geometry.blocks import ABSENT, Table
+from nixl_kv.geometry.layout import ABSENT, Table
 
 
 def written_out(table: Table) -> list[int]:

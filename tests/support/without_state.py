@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.paging import StatePaging
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 
 __all__ = ["NixlKVConnector"]
 

@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "nixl_kv"
 EXEMPT = frozenset(
     {
-        "transfer/gpu_copy.py",  # these run where the cache is in GPU memory
-        "transfer/gpu_digests.py",
-        "transfer/gpu_errors.py",
-        "transfer/gpu_gather.py",
-        "transfer/gpu_memory.py",
-        "transfer/gpu_scratch.py",
-        "transfer/gpu_staging.py",
-        "transfer/gpu_streams.py",
-        "transfer/gpu_sums.py",
+        "reading/copying/kernel.py",  # these run where the cache is in GPU memory
+        "verify/gpu.py",
+        "gpu_errors.py",
+        "reading/gather/path.py",
+        "reading/gather/memory.py",
+        "reading/gpu_scratch.py",
+        "reading/staged/gpu_copier.py",
+        "gpu_streams.py",
+        "verify/gpu_sums.py",
         "transport/nixl.py",  # names of UCX's own settings
     }
 )

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.ranks import Route
+from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages

@@ -19,15 +19,14 @@ from lab.bench.memory import RemoteMemory
 from lab.bench.models import MODELS
 from lab.local.caches import layout_at
 from lab.results import Figures, Results
-from nixl_kv.geometry.blocks import BlockTable, Table
 from nixl_kv.geometry.digest import Key
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
+from nixl_kv.geometry.match import holdings
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import plan
-from nixl_kv.geometry.ranks import holdings
 from nixl_kv.geometry.slices import LocalSlice, SliceFinder, SliceNamer
-from nixl_kv.transfer.digests import Digester, HostDigester
-from nixl_kv.transfer.read_agent import READING_PAUSE_S
+from nixl_kv.reading.agent import READING_PAUSE_S
+from nixl_kv.verify.queue import Digester, HostDigester
 
 WARM_UP: Final = 2
 KEY: Final = Key("ab" * 16)
@@ -89,7 +88,7 @@ def build_digester(layout: CacheLayout) -> Digester:
     """As the transfer engine does it."""
     if layout.memory == "DRAM":
         return HostDigester()
-    from nixl_kv.transfer.gpu_digests import GpuDigester  # noqa: PLC0415 - Triton: on GPUs only
+    from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - Triton: on GPUs only
 
     return GpuDigester(layout)
 

@@ -21,9 +21,9 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import LocalEngine
 from lab.results import Figures, Results, verdict_of
 from nixl_kv.config import Config
+from nixl_kv.engine import event_log
+from nixl_kv.engine.event_log import EventLog
 from nixl_kv.protocol.events import Transition
-from nixl_kv.transfer import event_log
-from nixl_kv.transfer.event_log import EventLog
 from nixl_kv.transport.nixl import nixl_transport
 
 MOST_US: Final = 5.0

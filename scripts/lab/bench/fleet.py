@@ -23,11 +23,11 @@ import psutil
 from lab.bench.timing import cpu_share
 from lab.cluster.waiting import wait_or_fail
 from nixl_kv.config import Config
+from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
-from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import (
     Claim,
     EngineId,
@@ -41,7 +41,6 @@ from nixl_kv.ids import (
 )
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.transfer.engine import RankSpec, TransferEngine
 from nixl_kv.transport import connection_limit
 from nixl_kv.transport.base import FromPeer, PeerName, Received
 from nixl_kv.transport.zmq import ZmqControl

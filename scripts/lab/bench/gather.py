@@ -25,15 +25,14 @@ from lab.bench.timing import share
 from lab.bench.transfer_cells import Blocks, Cut, parse_blocks
 from lab.local.caches import layout_at
 from lab.results import Figures, Results, verdict_of
-from nixl_kv.geometry.blocks import BlockTable, Table
-from nixl_kv.geometry.contents import Contents, DigestInput
 from nixl_kv.geometry.digest import Key
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
+from nixl_kv.geometry.match import holdings
 from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.geometry.plan import plan
-from nixl_kv.geometry.ranks import holdings
 from nixl_kv.geometry.slices import SliceFinder, SliceNamer
-from nixl_kv.geometry.tiles import Tiling
+from nixl_kv.reading.copying.contents import Contents, DigestInput
+from nixl_kv.reading.copying.tiles import Tiling
 
 KEY: Final = Key("ab" * 16)
 LAUNCHES: Final = 5
@@ -72,7 +71,7 @@ def prepare(prefill: Cache, decode: Cache, tokens: int) -> Ready:
     Raises:
         ValueError: if such a cache is not digested while it is copied.
     """
-    from nixl_kv.transfer.gpu_copy import TILE_BYTES, launch_copy  # noqa: PLC0415 - Triton
+    from nixl_kv.reading.copying.kernel import TILE_BYTES, launch_copy  # noqa: PLC0415 - Triton
 
     layout, device = decode.layout, decode.memory.device
     wanted = {layer: held.heads for layer, held in holdings(layout).items()}

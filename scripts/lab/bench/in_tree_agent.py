@@ -13,10 +13,9 @@ import nixl._api as api
 import torch
 
 from lab.bench.bulk import Source
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout, Memory
+from nixl_kv.geometry.layout import CacheLayout, Memory, Table
 from nixl_kv.geometry.plan import Plan, plan
-from nixl_kv.transfer.read_agent import READING_PAUSE_S
+from nixl_kv.reading.agent import READING_PAUSE_S
 
 NUM_THREADS: Final = 4
 

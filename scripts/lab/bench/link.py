@@ -13,7 +13,7 @@ import numpy as np
 
 from lab.bench.memory import RemoteMemory, Timing
 from lab.results import Figures, Results
-from nixl_kv.transfer.read_agent import READING_PAUSE_S
+from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.transport.base import Rows
 
 BASE: Final = {

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import torch
 from typing_extensions import Self
 
+from nixl_kv.engine.loop import SERVING_PAUSE_S
 from nixl_kv.geometry.layout import Memory, Span
-from nixl_kv.transfer.loop import SERVING_PAUSE_S
 from nixl_kv.transport.base import Indices, Rows
 from nixl_kv.transport.nixl import NixlTransport
 

@@ -16,10 +16,10 @@ import numpy as np
 from lab.bench.timing import median_time
 from lab.results import Figures, Results
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
+from nixl_kv.geometry.match import assign, holdings
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import IndexBuffer, Reads, plan
-from nixl_kv.geometry.ranks import assign, holdings
 
 TOKENS: Final = 4096
 """Of the request."""

@@ -40,7 +40,7 @@ from lab.bench.fleet import (
 from lab.results import Figures, Results, say_on_stderr, verdict_of
 from lab.sim.data_plane import Background
 from nixl_kv.config import Config
-from nixl_kv.geometry.ranks import Route
+from nixl_kv.geometry.match import Route
 from nixl_kv.ids import (
     Claim,
     Endpoint,
@@ -56,8 +56,8 @@ from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill.machine import PrefillMachine
-from nixl_kv.transfer.agents import Agents
-from nixl_kv.transfer.remote_peers import RemotePeers
+from nixl_kv.reading.agents import Agents
+from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.transport.base import FromEndpoint, Lost, PeerName
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.zmq import ZmqControl

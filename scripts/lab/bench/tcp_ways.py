@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from lab.cluster import netns
 from nixl_kv.config import ANYWHERE, Config
+from nixl_kv.engine.loop import SERVING_PAUSE_S
 from nixl_kv.geometry.layout import Span
-from nixl_kv.transfer.loop import SERVING_PAUSE_S
-from nixl_kv.transfer.read_agent import READING_PAUSE_S
+from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.transport.base import Rows, Transport
 
 ENVIRONMENT: Final = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": netns.WIRE}

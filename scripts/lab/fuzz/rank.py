@@ -15,8 +15,8 @@ from typing_extensions import Self
 from lab.fuzz.samples import CacheMemory
 from lab.sim.data_plane import Background
 from nixl_kv.config import Config
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import Span
+from nixl_kv.engine.engine import RankSpec, TransferEngine
+from nixl_kv.geometry.layout import Span, Table
 from nixl_kv.ids import (
     Claim,
     Endpoint,
@@ -31,8 +31,7 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Reader
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.transfer.engine import RankSpec, TransferEngine
-from nixl_kv.transfer.host_copy import HostCopier
+from nixl_kv.reading.copying.host import HostCopier
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork

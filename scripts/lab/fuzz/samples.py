@@ -7,8 +7,7 @@ from typing import Any, Final, TypeVar, get_args
 
 from msgspec import inspect
 
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Table
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.protocol.messages import Message
 

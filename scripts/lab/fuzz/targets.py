@@ -16,16 +16,15 @@ from lab.fuzz.mutate import Tree
 from lab.fuzz.rank import DIRECTORY_PORT, ENDPOINTS, HOST, RankUnderTest
 from lab.fuzz.samples import sample
 from nixl_kv.config import Config
+from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.errors import ConfigError, IncompatiblePeer, RemoteProtocolError
-from nixl_kv.geometry import compat, ranks
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry import match
+from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.plan import Reads, plan
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, SealedTicket, Ticket, TicketHead
-from nixl_kv.transfer.directory_server import DirectoryServer
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 
@@ -163,9 +162,9 @@ def _answer_rank(data: bytes) -> None:
 def _geometry(data: bytes) -> Reads | None:
     """Could a cache be read that says this of itself? None if the two do not fit."""
     mine, theirs = inputs.LARGE_CACHE.layout(), msgspec.msgpack.decode(data, type=CacheLayout)
-    if compat.layout_mismatches([mine], [theirs]):
+    if match.layout_mismatches([mine], [theirs]):
         return None
-    (route, *_) = ranks.routes(Rank(0), [ranks.holdings(mine)], [ranks.holdings(theirs)])
+    (route, *_) = match.routes(Rank(0), [match.holdings(mine)], [match.holdings(theirs)])
     table = Table.of(range(1, 65))
     local, remote = ([table] * len(layout.groups) for layout in (mine, theirs))
     return plan(mine, theirs, route.share).reads(local, remote, range(64))

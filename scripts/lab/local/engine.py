@@ -10,18 +10,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.config import Config
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.engine.engine import RankSpec, TransferEngine, host_copier
+from nixl_kv.engine.loop import Parts
+from nixl_kv.engine.trust import Trust
+from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
-from nixl_kv.transfer.engine import RankSpec, TransferEngine, host_copier
-from nixl_kv.transfer.loop import Parts
-from nixl_kv.transfer.staging import Copier, HostMemory
-from nixl_kv.transfer.trust import Trust
+from nixl_kv.reading.staged.copier import Copier, HostMemory
 from nixl_kv.transport.base import ControlPlane, Transport
 
 HOST: Final = "127.0.0.1"

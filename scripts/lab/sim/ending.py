@@ -25,11 +25,11 @@ from lab.sim.rank import RankLife
 from lab.sim.repeatable import Violation
 from lab.sim.steps import perform, round_lines
 from lab.sim.world import World
+from nixl_kv.engine.loop import LINGER_S, LINK_KEPT_S, Parts
 from nixl_kv.protocol.decode.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill.offers import RECALL_S
-from nixl_kv.transfer.agents import TRY_AGAIN_S
-from nixl_kv.transfer.loop import LINGER_S, LINK_KEPT_S, Parts
+from nixl_kv.reading.agents import TRY_AGAIN_S
 
 PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0

@@ -12,11 +12,11 @@ from lab.sim.rank import MODEL, Environment, RankLife, Seat
 from lab.sim.schedulers import EngineScheduler
 from lab.sim.vllm import Aggregator, BlockManager, BlockPool, Forward
 from nixl_kv.connector.prefill import Address
-from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Description
-from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 
 DIRECTORY_PORT: Final = 50
 """After the port of the engine's first rank."""

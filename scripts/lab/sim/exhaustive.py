@@ -26,13 +26,13 @@ from lab.sim.scenes import Scene
 from lab.sim.schedule import Outcome, Run, follow, read_schedule
 from lab.sim.world import World
 from nixl_kv.config import AllowedHosts
+from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.serving import Serving
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.log_limit import LimitedLog
 from nixl_kv.protocol.messages import Description, RankDescription
-from nixl_kv.transfer.event_log import EventLog
-from nixl_kv.transfer.remote_peers import PreparedRank
-from nixl_kv.transfer.serving import Serving
+from nixl_kv.reading.peers import PreparedRank
 from nixl_kv.transport.memory import MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl
 from nixl_kv.transport.slots import SlotPage

@@ -29,7 +29,7 @@ from lab.sim.repeatable import Violation
 from lab.sim.tickets import incarnation_in
 from lab.sim.world import World
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.blocks import ABSENT
+from nixl_kv.geometry.layout import ABSENT
 from nixl_kv.ids import Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import FailureKind, LoadEnded, OfferEnded

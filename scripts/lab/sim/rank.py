@@ -12,14 +12,14 @@ from lab.sim.faults import Faults, InjectedError
 from lab.sim.network import HOST, SimControl
 from lab.sim.repeatable import Clock, Violation
 from nixl_kv.config import Config
+from nixl_kv.engine.engine import RankSpec, TransferEngine
+from nixl_kv.engine.loop import Parts
+from nixl_kv.engine.thread import STOP_TIMEOUT_S
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.transfer.engine import RankSpec, TransferEngine
-from nixl_kv.transfer.host_copy import HostCopier
-from nixl_kv.transfer.loop import Parts
-from nixl_kv.transfer.staging import HostMemory
-from nixl_kv.transfer.thread import STOP_TIMEOUT_S
+from nixl_kv.reading.copying.host import HostCopier
+from nixl_kv.reading.staged.copier import HostMemory
 from nixl_kv.transport.memory_control import MemoryNetwork
 
 RING_SLOTS: Final = 4

@@ -21,10 +21,10 @@ from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.transfer.trust import Trust
 
 OTHERS: Final = RequestId("others")
 CHUNK: Final = 6  # tokens of a prompt per step

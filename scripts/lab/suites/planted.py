@@ -28,9 +28,9 @@ from lab.suites.detect.planting import Planted, Planter, Planting, PlantingCopie
 from nixl_kv.connector import worker
 from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
 from nixl_kv.connector.metadata import StepMetadata
+from nixl_kv.engine.engine import RankSpec
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol.events import StartLoad
-from nixl_kv.transfer.engine import RankSpec
 
 VARIABLE: Final = "NIXL_KV_PLANT"
 

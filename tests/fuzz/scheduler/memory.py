@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Final
 
 from fuzz.scheduler.engine import BLOCK, Group
-from nixl_kv.geometry.blocks import ABSENT, Table
+from nixl_kv.geometry.layout import ABSENT, Table
 
 NULL_BLOCK: Final = 0
 JUNK: Final = -1

@@ -12,8 +12,9 @@ import pytest
 from typer.testing import Result
 
 from nixl_kv.cli import running
+from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
-from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Nonce, Rank
 from nixl_kv.keys import Keys, make_user_key, read_key_file, write_key_file
 from nixl_kv.protocol.messages import (
@@ -26,7 +27,6 @@ from nixl_kv.protocol.messages import (
     VersionRefusal,
     encode,
 )
-from nixl_kv.transfer.directory_server import DirectoryServer, describe_engine
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.zmq import ZmqControl
 from support.nixl_kv_command import nixl_kv, plan_qwen

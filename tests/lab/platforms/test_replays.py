@@ -19,10 +19,10 @@ from lab.platforms.replays import (
     Request,
 )
 from nixl_kv.config import Config
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.keys import Keys
 from nixl_kv.protocol.ticket import FIELD
-from nixl_kv.transfer.trust import Trust
 from support.records import ticket
 
 HERE: Final = "10.1.0.7"

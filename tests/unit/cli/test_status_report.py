@@ -9,9 +9,10 @@ import pytest
 
 from nixl_kv.cli.running import RankAnswer
 from nixl_kv.cli.status_report import print_status, status_as_json
+from nixl_kv.engine.directory import describe_engine
 from nixl_kv.errors import NixlKVError, TransportError
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
-from nixl_kv.geometry.ranks import ParallelShape
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import (
@@ -25,7 +26,6 @@ from nixl_kv.protocol.messages import (
     Slots,
     Status,
 )
-from nixl_kv.transfer.directory_server import describe_engine
 
 T0: Final = 1_700_000_000.0
 

@@ -4,7 +4,7 @@ import pytest
 
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.paging import Paging, StatePaging
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from support.cache_manager import CacheManager
 from support.records import P1, P2
 from support.tables import written_out

@@ -9,12 +9,12 @@ from nixl_kv.config import Config
 from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler
 from nixl_kv.connector.paging import Paging, StatePaging
 from nixl_kv.connector.prompt import Prompt
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Endpoint, Nonce, RequestId
 from nixl_kv.protocol.events import CancelLoad, DeclineOffer, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
-from nixl_kv.transfer.trust import Trust
 from support.records import D1, D2, hex32, ticket
 from support.stepped import Clock
 

@@ -23,9 +23,8 @@ from vllm.v1.kv_cache_interface import (
 from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry import digest
-from nixl_kv.geometry.blocks import BlockTable
 from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span, Stripe
+from nixl_kv.geometry.layout import BlockTable, CacheLayout, Group, Region, Span, Stripe
 from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder
 from support import recorded_vllm as recorded
 from support.recorded_vllm import torch

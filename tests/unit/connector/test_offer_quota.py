@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.geometry.blocks import block_ids
+from nixl_kv.geometry.layout import block_ids
 from nixl_kv.ids import Nonce, RequestId
 
 

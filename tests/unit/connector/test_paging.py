@@ -3,7 +3,7 @@
 import pytest
 
 from nixl_kv.connector.paging import Paging, StatePaging, table_of
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 
 STATES = StatePaging(0, 16)
 

@@ -12,7 +12,7 @@ from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.prompt import Prompt
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import (
     Command,

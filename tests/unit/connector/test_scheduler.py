@@ -16,7 +16,7 @@ from nixl_kv.connector.metadata import HandshakeMetadata, WorkerMetadata
 from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.blocks import block_ids
+from nixl_kv.geometry.layout import block_ids
 from nixl_kv.ids import EngineId, Nonce, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,

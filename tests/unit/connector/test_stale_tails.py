@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from nixl_kv.connector.stale_tails import StaleTails
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.protocol.events import CancelLoad, StartLoad
 from support.recorded_vllm import torch
 from support.records import D1

@@ -20,11 +20,10 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from nixl_kv.connector import state_layout
 from nixl_kv.connector.state_layout import Place, state_regions
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry import compat
-from nixl_kv.geometry.blocks import Table
-from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span
+from nixl_kv.geometry import match
+from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span, Table
+from nixl_kv.geometry.match import assign, holdings
 from nixl_kv.geometry.plan import plan
-from nixl_kv.geometry.ranks import assign, holdings
 from support.oracle import copy_pieces
 from support.recorded_vllm import torch
 
@@ -303,7 +302,7 @@ def test_any_two_engines_exchange_a_state(data: st.DataObject) -> None:
     remotes = [Rank(model, prefill, rank, truth) for rank in range(prefill.tp)]
     readers = [Rank(model, decode, rank, None) for rank in range(decode.tp)]
     layouts = [[rank.layout for rank in side] for side in (readers, remotes)]
-    assert compat.layout_mismatches(*layouts) == []
+    assert match.layout_mismatches(*layouts) == []
     shares = assign(*([holdings(layout) for layout in side] for side in layouts))
     tables = [Table.of([side.block], first=tokens.stop - 1) for side in (decode, prefill)]
     for reader, share in zip(readers, shares, strict=True):

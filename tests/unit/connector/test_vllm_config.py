@@ -54,7 +54,7 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Stripe
-from nixl_kv.geometry.ranks import ParallelShape
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import RequestId
 from support import recorded_vllm as recorded
 from support.recorded_vllm import Record, new_request, torch

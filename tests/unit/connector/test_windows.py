@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.vllm_config import pagings
-from nixl_kv.geometry.blocks import ABSENT, Table
+from nixl_kv.geometry.layout import ABSENT, Table
 from nixl_kv.ids import RequestId
 from support.tables import written_out
 

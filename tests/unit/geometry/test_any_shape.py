@@ -18,11 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from nixl_kv.geometry.blocks import ABSENT, Table
-from nixl_kv.geometry.compat import layout_mismatches
-from nixl_kv.geometry.layout import CacheLayout, Span
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Span, Table
+from nixl_kv.geometry.match import holdings, layout_mismatches, routes
 from nixl_kv.geometry.plan import IndexBuffer, Plan, Share, plan
-from nixl_kv.geometry.ranks import holdings, routes
 from nixl_kv.geometry.staging import (
     Crop,
     Ring,
@@ -33,8 +31,8 @@ from nixl_kv.geometry.staging import (
     staged_layout,
     staged_table,
 )
-from nixl_kv.geometry.tiles import Tiling
 from nixl_kv.ids import Rank
+from nixl_kv.reading.copying.tiles import Tiling
 from support.cases import Case, cases, typical
 from support.oracle import (
     Dense,

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_kv.geometry.blocks import (
+from nixl_kv.geometry.layout import (
     ABSENT,
     BlockTable,
+    Group,
+    Stripe,
     Table,
     block_ids,
     entries,
     num_token_segments,
     token_segments,
 )
-from nixl_kv.geometry.layout import Group, Stripe
 from support.tables import written_out
 
 properties = settings(deadline=None, database=None, derandomize=True)

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from nixl_kv.geometry import compat
-from nixl_kv.geometry.compat import (
+from nixl_kv.geometry import match
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
+from nixl_kv.geometry.match import (
     Mismatch,
     extra_mismatches,
     layout_mismatches,
     model_mismatches,
 )
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
 
 SPAN = Span(1, 2**30)
 
@@ -445,7 +445,7 @@ def test_ranks_of_many_kinds_cost_no_time() -> None:
     """A peer's description may name anything; to compare all with all would take seconds."""
     kinds = [cache(group(stripe=Stripe(2, 0, 1), block_size=2047 - 2 * n)) for n in range(60)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(compat, "num_token_segments")
+        patch.delattr(match, "num_token_segments")
         assert layout_mismatches(ranks(cache()), kinds) != []
 
 

@@ -19,10 +19,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from nixl_kv.geometry import digest
-from nixl_kv.geometry.blocks import ABSENT, BlockTable, block_ids
 from nixl_kv.geometry.digest import Digest, Key, describe_difference, digest_steps
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.ranks import holdings, routes
+from nixl_kv.geometry.layout import ABSENT, BlockTable, CacheLayout, block_ids
+from nixl_kv.geometry.match import holdings, routes
 from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder, SliceNamer
 from nixl_kv.ids import Rank
 from support.cases import Case, cases, typical

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_kv.errors import IncompatiblePeer
-from nixl_kv.geometry.blocks import ABSENT, Table, block_ids
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table, block_ids
 from nixl_kv.geometry.model_layouts import PACKED
 from nixl_kv.geometry.plan import (
     ADDRESS,

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
-from nixl_kv.geometry.ranks import Holding, Holdings, ParallelShape, Route, assign, holdings, routes
-from nixl_kv.geometry.runs import Heads
+from nixl_kv.geometry.match import Holding, Holdings, ParallelShape, Route, assign, holdings, routes
+from nixl_kv.geometry.plan import Heads
 from nixl_kv.ids import Rank
 from support.oracle import heads_of
 

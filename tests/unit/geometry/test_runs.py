@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import Group, Part, Region
-from nixl_kv.geometry.runs import Runs, concatenate, group_overlaps
+from nixl_kv.geometry.plan import Runs, concatenate, group_overlaps
 from support.oracle import ALL_ORDERS, Blocks, Layer, Store, fewest_runs, layout
 
 properties = settings(deadline=None, database=None, derandomize=True)

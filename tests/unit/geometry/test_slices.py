@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_kv.geometry.blocks import ABSENT, BlockTable, Table, block_ids
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Stripe
-from nixl_kv.geometry.ranks import holdings
+from nixl_kv.geometry.layout import (
+    ABSENT,
+    BlockTable,
+    CacheLayout,
+    Group,
+    Part,
+    Region,
+    Span,
+    Stripe,
+    Table,
+    block_ids,
+)
+from nixl_kv.geometry.match import holdings
 from nixl_kv.geometry.slices import (
     KVSlice,
     SliceFinder,

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nixl_kv.geometry.blocks import ABSENT, Table
-from nixl_kv.geometry.layout import CacheLayout, Group, Span
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Span, Table
 from nixl_kv.geometry.plan import plan
 from nixl_kv.geometry.staging import (
     Ring,

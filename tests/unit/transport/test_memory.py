@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.geometry import blocks
-from nixl_kv.geometry.layout import Span
+from nixl_kv.geometry.layout import Span, block_ids
 from nixl_kv.transport.base import Indices, PeerName, ReadHandle, Rows
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 
@@ -17,7 +16,7 @@ def rows(*table: tuple[int, int, int, int, int]) -> Rows:
 
 
 def ids(*numbers: int) -> Indices:
-    return blocks.block_ids(numbers)
+    return block_ids(numbers)
 
 
 class Side:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region
+from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.geometry.model_layouts import (
     EngineShape,
     ModelShape,
     StatePart,
     build_layouts,
 )
-from nixl_kv.geometry.ranks import ParallelShape
 
 ELEMENT: Final = 2
 """Bytes of what is moved when K is transposed."""

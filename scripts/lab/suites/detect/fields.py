@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_kv.geometry.blocks import ABSENT, Table
-from nixl_kv.geometry.layout import CacheLayout, Group, Region, extent
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Region, Table, extent
 
 Content = npt.NDArray[np.uint8]
 

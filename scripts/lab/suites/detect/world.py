@@ -14,11 +14,10 @@ from lab.suites.detect.fields import Content, Field, fields_of
 from lab.suites.detect.planting import Planted, Planter, PlantingCopier, PlantingTransport
 from nixl_kv.config import Config
 from nixl_kv.geometry import model_layouts
-from nixl_kv.geometry.blocks import ABSENT
-from nixl_kv.geometry.layout import STATE_WINDOW, CacheLayout
+from nixl_kv.geometry.layout import ABSENT, STATE_WINDOW, CacheLayout
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import LoadEnded, StartLoad
-from nixl_kv.transfer.staging import Copier
+from nixl_kv.reading.staged.copier import Copier
 from nixl_kv.transport.base import Transport
 
 PATIENT_S: Final = 600.0

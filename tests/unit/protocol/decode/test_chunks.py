@@ -2,7 +2,7 @@
 
 import pytest
 
-from nixl_kv.geometry.ranks import Rank
+from nixl_kv.geometry.match import Rank
 from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S
 from nixl_kv.protocol.events import (
     AbandonRead,

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError, PeerLost
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.decode.load import (
     ASK_AGAIN_S,

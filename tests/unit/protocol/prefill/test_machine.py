@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
 from nixl_kv.protocol.events import (
     OVER,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.blocks import Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Generation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import OVER, OfferEnd, Tick, Transition

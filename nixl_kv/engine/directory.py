@@ -1,0 +1,220 @@
+"""Serves the engine's description: a thread in the scheduler's process that answers Describe.
+
+It sleeps until somebody asks. The description is replaced whole after a wake-up. Decode engines
+also say here which offers they decline. Tools drain an engine, and label its weights. The scheduler
+reads all of that with its next step or request. Draining takes an engine out of service, so only a
+sender that has proved the key may order it, or on an engine without a key a process of the same
+machine.
+
+No error ends the thread: an engine whose directory is silent can never be met again.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
+from nixl_kv.geometry.match import ParallelShape
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce, engine_incarnation, short
+from nixl_kv.log_limit import LimitedLog, get_logger, run_guarded
+from nixl_kv.protocol import messages
+from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
+from nixl_kv.transport.connection_limit import is_local
+
+logger = get_logger(__name__)
+
+STOP_TIMEOUT_S: Final = 5.0
+MAX_DECLINED: Final = 4096
+"""Nonces that wait for the scheduler's next step; of more, the latest."""
+
+NO_KEY: Final = (
+    "this engine has no key, so anybody could set the label of its weights; give it key_file, or "
+    "set weights in its configuration and restart it"
+)
+
+BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
+"""A question is short, and who asks takes the answer, which is long, before asking again."""
+
+
+def describe_engine(
+    engine: EngineId,
+    model: Mapping[str, str],
+    shape: ParallelShape,
+    ranks: Sequence[messages.RankDescription],
+    extras: Mapping[str, str] | None = None,
+) -> messages.Description:
+    """An engine's description, from those of its ranks in rank order."""
+    return messages.Description(
+        incarnation=engine_incarnation(rank.incarnation for rank in ranks),
+        engine=engine,
+        model=dict(model),
+        shape=shape,
+        ranks=tuple(ranks),
+        extras=dict(extras or {}),
+    )
+
+
+class DirectoryServer:
+    """Listens on the engine's host and port."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        host: str,
+        port: int,
+        *,
+        count_awaited: Callable[[], int] = lambda: 0,
+        weights: str = "",
+        has_key: bool = False,
+    ) -> None:
+        """Listen.
+
+        Args:
+            control: what to listen with; the server closes it.
+            host: an IP literal.
+            port: 0 takes any free one.
+            count_awaited: how many requests will be offered that are not yet; on any thread.
+            weights: the label of the engine's weights.
+            has_key: whether only holders of a key reach this server. Nobody else may set the label.
+
+        Raises:
+            TransportError: if the address cannot be bound.
+        """
+        self._control = control
+        self.host = host
+        self.port = control.listen(host, port, BOUNDS)
+        self._description: messages.Description | None = None
+        self._waiting: deque[FromPeer] = deque()
+        self._declined: deque[Nonce] = deque(maxlen=MAX_DECLINED)
+        self.is_draining = False
+        """Whether a tool has said that nothing more is to be offered."""
+        self.count_awaited = count_awaited
+        self.weights = weights
+        """The label of the engine's weights, as a tool has set it last."""
+        self._has_key = has_key
+        self._is_stopping = False
+        self._is_closed = False
+        self._log = LimitedLog(logger, time.monotonic)
+        self._thread = threading.Thread(target=self._main, name="nixl-kv-directory", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that answers."""
+        self._thread.start()
+
+    def publish(self, description: messages.Description) -> None:
+        """What to answer from now on."""
+        self._description = description
+
+    def pop_declined(self) -> list[Nonce]:
+        """The offers that were declined since the last call, as strangers may name them.
+
+        For the scheduler's thread.
+        """
+        return [self._declined.popleft() for _ in range(len(self._declined))]
+
+    def stop(self) -> None:
+        """End the thread and close the socket. May be called again."""
+        self._is_stopping = True
+        if self._thread.is_alive():
+            self._control.wake()
+            self._thread.join(timeout=STOP_TIMEOUT_S)
+        if not self._thread.is_alive() and not self._is_closed:
+            self._is_closed = True
+            self._control.close()
+
+    def turn(self, timeout_s: float | None) -> None:
+        """Wait for questions, and answer them. Whatever a stranger sends raises nothing."""
+        if not self._waiting:
+            received = self._control.poll(timeout_s)
+            self._waiting.extend(item for item in received if isinstance(item, FromPeer))
+        while self._waiting:
+            self._serve(self._waiting.popleft())
+
+    def _main(self) -> None:
+        """The thread's top."""
+        while not self._is_stopping:
+            # An error that reaches this is a bug of ours, and costs one question.
+            run_guarded(partial(self.turn, None), "the directory failed at a question; it goes on")
+
+    def _serve(self, item: FromPeer) -> None:
+        try:
+            answer = self._answer(item)
+            if answer is not None:
+                self._control.reply(item.route, messages.encode(answer))
+        except (RemoteProtocolError, TransportError) as error:
+            self._log.warning("request for a description dropped: %s", error)
+
+    def _answer(
+        self, item: FromPeer
+    ) -> messages.Answer | messages.Draining | messages.WeightsSet | None:
+        try:
+            message = messages.decode_to_engine(item.payload)
+        except ForeignVersion as error:
+            self._log.warning("request for a description refused: %s", error)
+            return messages.VersionRefusal()
+        if isinstance(message, messages.Decline):
+            self._log.warning(
+                "offer %s is declined: decode has other weights, or another wire version",
+                short(message.nonce),
+            )
+            self._declined.append(message.nonce)
+            return None
+        if isinstance(message, messages.Drain):
+            return self._drain(message, item.stranger)
+        if isinstance(message, messages.SetWeights):
+            return self._set_weights(message)
+        return self._describe(message)
+
+    @property
+    def _life(self) -> Incarnation:
+        """For tools, which may ask before the engine is described."""
+        return ANY_INCARNATION if self._description is None else self._description.incarnation
+
+    def _drain(self, message: messages.Drain, stranger: str) -> messages.Draining:
+        is_refused = bool(stranger) and not is_local(stranger)
+        if is_refused:
+            self._log.warning("draining is refused: %s is another machine, without a key", stranger)
+        elif self.is_draining and message.undo:
+            logger.warning("this engine no longer drains: it offers requests again")
+        elif not self.is_draining and not message.undo:
+            logger.warning(
+                "this engine drains: requests that arrive from now on are not offered "
+                "(nixl-kv drain --undo ends this)"
+            )
+        if not is_refused:
+            self.is_draining = not message.undo
+        return messages.Draining(
+            incarnation=self._life, num_awaited=self.count_awaited(), is_refused=is_refused
+        )
+
+    def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet:
+        """The scheduler compares the label in each of its hooks: it holds from this answer on."""
+        answer = messages.WeightsSet(
+            incarnation=self._life, former=self.weights, refusal="" if self._has_key else NO_KEY
+        )
+        if self._has_key:
+            self.weights = message.weights
+            logger.warning("a tool set the label of this engine's weights to %r", self.weights)
+        return answer
+
+    def _describe(self, message: messages.Describe) -> messages.Description | messages.Refusal:
+        description = self._description
+        if description is None:
+            reason = "this engine is still starting"
+        elif message.incarnation == ANY_INCARNATION:
+            return description
+        elif message.engine != description.engine:
+            reason = f"engine is {message.engine!r}, but here is {description.engine!r}"
+        elif message.incarnation != description.incarnation:
+            reason = (
+                f"incarnation is {short(message.incarnation)}, but {description.engine!r} "
+                f"has begun the life {short(description.incarnation)} since"
+            )
+        else:
+            return description
+        return messages.Refusal(
+            incarnation=message.incarnation, engine=message.engine, reason=reason
+        )

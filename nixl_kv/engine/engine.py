@@ -1,0 +1,422 @@
+"""A rank's transfer engine: what it is made of, put together in this one place.
+
+engine = TransferEngine(RankSpec(...))
+description = engine.start()      # for the engine's directory, see `directory_server`
+engine.submit([...])              # commands, see `protocol.events`
+engine.pop_results()              # loads and offers that have ended, and counts
+engine.stop()
+"""
+
+import contextlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from nixl_kv.config import Config
+from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.huge_pages import use_huge_pages
+from nixl_kv.engine.loop import STOPPED, Loop, Parts
+from nixl_kv.engine.serving import Serving
+from nixl_kv.engine.status import StatusReporter
+from nixl_kv.engine.thread import TransferThread
+from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.staging import NUM_SLOTS
+from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
+from nixl_kv.log_limit import get_logger
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.decode.loads import LoadBook
+from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.peers import PeerBook
+from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.reading.agent import register
+from nixl_kv.reading.agents import Agents
+from nixl_kv.reading.copying.host import NUM_THREADS, HostCopier
+from nixl_kv.reading.gather.base import Gather, Means
+from nixl_kv.reading.peers import RemotePeers
+from nixl_kv.reading.staged.copier import Copier, HostMemory, Staging, StagingMemory, split
+from nixl_kv.reading.staged.packs import PackQueue
+from nixl_kv.transport.base import ControlPlane, Transport
+from nixl_kv.transport.slots import SlotPage
+from nixl_kv.verify.queue import Digester, DigestQueue, HostDigester, NoDigester
+
+if TYPE_CHECKING:  # needs CUDA
+    from nixl_kv.reading.gather.memory import Exported
+
+logger = get_logger(__name__)
+
+MIN_SLOTS: Final = 1024
+MAX_SLOTS: Final = 1 << 20
+
+
+def _background_threads(count: int) -> Executor:
+    return ThreadPoolExecutor(count, "nixl-kv-agents")
+
+
+def host_copier() -> Copier:
+    """What copies in host memory, on threads of its own."""
+    return HostCopier(ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One rank of an engine, and what its transfer engine is made of."""
+
+    engine: EngineId
+    """Different from every other engine's. The same for all ranks, or `SetEngine` makes it so."""
+
+    rank: Rank
+    layout: CacheLayout
+    """Of this rank's cache."""
+
+    model: Mapping[str, str]
+    """Facts of the model that two engines must agree on, to mean the same by the same bytes."""
+
+    config: Config
+    host: str
+    """The IP literal on which this rank listens."""
+
+    port: int = 0
+    """The TCP port on which it listens; 0 takes any free one."""
+
+    is_prefill: bool
+    is_decode: bool
+    make_transport: Callable[[], Transport]
+    make_control: Callable[[], ControlPlane]
+
+    extras: Mapping[str, str] = field(default_factory=dict)
+    """Facts of what the cache has besides the model's KV: an engine that is read has to say the
+    same of all that this one has, and may have more."""
+
+    engine_layouts: tuple[CacheLayout, ...] | None = None
+    """Of all ranks, in rank order, where that is known at the start; else `SetEngine` says it."""
+
+    make_checker: Callable[[], Transport] | None = None
+    """Makes an agent that reads this rank as peers do, to check that they can; None: no check."""
+
+    # What simulations replace:
+    num_slots: int | None = None
+    num_ring_slots: int | None = None
+    make_slots: Callable[[int], SlotPage] = SlotPage
+    make_background: Callable[[int], Executor] = _background_threads
+    make_copier: Callable[[], Copier] = host_copier
+    make_staging_memory: Callable[[int], HostMemory] = HostMemory
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def roles(self) -> str:
+        """For people."""
+        roles = ("prefill", self.is_prefill), ("decode", self.is_decode)
+        return " and ".join(name for name, is_one in roles if is_one)
+
+
+class TransferEngine:
+    """Moves the KV of one rank. For the caller's thread; `start`, `stop` and `wait_load` wait."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        self.loop: Loop | None = None
+        self._commands: deque[events.Command] = deque()
+        self._results: deque[events.Result] = deque()
+        self._load_ended = threading.Event()  # since results were last popped
+        self._thread = TransferThread(self._build_loop)
+        self._is_stopped = False
+
+    def start(self) -> messages.RankDescription:
+        """Start the transfer thread, and wait until the rank can be read. To be called once.
+
+        Raises:
+            NixlKVError: if a transport or a socket fails, or the cache cannot be digested although
+                that is asked for.
+        """
+        self.loop = self._thread.start()
+        return self.loop.parts.description
+
+    def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
+        """Start without a thread: the caller runs the turns of the loop. For simulation.
+
+        `results` is where results go, in place of `pop_results`.
+        """
+        if results is not None:
+            self._results = results
+        self.loop = self._build_loop()
+        return self.loop
+
+    def submit(self, commands: Iterable[events.Command]) -> None:
+        """Hand over commands, in order. They are carried out even if no result is ever popped.
+
+        Raises:
+            LocalProtocolError: after `stop`.
+        """
+        if self._is_stopped:
+            raise LocalProtocolError("the transfer engine is stopped")
+        commands = tuple(commands)
+        self._commands.extend(commands)
+        if self.loop is not None and commands:
+            self.loop.wake()
+
+    def pop_results(self) -> list[events.Result]:
+        """The results since the last call, in order.
+
+        One for each load that was started, one for each offer that was published, and counts.
+        """
+        self._load_ended.clear()
+        return [self._results.popleft() for _ in range(len(self._results))]
+
+    def wait_load(self, timeout_s: float) -> None:
+        """Wait until a load has ended of which `pop_results` has not told yet."""
+        self._load_ended.wait(timeout_s)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End the thread, which releases everything; it can be called again.
+
+        When it returns, nothing writes into the cache any longer, and every load and offer that was
+        owed has a result. Loads whose results have not been popped have failed: the caller may
+        discard the cache.
+
+        Args:
+            timeout_s: for how long to wait; by default `thread.STOP_TIMEOUT_S`.
+
+        Raises:
+            TransportError: if something may still write into the cache, so its memory must not be
+                used for anything else. The thread goes on closing; `pop_results` has each result
+                that is known, and `stop` can be called again.
+        """
+        self._is_stopped = True
+        if self._thread.was_started:
+            self._thread.stop(timeout_s)
+        elif self.loop is not None:
+            self.loop.close()
+        for place, result in enumerate(self._results):
+            if isinstance(result, events.LoadEnded) and result.failure is None:
+                self._results[place] = msgspec.structs.replace(
+                    result, failure=STOPPED, verified=False, reads=()
+                )
+
+    def _build_loop(self) -> Loop:
+        """On the transfer thread, which owns all of it."""
+        spec = self.spec
+        parts = build_parts(spec)
+        status = StatusReporter(parts, spec.rank, spec.roles, spec.clock)
+        return Loop(
+            parts,
+            self._commands,
+            self._results,
+            clock=spec.clock,
+            report_status=status.report,
+            on_load_ended=self._load_ended.set,
+        )
+
+
+def build_parts(spec: RankSpec) -> Parts:
+    """Agents, sockets and machines of one life of a rank.
+
+    Raises:
+        NixlKVError: see `TransferEngine.start`.
+    """
+    with contextlib.ExitStack() as undo:
+        parts = _build_parts(spec, undo)
+        undo.pop_all()
+    return parts
+
+
+def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
+    """`undo` gets what has to be done if something fails."""
+    config, layout = spec.config, spec.layout
+    if layout.memory == "DRAM":
+        use_huge_pages(layout.spans)
+    event_log, counts = EventLog(), defaultdict[str, float](float)
+    incarnation = new_incarnation()
+    digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
+    control = spec.make_control()
+    undo.callback(control.close)
+    packing, reading = _make_staging(spec)
+    digests = DigestQueue(layout, digester, counts, spec.clock)
+    peers = RemotePeers(
+        layout,
+        spec.rank,
+        spec.model,
+        config.allowed_hosts,
+        extras=spec.extras,
+        means=Means(
+            _make_gather(spec, control.wake) if spec.is_decode else None,
+            config.path,
+            reading,
+            digests,
+        ),
+    )
+    agents = Agents(
+        spec.make_transport,
+        peers,
+        counts,
+        clock=spec.clock,
+        make_background=spec.make_background,
+    )
+    undo.callback(agents.close)
+    if spec.is_decode:
+        agents.open()
+    decode = DecodeMachine(
+        LoadBook(
+            messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
+            event_log.record,
+            timeout_s=config.request_timeout_s,
+            renew_interval_s=config.renew_interval_s,
+            bytes_per_token=layout.bytes_per_token,
+        ),
+        PeerBook(event_log.record, config.warm if spec.is_decode else ()),
+        peers.name_slices,
+    )
+    if spec.engine_layouts is not None:
+        peers.engine_layouts = spec.engine_layouts
+        decode.peers.warm_up()
+    num_slots = spec.num_slots or slots_for(layout)
+    slots = spec.make_slots(num_slots)
+    serving = None
+    if spec.is_prefill:
+        serving = Serving(
+            partial(_open_serving, spec, slots, packing),
+            slots,
+            make_checker=spec.make_checker,
+            background=spec.make_background(1),
+            counts=counts,
+            clock=spec.clock,
+        )
+        undo.callback(serving.close)
+    exported = _export(spec) if spec.is_prefill else None
+    if exported is not None:
+        undo.callback(exported.close)
+    port = control.listen(spec.host, spec.port)
+    prefill = PrefillMachine(
+        incarnation,
+        event_log.record,
+        num_slots=num_slots,
+        offer_ttl_s=config.offer_ttl_s,
+        lease_s=config.lease_s,
+        hold_s=config.hold_s,
+    )
+    if packing is not None:
+        prefill.offers.set_ring(packing.ring.num_slots)
+    return Parts(
+        control=control,
+        prefill=prefill,
+        decode=decode,
+        agents=agents,
+        digests=digests,
+        packs=PackQueue(layout, packing, counts, spec.clock),
+        serving=serving,
+        exported=exported,
+        slots=slots,
+        event_log=event_log,
+        counts=counts,
+        description=messages.RankDescription(
+            incarnation=incarnation,
+            endpoint=endpoint_at(spec.host, port),
+            agent=b"" if serving is None else serving.metadata(),
+            slots=messages.Slots(address=slots.address, count=slots.count),
+            layout=layout,
+            export=None if exported is None else exported.description,
+            ring=_describe_ring(packing),
+        ),
+    )
+
+
+def _open_serving(spec: RankSpec, slots: SlotPage, packing: Staging | None) -> Transport:
+    transport = spec.make_transport()
+    try:
+        register(transport, spec.layout, slots, packing)
+    except TransportError:
+        transport.close()
+        raise
+    return transport
+
+
+def slots_for(layout: CacheLayout) -> int:
+    """How many offers may be granted at the same time: each has a block of its own at least."""
+    num_blocks = max(group.num_entries for group in layout.groups)
+    return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
+
+
+def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
+    """Where this rank packs, and where it reads what was packed; None where it does not."""
+    roles = [spec.is_prefill, spec.is_decode]
+    config, memory = spec.config, spec.layout.memory
+    if not config.staging_mib or config.path in {"direct", "gather"}:
+        return None, None
+    try:
+        owner, copier = _make_copier(spec, config.staging_mib << 20)
+    except (ImportError, TransportError) as error:
+        logger.warning("KV is not packed before it is read: %s", error)
+        return None, None
+    rings = iter(split(owner.span, sum(roles), spec.num_ring_slots or NUM_SLOTS[memory]))
+    packing, reading = (
+        Staging(next(rings), memory, spec.layout.device, copier, owner) if has_role else None
+        for has_role in roles
+    )
+    return packing, reading
+
+
+def _make_copier(spec: RankSpec, num_bytes: int) -> tuple[StagingMemory, Copier]:
+    """Staging memory of the cache's kind, and what copies between the two."""
+    if spec.layout.memory == "DRAM":
+        return spec.make_staging_memory(num_bytes), spec.make_copier()
+    from nixl_kv.reading.staged.gpu_copier import GpuCopier, GpuMemory  # noqa: PLC0415 - Triton: GPUs only
+
+    return GpuMemory(num_bytes, spec.layout.device), GpuCopier(spec.layout.device)
+
+
+def _describe_ring(staging: Staging | None) -> messages.StagingRing | None:
+    if staging is None:
+        return None
+    span, num_slots = staging.ring.span, staging.ring.num_slots
+    return messages.StagingRing(address=span.address, length=span.length, num_slots=num_slots)
+
+
+def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
+    """What reads memory that is mapped; None where there is none, or it is not wanted."""
+    if spec.layout.memory == "DRAM" or spec.config.path in {"direct", "staged"}:
+        return None
+    try:
+        from nixl_kv.reading.gather.path import GpuGather  # noqa: PLC0415 - Triton: GPUs only
+
+        digested = spec.layout if spec.config.verify else None
+        return GpuGather(spec.layout.device, wake, digested)
+    except (ImportError, TransportError) as error:
+        logger.warning("no GPU memory of other processes is read by a kernel: %s", error)
+        return None
+
+
+def _export(spec: RankSpec) -> "Exported | None":
+    """What readers on this host map; None where they cannot, or `path` is 'direct'."""
+    if spec.layout.memory == "DRAM" or spec.config.path == "direct":
+        return None
+    try:
+        from nixl_kv.reading.gather import memory as gpu_memory  # noqa: PLC0415 - where torch has CUDA
+
+        return gpu_memory.Exported(spec.layout.spans, spec.layout.device)
+    except (ImportError, TransportError) as error:
+        logger.info("this rank's cache cannot be mapped by others: %s", error)
+        return None
+
+
+def _make_digester(layout: CacheLayout, *, is_needed: bool) -> Digester:
+    """How this rank digests. That it cannot is an error only if it verifies what it reads."""
+    if layout.memory == "DRAM":
+        return HostDigester()
+    try:
+        from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - Triton: GPUs only
+
+        return GpuDigester(layout)
+    except (ImportError, DigestError) as error:
+        if is_needed:
+            raise ConfigError(
+                f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
+            ) from error
+        logger.warning("no load can be verified that is read from here: %s", error)
+        return NoDigester(str(error))

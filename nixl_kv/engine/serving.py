@@ -1,0 +1,264 @@
+"""The agent by which peers read this rank, and the check that they still can.
+
+UCX closes a listening socket for good when accept() finds no free descriptor. From then on peers
+cannot connect to the agent, while its process, its port and its grants look healthy. So this rank
+looks whether the agent's listening sockets are still there; and once a minute a second agent of the
+process reads a slot of this rank's, by what peers are given. If a socket has gone, or that read
+fails twice in a row, another agent takes the place of the first.
+
+The check also lets UCX notice the readers that have left since this rank last served one.
+"""
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
+from typing import Final
+
+from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.geometry.layout import block_ids
+from nixl_kv.log_limit import LimitedLog, get_logger
+from nixl_kv.transport import descriptors
+from nixl_kv.transport.base import Transport
+from nixl_kv.transport.slots import SlotPage, slot_rows
+
+logger = get_logger(__name__)
+
+CHECK_S: Final = 60.0
+"""Between two checks. One takes 50 ms of a core, on another thread."""
+AGAIN_S: Final = 1.0
+"""Before the first further attempt, if a check fails or cannot be made; then twice as long, ..."""
+READ_S: Final = 10.0
+"""How long the read of a check may take, on a busy machine."""
+LOOK_S: Final = 1.0
+"""Between two looks at the listening sockets, while this rank is awake."""
+SERVE_ON_S: Final = 0.1
+"""How long the agent makes progress after a check, to see that the reader has left."""
+FAILURES: Final = 2
+"""Checks that fail in a row before the agent is replaced."""
+POLL_S: Final = 0.001
+
+UNREADABLE: Final = "unreadable"
+"""The gauge."""
+
+
+class Serving:
+    """Owned by the transfer thread, which calls `progress` while peers may read this rank."""
+
+    def __init__(
+        self,
+        open_transport: Callable[[], Transport],
+        slots: SlotPage,
+        *,
+        make_checker: Callable[[], Transport] | None,
+        background: Executor,
+        counts: defaultdict[str, float],
+        clock: Callable[[], float],
+    ) -> None:
+        """Open the agent.
+
+        Args:
+            open_transport: makes an agent with this rank's memory; on any thread.
+            slots: what is read of it.
+            make_checker: makes the agent that reads it, on any thread; None: it is never checked.
+            background: one thread, for nothing else; ended with this.
+            counts: the gauge, and agents that were replaced, are put there.
+            clock: monotonic seconds.
+
+        Raises:
+            TransportError: if the agent cannot be made.
+        """
+        self._open = open_transport
+        self._slots = slots
+        self._make_checker = make_checker
+        self._background = background
+        self._counts = counts
+        self._clock = clock
+        self._log = LimitedLog(logger, clock, interval_s=CHECK_S)
+        self._stop = threading.Event()
+        self._check: Future[str | None] | None = None
+        self._opening: Future[tuple[Transport, dict[int, int]]] | None = None
+        self._closing: list[tuple[Transport, Future[None]]] = []
+        self._has_lost_socket = False
+        self._was_read = False  # by a check
+        self._failures = 0
+        self._again_s = AGAIN_S
+        self._check_at = clock() + CHECK_S
+        self._look_at = clock() + LOOK_S
+        self._serve_until = 0.0
+        self.transport, self._listening = self._open_and_look()
+
+    def __repr__(self) -> str:
+        return f"<Serving {self.transport}>"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a check or a replacement is under way: `progress` and `poll` must be called."""
+        return bool(self._check or self._opening) or self._clock() < self._serve_until
+
+    @property
+    def next_due(self) -> float | None:
+        """When `poll` has something to do, in monotonic seconds; None for never."""
+        return None if self._make_checker is None or self.is_busy else self._check_at
+
+    def metadata(self) -> bytes:
+        """What a peer needs to read this rank."""
+        return self.transport.metadata()
+
+    def progress(self) -> None:
+        """Let peers read."""
+        self.transport.progress()
+
+    def poll(self) -> bool:
+        """Go on with checks. True if another agent has taken over: peers know nothing of it yet."""
+        if self._make_checker is None:
+            return False
+        if self._opening is not None:
+            return self._opening.done() and self._take_over(self._opening)
+        now = self._clock()
+        if self._check is not None:
+            if self._check.done():
+                check, self._check = self._check, None
+                self._serve_until = now + SERVE_ON_S
+                self._end_check(check)
+            return False
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            if not self._has_lost_socket and not descriptors.are_open(self._listening):
+                self._has_lost_socket = True
+                self._replace("UCX has closed a listening socket")
+                return False
+        if now < self._check_at:
+            return False
+        if self._has_lost_socket:
+            self._opening = self._background.submit(self._open_and_look)
+        else:
+            self._check = self._background.submit(
+                read_slot, self._make_checker, self.metadata(), self._slots, self._stop
+            )
+        return False
+
+    def close(self) -> None:
+        """End the agents; waits for a check that is under way, which is told to stop.
+
+        Raises:
+            TransportError: if an agent does not end.
+        """
+        self._stop.set()
+        futures = [future for future in (self._check, self._opening) if future is not None]
+        wait([future for future in futures if not future.cancel()])  # type: ignore[misc]
+        self._background.shutdown()
+        opened = self._opening
+        agents = [
+            agent for agent, closed in self._closing if closed.cancelled() or closed.exception()
+        ]
+        if opened is not None and not opened.cancelled() and opened.exception() is None:
+            agents.append(opened.result()[0])
+        with contextlib.ExitStack() as stack:  # one that does not end keeps no other one
+            for agent in (self.transport, *agents):
+                stack.callback(agent.close)
+        self._opening, self._check, self._closing = None, None, []
+
+    def _end_check(self, check: "Future[str | None]") -> None:
+        try:
+            reason = check.result()
+        except TransportError as error:
+            self._log.warning("it cannot be checked that peers can read this rank: %s", error)
+            self._try_again()
+            return
+        if reason is None:
+            if self._counts.get(UNREADABLE) or self._failures:
+                logger.info("peers can read this rank")
+            self._was_read, self._failures, self._again_s = True, 0, AGAIN_S
+            self._counts[UNREADABLE] = 0
+            self._check_at = self._clock() + CHECK_S
+            return
+        self._failures += 1
+        if self._failures < FAILURES:
+            self._check_at = self._clock()
+            return
+        if self._was_read:
+            self._replace(reason)
+        else:  # another agent would be no better
+            self._counts[UNREADABLE] = 1
+            self._log.warning("this rank cannot read its own memory as peers do: %s", reason)
+            self._try_again()
+
+    def _replace(self, reason: str) -> None:
+        self._counts[UNREADABLE] = 1
+        logger.error(
+            "peers can no longer connect to this rank's memory (%s): it starts a new life with "
+            "another NIXL agent; if descriptors ran out, raise `ulimit -n`",
+            reason,
+        )
+        self._opening = self._background.submit(self._open_and_look)
+
+    def _open_and_look(self) -> tuple[Transport, dict[int, int]]:
+        """A new agent, and the sockets that listen since: on any thread."""
+        if self._make_checker is None:
+            return self._open(), {}
+        try:
+            before = descriptors.listening_sockets()
+            agent = self._open()
+            try:
+                agent.metadata()  # peers need it: an error of it belongs here
+                now = descriptors.listening_sockets()
+            except (OSError, TransportError):
+                agent.close()
+                raise
+        except OSError as error:
+            raise TransportError(f"its listening sockets cannot be looked up: {error}") from error
+        return agent, {number: now[number] for number in now if before.get(number) != now[number]}
+
+    def _try_again(self) -> None:
+        self._check_at = self._clock() + self._again_s
+        self._again_s = min(self._again_s * 2, CHECK_S)
+
+    def _take_over(self, opening: "Future[tuple[Transport, dict[int, int]]]") -> bool:
+        self._opening = None
+        try:
+            agent, self._listening = opening.result()
+        except TransportError as error:
+            self._log.warning("no other NIXL agent can be made: %s; trying again", error)
+            self._try_again()
+            return False
+        former, self.transport = self.transport, agent
+        self._closing.append((former, self._background.submit(former.close)))
+        self._was_read = self._has_lost_socket = False
+        self._failures, self._check_at = 0, self._clock()
+        return True
+
+
+def read_slot(
+    make_checker: Callable[[], Transport], metadata: bytes, slots: SlotPage, stop: threading.Event
+) -> str | None:
+    """Read a slot as a peer does, over a new connection; why that fails, None if it does not.
+
+    Runs beside the transfer thread, which has to make progress meanwhile.
+
+    Raises:
+        TransportError: if it cannot be told: this process cannot make an agent, for example.
+    """
+    checker, own = make_checker(), SlotPage(1)
+    until = time.monotonic() + READ_S
+    try:
+        checker.register(own.span, "DRAM", 0)
+        peer = checker.add_peer(metadata)
+        lists = (
+            checker.prepare(own.rows(), "DRAM", None),
+            checker.prepare(slot_rows(slots.address, slots.count), "DRAM", peer),
+        )
+        read = checker.read(*lists, (block_ids([0]), block_ids([0])))
+        while not checker.poll(read):
+            if stop.is_set():
+                return None
+            if time.monotonic() > until:
+                return f"a read of one slot takes {READ_S:g} s"
+            time.sleep(POLL_S)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        checker.close()
+    return None

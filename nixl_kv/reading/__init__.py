@@ -1,0 +1,1 @@
+"""How a rank reads remote KV: its NIXL agents, the remote ranks, and the ways to read."""

@@ -1,0 +1,1 @@
+"""Copies of many small runs, on hosts and GPUs."""

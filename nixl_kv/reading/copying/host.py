@@ -1,0 +1,159 @@
+"""Copies runs within host memory, on threads: numpy lets the others run while it copies.
+
+Of a plan's rows, those that are equally far apart on both sides make a view for each side, of all
+blocks. A copy then takes one call for each pair of views, whatever blocks it is of.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry.layout import BlockIds
+from nixl_kv.geometry.plan import Ints, Pieces, Plan
+from nixl_kv.reading.copying.tiles import Job, Tiling
+
+NUM_THREADS: Final = 2
+"""One saturates no memory; more would take them from the model."""
+
+MIN_SHARE: Final = 1 << 20
+"""Bytes for which it pays to wake another thread."""
+
+LONG: Final = 1 << 14
+"""Bytes of a piece, from which a call for each is faster than numpy's copy of what it gathers."""
+
+MAX_VIEWS: Final = 1 << 14
+"""Of a plan. Each costs a copy some microseconds, whatever it copies; more are read faster as they
+are."""
+
+View = npt.NDArray[Any]
+"""Shape (pieces, rows, units)."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows at equal distances. `paged`: the number of their `PagedRows` in the plan."""
+
+    paged: int
+    views: tuple[View, View]  # local, remote
+    piece_bytes: int  # of all rows
+
+
+@dataclass(frozen=True)
+class _HostCopy:
+    shares: list[Future[None]]
+
+
+class HostCopier:
+    """See `staging.Copier`."""
+
+    def __init__(self, executor: Executor) -> None:
+        """Copy on this executor."""
+        self._executor = executor
+
+    def prepare(self, plan: Plan) -> list[_Rows]:
+        """Make the views; nothing of the memory is touched."""
+        tiling = Tiling(plan, lambda first, _: first)
+        groups = [(job, group) for job in tiling.jobs for group in _split(tiling.rows, job)]
+        if len(groups) > MAX_VIEWS:
+            raise TransportError(f"it has {len(groups)} kinds of rows; allowed: {MAX_VIEWS}")
+        return [_rows_at(job, group) for job, group in groups]
+
+    def start(self, prepared: list[_Rows], pieces: Sequence[Pieces]) -> _HostCopy:
+        """Divide the rows among the threads."""
+        wanted = [rows for rows in prepared if len(pieces[rows.paged].local)]
+        num_bytes = sum(rows.piece_bytes * len(pieces[rows.paged].local) for rows in wanted)
+        num_shares = max(1, min(NUM_THREADS, num_bytes // MIN_SHARE))
+        try:
+            return _HostCopy(
+                [
+                    self._executor.submit(_copy, wanted[number::num_shares], pieces)
+                    for number in range(num_shares)
+                ]
+            )
+        except RuntimeError as error:  # this process ends
+            raise TransportError(f"starting a copy: {error}") from error
+
+    def poll(self, copy: _HostCopy) -> bool:
+        """Ask the threads."""
+        if not all(share.done() for share in copy.shares):
+            return False
+        for share in copy.shares:
+            error = CancelledError() if share.cancelled() else share.exception()
+            if error is not None:
+                raise TransportError(f"copying: {type(error).__name__}: {error}") from error
+        return True
+
+    def end(self, copy: _HostCopy) -> None:
+        """Wait for what a thread has begun; the rest is not done."""
+        wait_for([share for share in copy.shares if not share.cancel()])
+
+
+def _split(addresses: Ints, job: Job) -> list[Ints]:
+    """The rows of a job, as few times as they can be taken together: shape (rows, 2) each."""
+    rows = addresses[job.first : job.first + job.count]
+    steps = np.diff(rows, axis=0)
+    changes = (np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 2).tolist()
+    found, start = [], 0
+    for end in (*changes, len(rows)):
+        if end > start + 1 or end == len(rows):  # what follows one alone is apart from it as well
+            found.append(rows[start:end])
+            start = end
+    return found
+
+
+def _rows_at(job: Job, rows: Ints) -> _Rows:
+    step = rows[1] - rows[0] if len(rows) > 1 else np.zeros(2, dtype=np.int64)
+    local, remote = (
+        _view(int(rows[0, side]), (len(rows), int(step[side])), job, side) for side in (0, 1)
+    )
+    return _Rows(job.paged, (local, remote), len(rows) * job.width * job.unit)
+
+
+def _view(address: int, rows: tuple[int, int], job: Job, side: int) -> View:
+    """All pieces of these rows, which are `rows[1]` bytes apart."""
+    unit = min(job.unit, 8)
+    count, width = rows[0], job.width * job.unit // unit
+    num_pieces = job.num_pieces[side]
+    length = (num_pieces - 1) * job.strides[side] + abs(rows[1]) * (count - 1) + width * unit
+    first = min(address, address + rows[1] * (count - 1))
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(first))
+    view: View = np.ndarray(
+        (num_pieces, count, width),
+        dtype=f"u{unit}",
+        buffer=memory.data,
+        offset=address - first,
+        strides=(job.strides[side], rows[1], unit),
+    )
+    return view
+
+
+def _copy(rows: Sequence[_Rows], pieces: Sequence[Pieces]) -> None:
+    """What one thread does."""
+    chosen = {each.paged: _choose(pieces[each.paged]) for each in rows}
+    for each in rows:
+        (local, remote), (mine, theirs) = each.views, chosen[each.paged]
+        if isinstance(theirs, slice) or each.piece_bytes < LONG:
+            local[mine] = remote[theirs]
+            continue
+        ids = pieces[each.paged]
+        for to, where in zip(ids.local.tolist(), ids.remote.tolist(), strict=True):
+            local[to] = remote[where]
+
+
+def _choose(pieces: Pieces) -> tuple[slice | BlockIds, slice | BlockIds]:
+    """Pieces that follow each other as a slice: numpy then needs no copy of its own."""
+    return _as_slice(pieces.local), _as_slice(pieces.remote)
+
+
+def _as_slice(ids: BlockIds) -> slice | BlockIds:
+    first = int(ids[0])
+    if len(ids) == 1 or (ids[1:] - ids[:-1] == 1).all():
+        return slice(first, first + len(ids))
+    return ids

@@ -1,0 +1,280 @@
+"""GPU memory that one process of a host exports, and another maps.
+
+An allocation has a handle of CUDA's; what torch calls expandable segments has a file descriptor for
+each of its pieces, which are mapped one behind the other. Both outlive their owner: so a process
+that maps memory has to watch for its owner's end, or nobody else can use that memory again.
+
+This module is imported only where the cache is in GPU memory: CUDA's bindings come with torch.
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import select
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from cuda.bindings import driver
+
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry.layout import Span
+from nixl_kv.geometry.plan import Ints
+from nixl_kv.protocol import messages
+from nixl_kv.reading.gpu_scratch import allocate
+
+PIDFD_OPEN: Final = 434
+PIDFD_GETFD: Final = 438
+"""The numbers of these system calls on all of Linux's architectures; not all builds of Python have
+them."""
+
+DESCRIPTOR: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+PEER_ACCESS: Final = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+HANDLE_BYTES: Final = 64
+"""CU_IPC_HANDLE_SIZE."""
+
+PROOF_OFFSET: Final = 512
+"""An offset that is lost on the way shows. torch allocates in units of so many bytes."""
+
+READ_WRITE: Final = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
+class Exported:
+    """Memory of this process that other processes of the host may map."""
+
+    def __init__(self, spans: Iterable[Span], device: int) -> None:
+        """Export spans of the memory of the GPU with this ordinal, and a proof beside them.
+
+        Raises:
+            TransportError: if some of it has no handle, such as memory of vLLM's sleep mode.
+        """
+        with _on_device(device, "exporting GPU memory"), contextlib.ExitStack() as undo:
+            proof = self._write_proof(device)
+            allocations: dict[int, messages.Allocation] = {}
+            for one in (
+                one
+                for span in [*spans, Span(proof.address, len(proof.value))]
+                for one in _allocations(span)
+            ):
+                if one.descriptor >= 0:
+                    undo.callback(os.close, one.descriptor)
+                allocations.setdefault(one.address, one)  # spans may share a piece
+            if len(allocations) > messages.MAX_ALLOCATIONS:
+                raise TransportError(
+                    f"it has {len(allocations)} pieces; allowed: {messages.MAX_ALLOCATIONS}"
+                )
+            pid = os.getpid()
+            self.description = messages.Export(
+                host=_processes(),
+                pid=pid,
+                started=_started(pid),
+                allocations=tuple(one for _, one in sorted(allocations.items())),
+                proof=proof,
+            )
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Close the file descriptors: no other process can map this memory from now on."""
+        self._undo.close()
+
+    def _write_proof(self, device: int) -> messages.Proof:
+        """Write it where torch allocates, as the cache, and not where an allocation begins."""
+        address, self._memory_of_proof = allocate(2 * PROOF_OFFSET, device)
+        proof = messages.Proof(
+            address=address + PROOF_OFFSET, value=secrets.token_bytes(messages.PROOF_BYTES)
+        )
+        _call(driver.cuMemcpyHtoD, proof.address, proof.value, len(proof.value))
+        return proof
+
+
+def _allocations(span: Span) -> Iterator[messages.Allocation]:
+    """Those that a span lies in, each as far as it does."""
+    address, end = span.address, span.address + span.length
+    while address < end:
+        base, size = map(int, _call(driver.cuMemGetAddressRange, address))
+        length = min(end, base + size) - address
+        error, handle = driver.cuIpcGetMemHandle(base)
+        if error == driver.CUresult.CUDA_SUCCESS:
+            # cuda-bindings 13.5 has no attribute for the bytes of a handle; earlier ones have.
+            content = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+            yield messages.Allocation(
+                address=address, length=length, offset=address - base, handle=content
+            )
+        else:
+            (piece,) = _call(driver.cuMemRetainAllocationHandle, base)
+            try:
+                (descriptor,) = _call(driver.cuMemExportToShareableHandle, piece, DESCRIPTOR, 0)
+            finally:
+                driver.cuMemRelease(piece)
+            yield messages.Allocation(address=base, length=size, descriptor=int(descriptor))
+        address += length
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """`length` bytes that their owner has at `address` are `at` here."""
+
+    address: int
+    length: int
+    at: int
+
+
+class Mapping:
+    """Memory of another process, for kernels on one GPU of this one."""
+
+    def __init__(self, export: messages.Export, device: int) -> None:
+        """Map it for the GPU with this ordinal: 10 ms for an allocation.
+
+        Raises:
+            TransportError: if its owner is not a process of this host that this one sees, or the
+                memory cannot be mapped.
+        """
+        if export.host != _processes() or export.pid == os.getpid():
+            raise TransportError("its process is not another one of those that this one sees")
+        self._device = device
+        self._undo = contextlib.ExitStack()
+        with _on_device(device, f"mapping memory of process {export.pid}"), self._undo:
+            self.owner = _system_call(PIDFD_OPEN, export.pid, 0)
+            self._undo.callback(os.close, self.owner)
+            if _started(export.pid) != export.started:
+                raise TransportError("its process has ended")
+            self._spans = [self._open(one) for one in export.allocations if one.handle]
+            self._spans += self._import([one for one in export.allocations if not one.handle])
+            self._spans.sort(key=lambda mapped: mapped.address)
+            self._undo = self._undo.pop_all()
+
+    @property
+    def has_owner_ended(self) -> bool:
+        """Whether its process is gone; the memory is as that has left it."""
+        ended = select.poll()
+        ended.register(self.owner, select.POLLIN)
+        return bool(ended.poll(0))
+
+    def close(self) -> None:
+        """Unmap it; no kernel uses it any more."""
+        with _on_device(self._device, "unmapping memory"):
+            self._undo.close()
+
+    def locate(self, first: Ints, last: Ints) -> Ints:
+        """Where pieces are here that their owner has from address `first` to before `last`.
+
+        Raises:
+            TransportError: if a piece is not in memory that is mapped in one line.
+        """
+        starts = np.array([mapped.address for mapped in self._spans], dtype=np.int64)
+        ends = starts + np.array([mapped.length for mapped in self._spans], dtype=np.int64)
+        number = np.searchsorted(starts, first, side="right") - 1
+        # `last` is negative where it does not fit into an int64.
+        if (number < 0).any() or (last > ends[number]).any() or (last <= first).any():
+            raise TransportError("some of its cache is not in the memory that it exports")
+        moved = np.array([mapped.at - mapped.address for mapped in self._spans], dtype=np.int64)
+        located: Ints = first + moved[number]
+        return located
+
+    def _open(self, allocation: messages.Allocation) -> _Mapped:
+        handle = driver.CUipcMemHandle()
+        content = allocation.handle.ljust(HANDLE_BYTES, b"\0")
+        ctypes.memmove(handle.getPtr(), content, HANDLE_BYTES)
+        (base,) = _call(driver.cuIpcOpenMemHandle, handle, PEER_ACCESS)
+        self._undo.callback(driver.cuIpcCloseMemHandle, base)
+        _, size = map(int, _call(driver.cuMemGetAddressRange, base))
+        if allocation.offset + allocation.length > size:
+            raise TransportError(f"an allocation has {size} bytes, and is said to have more")
+        return _Mapped(allocation.address, allocation.length, int(base) + allocation.offset)
+
+    def _import(self, pieces: list[messages.Allocation]) -> list[_Mapped]:
+        """What is in one line for its owner is in one line here."""
+        lines: list[list[messages.Allocation]] = []
+        for piece in sorted(pieces, key=lambda one: one.address):
+            if lines and lines[-1][-1].address + lines[-1][-1].length == piece.address:
+                lines[-1].append(piece)
+            else:
+                lines.append([piece])
+        return [self._import_line(line) for line in lines]
+
+    def _import_line(self, pieces: list[messages.Allocation]) -> _Mapped:
+        size = sum(piece.length for piece in pieces)
+        (room,) = _call(driver.cuMemAddressReserve, size, 0, 0, 0)
+        self._undo.callback(driver.cuMemAddressFree, room, size)
+        at = start = int(room)
+        for piece in pieces:
+            descriptor = self._descriptor(piece.descriptor)
+            try:
+                (handle,) = _call(driver.cuMemImportFromShareableHandle, descriptor, DESCRIPTOR)
+            finally:
+                os.close(descriptor)
+            try:
+                _call(driver.cuMemMap, at, piece.length, 0, handle, 0)
+            finally:
+                driver.cuMemRelease(handle)
+            self._undo.callback(driver.cuMemUnmap, at, piece.length)
+            at += piece.length
+        access = driver.CUmemAccessDesc()
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._device
+        access.flags = READ_WRITE
+        _call(driver.cuMemSetAccess, start, size, [access], 1)
+        return _Mapped(pieces[0].address, size, start)
+
+    def _descriptor(self, number: int) -> int:
+        """Its owner's file descriptor, as one of this process."""
+        return _system_call(PIDFD_GETFD, self.owner, number, 0)
+
+
+def _system_call(number: int, *arguments: int) -> int:
+    """What Linux answers.
+
+    Raises:
+        OSError: if that is an error.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    answer = int(libc.syscall(number, *arguments))
+    if answer < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"system call {number}: {os.strerror(error)}")
+    return answer
+
+
+def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
+    """What a call of CUDA's gives besides its error.
+
+    Raises:
+        TransportError: names the call and its error.
+    """
+    error, *values = function(*arguments)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise TransportError(f"{function.__name__}: {error.name}")
+    return tuple(values)
+
+
+@contextlib.contextmanager
+def _on_device(ordinal: int, doing: str) -> Iterator[None]:
+    """With the context current that torch uses on this GPU."""
+    try:
+        (device,) = _call(driver.cuDeviceGet, ordinal)
+        (context,) = _call(driver.cuDevicePrimaryCtxRetain, device)
+        try:
+            _call(driver.cuCtxPushCurrent, context)
+            try:
+                yield
+            finally:
+                _call(driver.cuCtxPopCurrent)
+        finally:
+            driver.cuDevicePrimaryCtxRelease(device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TransportError(f"{doing}: {error}") from error
+
+
+def _processes() -> str:
+    """What names the processes among which a process id means one: this boot, this namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _started(pid: int) -> int:
+    """At which tick of the clock a process began: field 22 of its `stat`, after its name."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,1 @@
+"""Paced reads over TCP."""

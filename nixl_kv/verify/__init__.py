@@ -1,0 +1,1 @@
+"""Digests that prove the bytes after a load."""

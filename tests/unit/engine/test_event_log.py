@@ -1,0 +1,196 @@
+"""What is kept of what happened, and how a request's story is put together."""
+
+import itertools
+import logging
+
+import pytest
+
+from nixl_kv.engine.event_log import KEPT, MAX_CAUSE, EventLog, describe
+from nixl_kv.protocol.events import OVER, Transition
+from nixl_kv.protocol.messages import EventRecord
+
+ENGINE, RANK = "engine 'prefill' at tcp://10.0.0.1:5600", "rank 0 at tcp://10.0.0.1:7000"
+CONNECTING = Transition("", ENGINE, "", "CONNECTING", "PrepareLoad")
+READY = Transition("", ENGINE, "CONNECTING", "READY", "PeerJoined")
+GONE = Transition("", ENGINE, "READY", "GONE", "EndpointLost")
+
+
+def prepared(request: str) -> Transition:
+    return Transition(request, ENGINE, "", "PREPARED", "PrepareLoad")
+
+
+def moved(request: str, before: str, after: str) -> Transition:
+    return Transition(request, RANK, before, after, "")
+
+
+def ended(request: str, after: str = "LOADED", before: str = "STARTED") -> Transition:
+    return Transition(request, ENGINE, before, after, "")
+
+
+def log_of(*transitions: Transition, kept: int = KEPT) -> EventLog:
+    """Events one second apart, from 100 s on."""
+    log = EventLog(itertools.count(100.0).__next__, kept)
+    for transition in transitions:
+        log.record(transition)
+    return log
+
+
+def transitions_of(story: list[EventRecord]) -> list[Transition]:
+    return [Transition(e.request, e.peer, e.before, e.after, e.cause, e.num_bytes) for e in story]
+
+
+def test_a_story_has_its_events_in_order_with_their_times() -> None:
+    transitions = [
+        prepared("d1"),
+        moved("d1", "", "ASKING"),
+        Transition("d1", RANK, "READING", "CHECKING", "ReadDone", 4096),
+        ended("d1"),
+    ]
+    story = log_of(*transitions).story("d1")
+    assert transitions_of(story) == transitions
+    assert [event.time for event in story] == [100.0, 101.0, 102.0, 103.0]
+    assert story[2].num_bytes == 4096
+
+
+def test_only_the_last_events_are_kept() -> None:
+    log = log_of(*(moved(f"d{number}", "A", "B") for number in range(10)), kept=4)
+    assert len(log) == 4
+    assert log.since == 106.0
+    assert log.story("d5", exact=True) == []
+    assert len(log.story("d6", exact=True)) == 1
+
+
+def test_ten_thousand_are_kept_by_default() -> None:
+    log = log_of(READY._replace(peer="another engine"))
+    for number in range(KEPT + 5):
+        log.record(READY if number % 2 else prepared(f"d{number}"))
+    assert len(log) == KEPT == 10_000
+    names = [*log._of_request, *log._of_peer]
+    assert names == [*(f"d{number}" for number in range(6, KEPT + 5, 2)), ENGINE]
+
+
+def test_of_a_long_story_the_last_events_are_shown() -> None:
+    log = log_of(*(moved("d1", f"{number}", f"{number + 1}") for number in range(9)))
+    assert [event.before for event in log.story("d1", limit=2)] == ["7", "8"]
+
+
+def test_a_cause_is_short_and_can_be_printed() -> None:
+    """A part of it may be a peer's text."""
+    log = log_of(Transition("d1", ENGINE, "", "FAILED", "one\x1b[2J\n" + "x" * 5000))
+    (event,) = log.story("d1")
+    assert event.cause.startswith(r"one\x1b[2J\nxxx")
+    assert event.cause.isprintable()
+    assert len(event.cause) < MAX_CAUSE + 10
+
+
+def test_without_events_there_is_no_story() -> None:
+    log = EventLog()
+    assert (len(log), log.since, log.story("d1"), log.story_lines("d1", 9)) == (0, None, [], [])
+
+
+def test_requests_are_found_by_a_part_of_their_id() -> None:
+    """The client's id is a part of vLLM's."""
+    log = log_of(prepared("cmpl-abc-0"), prepared("cmpl-abc-1"), prepared("cmpl-xyz-0"))
+    assert transitions_of(log.story("abc")) == [prepared("cmpl-abc-0"), prepared("cmpl-abc-1")]
+    assert log.story("abc", exact=True) == []
+    assert transitions_of(log.story("cmpl-abc-1", exact=True)) == [prepared("cmpl-abc-1")]
+
+
+def test_an_empty_text_finds_no_peers_events() -> None:
+    log = log_of(CONNECTING, READY)
+    assert log.story("") == []
+
+
+def test_the_peers_events_are_told_while_the_request_lives() -> None:
+    other = Transition("", "engine 'other' at tcp://10.0.0.2:5600", "", "CONNECTING", "")
+    log = log_of(
+        CONNECTING, prepared("d1"), other, READY, moved("d1", "", "ASKING"), ended("d1"), GONE
+    )
+    assert transitions_of(log.story("d1")) == [
+        prepared("d1"),
+        READY,
+        moved("d1", "", "ASKING"),
+        ended("d1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param(moved("d1", "GRANTED", "READING"), id="reading"),
+        pytest.param(moved("d1", "READING", "FAILED"), id="one of its reads failed"),
+    ],
+)
+def test_the_peers_loss_is_part_of_the_story_of_a_request_that_still_waits(
+    last: Transition,
+) -> None:
+    log = log_of(prepared("d1"), last, GONE)
+    assert transitions_of(log.story("d1")) == [prepared("d1"), last, GONE]
+
+
+def test_the_peers_events_are_told_while_any_of_the_requests_lives() -> None:
+    end = ended("d-2", "FAILED", before="PREPARED")
+    log = log_of(prepared("d-1"), prepared("d-2"), end, GONE)
+    assert transitions_of(log.story("d-"))[-1] == GONE
+    assert transitions_of(log.story("d-2"))[-1] == end
+
+
+def test_an_offer_is_over_with_its_last_event() -> None:
+    asked = Transition("p1", ENGINE, "OFFERED", "GRANTED", "Ask")
+    over = Transition("p1", ENGINE, "GRANTED", OVER, "Release: read")
+    assert transitions_of(log_of(asked, over, GONE).story("p1")) == [asked, over]
+
+
+def test_what_happened_to_others_is_no_part_of_a_story() -> None:
+    log = log_of(prepared("d1"), prepared("d2"), moved("d2", "", "ASKING"), ended("d1"))
+    assert transitions_of(log.story("d1", exact=True)) == [prepared("d1"), ended("d1")]
+
+
+@pytest.mark.parametrize("limit", [3, 9, 10])
+def test_a_long_story_is_cut_at_its_begin(limit: int) -> None:
+    log = log_of(*(moved("d1", f"{number}", f"{number + 1}") for number in range(11)))
+    lines = log.story_lines("d1", limit)
+    assert len(lines) == limit
+    assert lines[0] == f"({12 - limit} earlier events)"
+    assert lines[1:] == log.story_lines("d1", 99)[12 - limit :]
+    assert lines[-1] == f"   10.000 s  d1 {RANK}: 10 -> 11"
+
+
+@pytest.mark.parametrize("limit", [11, 12])
+def test_a_story_that_fits_is_told_whole(limit: int) -> None:
+    log = log_of(*(moved("d1", f"{number}", f"{number + 1}") for number in range(11)))
+    lines = log.story_lines("d1", limit)
+    assert len(lines) == 11
+    assert lines[0] == f"    0.000 s  d1 {RANK}: 0 -> 1"
+
+
+@pytest.mark.parametrize(
+    ("transition", "words"),
+    [
+        pytest.param(prepared("d1"), f"d1 {ENGINE}: PREPARED (PrepareLoad)", id="begin"),
+        pytest.param(READY, f"{ENGINE}: CONNECTING -> READY (PeerJoined)", id="peer"),
+        pytest.param(
+            Transition("d1", RANK, "READING", "CHECKING", "ReadDone", 4096),
+            f"d1 {RANK}: READING -> CHECKING (ReadDone), 4096 bytes",
+            id="bytes",
+        ),
+        pytest.param(Transition("p1", "", "A", "B", ""), "p1: A -> B", id="nothing else"),
+    ],
+)
+def test_a_transition_in_words(transition: Transition, words: str) -> None:
+    assert describe(transition) == words
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"),
+    [
+        pytest.param(logging.DEBUG, [f"{ENGINE}: CONNECTING -> READY (PeerJoined)"], id="debug"),
+        pytest.param(logging.INFO, [], id="info"),
+    ],
+)
+def test_each_transition_is_logged_at_debug(
+    caplog: pytest.LogCaptureFixture, level: int, lines: list[str]
+) -> None:
+    with caplog.at_level(level, logger="nixl_kv.engine.event_log"):
+        log_of(READY)
+    assert [record.getMessage() for record in caplog.records] == lines

@@ -1,0 +1,984 @@
+"""One turn of the transfer thread: what comes first, what follows, how long it waits."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from nixl_kv.config import Config
+from nixl_kv.engine.loop import (
+    LINGER_S,
+    LINK_KEPT_S,
+    MAX_QUESTIONS,
+    RECEIVING_S,
+    SERVING_PAUSE_S,
+    STOPPED,
+    STORIES_PER_S,
+)
+from nixl_kv.errors import TransportError
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, RequestId
+from nixl_kv.protocol.events import (
+    Action,
+    CancelLoad,
+    Counts,
+    DeclineOffer,
+    DecodeEvent,
+    FailureKind,
+    LoadEnded,
+    OfferEnd,
+    OfferEnded,
+    ReadFailed,
+    ReclaimBlocks,
+    RevokeOffer,
+    SetEngine,
+    StartLoad,
+)
+from nixl_kv.protocol.messages import (
+    Answer,
+    Ask,
+    Deny,
+    Grant,
+    Status,
+    StatusRequest,
+    VersionRefusal,
+    decode_answer,
+    decode_to_rank,
+    decode_to_tool,
+    encode,
+)
+from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
+from nixl_kv.protocol.prefill.offers import RECALL_S
+from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
+from nixl_kv.reading.agents import TIDY_S, TRY_AGAIN_S
+from nixl_kv.transport.base import FromEndpoint, Received
+from nixl_kv.transport.memory import MemoryTransport
+from nixl_kv.transport.memory_control import MemoryControl
+from nixl_kv.verify.queue import NoDigester
+from support.digesters import SlowDigester
+from support.records import ask
+from support.stepped import Background, MakeWorld, Stepped, World
+
+TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
+DIED = "the transfer thread died"
+
+
+def counts_of(rank: Stepped) -> dict[str, float]:
+    """The counts among the results, but for those of joined peers; the others are dropped."""
+    totals: dict[str, float] = {}
+    for result in rank.engine.pop_results():
+        if isinstance(result, Counts):
+            for name, amount in result.counts.items():
+                totals[name] = totals.get(name, 0) + amount
+    return {name: n for name, n in totals.items() if not name.startswith(("join", "warm_up"))}
+
+
+def granted(world: World, number: int = 1) -> None:
+    """An offer that decode was granted, and has no blocks for yet."""
+    world.decode.prepare_load(number, world.prefill.offer(number, TABLE, 11))
+
+    def is_granted() -> bool:
+        load = world.decode.load(number)
+        return load is not None and load.lacks_only_blocks
+
+    world.until(is_granted)
+
+
+def reading(world: World) -> None:
+    """A load whose read hangs."""
+    world.fabric.reads_hang = True
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.decode.turn()
+
+
+class Stranger:
+    """Sends what it likes to a rank."""
+
+    def __init__(self, world: World, rank: Stepped) -> None:
+        self.control = MemoryControl(world.network)
+        self.rank = rank
+
+    def send(self, payload: bytes) -> float | None:
+        """How long the rank waits in its next turn."""
+        self.control.send(self.rank.parts.description.endpoint, payload)
+        return self.rank.turn()
+
+    def answer(self) -> bytes:
+        (item,) = self.control.poll(0)
+        assert isinstance(item, FromEndpoint)
+        return item.payload
+
+    def ask(self, **changed: object) -> Answer:
+        incarnation = self.rank.parts.description.incarnation
+        self.send(encode(ask(incarnation=incarnation, **changed)))
+        return decode_answer(self.answer())
+
+
+# --- a whole transfer
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+@pytest.mark.parametrize("polls", [0, 3], ids="lands at poll {}".format)
+def test_a_load_takes_a_few_turns_and_no_time(
+    world: World, polls: int, caplog: pytest.LogCaptureFixture, *, verify: bool
+) -> None:
+    world.fabric.polls = polls
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11, verify=verify)
+    world.run(20)
+    assert caplog.messages == [], "a good load has nothing to say"
+    load = world.decode.ended_load()
+    assert (load.failure, load.verified, load.num_tokens) == (None, verify, 11)
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
+    read, expected = world.decode.cache.blocks(OTHER_TABLE), world.prefill.cache.blocks(TABLE)
+    assert np.array_equal(read, expected)
+
+
+def test_what_was_read_is_in_the_report(world: World) -> None:
+    reading(world)
+    world.clock.now += 0.5
+    world.fabric.reads_hang = False
+    world.run()
+    (read,) = world.decode.ended_load().reads
+    assert read.num_bytes == world.prefill.cache.blocks(TABLE).nbytes
+    assert read.num_runs > 0
+    assert read.seconds == 0.5
+
+
+def test_a_cancelled_load_releases_prefill_and_is_not_reported(world: World) -> None:
+    granted(world)
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.run()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.ABORTED)
+    assert world.decode.ends() == []
+
+
+def test_a_ticket_is_good_once(world: World) -> None:
+    granted(world)
+    world.decode.prepare_load(2, world.prefill.ticket(1, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
+    world.run()
+    assert world.decode.failed_load().detail == "prefill rank 0 denied"
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+
+
+def test_blocks_that_are_freed_during_the_read_are_not_accepted(world: World) -> None:
+    """The slot is cleared before the blocks are used again; the read lands after that."""
+    reading(world)
+    world.prefill.parts.slots.clear_all()
+    world.fabric.reads_hang = False
+    world.run()
+    failure = world.decode.failed_load()
+    assert failure.detail == "prefill rank 0 took its blocks back while they were read"
+
+
+def test_a_peer_that_dies_fails_the_read(world: World) -> None:
+    reading(world)
+    serving = world.prefill.parts.serving
+    assert serving is not None
+    world.fabric.lost_peers.add(serving.metadata().decode())
+    world.run()
+    assert "is gone" in world.decode.failed_load().detail
+
+
+def test_a_read_that_hangs_is_reported_only_when_its_agent_is_gone(world: World) -> None:
+    """NIXL has no abort: until nothing can write into its blocks, they are not handed back."""
+    reading(world)
+    world.fabric.closes_fail = True
+    world.clock.now += world.config.request_timeout_s
+    world.run()
+    assert world.decode.ends() == []
+    world.fabric.closes_fail = False
+    world.clock.now += 1.0
+    world.run()
+    assert world.decode.failed_load().detail == (
+        f"nothing of it has moved for {world.config.request_timeout_s:g} s"
+    )
+    assert world.prefill.ended_offer()[0] == "p1"
+    world.fabric.reads_hang = False
+    before = world.decode.cache.view.copy()
+    world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
+    world.run(20)
+    assert world.decode.ended_load().failure is None
+    assert np.array_equal(world.decode.cache.view[:, OTHER_TABLE], before[:, OTHER_TABLE])
+
+
+# --- why a load failed
+
+
+def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    granted(world)
+    world.decode.start_load(1, [2], 11)  # too few blocks
+    world.run()
+    assert world.decode.ended_load().failure is not None
+    first, *lines = caplog.messages
+    engine = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
+    rank = f"rank 0 at {world.prefill.parts.description.endpoint}"
+    reason = "block table has 1 entries; needed: 3"
+    assert (
+        first
+        == f"request d1: KV not loaded: reading prefill rank 0 failed: {reason} (broken; {engine})"
+    )
+    assert [line.split(" s  ", 1)[1] for line in lines] == [
+        f"d1 {engine}: PREPARED (PrepareLoad: offer 00000000)",
+        f"{engine}: CONNECTING (PrepareLoad)",
+        f"{engine}: CONNECTING -> JOINING (PeerFits: 1 of 1 ranks)",
+        f"d1 {rank}: ASKING (PeerFits)",
+        f"d1 {rank}: ASKING -> GRANTED (Grant)",
+        f"{engine}: JOINING -> READY (PeerJoined)",
+        f"d1 {engine}: PREPARED -> STARTED (StartLoad: tokens 0 to 10)",
+        f"d1 {rank}: GRANTED -> READING (StartLoad)",
+        f"d1 {rank}: READING -> FAILED (ReadFailed)",
+        f"d1 {engine}: STARTED -> FAILED (reading prefill rank 0 failed: {reason} (broken))",
+    ]
+
+
+def test_a_long_story_is_cut_to_eleven_lines(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.prefill.parts.digests._digester = NoDigester("no compiler")
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11, verify=True)
+    for _ in range(10):  # prefill is asked for its digest more than once
+        world.clock.now += 1.0
+        world.run(2)
+    detail = world.decode.failed_load().detail
+    lines = caplog.messages[-11:]
+    assert lines[0].startswith(f"request d1: KV not loaded: {detail} (")
+    assert lines[1].endswith(" earlier events)")
+    assert f"STARTED -> FAILED ({detail}" in lines[-1]
+
+
+def test_a_load_that_is_not_known_has_no_story(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.decode.turn()
+    words = "it was not prepared, or forgotten since (internal)"
+    assert caplog.messages == [f"request d1: KV not loaded: {words}"]
+
+
+def test_a_load_that_nobody_wants_any_more_is_no_warning(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading(world)
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.decode.turn()
+    world.fabric.reads_hang = False
+    world.run()
+    assert world.decode.failed_load().kind is FailureKind.DROPPED
+    assert caplog.messages == []
+
+
+def test_only_so_many_stories_are_logged_in_a_second(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(STORIES_PER_S + 2):
+        world.decode.start_load(number, OTHER_TABLE, 11)
+        world.decode.turn()
+    world.clock.now += 1.0
+    world.decode.start_load(99, OTHER_TABLE, 11)
+    world.decode.turn()
+    are_bare = ["many loads fail" in message for message in caplog.messages]
+    assert are_bare == [False] * STORIES_PER_S + [False, True] * 2 + [False]
+
+
+def test_a_report_is_not_lost_with_its_story(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would give it again: it is settled."""
+
+    def story_lines(*_: object) -> list[str]:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(world.decode.parts.event_log, "story_lines", story_lines)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    with pytest.raises(KeyError):
+        world.decode.turn()
+    assert world.decode.failed_load().kind is FailureKind.INTERNAL
+
+
+# --- the order inside a turn
+
+
+def test_commands_come_before_messages(world: World) -> None:
+    """Who asks for an offer has its ticket, which left after the command."""
+    nonce = world.prefill.prepare_offer(1, TABLE, 11)
+    assert isinstance(Stranger(world, world.prefill).ask(nonce=nonce), Grant)
+
+
+def test_what_follows_from_an_action_happens_in_the_same_turn(world: World) -> None:
+    """A description leads to a join, that to the peer's routes, and those to an ask."""
+    world.network.held = True
+    world.prefill.prepare_offer(1, TABLE, 11)
+    world.prefill.turn()
+    world.decode.prepare_load(1, world.prefill.ticket(1, 11))
+    world.decode.turn()
+    for _ in range(2):  # to the directory, and back
+        (packet,) = world.network.packets
+        world.network.deliver(packet)
+        world.prefill.turn()
+    world.decode.turn()
+    (packet,) = world.network.packets
+    assert isinstance(decode_to_rank(packet.payload), Ask)
+
+
+def test_a_read_that_fails_at_once_is_reported_in_the_same_turn(world: World) -> None:
+    granted(world)
+    world.decode.start_load(1, [2], 11)  # too few blocks
+    world.decode.turn()
+    assert world.decode.failed_load().kind is FailureKind.BROKEN
+
+
+def test_a_message_that_cannot_be_sent_is_a_loss(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(endpoint: Endpoint, payload: bytes) -> None:
+        del payload
+        raise TransportError(f"no socket for {endpoint}\nforged line")
+
+    monkeypatch.setattr(world.decode.control, "send", refuse)
+    world.decode.prepare_load(1, world.prefill.ticket(1, 11))
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.decode.turn()
+    failure = world.decode.failed_load()
+    assert failure.kind is FailureKind.UNREACHABLE
+    assert "no socket for tcp://" in failure.detail
+    assert r"\nforged line" in caplog.messages[-1].splitlines()[0], "not a line of its own"
+
+
+def test_the_engines_layouts_are_for_the_agents(world: World) -> None:
+    layouts = (world.decode.cache.layout(), world.prefill.cache.layout())
+    world.decode.submit(SetEngine(EngineId("other"), layouts))
+    world.decode.turn()
+    assert world.decode.parts.agents.peers.engine_layouts == layouts
+
+
+def test_a_rank_asks_in_the_name_that_all_ranks_of_its_engine_have(world: World) -> None:
+    """On a node of its own it may have been started with another one."""
+    world.decode.submit(SetEngine(EngineId("other"), (world.decode.cache.layout(),)))
+    granted(world)
+    (offer,) = world.prefill.parts.prefill.offers.all()
+    assert offer.waits_for == "engine 'other', ranks 0"
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+
+
+def test_a_revoked_offer_ends_and_is_reported(world: World) -> None:
+    world.prefill.submit(RevokeOffer(world.prefill.offer(1, TABLE, 11).nonce))
+    world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+
+
+# --- strangers
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"x" * 999], ids=["empty", "no msgpack", "text"])
+def test_a_message_that_is_not_of_this_protocol_is_counted_and_logged(
+    world: World, payload: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    Stranger(world, world.prefill).send(payload)
+    assert counts_of(world.prefill) == {"messages_dropped": 1}
+    (message,) = caplog.messages
+    assert message.startswith("control message dropped: ")
+
+
+@pytest.mark.parametrize("version", [1, 7, 9])
+def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
+    world: World, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = Stranger(world, world.prefill)
+    stranger.send(msgspec.msgpack.encode(["Ask", version, "0" * 32, {}]))
+    assert decode_answer(stranger.answer()) == VersionRefusal()
+    assert counts_of(world.prefill) == {"messages_dropped": 1}
+    words = f"control message dropped: wire version {version}; this side speaks 8"
+    assert caplog.messages == [words]
+
+
+def test_an_offer_that_cannot_be_used_is_declined_at_its_directory(world: World) -> None:
+    """And what is sent for it keeps no link open."""
+    world.decode.control.clock = world.clock
+    ticket = world.prefill.offer(1, TABLE, 12)
+    world.decode.submit(DeclineOffer(ticket.endpoint, ticket.nonce))
+    world.run(2)
+    assert world.prefill.directory.pop_declined() == [ticket.nonce]
+    assert not world.decode.results
+    world.clock.now += LINK_KEPT_S * 2
+    world.run(2)
+    assert not world.decode.parts.control.links()
+
+
+def test_a_denied_ask_is_counted_and_logged_without_the_whole_nonce(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(Stranger(world, world.prefill).ask(), Deny)
+    assert counts_of(world.prefill) == {"asks_denied": 1}
+    assert caplog.messages == [
+        "denied an ask for offer 00000000: no such offer: used, expired, or never made"
+    ]
+
+
+def cut(world: World) -> Endpoint:
+    """Break decode's one link, which it hears of."""
+    (link,) = world.network.working()
+    world.network.cut(link)
+    world.decode.turn()
+    return link.endpoint
+
+
+def test_a_link_that_breaks_and_comes_about_again_is_no_loss(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    granted(world)
+    for _ in range(3):
+        cut(world)
+        world.run(2)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+    assert counts_of(world.decode) == {}
+    assert caplog.messages == []
+
+
+def test_a_link_that_breaks_twice_without_a_word_between_is_counted_and_logged(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    granted(world)
+    endpoint = cut(world)
+    assert counts_of(world.decode) == {}
+    cut(world)
+    assert counts_of(world.decode) == {"peers_lost": 1}
+    assert f"lost {endpoint}: connection closed" in caplog.text
+
+
+def test_a_link_that_nobody_uses_is_no_loss(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    granted(world)
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.run(2)
+    cut(world)
+    assert counts_of(world.decode) == {}
+    assert caplog.messages == []
+    assert world.decode.parts.decode.peers.all() == [], "described anew when it is needed again"
+
+
+QUESTION = encode(StatusRequest(incarnation=ANY_INCARNATION))
+
+
+def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
+    tool = Stranger(world, world.prefill)
+    assert tool.send(QUESTION) is None
+    assert world.prefill.turn() is None  # it does not wait for the tool to read
+    status = decode_to_tool(tool.answer())
+    assert isinstance(status, Status)
+    assert status.engine == "prefill"
+    assert not world.prefill.results
+
+
+def test_questions_of_tools_are_bounded_and_answered_one_in_a_turn(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool, endpoint = MemoryControl(world.network), world.prefill.parts.description.endpoint
+    for _ in range(MAX_QUESTIONS + 2):
+        tool.send(endpoint, QUESTION)
+    world.prefill.turn()
+    for _ in range(MAX_QUESTIONS - 1):
+        assert len(tool.poll(0)) == 1
+        assert world.prefill.turn() == 0
+    assert len(tool.poll(0)) == 1
+    assert world.prefill.turn() is None
+    assert tool.poll(0) == []
+    assert f"a status question is dropped: {MAX_QUESTIONS} are waiting" in caplog.text
+
+
+def test_a_question_that_cannot_be_answered_costs_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: StatusRequest) -> bytes:
+        raise KeyError("a bug")
+
+    granted(world)
+    monkeypatch.setattr(world.prefill.loop, "_report_status", fail)
+    Stranger(world, world.prefill).send(QUESTION)
+    assert caplog.messages == ["a status question is not answered: KeyError('a bug')"]
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+
+
+# --- counts
+
+
+def test_counts_are_published_only_when_all_results_were_popped(world: World) -> None:
+    """One record at a time: nobody may pop them for long, and strangers send as they like."""
+    stranger = Stranger(world, world.prefill)
+    for _ in range(3):
+        stranger.send(b"garbage")
+    assert list(world.prefill.results) == [Counts({"messages_dropped": 1})]
+    assert counts_of(world.prefill) == {"messages_dropped": 1}
+    world.prefill.turn()
+    assert counts_of(world.prefill) == {"messages_dropped": 2}
+    world.prefill.turn()
+    assert world.prefill.engine.pop_results() == []
+
+
+# --- how long a turn waits
+
+
+def test_a_rank_waits_for_ever_but_where_a_command_is_there(world: World) -> None:
+    assert world.prefill.turn() is None
+    assert world.decode.turn() is None
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    assert world.decode.turn() == 0
+    assert world.decode.turn() is None
+
+
+def test_a_rank_with_a_timer_wakes_when_it_is_due(world: World) -> None:
+    """Prepared offers have none; those that are out end by themselves."""
+    world.prefill.prepare_offer(1, TABLE, 11)
+    world.prefill.turn()
+    assert world.prefill.turn() is None
+    world.prefill.publish_offer(1)
+    world.prefill.turn()
+    assert world.prefill.turn() == world.config.offer_ttl_s
+    world.decode.prepare_load(1, world.prefill.ticket(1, 11))
+    world.decode.turn()
+    assert world.decode.turn() == CONNECT_TIMEOUT_S
+
+
+def test_a_read_is_polled(world: World) -> None:
+    reading(world)
+    assert world.decode.turn() == READING_PAUSE_S
+    world.clock.now += 0.008
+    assert world.decode.turn() == pytest.approx(0.0002), "a fortieth of what it has taken"
+    world.clock.now += 0.1
+    assert world.decode.turn() == LONGEST_PAUSE_S
+    world.fabric.reads_hang = False
+    world.run()
+    world.clock.now += LINGER_S
+    world.run(2)
+    assert world.decode.turn() == pytest.approx(LINK_KEPT_S - LINGER_S - 0.108)
+
+
+def test_a_rank_that_closes_makes_its_grants_void_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted(world)
+    parts = world.prefill.parts
+    (offer,) = parts.prefill.offers.all()
+    assert offer.binding is not None
+    slot = offer.binding.slot
+    assert parts.slots.read(slot) == offer.binding.generation
+    left: list[bytes] = []
+    close = parts.control.close
+    monkeypatch.setattr(parts.control, "close", lambda: left.append(parts.slots.read(slot)))
+    world.prefill.loop.close()
+    assert left == [bytes(16)]
+    monkeypatch.setattr(parts.control, "close", close)
+
+
+def test_a_rank_that_closes_reports_what_it_owes(world: World) -> None:
+    """Commands that it has not looked at are owed as well."""
+    reading(world)
+    world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
+    world.decode.loop.close()
+    ends = world.decode.ends()
+    assert {end.request for end in ends} == {"d1", "d2"}
+    failures = {str(end.failure) for end in ends if isinstance(end, LoadEnded)}
+    assert failures == {"this rank has stopped (dropped)"}
+    world.prefill.prepare_offer(3, TABLE, 11)
+    world.prefill.publish_offer(3)
+    world.prefill.loop.close()
+    assert sorted(end.request for end in world.prefill.ends()) == ["p1", "p2", "p3"]
+
+
+def test_what_was_loaded_and_not_reported_before_a_rank_stops_is_not_loaded(world: World) -> None:
+    """The cache is discarded when the engine sleeps."""
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run(20)
+    world.decode.engine.stop()
+    assert world.decode.failed_load() == STOPPED
+
+
+def destroy_an_agent(world: World) -> tuple[str, Background]:
+    """Decode has given up a read that hangs; a second load waits for nothing.
+
+    Its agent's name, and what destroys it when it is told so.
+    """
+    reading(world)
+    transport, closing = world.decode.parts.agents.current.transport, Background(is_held=True)
+    assert isinstance(transport, MemoryTransport)
+    world.decode.parts.agents._close_on = closing
+    for _ in range(2):  # the read is late, and is abandoned
+        world.clock.now += world.config.request_timeout_s
+        world.run()
+    assert "1 closing" in repr(world.decode.parts.agents)
+    world.decode.prepare_load(2, world.prefill.offer(2, TABLE, 11))
+    world.decode.start_load(2, [5, 6, 8], 11)
+    assert world.decode.ends() == []
+    return transport.name, closing
+
+
+def test_a_rank_has_not_stopped_while_an_agent_is_being_destroyed(world: World) -> None:
+    """Its read may still land, whatever the memory is used for by then."""
+    old, closing = destroy_an_agent(world)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="being destroyed; 1 of its reads may go on"):
+            world.decode.engine.stop()
+        assert old in world.fabric.transports
+    assert [end.request for end in world.decode.ends()] == ["d2"], "nothing writes into its blocks"
+    closing.work()
+    world.decode.engine.stop()
+    assert old not in world.fabric.transports
+    assert world.decode.failed_load() == STOPPED
+    world.decode.engine.stop()
+    assert world.decode.ends() == []
+
+
+def test_a_rank_has_not_stopped_before_the_end_of_each_agent_is_proven(world: World) -> None:
+    old, closing = destroy_an_agent(world)
+    world.fabric.closes_fail = True
+    closing.work()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="this transport does not end"):
+            world.decode.engine.stop()
+    assert [end.request for end in world.decode.ends()] == ["d2"]
+    world.fabric.closes_fail = False
+    world.clock.now += TRY_AGAIN_S
+    with pytest.raises(TransportError, match="is being destroyed"):
+        world.decode.engine.stop()
+    closing.work()
+    world.decode.engine.stop()
+    assert old not in world.fabric.transports
+    assert world.decode.failed_load() == STOPPED
+
+
+def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error keeps nothing else from being closed, and is raised."""
+    closed: list[str] = []
+    parts, errors = world.decode.parts, [KeyError("a bug")]
+
+    def fail_once() -> None:
+        closed.append("digests")
+        if errors:
+            raise errors.pop()
+
+    control_close = parts.control.close
+
+    def close_control() -> None:
+        closed.append("control")
+        control_close()
+
+    monkeypatch.setattr(parts.digests, "close", fail_once)
+    monkeypatch.setattr(parts.control, "close", close_control)
+    with pytest.raises(KeyError, match="a bug"):
+        world.decode.engine.stop()
+    assert closed == ["control", "digests"]
+    assert not parts.agents.polled
+    world.decode.engine.stop()
+    assert closed == ["control", "digests", "digests"]
+
+
+def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
+    granted(world)
+    world.decode.control.clock = world.clock
+    for _ in range(4):
+        world.clock.now += LINK_KEPT_S / 2
+        world.run(2)
+        assert len(world.decode.control.links()) == 1, "it is renewed"
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.run(2)
+    for _ in range(2):
+        assert len(world.decode.control.links()) == 1
+        world.clock.now += LINK_KEPT_S / 2
+        world.run(2)
+    assert world.decode.control.links() == []
+    assert world.decode.turn() is not None, "its peer is kept for longer"
+    (peer,) = world.decode.parts.decode.peers.all()
+    assert peer.state.name == "READY"
+    world.prefill.offer(2, OTHER_TABLE, 11)
+    world.decode.prepare_load(2, world.prefill.ticket(2, 11))
+    world.decode.turn()
+    (link,) = world.decode.control.links()
+    assert link.endpoint == world.prefill.parts.description.endpoint, "and was not described anew"
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "wait_s"),
+    [
+        pytest.param(0.0, 0, id="each step is work"),
+        pytest.param(0.5, READING_PAUSE_S, id="a step looks whether a GPU is done"),
+    ],
+)
+def test_a_digest_is_stepped_as_often_as_its_maker_needs(
+    world: World, pause_s: float, wait_s: float
+) -> None:
+    world.prefill.parts.digests._digester = SlowDigester(3, pause_s)
+    world.fabric.reads_hang = True
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11, verify=True)
+    world.decode.turn()
+    world.prefill.turn()
+    assert len(world.prefill.parts.digests) == 1
+    assert world.prefill.turn() == wait_s
+    world.fabric.reads_hang = False
+    world.run()
+    assert world.decode.ended_load().verified
+
+
+def test_prefill_serves_while_it_may_be_read_and_a_while_longer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+    monkeypatch.setattr(world.prefill.parts.serving, "progress", lambda: calls.append(0))
+    world.prefill.turn()
+    assert calls == []
+    granted(world)
+    calls.clear()
+    assert world.prefill.turn() == SERVING_PAUSE_S
+    assert len(calls) == 1
+    world.decode.submit(CancelLoad(RequestId("d1")))
+    world.run(3)
+    world.clock.now += LINGER_S - 0.01
+    assert world.prefill.turn() == SERVING_PAUSE_S
+    world.clock.now += 0.01
+    world.prefill.turn()
+    assert world.prefill.turn() is None
+
+
+def test_an_error_of_serving_ends_no_grant(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers over other connections go on, and the log is not filled."""
+    granted(world)
+    serving = world.prefill.parts.serving
+    assert serving is not None
+
+    def fail() -> None:
+        raise TransportError("a connection is broken")
+
+    monkeypatch.setattr(serving, "progress", fail)
+    caplog.clear()
+    for _ in range(5):
+        world.prefill.turn()
+    assert [r.getMessage() for r in caplog.records] == [
+        "serving readers of this rank failed: a connection is broken"
+    ]
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run(20)
+    assert world.decode.ended_load().failure is None
+
+
+def test_a_rank_that_cannot_be_read_does_not_serve_whoever_asks(make_world: MakeWorld) -> None:
+    world = make_world(roles=("prefill", "decode"))
+    assert isinstance(Stranger(world, world.decode).ask(), Deny)
+    assert world.decode.turn() is None
+
+
+def test_a_queued_load_keeps_its_grant_for_many_leases(world: World) -> None:
+    granted(world)
+    for _ in range(200):
+        world.clock.now += 0.25
+        world.run(1)
+    assert world.clock.now > 1000 + 8 * world.config.lease_s
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+
+
+def test_without_a_renewal_the_lease_runs_out(world: World) -> None:
+    granted(world)
+    world.clock.now += world.config.lease_s + 0.1
+    world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.EXPIRED)
+
+
+def test_offers_that_nobody_claims_end_with_their_time(make_world: MakeWorld) -> None:
+    world = make_world(Config(offer_ttl_s=7.0))
+    world.prefill.offer(1, TABLE, 11)
+    world.prefill.turn()
+    world.clock.now += 6.9
+    world.prefill.turn()
+    assert world.prefill.ends() == []
+    world.clock.now += 0.2
+    world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.UNCLAIMED)
+
+
+# --- a restart
+
+
+def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: World) -> None:
+    granted(world)
+    world.prefill.prepare_offer(2, [5], 4)
+    world.prefill.offer(3, [6], 4)
+    world.prefill.turn()
+    slot_page = world.prefill.parts.slots
+    grant = world.decode.parts.decode.loads.all()[0].rank_reads[0].grant
+    assert grant is not None
+    assert slot_page.read(grant.slot) == grant.generation
+    world.prefill.loop.restart()
+    assert slot_page.read(grant.slot) == bytes(16)
+    ends = world.prefill.ends()
+    assert [(end.request, end.end) for end in ends if isinstance(end, OfferEnded)] == [
+        ("p1", OfferEnd.LOST),
+        ("p3", OfferEnd.LOST),
+    ]
+    world.prefill.publish_offer(2)  # prepared for a machine that is gone
+    world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p2", OfferEnd.LOST)
+    assert len(world.prefill.parts.prefill.offers.all()) == 0
+    world.prefill.turn()
+    assert counts_of(world.prefill) == {"thread_restarts": 1}
+
+
+def test_after_a_restart_a_load_is_reported_when_nothing_writes_any_more(world: World) -> None:
+    reading(world)
+    counts_of(world.decode)
+    world.decode.background.is_held = True
+    world.decode.loop.restart()
+    world.decode.turn()
+    assert counts_of(world.decode) == {"thread_restarts": 1}
+    for _ in range(3):
+        world.decode.turn()
+    assert world.decode.ends() == []
+    world.decode.background.work()  # another agent
+    world.decode.turn()
+    world.decode.background.work()  # the end of the first one
+    world.decode.turn()
+    load = world.decode.ended_load()
+    assert load.failure is not None
+    assert (load.request, load.num_tokens, load.failure.detail) == ("d1", 11, DIED)
+    assert len(world.decode.loop.outstanding) == 0
+    world.decode.turn()
+    assert counts_of(world.decode) == {"agents_recycled": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        pytest.param(StartLoad, OTHER_TABLE, id="before the read"),
+        pytest.param(ReadFailed, [2], id="with what follows from a read that failed at once"),
+    ],
+)
+def test_after_a_restart_a_load_that_is_not_read_is_reported_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: type, table: list[int]
+) -> None:
+    """What was to follow is forgotten with the machines."""
+    world.fabric.polls = 0
+    granted(world)
+    break_at(world, kind, monkeypatch)
+    world.decode.start_load(1, table, 11)
+    with pytest.raises(KeyError):
+        world.decode.turn()
+    world.decode.loop.restart()
+    assert world.decode.turn() == 0
+    assert world.decode.failed_load().detail == DIED
+    world.decode.turn()
+    assert world.decode.turn() == TIDY_S, "then the agent is looked at"
+
+
+def break_at(world: World, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug: decode's machine raises at an event of this kind."""
+    handle = world.decode.parts.decode.handle
+
+    def buggy(event: DecodeEvent, now: float) -> list[Action]:
+        if isinstance(event, kind):
+            raise KeyError("a bug")
+        return handle(event, now)
+
+    monkeypatch.setattr(world.decode.parts.decode, "handle", buggy)
+
+
+def test_after_a_restart_loads_go_on(world: World) -> None:
+    for rank in (world.prefill, world.decode):
+        rank.turn()
+        rank.loop.restart()
+    granted(world)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.ended_load().failure is None
+
+
+# --- more messages than a turn has time for
+
+
+def test_what_a_turn_has_no_time_for_waits_and_more_waits_at_its_senders(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, strangers = world.prefill.loop, [Stranger(world, world.prefill) for _ in range(4)]
+    handled: list[Received] = []
+
+    def take_long(item: Received) -> None:
+        handled.append(item)
+        world.clock.now += RECEIVING_S
+
+    monkeypatch.setattr(loop, "_on_received", take_long)
+    for stranger in strangers[:3]:
+        stranger.control.send(world.prefill.parts.description.endpoint, b"")
+    world.prefill.turn()
+    strangers[3].control.send(world.prefill.parts.description.endpoint, b"")
+    for number in (2, 3):
+        world.prefill.turn()
+        assert len(handled) == number
+    assert len(world.prefill.control.waits) == 1, "it looked for more while some were left"
+    world.prefill.turn()
+    assert len(handled) == 4
+
+
+# --- blocks that are wanted back
+
+
+def pass_time(world: World, seconds: float) -> None:
+    """Both transfer threads go on meanwhile."""
+    end = world.clock.now + seconds
+    while world.clock.now < end:
+        world.clock.now = min(end, world.clock.now + 0.5)
+        world.run(3)
+
+
+def test_a_paused_decode_does_not_hold_blocks_for_ever(world: World) -> None:
+    """Its transfer thread renews, but nobody gives it blocks to read into."""
+    granted(world)
+    pass_time(world, world.config.hold_s - 1.0)
+    assert world.prefill.ends() == []
+    pass_time(world, 1.0)
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+    world.decode.start_load(1, OTHER_TABLE, 11)
+    world.run()
+    assert world.decode.failed_load().kind is FailureKind.RECALLED
+
+
+def test_what_is_read_is_held_as_long_as_it_is_read(world: World) -> None:
+    reading(world)
+    world.run()
+    world.prefill.submit(ReclaimBlocks(3))
+    pass_time(world, RECALL_S)
+    assert world.prefill.ends() == []
+    world.fabric.reads_hang = False
+    world.run()
+    assert world.decode.ended_load().failure is None
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
+
+
+def test_blocks_that_are_wanted_are_given_back_at_once(world: World) -> None:
+    granted(world)
+    world.prefill.submit(ReclaimBlocks(1))
+    world.run()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+
+
+def test_a_reader_that_does_not_answer_a_recall_is_fenced_off(world: World) -> None:
+    """Its process is stopped; what it reads later is not accepted."""
+    reading(world)
+    world.prefill.submit(ReclaimBlocks(1))
+    world.prefill.turn()
+    world.prefill.turn()
+    world.clock.now += RECALL_S
+    world.prefill.turn()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.REVOKED)
+    world.fabric.reads_hang = False
+    world.run()
+    assert world.decode.failed_load().kind is FailureKind.FENCED

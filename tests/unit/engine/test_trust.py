@@ -1,0 +1,177 @@
+"""Whose tickets an engine accepts, and whom its sockets let in."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nixl_kv.config import Config
+from nixl_kv.engine.trust import Trust
+from nixl_kv.errors import ConfigError, RemoteProtocolError
+from nixl_kv.ids import endpoint_at
+from nixl_kv.keys import Keys, make_user_key, write_key_file
+from nixl_kv.protocol.ticket import FIELD, Ticket
+from nixl_kv.transport.base import FromPeer, Lost, Received
+from nixl_kv.transport.zmq import ZmqControl
+from support.records import ticket
+
+TIMEOUT_S = 30.0
+
+
+def trust(extra: dict[str, Any]) -> Trust:
+    return Trust.of(Config.parse(extra, {}))
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "key"
+    write_key_file(path)
+    return str(path)
+
+
+def at_host(host: str = "127.0.0.1") -> Ticket:
+    return ticket(host=host)
+
+
+def test_engines_with_one_key_accept_each_others_tickets(key_file: str) -> None:
+    prefill, decode = trust({"key_file": key_file}), trust({"key_file": key_file})
+    sealed = decode.check(prefill.seal(at_host("10.0.0.1")))
+    assert sealed.mac
+    assert sealed.open() == at_host("10.0.0.1")
+
+
+def test_engines_of_a_user_on_a_machine_share_a_key_that_nobody_has_configured() -> None:
+    sealed = trust({}).check(trust({}).seal(at_host()))
+    assert sealed.mac
+    assert sealed.open() == at_host()
+    with pytest.raises(RemoteProtocolError, match="mac is missing"):
+        trust({}).check(trust({"insecure": True}).seal(at_host()))
+
+
+def test_an_insecure_engine_has_no_key_unless_one_is_given(key_file: str) -> None:
+    assert trust({"insecure": True}).keys is None
+    assert trust({"insecure": True, "key_file": key_file}).keys is not None
+
+
+PLAIN, STRANGE = (at_host().params(key) for key in (None, b"x" * 32))
+
+
+@pytest.mark.parametrize(
+    ("extra", "offered", "words"),
+    [
+        pytest.param({"key_file": True}, PLAIN, "mac is missing", id="no MAC"),
+        pytest.param({"key_file": True}, STRANGE, "mac is wrong", id="another key"),
+        pytest.param({"insecure": True}, STRANGE, "this one has no key", id="MAC and no key"),
+        pytest.param(
+            {"insecure": True},
+            at_host("10.0.0.1").params(None),
+            "host is '10.0.0.1'; allowed by 'peers': 127.0.0.0/8",
+            id="another machine",
+        ),
+        pytest.param(
+            {"peers": ["10.0.0.0/8"], "insecure": True},
+            at_host("11.0.0.1").params(None),
+            "host is",
+            id="not among peers",
+        ),
+    ],
+)
+def test_another_ticket_is_refused_in_words(
+    key_file: str, extra: dict[str, Any], offered: dict[str, Any], words: str
+) -> None:
+    who = trust({"key_file": key_file} if "key_file" in extra else extra)
+    with pytest.raises(RemoteProtocolError, match=f"^kv_transfer_params: .*{words}"):
+        who.check(offered)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1"], ids=["IPv4", "as IPv6"])
+def test_a_ticket_of_a_peer_is_accepted(host: str) -> None:
+    trust({"peers": ["10.0.0.0/8"], "insecure": True}).check(at_host(host).params(None))
+
+
+def test_the_mac_is_checked_before_the_host(key_file: str) -> None:
+    """Where a forged ticket leads is not worth an answer."""
+    who = trust({"key_file": key_file, "peers": ["10.0.0.0/8"]})
+    with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+        who.check(at_host("8.8.8.8").params(b"x" * 32))
+    with pytest.raises(RemoteProtocolError, match="host is"):
+        who.check(who.seal(at_host("8.8.8.8")))
+
+
+def test_the_mac_is_checked_before_the_payload_is_parsed(key_file: str) -> None:
+    """A stranger's bytes reach no decoder."""
+    with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+        trust({"key_file": key_file}).check({FIELD: f"5.{'0' * 32}.AA"})
+
+
+def test_a_ticket_of_another_version_is_checked_as_ours_is(key_file: str) -> None:
+    """Nobody is told anything about a ticket that a stranger has made, or that leads astray."""
+    who = trust({"key_file": key_file, "peers": ["10.0.0.0/8"]})
+    assert who.keys is not None
+
+    def of_version_6(host: str, key: bytes) -> dict[str, Any]:
+        payload = at_host(host).params(None)[FIELD].rpartition(".")[2]
+        mac = hashlib.blake2b(f"6.{payload}".encode(), digest_size=16, key=key).hexdigest()
+        return {FIELD: f"6.{mac}.{payload}"}
+
+    assert who.check(of_version_6("10.0.0.1", who.keys.tickets)).version == 6
+    with pytest.raises(RemoteProtocolError, match="mac is wrong"):
+        who.check(of_version_6("10.0.0.1", b"x" * 32))
+    with pytest.raises(RemoteProtocolError, match=r"host is '8\.8\.8\.8'"):
+        who.check(of_version_6("8.8.8.8", who.keys.tickets))
+
+
+def test_a_bad_key_file_stops_the_start(key_file: str) -> None:
+    Path(key_file).chmod(0o644)
+    with pytest.raises(ConfigError, match=r"^key_file is "):
+        trust({"key_file": key_file})
+
+
+def test_a_key_file_that_changes_later_changes_nothing(key_file: str) -> None:
+    who = trust({"key_file": key_file})
+    sealed = who.seal(at_host())
+    Path(key_file).unlink()
+    who.check(sealed)
+
+
+def test_it_is_shown_without_secrets() -> None:
+    _, path = make_user_key()
+    keys = Keys.derive(b"k" * 32)
+    with_key = Trust(keys, Config(key_file="x").allowed_hosts, 2.0, "(from key_file x)")
+    words = f"the key {keys.fingerprint} (from key_file x); its peers are 0.0.0.0/0, ::/0"
+    assert str(with_key) == words
+    here = "its peers are 127.0.0.0/8, ::1/128, 127.0.0.1/32"
+    assert str(trust({"insecure": True})) == f"no key; {here}"
+    assert str(trust({})).endswith(f"(of this user's engines on this machine, in {path}); {here}")
+    for secret in (keys.tickets, keys.server, keys.client):
+        assert repr(secret) not in repr(with_key)
+
+
+def received(listener: ZmqControl, asker: ZmqControl) -> list[Received]:
+    """What comes of a message from the one to the other, at whichever side."""
+    asker.send(endpoint_at("127.0.0.1", listener.listen("127.0.0.1", 0)), b"hello")
+    for _ in range(int(TIMEOUT_S * 10)):
+        items = listener.poll(0.05) + asker.poll(0.05)
+        if items:
+            return items
+    raise AssertionError("nothing came")
+
+
+@pytest.mark.parametrize(
+    ("has_key", "peers", "is_let_in"),
+    [
+        pytest.param(True, None, True, id="the same key"),
+        pytest.param(False, None, False, id="no key"),
+        pytest.param(True, ["10.0.0.0/8"], False, id="not among the peers"),
+    ],
+)
+def test_its_sockets_let_in_whom_it_trusts(
+    key_file: str, *, has_key: bool, peers: list[str] | None, is_let_in: bool
+) -> None:
+    listener = trust({"key_file": key_file, "peers": peers}).control()
+    asker = trust({"key_file": key_file} if has_key else {"insecure": True}).control()
+    (item,) = received(listener, asker)
+    assert isinstance(item, FromPeer if is_let_in else Lost)
+    listener.close()
+    asker.close()

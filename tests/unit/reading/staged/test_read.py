@@ -1,0 +1,499 @@
+"""Reads by chunks between two stepped ranks: bytes, slots, and what goes wrong.
+
+A block has 288 bytes (3 layers, 2 heads, 4 tokens, 12 bytes), a slot 1024: two blocks fit into any.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from lab.local.caches import Sizes
+from nixl_kv.config import Config
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry.layout import Table
+from nixl_kv.ids import Claim, Nonce, Rank
+from nixl_kv.protocol import messages
+from nixl_kv.protocol.decode.load import ASK_AGAIN_S
+from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk, Reply
+from nixl_kv.protocol.messages import PackReply
+from nixl_kv.reading.copying import host as host_copy
+from support.stepped import HOST, RING_SLOTS, MakeWorld, World
+
+TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
+TOKENS = 23
+CHUNKS = 3
+
+LONG, LONG_OTHER = [*TABLE, 2, 8, 4, 6], [*OTHER, 7, 9, 5, 0]
+LONG_TOKENS = 40
+LONG_CHUNKS = 5
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    return staged_world(make_world)
+
+
+def staged_world(make_world: MakeWorld, **changed: Any) -> World:
+    config = Config(host=HOST, path="staged", **changed)
+    return make_world(config, ("prefill and decode", "prefill and decode"))
+
+
+def start(world: World, number: int = 1, table: list[int] = OTHER, *, verify: bool = False) -> None:
+    world.decode.prepare_load(number, world.prefill.offer(number, TABLE, TOKENS))
+    world.decode.start_load(number, table, TOKENS, verify=verify)
+
+
+def start_long(world: World) -> None:
+    world.decode.prepare_load(1, world.prefill.offer(1, LONG, LONG_TOKENS))
+    world.decode.start_load(1, LONG_OTHER, LONG_TOKENS)
+
+
+def long_is_there(world: World) -> bool:
+    arrived = world.decode.cache.blocks(LONG_OTHER)
+    return np.array_equal(arrived, world.prefill.cache.blocks(LONG))
+
+
+def has_ended(world: World) -> Callable[[], bool]:
+    """Whether decode has reported a load."""
+    return lambda: any(isinstance(result, LoadEnded) for result in world.decode.results)
+
+
+def blocks_are_there(world: World) -> bool:
+    return np.array_equal(world.decode.cache.blocks(OTHER), world.prefill.cache.blocks(TABLE))
+
+
+def free_slots(world: World) -> int:
+    """Of decode."""
+    slots = world.decode.parts.agents.peers.free_slots
+    assert slots is not None
+    return len(slots)
+
+
+def nothing_is_left(world: World) -> bool:
+    """Neither a slot of either ring, nor a copy."""
+    world.prefill.parts.prefill.offers.validate()
+    ring = world.prefill.parts.prefill.offers.ring
+    return free_slots(world) == RING_SLOTS and not ring and not world.prefill.parts.packs
+
+
+def assert_arrives(world: World) -> None:
+    """All of the only load, and nothing of it is left."""
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert blocks_are_there(world)
+    world.run()
+    assert nothing_is_left(world)
+
+
+def sent_packs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[PackChunk]:
+    """What prefill packs from now on."""
+    packs = world.prefill.parts.packs
+    added: list[PackChunk] = []
+    add = packs.add
+
+    def add_and_keep(action: PackChunk) -> object:
+        added.append(action)
+        return add(action)
+
+    monkeypatch.setattr(packs, "add", add_and_keep)
+    return added
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+def test_a_prompt_arrives_by_chunks(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, verify: bool
+) -> None:
+    packs = sent_packs(world, monkeypatch)
+    start(world, verify=verify)
+    world.until(has_ended(world))
+    end = world.decode.ended_load()
+    assert (end.failure, end.verified) == (None, verify)
+    assert [(read.path, read.num_bytes) for read in end.reads] == [("staged", 6 * 288)]
+    assert blocks_are_there(world)
+    assert [pack.pack_request.chunk for pack in packs] == list(range(CHUNKS))
+    world.run()
+    assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
+    assert nothing_is_left(world)
+
+
+def test_what_is_packed_and_how_long_it_took_is_counted(world: World) -> None:
+    start(world)
+    world.until(has_ended(world))
+    world.run()
+    total = Counter(world.prefill.parts.counts)
+    for result in world.prefill.results:
+        total.update(result.counts if isinstance(result, Counts) else {})
+    assert (total["chunks_packed"], total["chunk_bytes"]) == (CHUNKS, 6 * 288)
+    assert total["chunk_seconds"] == 0.0
+
+
+def test_a_rank_without_staging_is_read_as_it_is(make_world: MakeWorld) -> None:
+    world = staged_world(make_world, staging_mib=0)
+    start(world)
+    world.until(has_ended(world))
+    end = world.decode.ended_load()
+    assert (end.failure, [read.path for read in end.reads]) == (None, ["direct"])
+    assert blocks_are_there(world)
+
+
+def test_a_full_ring_means_that_the_rest_is_read_as_it_is(world: World) -> None:
+    ring = world.prefill.parts.prefill.offers.ring
+    nobody = Nonce("f" * 32), Rank(0)
+    held = [ring.hold(nobody, chunk, world.clock()) for chunk in range(2)]
+    others = Nonce("e" * 32), Rank(0)
+    held += [ring.hold(others, chunk, world.clock()) for chunk in range(2)]
+    assert sorted(slot for slot in held if slot is not None) == list(range(RING_SLOTS))
+    start(world)
+    world.until(has_ended(world))
+    end = world.decode.ended_load()
+    assert (end.failure, end.reads[0].num_bytes) == (None, 6 * 288)
+    assert blocks_are_there(world)
+    assert free_slots(world) == RING_SLOTS
+    ring.forget(nobody)
+    ring.forget(others)
+
+
+def test_a_full_ring_of_its_own_means_the_same(world: World) -> None:
+    slots = world.decode.parts.agents.peers.free_slots
+    assert slots is not None
+    taken = [slots.pop(0) for _ in range(RING_SLOTS)]
+    start(world)
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert blocks_are_there(world)
+    for slot in taken:
+        assert slot is not None
+        slots.add(slot)
+
+
+def test_what_cannot_be_packed_is_read_as_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TransportError("no kernel")
+
+    staging = world.prefill.parts.packs._staging
+    assert staging is not None
+    monkeypatch.setattr(staging.copier, "start", fail)
+    start(world)
+    assert_arrives(world)
+
+
+def test_what_makes_too_many_views_is_read_as_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs a copy a call of numpy's."""
+    monkeypatch.setattr(host_copy, "MAX_VIEWS", 0)
+    start(world)
+    world.until(has_ended(world))
+    end = world.decode.ended_load()
+    assert (end.failure, [read.path for read in end.reads]) == (None, ["direct"])
+    assert blocks_are_there(world)
+
+
+def test_what_cannot_be_planned_is_planned_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = world.prefill.parts.packs._staging
+    assert staging is not None
+    planned: list[object] = []
+
+    def refuse(plan: object) -> None:
+        planned.append(plan)
+        raise TransportError("too many views")
+
+    monkeypatch.setattr(staging.copier, "prepare", refuse)
+    for number in (1, 2):
+        start(world, number)
+        world.until(has_ended(world))
+        assert world.decode.ended_load().failure is None
+    assert len(planned) == 1
+
+
+def test_a_fault_in_packing_costs_that_chunk_its_way(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = world.prefill.parts.packs._staging
+    assert staging is not None
+    poll, faults = staging.copier.poll, iter([TransportError("out of memory")])
+
+    def fail_once(copy: Any) -> bool:
+        for fault in faults:
+            raise fault
+        return poll(copy)
+
+    monkeypatch.setattr(staging.copier, "poll", fail_once)
+    start(world)
+    assert_arrives(world)
+
+
+def test_what_cannot_be_scattered_fails_that_load_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = world.decode.parts.agents.peers.means.staging
+    assert staging is not None
+    begin, faults = staging.copier.start, iter([TransportError("no kernel")])
+
+    def fail_once(*arguments: Any) -> Any:
+        for fault in faults:
+            raise fault
+        return begin(*arguments)
+
+    monkeypatch.setattr(staging.copier, "start", fail_once)
+    start(world)
+    world.until(has_ended(world))
+    failure = world.decode.failed_load()
+    assert failure.kind is FailureKind.BROKEN
+    assert failure.detail == "reading prefill rank 0 failed: no kernel"
+    world.run()
+    assert nothing_is_left(world)
+    start(world, 2)
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert blocks_are_there(world)
+
+
+def test_one_alone_asks_for_nothing_in_vain(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = world.prefill.parts.prefill
+    answer, asked = machine._on_pack_request, []
+
+    def note(request: messages.PackRequest, route: bytes, now: float) -> list[Any]:
+        asked.append(request.chunk)
+        return answer(request, route, now)
+
+    monkeypatch.setattr(machine, "_on_pack_request", note)
+    start_long(world)
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert asked == list(range(LONG_CHUNKS))
+    assert long_is_there(world)
+
+
+def test_what_is_scattered_holds_up_no_question(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is one of decode's, of which the rest then wait for one."""
+    packs = sent_packs(world, monkeypatch)
+    world.decode.copying.is_held = True
+    start_long(world)
+    world.run(20)
+    assert [pack.pack_request.chunk for pack in packs] == list(range(LONG_CHUNKS))
+    assert (len(world.decode.copying), free_slots(world)) == (3, 1)
+    world.decode.copying.is_held = False
+    world.decode.copying.work()
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert long_is_there(world)
+    world.run()
+    assert nothing_is_left(world)
+
+
+def test_one_slot_is_enough_for_all_of_a_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take the rest of decode's ring while its first chunks are packed."""
+    packs = sent_packs(world, monkeypatch)
+    world.prefill.copying.is_held = True
+    start_long(world)
+    world.until(lambda: len(packs) == 3)
+    slots = world.decode.parts.agents.peers.free_slots
+    assert slots is not None
+    taken = [slots.pop(0) for _ in range(RING_SLOTS - 1)]
+    assert None not in taken
+    world.prefill.copying.is_held = False
+    world.prefill.copying.work()
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert len(packs) == LONG_CHUNKS
+    assert long_is_there(world)
+    assert free_slots(world) == 1
+
+
+def test_a_load_is_not_reported_before_all_of_it_is_scattered(world: World) -> None:
+    world.decode.copying.is_held = True
+    start(world)
+    world.run(20)
+    assert world.decode.ends() == []
+    assert len(world.decode.copying)
+    world.decode.copying.is_held = False
+    world.decode.copying.work()
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert blocks_are_there(world)
+
+
+def test_a_stuck_read_keeps_its_slot_until_its_agent_is_gone(world: World) -> None:
+    start(world)
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    world.decode.background.is_held = True
+    world.fabric.reads_hang = True
+    start(world, 2)
+    world.run()
+    assert free_slots(world) == 1
+    world.clock.now += world.config.request_timeout_s + 1
+    world.run()
+    world.clock.now += 2
+    world.run()
+    assert world.decode.ends() == []
+    assert free_slots(world) == 1
+    world.fabric.reads_hang = False
+    for _ in range(3):  # another agent is made, then this one is destroyed
+        world.decode.background.work()
+        world.run(3)
+    assert world.decode.failed_load().kind is FailureKind.LATE
+    assert free_slots(world) == RING_SLOTS
+
+
+def test_without_an_answer_it_ends_without_another_agent(world: World) -> None:
+    """Nothing is being read."""
+    world.prefill.copying.is_held = True
+    start(world)
+    world.run()
+    world.clock.now += world.config.request_timeout_s + 1
+    world.run()
+    assert world.decode.failed_load().kind is FailureKind.LATE
+    assert free_slots(world) == RING_SLOTS
+    assert "agents_recycled" not in world.decode.parts.counts
+    assert not nothing_is_left(world)  # prefill writes into its ring still
+    world.prefill.copying.work()
+    world.run()
+    assert nothing_is_left(world)
+
+
+def test_prefill_that_is_lost_costs_the_load(world: World) -> None:
+    world.prefill.copying.is_held = True
+    start(world)
+    world.run()
+    world.fabric.lost_peers |= set(world.fabric.transports)
+    world.prefill.copying.work()
+    world.until(has_ended(world))
+    assert world.decode.failed_load().kind is FailureKind.BROKEN
+    assert free_slots(world) == RING_SLOTS
+    world.fabric.lost_peers.clear()
+
+
+def test_a_restart_of_prefill_leaves_no_slot_behind(world: World) -> None:
+    world.prefill.copying.is_held = True
+    start(world)
+    world.run()
+    assert len(world.prefill.parts.packs) == 3
+    world.prefill.loop.restart()
+    assert len(world.prefill.parts.prefill.offers.ring) == 3
+    world.prefill.copying.work()
+    world.run()
+    world.clock.now += ASK_AGAIN_S
+    world.until(has_ended(world))
+    assert world.decode.failed_load().kind in {FailureKind.LEASE_LOST, FailureKind.DENIED}
+    world.run()
+    assert nothing_is_left(world)
+
+
+def test_a_restart_of_decode_leaves_no_slot_behind(world: World) -> None:
+    world.prefill.copying.is_held = True
+    start(world)
+    world.run()
+    world.decode.loop.restart()
+    world.run()
+    assert world.decode.failed_load().kind is FailureKind.INTERNAL
+    assert free_slots(world) == RING_SLOTS
+
+
+def test_a_slot_that_prefill_does_not_have_is_not_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = world.prefill.parts.prefill
+    packed = machine._packed
+
+    def lie(*arguments: Any) -> Any:
+        reply = packed(*arguments)
+        message = reply.message
+        assert isinstance(message, PackReply)
+        return type(reply)(reply.route, msgspec.structs.replace(message, slot=1000))
+
+    monkeypatch.setattr(machine, "_packed", lie)
+    start(world)
+    world.until(has_ended(world))
+    failure = world.decode.failed_load()
+    assert (failure.kind, "no slot 1000" in failure.detail) == (FailureKind.BROKEN, True)
+    assert free_slots(world) == RING_SLOTS
+
+
+def test_a_late_answer_is_not_taken_for_that_to_a_later_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring is full at first; what is asked for anew gets a slot that no late answer names."""
+    machine = world.prefill.parts.prefill
+    ring, answer = machine.offers.ring, machine._on_pack_request
+    others = [(Nonce(digit * 32), Rank(0)) for digit in "ef"]
+    for chunk in range(RING_SLOTS - 1):
+        slot = ring.hold(others[chunk // 2], chunk, world.clock())
+        assert slot is not None
+        ring.on_packed(slot, is_packed=True)
+    denied: dict[int, messages.PackRequest] = {}
+    late: list[int] = []
+
+    def answer_late(request: messages.PackRequest, route: bytes, now: float) -> list[Any]:
+        answers = answer(request, route, now)
+        earlier = denied.get(request.begin)
+        if any(isinstance(each, Reply) and each.message.slot is None for each in answers):  # type: ignore[union-attr]
+            denied[request.begin] = request
+            if len(denied) == CHUNKS - 1:
+                for other in others:
+                    ring.forget(other)
+        elif earlier is not None:
+            (slot,) = [each.slot for each in answers if isinstance(each, PackChunk)]
+            late.append((slot + 1) % RING_SLOTS)
+            return [machine._packed(earlier, route, late[-1]), *answers]
+        return answers
+
+    monkeypatch.setattr(machine, "_on_pack_request", answer_late)
+    start(world)
+    world.until(has_ended(world))
+    assert len(late) == CHUNKS - 1
+    assert world.decode.ended_load().failure is None
+    assert blocks_are_there(world)
+    world.run()
+    assert nothing_is_left(world)
+
+
+def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
+    return messages.LayerHeads(layer=layer, first=0, end=end)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"layers": (heads_of("layer.9"),)}, "layer 'layer.9' is not on this rank"),
+        ({"layers": (heads_of("layer.0", 3),)}, "allowed: within 0 to 2"),
+        ({"layers": (heads_of("layer.0"),) * 2}, "a layer occurs twice"),
+        ({"begin": 99}, "a chunk has 0 entries"),
+        ({"begin": TOKENS + 1, "end": 1}, "a chunk has 0 entries"),
+        ({}, "a chunk has 6 entries"),
+    ],
+)
+def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
+    world: World, changed: dict[str, Any], why: str
+) -> None:
+    """Sizes() has three layers, `layer.0` to `layer.2`."""
+    values: dict[str, Any] = {
+        "incarnation": world.prefill.parts.description.incarnation,
+        "nonce": Nonce("0" * 32),
+        "claim": Claim("1" * 32),
+        "reader": world.decode.parts.decode.loads.reader,
+        "number": 1,
+        "chunk": 0,
+        "begin": 0,
+        "end": TOKENS,
+        "layers": tuple(heads_of(f"layer.{n}") for n in range(Sizes().layers)),
+        "holds": (0,),
+    }
+    request = messages.PackRequest(**{**values, **changed})
+    table = Table.of(TABLE)
+    packed = world.prefill.parts.packs.add(PackChunk(b"route", request, (table,), 0))
+    assert packed is not None
+    assert why in (packed.refusal or "")

@@ -1,0 +1,676 @@
+"""Agents that read: one after the other, when a read of the current one does not end."""
+
+import itertools
+import logging
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import MODEL
+from nixl_kv.errors import LocalProtocolError, PeerLost, TransportError
+from nixl_kv.geometry.layout import Table
+from nixl_kv.ids import Endpoint, Rank, RequestId, new_generation
+from nixl_kv.protocol.events import (
+    AbandonRead,
+    DataEvent,
+    DropPeer,
+    JoinPeer,
+    PeerBroken,
+    PeerFits,
+    PeerJoined,
+    PeerKey,
+    PeerRefused,
+    PeersMoved,
+    ReadDone,
+    ReadFailed,
+    ReadSlot,
+    SlotRead,
+    StartLoad,
+    StartRead,
+)
+from nixl_kv.protocol.messages import Description
+from nixl_kv.reading.agent import WARM_UP_S, open_transport
+from nixl_kv.reading.agents import LEFT_S, MAX_LEFT, TIDY_S, TRY_AGAIN_S, Agents
+from nixl_kv.reading.gather.base import Means
+from nixl_kv.reading.peers import RemotePeers
+from nixl_kv.transport.base import PeerName, Transport
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support.memory_gather import MemoryGather
+from support.readable import ReadableRank, engine_of
+from support.records import D1, D2, PEER, grant
+from support.stepped import Background, Clock
+
+R0, R1 = Rank(0), Rank(1)
+D3 = RequestId("d3")
+STOPPED = "it did not end, and was stopped with its agent"
+
+
+class Reading:
+    """A decode rank's agents, and a prefill engine of two ranks with half of the heads each."""
+
+    def __init__(self) -> None:
+        self.fabric, self.clock, self.background = Fabric(), Clock(), Background(is_held=True)
+        half = Sizes(heads=1)
+        self.prefill = [ReadableRank(self.fabric, half, first_head=head) for head in range(2)]
+        self.cache = Cache(Sizes())
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.transports: list[MemoryTransport] = []
+        self.failures: list[str] = []
+        self.agents = Agents(
+            self._make,
+            RemotePeers(self.cache.layout(), R0, MODEL),
+            self.counts,
+            clock=self.clock,
+            make_background=lambda _count: self.background,
+        )
+        self.agents.open()
+        self.description = engine_of(*self.prefill)
+        self.fits, self.joined = self.join(self.description)
+        while self.agents.is_busy:  # that warms up
+            assert self.poll() == []
+        self.counts.clear()
+
+    def join(self, description: Description, peer: PeerKey = PEER) -> list[DataEvent]:
+        """What comes of it, after as many turns as it takes."""
+        ended = self.agents.execute(JoinPeer(peer, description))
+        while isinstance(ended[-1], PeerFits):
+            assert self.agents.is_busy
+            ended += self.poll()
+        return ended
+
+    def _make(self) -> Transport:
+        if self.failures:
+            raise TransportError(self.failures.pop())
+        self.transports.append(MemoryTransport(self.fabric))
+        return self.transports[-1]
+
+    def start(
+        self, request: RequestId, rank: Rank = R0, block: int = 7, peer: PeerKey = PEER
+    ) -> list[DataEvent]:
+        load = StartLoad(request, 0, 4, (Table.of([block]),))
+        granted = grant(tables=(Table.of([3]),))
+        return self.agents.execute(StartRead(peer, rank, granted, load))
+
+    def poll(self) -> list[DataEvent]:
+        """What has ended, when all that goes on in the background is done."""
+        self.background.work()
+        return self.agents.poll()
+
+    @property
+    def num_transports(self) -> int:
+        """Of this rank, that are not closed."""
+        return sum(transport.name in self.fabric.transports for transport in self.transports)
+
+
+@pytest.fixture
+def reading() -> Reading:
+    return Reading()
+
+
+def test_only_the_first_agent_rehearses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that pays for is the process's."""
+    rehearsed: list[object] = []
+    monkeypatch.setattr(MemoryTransport, "rehearse", lambda *args: rehearsed.append(args[0]))
+    reading = Reading()
+    assert rehearsed == [reading.transports[0]]
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    while reading.num_transports < 2:
+        reading.poll()
+    assert rehearsed == [reading.transports[0]]
+
+
+# --- actions of the decode machine
+
+
+def test_a_peer_that_fits_is_joined_with_its_routes(reading: Reading) -> None:
+    fits = reading.fits
+    assert isinstance(fits, PeerFits)
+    assert fits.peer == PEER
+    assert {route.remote_rank: route.readers for route in fits.routes} == {0: (0,), 1: (0,)}
+    assert reading.joined == PeerJoined(PEER)
+
+
+def test_a_peer_that_does_not_fit_is_refused_in_words(reading: Reading) -> None:
+    other = engine_of(ReadableRank(reading.fabric, Sizes(heads=4)))
+    (refused,) = reading.join(other)
+    assert isinstance(refused, PeerRefused)
+    assert "number of KV heads" in refused.reason
+
+
+OTHER = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
+
+
+def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait until the end of that; and between two of them reads are looked at."""
+    reading.fabric.polls = 100
+    reading.start(D1)
+    calls: list[str] = []
+    transport = reading.agents.current.transport
+    for name in ("add_peer", "read", "poll", "prepare", "drop_peer"):
+        method = getattr(transport, name)
+
+        def noted(*arguments: Any, _name: str = name, _method: Any = method) -> Any:
+            calls.append(_name)
+            return _method(*arguments)
+
+        monkeypatch.setattr(transport, name, noted)
+    peers = [replace(PEER, endpoint=Endpoint(f"tcp://10.0.0.{n}:5600")) for n in range(3)]
+    for peer in peers:
+        reading.agents.execute(JoinPeer(peer, reading.description))
+    reading.agents.poll()
+    calls.clear()
+    reading.start(D2, block=8)
+    reading.agents.execute(DropPeer(peers[2]))
+    for _ in range(3):
+        assert reading.agents.poll() == []
+    assert calls == [], "a peer is being added"
+    joined: list[DataEvent] = []
+    while len(joined) < 2:
+        joined += reading.poll()
+    assert joined == [PeerJoined(peer) for peer in peers[:2]]
+    adds = [place for place, name in enumerate(calls) if name == "add_peer"]
+    assert len(adds) == 4
+    for one, next_one in itertools.pairwise(adds):
+        assert "poll" in calls[one:next_one]
+    assert {read.request for read in reading.agents.current.reads} >= {D1, D2}
+
+
+def test_joins_are_counted_in_seconds(reading: Reading) -> None:
+    (fits,) = reading.agents.execute(JoinPeer(OTHER, reading.description))
+    assert isinstance(fits, PeerFits)
+    reading.clock.now += 0.25
+    while not (joined := reading.poll()):
+        pass
+    assert joined == [PeerJoined(OTHER)]
+    assert (reading.counts["joins"], reading.counts["join_seconds"]) == (1, 0.25)
+
+
+def test_nothing_is_kept_of_a_peer_that_is_dropped(reading: Reading) -> None:
+    load = StartLoad(D1, 0, 4, (Table.of([7]),), verify=True)
+    assert reading.agents.peers.name_slices(PEER, R0, load)
+    reading.agents.execute(DropPeer(PEER))
+    assert PEER not in reading.agents.peers.descriptions
+    with pytest.raises(PeerLost, match="engine 'prefill' is gone"):
+        reading.agents.peers.name_slices(PEER, R0, load)
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_peer_that_is_dropped_is_not_joined(
+    reading: Reading, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[str] = []
+    transport = reading.agents.current.transport
+    add_peer = transport.add_peer
+
+    def add(agent: bytes) -> PeerName:
+        added.append(name := add_peer(agent))
+        return name
+
+    reading.agents.execute(DropPeer(PEER))  # which has the same agents
+    monkeypatch.setattr(transport, "add_peer", add)
+    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    for step in range(steps):
+        assert (reading.poll if step % 2 else reading.agents.poll)() == []
+    reading.agents.execute(DropPeer(OTHER))
+    for _ in range(6):
+        assert reading.poll() == []
+    assert reading.agents.current.peers.num_left == 2, "its connections stay open"
+    assert not reading.agents.is_busy
+
+
+def test_an_agent_that_another_peer_has_too_is_not_dropped(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is known under two addresses."""
+    dropped: list[PeerName] = []
+    monkeypatch.setattr(reading.agents.current.transport, "drop_peer", dropped.append)
+    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    while reading.agents.is_busy:
+        reading.poll()
+    reading.agents.execute(DropPeer(OTHER))
+    reading.poll()
+    assert reading.agents.current.peers.num_left == 0
+    reading.agents.execute(DropPeer(PEER))
+    reading.poll()
+    assert dropped == []
+    assert reading.agents.current.peers.num_left == 2
+
+
+def test_a_read_waits_for_the_join(reading: Reading) -> None:
+    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    assert reading.start(D1, peer=OTHER) == []
+    assert reading.agents.execute(ReadSlot(OTHER, R1, D2, 2)) == []
+    assert reading.agents.poll() == []
+    assert not reading.agents.is_read(D1)
+    ended: list[DataEvent] = []
+    while len(ended) < 3:
+        ended += reading.poll()
+    assert {type(event) for event in ended} == {PeerJoined, ReadDone, SlotRead}
+
+
+def test_reads_fail_with_the_join_that_they_wait_for(reading: Reading) -> None:
+    reading.fabric.lost_peers.add(reading.prefill[1].transport.name)
+    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    assert reading.start(D1, R1, peer=OTHER) == []
+    ended: list[DataEvent] = []
+    while not ended:
+        ended += reading.poll()
+    reason = f"no peer {reading.prefill[1].transport.name!r} on the fabric"
+    assert ended == [PeerRefused(OTHER, reason), ReadFailed(D1, R1, reason)]
+    (failed,) = reading.start(D2, peer=OTHER)
+    assert failed == ReadFailed(D2, R0, "engine 'prefill' is gone")
+
+
+def test_a_read_that_waits_can_be_abandoned_at_once(reading: Reading) -> None:
+    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    for request in (D1, D2):
+        assert reading.start(request, peer=OTHER) == []
+    abandoned = reading.agents.execute(AbandonRead(D1, R0))
+    assert abandoned == [ReadFailed(D1, R0, "it could not begin in time")]
+    reading.agents.forget_peers()
+    for _ in range(6):
+        assert reading.poll() == []
+    assert not reading.agents.is_busy
+
+
+def test_another_agent_goes_on_with_the_join(reading: Reading) -> None:
+    """Also a peer that the one before had joined is prepared, when it is read."""
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.background.work()
+    reading.fabric.reads_hang = False
+    ended: list[DataEvent] = []
+    while not any(isinstance(event, PeerJoined) for event in ended):
+        ended += reading.poll()
+    assert len(reading.transports) == 2
+    assert reading.start(D2) == []
+    while not any(isinstance(e, ReadDone) and e.request == D2 for e in ended):
+        ended += reading.poll()
+
+
+def test_a_peer_whose_first_read_breaks_while_it_joins_has_joined(reading: Reading) -> None:
+    """Also if somebody else is read meanwhile; its next read prepares it anew."""
+    ranks = [ReadableRank(reading.fabric, Sizes(heads=1), first_head=head) for head in range(2)]
+    description = engine_of(*ranks)
+    events = reading.agents.execute(JoinPeer(OTHER, description))
+    reading.poll()
+    reading.background.work()  # its first rank is added, and the connection breaks
+    reading.fabric.lost_peers.add(ranks[0].transport.name)
+    events += reading.agents.poll()
+    reading.background.work()  # so is its second one, which nobody has looked at yet
+    events += reading.start(D1)
+    for _ in range(20):
+        events += reading.poll()
+    assert PeerJoined(OTHER) in events
+    assert not reading.agents.is_busy
+    reading.fabric.lost_peers.clear()
+    events = reading.start(D2, peer=OTHER)
+    while not events:
+        events += reading.poll()
+    assert [type(event) for event in events] == [ReadDone]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_peer_whose_first_read_breaks_each_time_fails_what_is_read_of_it(
+    reading: Reading, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = Sizes(heads=2 // num_ranks)
+    ranks = [
+        ReadableRank(reading.fabric, sizes, first_head=n * sizes.heads) for n in range(num_ranks)
+    ]
+    assert reading.join(engine_of(*ranks), OTHER)[-1] == PeerJoined(OTHER)
+    while reading.agents.is_busy:
+        reading.poll()
+    added: list[bytes] = []
+    transport = reading.transports[0]
+    add, read = transport.add_peer, transport.read
+
+    def add_peer(metadata: bytes) -> PeerName:
+        added.append(metadata)
+        return add(metadata)
+
+    def fail(local: Any, remote: Any, indices: Any) -> Any:
+        if remote.owner in {rank.transport.name for rank in ranks}:
+            raise PeerLost("it was reset")
+        return read(local, remote, indices)
+
+    monkeypatch.setattr(transport, "add_peer", add_peer)
+    monkeypatch.setattr(transport, "read", fail)
+    for _ in range(2):
+        events = reading.start(D2, peer=OTHER)
+        for _ in range(20):
+            events += reading.poll()
+        assert {type(event) for event in events} == {ReadFailed, PeerBroken}
+        assert len(events) == 2, "one for the connection"
+    assert len(added) == num_ranks, "when it was read for the second time"
+
+
+def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> None:
+    reading.fabric.reads_hang = True
+    assert reading.join(reading.description, OTHER)[-1] == PeerJoined(OTHER)
+    agent = reading.agents.current
+    assert [read.warms_up for read in agent.reads] == [True] * 4, "data and a slot of each rank"
+    assert reading.agents.is_busy
+    reading.clock.now += WARM_UP_S
+    assert not reading.agents.is_busy, "nobody waits for it any more"
+    reading.agents.execute(DropPeer(OTHER))
+    assert reading.poll() == []
+    assert not reading.agents.is_busy
+    reading.fabric.reads_hang = False
+    assert reading.poll() == []
+    assert agent.reads == []
+    assert reading.counts["warm_ups"] == 4
+
+
+def test_an_agent_on_which_nothing_but_a_warm_up_goes_on_is_destroyed(reading: Reading) -> None:
+    reading.fabric.reads_hang = True
+    reading.join(reading.description, OTHER)
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    ended: list[DataEvent] = []
+    while not ended:
+        ended += reading.poll()
+    assert ended == [ReadFailed(D1, R0, STOPPED)]
+
+
+def test_an_agent_ends_while_a_peer_is_added_to_it(reading: Reading) -> None:
+    reading.agents.execute(JoinPeer(OTHER, reading.description))
+    reading.agents.poll()
+    assert len(reading.background) > 0
+    reading.agents.close()
+    reading.background.work()
+    assert reading.num_transports == 0
+
+
+def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart nobody else knows of that read, and only the agent's end stops it."""
+    (agent,) = reading.agents.polled
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    dropped: list[str] = []
+    monkeypatch.setattr(agent.transport, "drop_peer", dropped.append)
+    reading.agents.execute(DropPeer(PEER, is_dead=True))
+    assert reading.start(D2) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
+    assert reading.agents.poll() == []
+    assert dropped == []
+    reading.fabric.reads_hang = False
+    (done,) = reading.agents.poll()
+    assert isinstance(done, ReadDone)
+    assert len(dropped) == 2
+    assert not reading.agents.is_busy
+
+
+def forget_some(reading: Reading, count: int) -> None:
+    """Meet other engines, and forget them."""
+    for number in range(count):
+        peer = replace(PEER, endpoint=Endpoint(f"tcp://10.0.1.{number}:5600"))
+        engine = engine_of(ReadableRank(reading.fabric, Sizes()))
+        assert reading.join(engine, peer)[-1] == PeerJoined(peer)
+        reading.agents.execute(DropPeer(peer))
+    while reading.agents.is_busy:
+        reading.poll()
+
+
+@pytest.mark.parametrize(
+    ("count", "after_s"), [(1, TIDY_S + LEFT_S), (MAX_LEFT, TIDY_S)], ids=["one", "many"]
+)
+def test_an_agent_with_connections_that_nobody_uses_is_replaced(
+    reading: Reading, count: int, after_s: float
+) -> None:
+    """What it still reads ends there, and the new one knows its peers before it is used."""
+    first, started = reading.agents.current, reading.clock.now
+    forget_some(reading, count)
+    polls, reading.fabric.polls = reading.fabric.polls, 1_000_000
+    assert reading.start(D1) == []
+    (long,) = first.reads
+    reading.fabric.polls = polls
+    told: list[DataEvent] = []
+    while reading.agents.current is first:
+        assert reading.clock.now <= started + after_s + 2 * TIDY_S
+        if not reading.agents.polled[1:] and len(reading.background) == 0:
+            reading.clock.now = reading.agents.next_due or 0.0
+        told += reading.poll()
+    assert reading.clock.now >= started + after_s
+    assert told == [PeersMoved((PEER,))]
+    assert reading.agents.is_read(D1)
+    assert reading.num_transports == 2
+    assert reading.start(D2, block=8) == []
+    assert [read.request for read in reading.agents.current.reads] == [D2], "no peer is added first"
+    long.handle.polls_left = 0  # type: ignore[union-attr]
+    ended: list[DataEvent] = []
+    while reading.agents.is_busy:
+        ended += reading.poll()
+    assert {event.request for event in ended if isinstance(event, ReadDone)} == {D1, D2}
+    assert reading.num_transports == 1
+    assert (reading.counts["agents_replaced"], reading.counts["agents_recycled"]) == (1, 0)
+    reading.clock.now += TIDY_S
+    reading.poll()
+    assert reading.agents.next_due is None, "nothing is left to look for"
+
+
+def test_a_read_that_does_not_end_takes_the_agent_that_is_being_prepared(reading: Reading) -> None:
+    forget_some(reading, MAX_LEFT)
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.clock.now = reading.agents.next_due or 0.0
+    while len(reading.agents.polled) == 1:
+        reading.poll()
+    reading.agents.execute(AbandonRead(D1, R0))
+    ended: list[DataEvent] = []
+    while not any(isinstance(event, ReadFailed) for event in ended):
+        ended += reading.poll()
+    assert ReadFailed(D1, R0, STOPPED) in ended
+    assert reading.num_transports == 1
+
+
+def test_reads_of_data_and_slots_end(reading: Reading) -> None:
+    generation = new_generation()
+    reading.prefill[1].slots.write(2, generation)
+    assert not reading.agents.is_busy
+    assert reading.start(D1) == []
+    assert reading.agents.execute(ReadSlot(PEER, R1, D2, 2)) == []
+    assert reading.agents.is_busy
+    assert reading.agents.is_read(D1)
+    assert reading.agents.is_read(D2)
+    done, slot = reading.poll()
+    assert isinstance(done, ReadDone)
+    assert slot == SlotRead(D2, R1, generation)
+    assert not reading.agents.is_busy
+    assert not reading.agents.is_read(D1)
+
+
+def test_a_rank_without_an_agent_reads_nothing() -> None:
+    cache, clock = Cache(Sizes()), Clock()
+    agents = Agents(
+        lambda: MemoryTransport(Fabric()),
+        RemotePeers(cache.layout(), R0, MODEL),
+        defaultdict(float),
+        clock=clock,
+        make_background=lambda _count: Background(),
+    )
+    assert agents.poll() == []
+    assert not agents.is_busy
+    with pytest.raises(LocalProtocolError, match="no agent to read with"):
+        agents.execute(ReadSlot(PEER, R0, D1, 0))
+    agents.close()
+
+
+# --- a read that does not end
+
+
+def test_a_stuck_read_fails_only_on_the_proof_that_its_agent_is_gone(reading: Reading) -> None:
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    for _ in range(3):
+        assert reading.agents.poll() == []  # another agent is being made
+        assert len(reading.background) == 1
+    assert reading.poll() == []  # it is used from now on; the first one is being destroyed
+    assert reading.num_transports == 2
+    assert reading.agents.is_read(D1)
+    assert reading.agents.is_busy
+    assert reading.agents.poll() == []
+    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
+    assert reading.num_transports == 1
+    assert not reading.agents.is_read(D1)
+    assert not reading.agents.is_busy
+    assert reading.counts == {"agents_recycled": 1}
+
+
+def test_only_the_read_from_that_rank_is_abandoned(reading: Reading) -> None:
+    reading.fabric.reads_hang = True
+    reading.start(D1, R0)
+    reading.start(D1, R1, block=8)
+    reading.start(D2, R0, block=9)
+    reading.agents.execute(AbandonRead(D1, R1))
+    (agent,) = reading.agents.polled
+    assert [read.is_abandoned for read in agent.reads] == [False, True, False]
+    reading.agents.abandon(D1)
+    assert [read.is_abandoned for read in agent.reads] == [True, True, False]
+
+
+def test_other_reads_go_on_with_both_agents(reading: Reading) -> None:
+    """A healthy read keeps its agent alive, until it has ended itself."""
+    reading.fabric.hanging_peers.add(reading.prefill[0].transport.name)
+    reading.fabric.polls = 4
+    reading.start(D1, R0)
+    reading.start(D2, R1, block=8)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    assert reading.poll() == []
+    reading.start(D3, R1, block=9)
+    assert len(reading.agents.polled) == 2
+    ended: list[DataEvent] = []
+    while len(ended) < 3:
+        assert reading.num_transports == 2 or ReadDone in map(type, ended)
+        ended += reading.poll()
+    assert {event.request for event in ended if isinstance(event, ReadDone)} == {D2, D3}
+    assert ReadFailed(D1, R0, STOPPED) in ended
+
+
+def test_an_abandoned_read_that_ends_all_the_same_is_reported(reading: Reading) -> None:
+    """Its agent is replaced nevertheless, with nothing left to fail."""
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    reading.fabric.reads_hang = False
+    (done,) = reading.agents.poll()
+    assert isinstance(done, ReadDone)
+    for _ in range(3):
+        assert reading.poll() == []
+    assert not reading.agents.is_busy
+    assert reading.num_transports == 1
+
+
+def test_an_agent_that_cannot_be_made_is_tried_again_later(
+    reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading.failures = ["second", "no memory"]
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    for _ in range(2):
+        with caplog.at_level(logging.ERROR):
+            reading.agents.poll()
+            assert reading.poll() == []
+        assert reading.agents.is_read(D1)
+        assert reading.agents.poll() == []
+        assert len(reading.background) == 0, "it waits before it tries again"
+        reading.clock.now += TRY_AGAIN_S
+    assert "no other NIXL agent: no memory; blocks stay held, trying again" in caplog.text
+    reading.agents.poll()
+    reading.poll()
+    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
+
+
+def test_an_agent_that_is_not_gone_is_destroyed_again_later(
+    reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading.fabric.reads_hang = reading.fabric.closes_fail = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    reading.poll()
+    for _ in range(3):
+        assert reading.poll() == []
+    assert reading.agents.is_read(D1)
+    reading.clock.now += TRY_AGAIN_S
+    with caplog.at_level(logging.ERROR):
+        assert reading.poll() == []
+    assert "a NIXL agent is not gone: this transport does not end; blocks stay held" in caplog.text
+    assert reading.agents.is_read(D1)
+    reading.fabric.closes_fail = False
+    assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
+    assert reading.counts == {"agents_recycled": 1}
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["waiting", "running"])
+def test_an_agent_that_is_being_made_is_not_left_behind(
+    reading: Reading, *, has_begun: bool
+) -> None:
+    """It registers the cache's memory."""
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    reading.agents.execute(AbandonRead(D1, R0))
+    reading.agents.poll()
+    opening = reading.agents._opening
+    assert opening is not None
+    if has_begun:
+        opening.set_running_or_notify_cancel()
+        with pytest.raises(TransportError, match="a NIXL agent is being created"):
+            reading.agents.close()
+        assert not reading.agents.is_read(D1), "its agent is gone"
+        opening.set_result(open_transport(reading._make, reading.cache.layout()))
+        assert reading.num_transports == 1
+    reading.agents.close()
+    assert reading.num_transports == 0
+    assert opening.cancelled() is not has_begun
+
+
+def test_one_agent_that_does_not_end_keeps_no_other_one(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading.start(D1)
+    reading.fabric.reads_hang = True
+    reading.start(D2, block=8)
+    reading.start(D3, R1, block=9)
+    reading.agents.execute(AbandonRead(D2, R0))
+    while len(reading.agents.polled) < 2:
+        reading.poll()
+    _, old = reading.agents.polled
+
+    def fail() -> None:
+        raise TransportError("it is still referred to")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(old, "close", fail)
+        with pytest.raises(TransportError, match="it is still referred to"):
+            reading.agents.close()
+    assert reading.agents.polled == [old]
+    assert reading.agents.is_read(D2)
+    reading.agents.close()
+    assert not reading.agents.is_read(D2)
+    assert reading.num_transports == 0
+
+
+def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:
+    reading.fabric.reads_hang = True
+    reading.start(D1)
+    gather = MemoryGather()
+    reading.agents.peers.means = Means(gather)
+    reading.agents.close()
+    assert reading.num_transports == 0
+    assert gather.is_closed

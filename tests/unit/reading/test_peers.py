@@ -1,0 +1,434 @@
+"""The peers of one rank: whether they fit, which of their ranks are read, and how."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import MODEL
+from nixl_kv.config import AllowedHosts, Config
+from nixl_kv.errors import IncompatiblePeer, TransportError
+from nixl_kv.geometry.layout import Memory, Span
+from nixl_kv.geometry.match import Route
+from nixl_kv.ids import Endpoint, Rank
+from nixl_kv.protocol.messages import Description
+from nixl_kv.reading.peers import (
+    MAX_LINKS,
+    SAMPLE_BYTES,
+    SHOWN_MISMATCHES,
+    Ended,
+    PreparedPeers,
+    RemotePeers,
+    sample_rows,
+)
+from nixl_kv.transport.base import ListHandle, PeerName, Rows
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from support.readable import ReadableRank, engine_of
+from support.records import PEER
+from support.stepped import Background
+
+SIZES = Sizes()
+HALF = replace(SIZES, heads=1)
+OTHER = msgspec.structs.replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
+
+
+def peers_of(cache: Cache, model: dict[str, str] | None = None, **options: object) -> RemotePeers:
+    return RemotePeers(cache.layout(), Rank(0), model or MODEL, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache(SIZES)
+
+
+def test_only_the_hosts_that_were_met_last_are_remembered(cache: Cache) -> None:
+    peers = peers_of(cache)
+    first, second = Endpoint("tcp://10.1.0.0:5600"), Endpoint("tcp://10.1.0.1:5600")
+    link, other = peers.link(first), peers.link(second)
+    for number in range(2, MAX_LINKS):
+        peers.link(Endpoint(f"tcp://10.1.{number >> 8}.{number & 255}:5600"))
+    assert peers.link(first) is link
+    peers.link(Endpoint("tcp://10.2.0.0:5600"))
+    assert len(peers.links) == MAX_LINKS
+    assert peers.link(first) is link
+    assert peers.link(second) is not other
+
+
+# --- whether they fit
+
+
+def test_an_engine_of_the_same_model_fits(fabric: Fabric, cache: Cache) -> None:
+    peers_of(cache).check(engine_of(ReadableRank(fabric, SIZES)))
+
+
+def test_another_model_is_refused_with_both_values(fabric: Fabric, cache: Cache) -> None:
+    peers = peers_of(cache, {**MODEL, "dtype": "float16"})
+    described = engine_of(ReadableRank(fabric, SIZES))
+    there = msgspec.structs.replace(described, model={**MODEL, "dtype": "bfloat16"})
+    with pytest.raises(IncompatiblePeer) as error:
+        peers.check(there)
+    assert str(error.value) == (
+        "engine 'prefill' cannot be read: dtype is 'float16' here and 'bfloat16' there"
+    )
+
+
+def test_one_engine_is_read_by_those_with_its_extras_and_those_without(
+    fabric: Fabric, cache: Cache
+) -> None:
+    described = engine_of(ReadableRank(fabric, SIZES))
+    there = msgspec.structs.replace(described, extras={"draft": "one"})
+    peers_of(cache).check(there)
+    peers_of(cache, extras={"draft": "one"}).check(there)
+    with pytest.raises(IncompatiblePeer) as error:
+        peers_of(cache, extras={"draft": "two"}).check(there)
+    assert str(error.value).endswith("cannot be read: draft is 'two' here and 'one' there")
+    with pytest.raises(IncompatiblePeer, match="draft is 'one' here and None there"):
+        peers_of(cache, extras={"draft": "one"}).check(described)
+
+
+def test_layouts_are_compared_only_of_the_same_model(fabric: Fabric, cache: Cache) -> None:
+    peers = peers_of(cache, {**MODEL, "dtype": "float16"})
+    with pytest.raises(IncompatiblePeer) as error:
+        peers.check(engine_of(ReadableRank(fabric, HALF)))
+    assert "heads" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("differing", "more"),
+    [
+        pytest.param(1, "", id="one"),
+        pytest.param(SHOWN_MISMATCHES, "", id="all that are shown"),
+        pytest.param(SHOWN_MISMATCHES + 3, "; and 3 more", id="more"),
+    ],
+)
+def test_only_so_many_mismatches_are_shown(
+    fabric: Fabric, cache: Cache, differing: int, more: str
+) -> None:
+    peers = peers_of(cache, {f"fact {n}": "1" for n in range(differing)})
+    described = engine_of(ReadableRank(fabric, SIZES))
+    there = msgspec.structs.replace(described, model={f"fact {n}": "2" for n in range(differing)})
+    with pytest.raises(IncompatiblePeer) as error:
+        peers.check(there)
+    assert str(error.value).count(" here and ") == min(differing, SHOWN_MISMATCHES)
+    assert str(error.value).endswith("'2' there" + more)
+
+
+def test_all_ranks_of_this_engine_are_compared(fabric: Fabric) -> None:
+    """A rank with half of the heads does not fit alone, and does with the other half."""
+    halves = [Cache(HALF, first_head=head) for head in range(2)]
+    peers, described = peers_of(halves[0]), engine_of(ReadableRank(fabric, SIZES))
+    with pytest.raises(IncompatiblePeer, match="number of KV heads"):
+        peers.check(described)
+    peers.engine_layouts = tuple(half.layout() for half in halves)
+    peers.check(described)
+
+
+@pytest.mark.parametrize(
+    ("cidr", "is_allowed"), [("10.0.0.0/24", True), ("10.0.1.0/24", False)], ids=["inside", "not"]
+)
+def test_a_description_leads_only_to_allowed_hosts(
+    fabric: Fabric, cache: Cache, cidr: str, *, is_allowed: bool
+) -> None:
+    """The engine may be on an allowed host, and a rank of it on another one."""
+    allowed = Config.parse({"peers": [cidr]}, {}).allowed_hosts
+    peers = peers_of(cache, allowed=allowed)
+    described = engine_of(ReadableRank(fabric, SIZES))
+    if is_allowed:
+        peers.check(described)
+        return
+    with pytest.raises(IncompatiblePeer) as error:
+        peers.check(described)
+    endpoint = described.ranks[0].endpoint
+    assert str(error.value) == (
+        f"engine 'prefill' has a rank at {endpoint}; allowed by 'peers': {cidr}"
+    )
+
+
+def test_each_rank_has_an_endpoint_of_its_own(fabric: Fabric, cache: Cache) -> None:
+    described = engine_of(*(ReadableRank(fabric, HALF, first_head=head) for head in range(2)))
+    first, second = described.ranks
+    same = msgspec.structs.replace(second, endpoint=first.endpoint)
+    with pytest.raises(IncompatiblePeer, match="has several ranks at one endpoint"):
+        peers_of(cache).check(msgspec.structs.replace(described, ranks=(first, same)))
+
+
+def test_a_host_is_checked_before_anything_is_compared(fabric: Fabric, cache: Cache) -> None:
+    peers = peers_of(cache, {"another": "model"}, allowed=AllowedHosts(()))
+    with pytest.raises(IncompatiblePeer, match="has a rank at"):
+        peers.check(engine_of(ReadableRank(fabric, SIZES)))
+
+
+def test_each_rank_reads_its_heads_from_those_that_have_them(fabric: Fabric) -> None:
+    halves = [Cache(HALF, first_head=head) for head in range(2)]
+    described = engine_of(*(ReadableRank(fabric, HALF, first_head=head) for head in range(2)))
+    readers = {}
+    for number, half in enumerate(halves):
+        peers = RemotePeers(half.layout(), Rank(number), MODEL)
+        peers.engine_layouts = tuple(each.layout() for each in halves)
+        routes = peers.routes(described)
+        readers[number] = {route.remote_rank: route.readers for route in routes if route.readers}
+    assert readers == {0: {0: (0,)}, 1: {1: (1,)}}
+
+
+# --- what an agent has prepared of them
+
+
+class CountingTransport(MemoryTransport):
+    """Keeps whom it knows, and fails where a test says so."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__(fabric)
+        self.known: list[PeerName] = []
+        self.on_prepare: Callable[[PeerName | None, int], None] = lambda *_: None
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        self.known.append(super().add_peer(metadata))
+        return self.known[-1]
+
+    def drop_peer(self, peer: PeerName) -> None:
+        self.known = [name for name in self.known if name != peer]
+
+    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> ListHandle:
+        self.on_prepare(peer, len(self.known))
+        return super().prepare(rows, memory, peer)
+
+
+@pytest.fixture
+def transport(fabric: Fabric, cache: Cache) -> CountingTransport:
+    transport = CountingTransport(fabric)
+    transport.register(Span(cache.memory.ctypes.data, cache.memory.nbytes), "DRAM", 0)
+    return transport
+
+
+def two_halves(fabric: Fabric) -> tuple[Description, list[ReadableRank]]:
+    ranks = [ReadableRank(fabric, HALF, seed=head, first_head=head) for head in range(2)]
+    return engine_of(*ranks), ranks
+
+
+class Preparing:
+    """One agent's peers, and what is told of them."""
+
+    def __init__(self, transport: MemoryTransport, peers: RemotePeers) -> None:
+        self.background, self.is_reading = Background(is_held=True), False
+        self.ready: list[int] = []
+        self.ended: list[Ended] = []
+        self.peers = peers
+        self.prepared = PreparedPeers(
+            transport,
+            peers,
+            self.background,
+            is_reading=lambda _peer: self.is_reading,
+            is_using=lambda _mapped: self.is_reading,
+            on_rank=lambda _peer, prepared: self.ready.append(prepared.rank),
+        )
+
+    def prepare(self, description: Description) -> None:
+        self.prepared.prepare(PEER, description, self.peers.routes(description))
+
+    def step(self) -> None:
+        """What a turn does, and the background before the next one."""
+        self.ended += self.prepared.end_step()
+        self.prepared.begin_step()
+        self.background.work()
+
+    def run(self) -> list[Ended]:
+        """All steps."""
+        while self.prepared.is_busy:
+            self.step()
+        return self.ended
+
+
+@pytest.fixture
+def preparing(transport: CountingTransport, cache: Cache) -> Preparing:
+    return Preparing(transport, peers_of(cache))
+
+
+def test_all_ranks_that_are_read_are_prepared(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    described, ranks = two_halves(fabric)
+    prepared = preparing.prepared
+    assert repr(prepared) == "<PreparedPeers: none>"
+    preparing.prepare(described)
+    assert prepared.is_preparing(PEER)
+    assert not prepared.is_preparing(OTHER)
+    assert preparing.run() == [Ended(PEER)]
+    assert not prepared.is_preparing(PEER)
+    assert preparing.ready == [0, 1]
+    assert transport.known == [rank.transport.name for rank in ranks]
+    assert repr(prepared) == "<PreparedPeers: 2 of prefill>"
+    for number, rank in enumerate(ranks):
+        assert prepared.has(PEER, Rank(number))
+        one = prepared.get(PEER, Rank(number))
+        assert one.name == rank.transport.name
+        assert one.share == {f"layer.{layer}": (number, number + 1) for layer in range(3)}
+    for missing in (OTHER, PEER):
+        prepared.drop(PEER)
+        with pytest.raises(TransportError, match=r"^engine 'prefill' is gone$"):
+            prepared.get(missing, Rank(0))
+
+
+def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Preparing) -> None:
+    """So each has a thread; and a rank can be read before the next one is added."""
+    described, _ = two_halves(fabric)
+    preparing.prepare(described)
+    for _ in range(2):
+        preparing.prepared.begin_step()
+        assert len(preparing.background) == 2, "one is planned, one is added"
+        assert preparing.prepared.is_adding
+    preparing.background.work()
+    assert not preparing.prepared.is_adding
+    assert preparing.prepared.end_step() == []
+    assert preparing.ready == [0]
+    assert preparing.prepared.has(PEER, Rank(0))
+    assert not preparing.prepared.has(PEER, Rank(1))
+    assert preparing.run() == [Ended(PEER)]
+
+
+def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(
+    fabric: Fabric, preparing: Preparing
+) -> None:
+    preparing.prepared.prepare(PEER, two_halves(fabric)[0], [Route(Rank(0), ())])
+    assert preparing.prepared.end_step() == [Ended(PEER)]
+
+
+def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
+    fabric: Fabric, preparing: Preparing
+) -> None:
+    described, ranks = two_halves(fabric)
+    name = ranks[1].transport.name
+    fabric.lost_peers.add(name)
+    preparing.prepare(described)
+    assert preparing.run() == [Ended(PEER, f"no peer {name!r} on the fabric")]
+    assert preparing.prepared.num_left == 1, "the other one's connections stay open"
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+
+
+def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    def refuse(peer: PeerName | None, num_known: int) -> None:
+        if peer is not None and num_known == 2:
+            raise TransportError("no such memory")
+
+    transport.on_prepare = refuse
+    preparing.prepare(two_halves(fabric)[0])
+    assert preparing.run() == [Ended(PEER, "no such memory")]
+    assert preparing.prepared.num_left == 2
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+
+
+def test_a_rank_that_cannot_be_planned_leaves_nothing_of_its_engine(
+    fabric: Fabric, preparing: Preparing
+) -> None:
+    described, _ = two_halves(fabric)
+    routes = [Route(Rank(n), (Rank(0),), {"layer.0": (0, 99)}) for n in range(2)]
+    preparing.prepared.prepare(PEER, described, routes)
+    (ended,) = preparing.run()
+    assert ended.error is not None
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+
+
+def test_the_others_are_prepared_after_one_that_fails(fabric: Fabric, preparing: Preparing) -> None:
+    good, _ = two_halves(fabric)
+    bad, ranks = two_halves(fabric)
+    fabric.lost_peers.add(ranks[0].transport.name)
+    for peer, description in ((OTHER, bad), (PEER, good)):
+        preparing.prepared.prepare(peer, description, preparing.peers.routes(description))
+    assert [(ended.peer, ended.error is None) for ended in preparing.run()] == [
+        (OTHER, False),
+        (PEER, True),
+    ]
+
+
+def test_a_forgotten_peer_keeps_its_connections_and_uses_them_again(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    described, _ = two_halves(fabric)
+    for _ in range(3):
+        preparing.prepare(described)
+        preparing.run()
+        assert preparing.prepared.num_left == 0
+        preparing.prepared.drop(PEER)
+        preparing.run()
+        assert preparing.prepared.num_left == 2
+    assert len(set(transport.known)) == 2
+
+
+def test_a_lost_peer_is_dropped_by_the_transport_once_nothing_reads_it(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    preparing.prepare(two_halves(fabric)[0])
+    preparing.run()
+    preparing.prepared.drop(OTHER, is_lost=True)
+    preparing.run()
+    assert len(transport.known) == 2
+    preparing.is_reading = True
+    preparing.prepared.drop(PEER, is_lost=True)
+    preparing.step()
+    assert len(transport.known) == 2, "it is being read"
+    assert not preparing.prepared.is_busy
+    preparing.is_reading = False
+    preparing.run()
+    assert transport.known == []
+    assert preparing.prepared.num_left == 2, "only the end of the agent closes its connections"
+
+
+def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    described, _ = two_halves(fabric)
+    for peer in (PEER, OTHER):
+        preparing.prepared.prepare(peer, described, preparing.peers.routes(described))
+    preparing.run()
+    preparing.prepared.drop(PEER, is_lost=True)
+    preparing.run()
+    assert not preparing.prepared.has(OTHER, Rank(0))
+    assert set(transport.known) == set()
+
+
+def test_a_peer_that_comes_back_while_it_is_still_read_stays(
+    fabric: Fabric, transport: CountingTransport, preparing: Preparing
+) -> None:
+    described, _ = two_halves(fabric)
+    preparing.prepare(described)
+    preparing.run()
+    preparing.is_reading = True
+    preparing.prepared.drop(PEER)
+    preparing.prepare(described)
+    preparing.step()
+    preparing.is_reading = False
+    assert preparing.run()[-1] == Ended(PEER)
+    assert preparing.prepared.has(PEER, Rank(1))
+    assert set(transport.known) == {rank.agent.decode() for rank in described.ranks}
+
+
+def test_nothing_is_added_after_the_end(fabric: Fabric, preparing: Preparing) -> None:
+    preparing.prepare(two_halves(fabric)[0])
+    preparing.prepared.begin_step()
+    preparing.prepared.close()
+    preparing.background.work()
+    assert preparing.prepared.end_step() == []
+    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+
+
+def test_heads_that_no_rank_has_have_no_route(fabric: Fabric, preparing: Preparing) -> None:
+    with pytest.raises(ValueError, match="KV head 1"):
+        preparing.prepare(engine_of(ReadableRank(fabric, HALF)))
+
+
+def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
+    layout = cache.layout()
+    (span,) = layout.spans
+    few = Span(span.address, 10)
+    rows = sample_rows(replace(layout, spans=(span, few)))
+    length = min(SAMPLE_BYTES, span.length)
+    expected = [(span.address, length, 0, length, 1), (span.address, 10, 0, 10, 1)]
+    assert rows.tolist() == [list(row) for row in expected]

@@ -1,0 +1,41 @@
+"""In which order a stream and its GPU are entered and left; GPUs themselves are in tests/gpu."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from nixl_kv.gpu_streams import on  # noqa: E402
+
+
+def test_the_gpu_is_entered_before_its_stream_and_left_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other way round leaving the stream would make a context on the thread's own GPU."""
+    seen: list[tuple[str, object]] = []
+
+    def noting(kind: str) -> Any:
+        @contextmanager
+        def manager(what: object) -> Iterator[None]:
+            seen.append((f"into {kind}", what))
+            yield
+            seen.append((f"out of {kind}", what))
+
+        return manager
+
+    for kind in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, kind, noting(kind))
+    stream: Any = SimpleNamespace(device="cuda:1")
+    with on(stream):
+        seen.append(("within", None))
+    assert seen == [
+        ("into device", "cuda:1"),
+        ("into stream", stream),
+        ("within", None),
+        ("out of stream", stream),
+        ("out of device", "cuda:1"),
+    ]

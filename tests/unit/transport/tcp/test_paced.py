@@ -1,0 +1,499 @@
+"""Piece by piece, one in each stream: the same bytes, whatever the rows, in bounded pieces."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.geometry.layout import BlockIds, Memory, Span, block_ids
+from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
+from nixl_kv.transport.memory import Fabric, MemoryTransport
+from nixl_kv.transport.tcp import paced, window
+from nixl_kv.transport.tcp.paced import AlwaysTcp, PacedTransport
+from support.stepped import Background
+
+SIZE = 4096
+
+
+class Watched(MemoryTransport):
+    """Keeps how long each read is, and checks that a peer has one at a time."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__(fabric)
+        self.lengths: list[int] = []
+        self.reading: Counter[str] = Counter()
+        self.doubt: TransportError | None = None
+        self.peers: set[PeerName] = set()
+        self.num_polls = 0
+
+    def add_peer(self, metadata: bytes) -> PeerName:
+        name = super().add_peer(metadata)
+        self.peers.add(name)
+        return name
+
+    def drop_peer(self, peer: PeerName) -> None:
+        self.peers.remove(peer)
+
+    def read(self, local: Any, remote: Any, indices: tuple[Indices, Indices]) -> Any:
+        started = super().read(local, remote, indices)
+        self.reading[started.peer] += 1
+        assert self.reading[started.peer] == 1
+        assert len(started.pairs) == 1, "what is read at once is one range"
+        self.lengths += [length for _, (_, length) in started.pairs]
+        return started
+
+    def poll(self, read: Any) -> bool:
+        self.num_polls += 1
+        if self.doubt is not None:
+            raise self.doubt
+        try:
+            ended = super().poll(read)
+        except PeerLost:
+            self.reading[read.peer] -= 1
+            raise
+        self.reading[read.peer] -= ended
+        return ended
+
+    @property
+    def under_way(self) -> int:
+        return self.reading.total()
+
+
+class World:
+    def __init__(self, links: Any = None) -> None:
+        self.fabric = Fabric(polls=1)
+        self.owner = MemoryTransport(self.fabric)
+        self.agents: list[Watched] = []
+        self.now: Iterator[int] = itertools.count()
+        self.background = Background()
+        self.reader = PacedTransport(
+            self.make_agent("DRAM"),
+            self.make_agent,
+            links or AlwaysTcp(),
+            self.background,
+            clock=lambda: next(self.now) * 1e-3,
+        )
+        rng = np.random.default_rng(1)
+        self.remote_bytes = rng.integers(1, 256, SIZE, dtype=np.uint8)
+        self.local_bytes = np.zeros(SIZE, dtype=np.uint8)
+        self.owner.register(Span(self.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
+        self.reader.register(Span(self.local_bytes.ctypes.data, SIZE), "DRAM", 0)
+        self.peer = self.reader.add_peer(self.owner.metadata())
+
+    def make_agent(self, memory: Memory) -> Watched:
+        assert memory == "DRAM"
+        self.agents.append(Watched(self.fabric))
+        return self.agents[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for agent in self.agents for length in agent.lengths]
+
+    def lists(self, table: list[tuple[int, int, int, int]]) -> tuple[ListHandle, ListHandle]:
+        """(offset, length, stride, count) of each row, the same on both sides."""
+        prepared = []
+        for memory, peer in ((self.local_bytes, None), (self.remote_bytes, self.peer)):
+            rows = [(memory.ctypes.data + o, length, 0, s, n) for o, length, s, n in table]
+            prepared.append(self.reader.prepare(np.array(rows, dtype=np.uint64), "DRAM", peer))
+        return prepared[0], prepared[1]
+
+    def finish(self, read: ReadHandle) -> None:
+        for _ in range(10_000):
+            if self.reader.poll(read):
+                return
+        raise AssertionError("it does not end")
+
+
+class NoLink:
+    """Nothing is read over TCP."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def is_tcp(self, metadata: bytes, memory: Memory) -> bool:
+        assert metadata
+        assert memory == "DRAM"
+        return False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in (
+        (window, "MAX_PIECE_BYTES", 16),
+        (window, "FIRST_PIECE_BYTES", 16),
+        (window, "MIN_PIECE_BYTES", 16),
+        (paced, "MIN_PIECE_BYTES", 16),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def ids(*numbers: int) -> BlockIds:
+    return block_ids(numbers)
+
+
+def test_a_long_run_is_read_in_parts() -> None:
+    world = World()
+    local, remote = world.lists([(0, 40, 48, 3)])
+    world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
+    assert sorted(world.lengths) == [8, 16, 16]
+    assert np.array_equal(world.local_bytes[48:88], world.remote_bytes[96:136])
+    assert world.local_bytes[:48].sum() + world.local_bytes[88:].sum() == 0
+
+
+def test_neighbours_are_read_together_as_far_as_they_fit_into_a_piece() -> None:
+    world = World()
+    local, remote = world.lists([(0, 4, 4, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(10)), ids(*range(20, 30)))))
+    assert sorted(world.lengths) == [8, 16, 16]
+    assert np.array_equal(world.local_bytes[:40], world.remote_bytes[80:120])
+
+
+def test_neighbours_of_two_rows_are_read_together_too() -> None:
+    world = World()
+    local, remote = world.lists([(0, 4, 100, 1), (4, 8, 100, 1)])
+    world.finish(world.reader.read(local, remote, (ids(0, 1), ids(0, 1))))
+    assert world.lengths == [12]
+
+
+def test_a_link_that_waits_for_its_round_trip_gets_more_streams() -> None:
+    world = World()
+    world.fabric.polls = 20
+    local, remote = world.lists([(0, 16, 32, 128)])
+    world.finish(world.reader.read(local, remote, (ids(*range(128)), ids(*range(128)))))
+    assert 2 < len(world.agents) <= window.MAX_STREAMS
+    assert all(agent.lengths for agent in world.agents)
+    for start in range(0, SIZE, 32):
+        assert np.array_equal(
+            world.local_bytes[start : start + 16], world.remote_bytes[start : start + 16]
+        )
+
+
+def test_a_read_goes_on_while_its_peer_is_connected_once_more() -> None:
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(*range(50)), ids(*range(50))))
+    while len(world.lengths) < 20:
+        assert not world.reader.poll(read)
+    assert len(world.background) == len(world.agents) == 1
+    world.background.work()
+    world.finish(read)
+    assert len(world.agents) > 1
+    assert all(agent.lengths for agent in world.agents)
+
+
+def test_an_agent_that_is_being_connected_to_another_peer_is_left_alone() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(50)), ids(*range(50)))))
+    assert len(world.agents) > 1
+    other = MemoryTransport(world.fabric)
+    other.register(Span(world.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
+    name = world.reader.add_peer(other.metadata())
+    rows = np.array([(world.remote_bytes.ctypes.data, 16, 0, 32, 100)], dtype=np.uint64)
+    world.background.is_held, world.fabric.polls = True, 5
+    theirs = world.reader.prepare(rows, "DRAM", name)
+    reads = [
+        world.reader.read(local, each, (ids(*range(60, 80)), ids(*range(60, 80))))
+        for each in (theirs, remote)
+    ]
+    while not world.background:
+        assert not world.reader.poll(reads[0])
+    before = len(world.agents[1].lengths)
+    world.finish(reads[1])
+    assert len(world.agents[1].lengths) == before
+    world.background.work()
+    world.finish(reads[0])
+    assert len(world.agents[1].lengths) > before
+
+
+def test_what_such_an_agent_reads_is_not_looked_at_meanwhile() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(50)), ids(*range(50)))))
+    other = MemoryTransport(world.fabric)
+    other.register(Span(world.remote_bytes.ctypes.data, SIZE), "DRAM", 0)
+    name = world.reader.add_peer(other.metadata())
+    rows = np.array([(world.remote_bytes.ctypes.data, 16, 0, 32, 100)], dtype=np.uint64)
+    world.background.is_held, world.fabric.polls = True, 50
+    world.reader._peers[world.peer].max_streams = 2  # so that the other peer is connected next
+    read = world.reader.read(local, remote, (ids(*range(60, 80)), ids(*range(60, 80))))
+    while not world.agents[1].under_way:
+        assert not world.reader.poll(read)
+    theirs = world.reader.prepare(rows, "DRAM", name)
+    their_read = world.reader.read(local, theirs, (ids(1, 3, 5), ids(1, 3, 5)))
+    while not world.background:
+        assert not world.reader.poll(their_read)
+    before = [agent.num_polls for agent in world.agents[:2]]
+    for _ in range(9):
+        assert not world.reader.poll(read)
+    after = [agent.num_polls for agent in world.agents[:2]]
+    assert (after[0] > before[0], after[1]) == (True, before[1])
+    world.background.work()
+    world.finish(read)
+    world.finish(their_read)
+
+
+def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(*range(9)), ids(*range(9))))
+    world.finish(read)
+    assert len(world.background) == 1
+    world.reader.drop_peer(world.peer)
+    world.background.work()
+    assert world.peer in world.agents[1].peers
+    world.reader.close()
+    assert world.peer not in world.agents[1].peers
+    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
+
+
+def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+
+    def fail(_: Memory) -> Watched:
+        raise TransportError("no more file descriptors")
+
+    reader = PacedTransport(world.agents[0], fail, AlwaysTcp(), Background())
+    reader.add_peer(world.owner.metadata())
+    world.reader = reader
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    assert world.lengths == [16] * 9
+    assert caplog.text.count("no more file descriptors") == 1
+
+
+def test_an_error_of_ours_fails_a_further_connection_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also if an agent was made by then: it is closed."""
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    agents: list[Watched] = []
+
+    def make_agent(memory: Memory) -> Watched:
+        agents.append(world.make_agent(memory))
+        setattr(agents[-1], "register", lambda *_: dict[str, int]()["a bug"])  # noqa: B010 - of one object
+        return agents[-1]
+
+    world.reader._make_agent = make_agent
+    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    assert len(agents) == 1
+    assert agents[0].name not in world.fabric.transports
+    assert caplog.text.count("no more than 1 connections to a peer: KeyError('a bug')") == 1
+
+
+def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paced, "CONNECTED_S", 0.01)
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    assert world.reader._connecting is not None
+    connecting = world.reader._connecting.agent
+    assert connecting.set_running_or_notify_cancel()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="still being connected or ended"):
+            world.reader.close()
+    connecting.set_result((world.make_agent("DRAM"), ""))
+    world.reader.close()
+    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
+
+
+def test_the_end_waits_for_no_connection_that_has_not_begun() -> None:
+    world = World()
+    world.background.is_held = True
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
+    world.reader.close()
+    assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
+
+
+def test_a_short_read_does_not_wait_for_a_long_one() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    long = world.reader.read(local, remote, (ids(*range(50)), ids(*range(50))))
+    assert not world.reader.poll(long)
+    short = world.reader.read(local, remote, (ids(70), ids(70)))
+    world.finish(short)
+    assert not world.reader.poll(long)
+    world.finish(long)
+
+
+def test_nobody_looks_twice_in_no_time() -> None:
+    world = World()
+    local, remote = world.lists([(0, 16, 32, 100)])
+    world.finish(world.reader.read(local, remote, (ids(0), ids(0))))
+    world.fabric.polls = 3
+    read = world.reader.read(local, remote, (ids(1), ids(1)))
+    world.now = itertools.repeat(next(world.now))
+    assert not any(world.reader.poll(read) for _ in range(9))
+    world.now = itertools.count(next(world.now) + 1)
+    world.finish(read)
+
+
+def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(*range(0, 80, 2)), ids(*range(0, 80, 2))))
+    other = world.reader.read(local, remote, (ids(1, 3), ids(1, 3)))
+    assert not world.reader.poll(read)
+    assert world.reader.stop(read)
+    asked = sum(len(agent.lengths) for agent in world.agents)
+    assert not world.reader.poll(read), "what is under way goes on"
+    assert not world.reader.stop(read), "it was stopped before"
+    world.finish(other)
+    world.finish(read)
+    assert sum(len(agent.lengths) for agent in world.agents) == asked + 2
+    assert not world.reader.stop(other), "all of it was read"
+    direct = World(NoLink())
+    lists = direct.lists([(0, 16, 32, 100)])
+    assert not direct.reader.stop(direct.reader.read(*lists, (ids(1), ids(1))))
+
+
+def test_a_lost_peer_fails_all_its_reads() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    reads = [world.reader.read(local, remote, (ids(*p), ids(*p))) for p in ([1, 2, 3], [4, 5])]
+    assert not world.reader.poll(reads[0])
+    world.fabric.lost_peers.add(world.peer)
+    for read in reads:
+        with pytest.raises(PeerLost):
+            world.finish(read)
+    assert not any(agent.under_way for agent in world.agents)
+
+
+def test_a_connection_that_breaks_fails_a_read_when_the_others_have_ended_theirs() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(1, 3, 5), ids(1, 3, 5)))
+    while [agent.under_way for agent in world.agents] != [1, 1]:
+        assert not world.reader.poll(read)
+    world.agents[0].doubt = PeerLost("it was reset")
+    with pytest.raises(PeerLost, match="it was reset"):
+        world.finish(read)
+    assert world.agents[1].under_way == 0
+
+
+def test_an_error_that_leaves_the_end_open_is_told_at_once() -> None:
+    world = World()
+    world.fabric.polls = 5
+    local, remote = world.lists([(0, 16, 32, 100)])
+    read = world.reader.read(local, remote, (ids(1, 3), ids(1, 3)))
+    assert not world.reader.poll(read)
+    world.agents[0].doubt = TransportError("nobody knows")
+    with pytest.raises(TransportError, match="nobody knows"):
+        world.finish(read)
+    world.agents[0].doubt = None
+    other = world.reader.read(local, remote, (ids(5), ids(5)))
+    world.finish(other)  # in another stream: what goes on in the first one stays alone there
+    assert world.agents[0].under_way == 1
+
+
+@pytest.mark.parametrize("index", [-1, 100])
+def test_an_index_without_a_piece_is_refused(index: int) -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 100)])
+    with pytest.raises(TransportError, match=f"index {index}"):
+        world.reader.read(local, remote, (ids(index), ids(0)))
+
+
+def test_pieces_of_unequal_length_are_refused() -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 1), (8, 9, 9, 1)])
+    with pytest.raises(TransportError, match="differ in length"):
+        world.reader.read(local, remote, (ids(0), ids(1)))
+
+
+def test_a_read_of_nothing_is_refused() -> None:
+    world = World()
+    local, remote = world.lists([(0, 8, 8, 100)])
+    with pytest.raises(TransportError, match="0 local and 0 remote"):
+        world.reader.read(local, remote, (ids(), ids()))
+
+
+def test_what_is_not_tcp_is_read_as_it_is() -> None:
+    links = NoLink()
+    world = World(links)
+    local, remote = world.lists([(0, 40, 48, 3)])
+    world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
+    assert world.lengths == [40]
+    assert len(world.agents) == 1
+    world.reader.drop_peer(world.peer)
+    world.reader.close()
+    assert links.is_closed
+
+
+def test_the_rest_is_as_with_the_agents() -> None:
+    world = World()
+    assert world.reader.metadata() == world.agents[0].metadata()
+    world.reader.progress()
+    local, remote = world.lists([(0, 8, 16, 100)])
+    world.finish(world.reader.read(local, remote, (ids(*range(99)), ids(*range(99)))))
+    assert world.reader.add_peer(world.owner.metadata()) == world.peer
+    world.reader.register(Span(world.local_bytes.ctypes.data, 8), "DRAM", 0)
+    world.reader.drop_peer(world.peer)
+    world.fabric.closes_fail = True
+    with pytest.raises(TransportError):
+        world.reader.close()
+    world.fabric.closes_fail = False
+    world.reader.close()
+    assert all(agent.name not in world.fabric.transports for agent in world.agents)
+
+
+row = st.tuples(st.integers(1, 50), st.integers(0, 6), st.integers(1, 8))
+
+
+@given(rows=st.lists(row, min_size=1, max_size=4), data=st.data())
+def test_whatever_the_rows_the_bytes_are_those_of_the_pieces(
+    rows: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    world = World()
+    table, offset, pieces = [], 0, []
+    for length, gap, count in rows:
+        table.append((offset, length, length + gap, count))
+        pieces += [(offset + i * (length + gap), length) for i in range(count)]
+        offset += count * (length + gap)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(pieces))), min_size=1, unique=True))
+    local, remote = world.lists(table)
+    if data.draw(st.booleans()):
+        chosen.sort()
+    world.finish(world.reader.read(local, remote, (ids(*chosen), ids(*chosen))))
+    expected = np.zeros_like(world.local_bytes)
+    for index in chosen:
+        start, length = pieces[index]
+        expected[start : start + length] = world.remote_bytes[start : start + length]
+    assert np.array_equal(world.local_bytes, expected)
+    assert max(world.lengths) <= 16
+
+
+def test_a_rehearsal_finds_out_what_this_side_would_be_read_over() -> None:
+    """It is the first question that takes long."""
+    asked: list[bytes] = []
+
+    class Asked(NoLink):
+        def is_tcp(self, metadata: bytes, memory: Memory) -> bool:
+            asked.append(metadata)
+            return super().is_tcp(metadata, memory)
+
+    fabric, links = Fabric(), Asked()
+    transport = PacedTransport(
+        MemoryTransport(fabric), lambda _: MemoryTransport(fabric), links, Background()
+    )
+    transport.rehearse(Span(4096, 4096), "DRAM", 0)
+    assert asked == [transport.metadata()]

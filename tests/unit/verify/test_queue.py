@@ -1,0 +1,593 @@
+"""Digests that a rank makes: in which order, of what, and why not."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nixl_kv.errors import DigestError
+from nixl_kv.geometry import digest
+from nixl_kv.geometry.digest import Key
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table
+from nixl_kv.geometry.slices import KVSlice, LocalSlice
+from nixl_kv.ids import Claim, Rank
+from nixl_kv.protocol.events import (
+    CompareDigest,
+    DigestAction,
+    DigestCompared,
+    DigestLanded,
+    DigestMade,
+    MakeDigest,
+    StartLoad,
+)
+from nixl_kv.protocol.messages import DigestRequest, Reader
+from nixl_kv.verify.queue import (
+    Digester,
+    DigestEvent,
+    DigestQueue,
+    HostDigester,
+    NoDigester,
+    Steps,
+    block_tables,
+)
+from support.digesters import SlowDigester
+from support.records import CLAIM, D1, RIVAL, digest_reply, digest_request
+
+Bytes = npt.NDArray[np.uint8]
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 2, 10, 2, 4, 8
+END = 10
+TABLE, WINDOWED = (7, 3, 5), (ABSENT, 2, 6)
+"""Of a prompt of 10 tokens. A window has passed the first entry of the second group."""
+FULL, BEHIND = KVSlice("layer.0", 0, 2, 0), KVSlice("layer.1", 0, 2, 4)
+THIRD = Claim("3" * 32)
+
+
+class Cache:
+    """A rank's memory: one layer in each of two groups, blocks of four tokens."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        shape = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
+        self.bytes: Bytes = rng.integers(0, 256, shape, dtype=np.uint8)
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Of both groups."""
+        layer, block, head, token, _ = self.bytes.strides
+        address = self.bytes.ctypes.data
+        parts = (Part(0, 4), Part(4, 4))
+        groups = tuple(
+            Group(TOKENS, BLOCKS, 1, (Region(name, base, block, head, token, 0, HEADS, parts),))
+            for name, base in (("layer.0", address), ("layer.1", address + layer))
+        )
+        return CacheLayout(groups, "DRAM", 0, (Span(address, self.bytes.nbytes),))
+
+    def copy_to(self, other: "Cache", tables: Sequence[tuple[int, ...]]) -> None:
+        """What a read does, into these blocks of the other's."""
+        for layer, (remote, local) in enumerate(zip(tables, (TABLE, WINDOWED), strict=True)):
+            pairs = [pair for pair in zip(remote, local, strict=True) if ABSENT not in pair]
+            for to, block in pairs:
+                other.bytes[layer, to] = self.bytes[layer, block]
+
+
+TABLES: Final = (Table.of(TABLE), Table.of(WINDOWED))
+DECODE_TABLES: Final = ((1, 2, 3), (ABSENT, 9, 8))
+DECODE_SENT: Final = tuple(Table.of(ids) for ids in DECODE_TABLES)
+
+
+def asked(**changed: Any) -> DigestRequest:
+    return digest_request(**{"end": END, "slices": (FULL, BEHIND), **changed})
+
+
+def order(
+    route: bytes = b"route", *, tables: tuple[Table, ...] = TABLES, **changed: Any
+) -> MakeDigest:
+    return MakeDigest(route, asked(**changed), tables)
+
+
+class Clock:
+    """One second further at each look."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def counts() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache(1)
+
+
+def queue_of(cache: Cache, digester: Digester | None = None) -> DigestQueue:
+    return DigestQueue(cache.layout, digester or HostDigester(), defaultdict(float))
+
+
+@pytest.fixture
+def digests(cache: Cache, counts: defaultdict[str, float]) -> DigestQueue:
+    return DigestQueue(cache.layout, HostDigester(), counts, Clock())
+
+
+def always(action: DigestAction) -> bool:
+    """Whoever gave an order still waits."""
+    del action
+    return True
+
+
+def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
+    """All that ends; it takes no more turns than that."""
+    ended = []
+    for _ in range(turns):
+        ended += digests.poll(always)
+    assert digests.wait_s is None
+    return ended
+
+
+def digest_of(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
+    """One digest, made at once."""
+    assert digests.add(wanted) is None
+    (ended,) = drained(digests)
+    assert isinstance(ended, DigestMade)
+    return ended
+
+
+def routes(ended: Sequence[DigestEvent]) -> list[bytes]:
+    return [event.route for event in ended if isinstance(event, DigestMade)]
+
+
+# --- what a digest is of
+
+
+def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
+    ended = digest_of(digests, order())
+    numbers = Key(CLAIM).numbers(1)
+    rows = []
+    for layer, table, begin in ((0, TABLE, 0), (1, WINDOWED, 4)):
+        tokens = cache.bytes[layer, list(table)].swapaxes(0, 1).reshape(HEADS, -1, CONTENT)
+        for part in (slice(0, 4), slice(4, 8)):
+            positions = np.arange(begin, END)
+            terms = digest.terms(numbers, positions, tokens[:, begin:END, part])
+            rows += list(terms.sum(axis=1, dtype=np.uint64))
+    sums = np.array(rows, "<u8")
+    column = (sums * np.arange(1, 16, 2, np.uint64)).sum(dtype=np.uint64).tobytes()
+    assert ended == DigestMade(b"route", asked(), sums.tobytes(), column)
+
+
+def test_its_key_is_the_claim(digests: DigestQueue) -> None:
+    one, other = digest_of(digests, order()), digest_of(digests, order(claim=RIVAL))
+    assert one.rows != other.rows
+    assert one.columns != other.columns
+
+
+def test_what_is_behind_the_end_is_not_looked_at(cache: Cache, digests: DigestQueue) -> None:
+    before = digest_of(digests, order())
+    cache.bytes[:, [5, 6], :, END % TOKENS :] ^= 1
+    assert digest_of(digests, order()) == before
+    cache.bytes[0, 5, :, END % TOKENS - 1] ^= 1
+    assert digest_of(digests, order()).rows != before.rows
+
+
+def test_block_tables_begin_with_what_is_present(cache: Cache) -> None:
+    first, second = block_tables(cache.layout, TABLES)
+    assert (list(first.ids), first.first) == ([7, 3, 5], 0)
+    assert (list(second.ids), second.first) == ([2, 6], 1)
+    assert (first.group, second.group) == cache.layout.groups
+
+
+# --- comparisons
+
+
+def comparison(
+    remote: DigestMade,
+    *,
+    slices: tuple[KVSlice, ...] = (FULL, BEHIND),
+    begin: int = 0,
+    tables: tuple[Table, ...] = DECODE_SENT,
+) -> CompareDigest:
+    reply = digest_reply(rows=remote.rows, columns=remote.columns)
+    return CompareDigest(Rank(3), slices, StartLoad(D1, begin, END, tables, True), reply)  # noqa: FBT003
+
+
+@pytest.fixture
+def landed(cache: Cache) -> Cache:
+    """A decode rank's memory, into which the prompt was read."""
+    decode = Cache(2)
+    cache.copy_to(decode, DECODE_TABLES)
+    return decode
+
+
+def compared(where: Cache, wanted: CompareDigest) -> DigestCompared:
+    digests = queue_of(where)
+    assert digests.add(wanted) is None
+    (ended,) = drained(digests)
+    assert isinstance(ended, DigestCompared)
+    assert (ended.request, ended.rank, ended.claim, ended.refusal) == (D1, 3, CLAIM, None)
+    return ended
+
+
+def test_what_was_read_is_what_prefill_has(digests: DigestQueue, landed: Cache) -> None:
+    assert compared(landed, comparison(digest_of(digests, order()))).difference is None
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        pytest.param((0, 1, 0, 0, 0), "K of head 0 of layer layer.0 ", id="first byte"),
+        pytest.param((0, 3, 1, 1, 7), "V of head 1 of layer layer.0 ", id="last byte"),
+        pytest.param((1, 9, 0, 0, 4), "V of head 0 of layer layer.1 ", id="behind the window"),
+    ],
+)
+def test_one_bit_that_differs_is_named(
+    digests: DigestQueue, landed: Cache, place: tuple[int, ...], words: str
+) -> None:
+    remote = digest_of(digests, order())
+    landed.bytes[place] ^= 0x10
+    difference = compared(landed, comparison(remote)).difference
+    assert difference is not None
+    assert difference.startswith(words)
+    first = 4 if "layer.1" in words else 0
+    assert f"differs in tokens {first} to 9" in difference
+
+
+def test_blocks_that_changed_places_differ(digests: DigestQueue, landed: Cache) -> None:
+    remote = digest_of(digests, order())
+    landed.bytes[0, [1, 2]] = landed.bytes[0, [2, 1]]
+    assert compared(landed, comparison(remote)).difference is not None
+
+
+def test_only_what_was_read_is_compared(digests: DigestQueue, landed: Cache) -> None:
+    """The first block was here before; it may have been computed in another order."""
+    slices = (replace(FULL, begin=4), BEHIND)
+    remote = digest_of(digests, order(slices=slices))
+    landed.bytes[0, 1] ^= 0xFF
+    tables = tuple(Table.of(ids[1:], first=1) for ids in DECODE_TABLES)
+    wanted = comparison(remote, slices=slices, begin=4, tables=tables)
+    assert compared(landed, wanted).difference is None
+    landed.bytes[0, 2, 0, 0, 0] ^= 1
+    assert compared(landed, wanted).difference is not None
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        pytest.param(slice(8, None), slice(None), id="rows"),
+        pytest.param(slice(None, -1), slice(None), id="cut rows"),
+        pytest.param(slice(None), slice(0, 7), id="cut columns"),
+    ],
+)
+def test_a_digest_of_another_size_differs(
+    digests: DigestQueue, landed: Cache, rows: slice, columns: slice
+) -> None:
+    remote = digest_of(digests, order())
+    cut = msgspec.structs.replace(remote, rows=remote.rows[rows], columns=remote.columns[columns])
+    difference = compared(landed, comparison(cut)).difference
+    assert difference is not None
+    assert difference.startswith("digests of (8, 1) heads and columns here and (")
+
+
+def landing(wanted: CompareDigest) -> DigestLanded:
+    return DigestLanded(wanted.rank, wanted.slices, wanted.load, wanted.digest_reply.claim)
+
+
+def test_what_has_landed_is_digested_before_there_is_something_to_compare(
+    digests: DigestQueue, landed: Cache, counts: defaultdict[str, float]
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = DigestQueue(landed.layout, HostDigester(), counts)
+    counts.clear()
+    assert here.add(landing(wanted)) is None
+    assert here.add(landing(wanted)) is None
+    assert drained(here) == []
+    assert counts["digests"] == 1
+    landed.bytes[:] = 0  # it was read before
+    ended = here.add(wanted)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is None
+    assert here.add(wanted) is None  # a second comparison digests again
+    (again,) = drained(here)
+    assert isinstance(again, DigestCompared)
+    assert again.difference is not None
+
+
+def test_a_comparison_waits_for_the_digest_that_is_being_made(
+    digests: DigestQueue, landed: Cache, counts: defaultdict[str, float]
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = DigestQueue(landed.layout, HostDigester(), counts)
+    counts.clear()
+    assert here.add(landing(wanted)) is None
+    assert here.add(wanted) is None
+    assert here.add(wanted) is None
+    (ended,) = drained(here)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is None
+    assert counts["digests"] == 1
+
+
+def test_the_digest_of_a_load_that_is_over_is_forgotten(
+    digests: DigestQueue, landed: Cache
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = queue_of(landed)
+    here.add(landing(wanted))
+    drained(here)
+    here.poll(lambda _: False)
+    landed.bytes[:] = 0
+    assert here.add(wanted) is None
+    (ended,) = drained(here)
+    assert isinstance(ended, DigestCompared)
+    assert ended.difference is not None
+
+
+def test_what_has_landed_and_cannot_be_digested_is_tried_again(
+    digests: DigestQueue, cache: Cache
+) -> None:
+    wanted = comparison(digest_of(digests, order()))
+    here = DigestQueue(cache.layout, NoDigester("no GPU"), defaultdict(float))
+    assert here.add(landing(wanted)) is None
+    assert len(here) == 0
+    ended = here.add(wanted)
+    assert isinstance(ended, DigestCompared)
+    assert ended.refusal == "no GPU"
+
+
+# --- one after the other
+
+
+def test_a_claim_has_one_digest_at_a_time(digests: DigestQueue) -> None:
+    """Or else a reader could keep this rank busy for ever."""
+    assert digests.add(order()) is None
+    assert digests.add(order(end=9)) is None
+    (ended,) = drained(digests)
+    assert isinstance(ended, DigestMade)
+    assert ended.digest_request == asked()
+
+
+def test_digests_are_made_in_their_order_and_go_back_by_their_routes(
+    digests: DigestQueue,
+) -> None:
+    wanted = [order(b"0"), order(b"1", claim=RIVAL), order(b"2", claim=THIRD, end=9)]
+    for each in wanted:
+        assert digests.add(each) is None
+    assert (len(digests), repr(digests)) == (3, "<DigestQueue: 3 to make>")
+    ended = drained(digests)
+    assert [(one.route, one.digest_request) for one in ended if isinstance(one, DigestMade)] == [
+        (each.route, each.digest_request) for each in wanted
+    ]
+    assert (len(digests), repr(digests)) == (0, "<DigestQueue: 0 to make>")
+
+
+def test_one_digest_is_made_at_a_time_by_a_step_at_each_poll(cache: Cache) -> None:
+    slow = SlowDigester(3)
+    digests = queue_of(cache, slow)
+    digests.add(order())
+    digests.add(order(claim=RIVAL))
+    for number in range(1, 4):
+        assert digests.poll(always) == []
+        assert slow.keys == [CLAIM] * number
+    assert len(drained(digests)) == 2
+    assert slow.keys == [CLAIM] * 3 + [RIVAL] * 3
+
+
+def test_a_digest_that_is_asked_for_again_meanwhile_is_made_once(cache: Cache) -> None:
+    digests = queue_of(cache, SlowDigester(3))
+    digests.add(order(b"first"))
+    digests.poll(always)
+    assert digests.add(order(b"second")) is None
+    assert routes(drained(digests)) == [b"first"]
+    assert digests.add(order(b"third")) is None
+    assert routes(drained(digests)) == [b"third"]
+
+
+@pytest.mark.parametrize(
+    ("digester", "pause_s"),
+    [
+        pytest.param(HostDigester(), 0.0, id="host"),
+        pytest.param(SlowDigester(1), 0.5, id="another"),
+    ],
+)
+def test_the_thread_waits_as_long_as_a_step_allows(
+    cache: Cache, digester: Digester, pause_s: float
+) -> None:
+    digests = queue_of(cache, digester)
+    assert digests.wait_s is None
+    digests.add(order())
+    assert digests.wait_s == pause_s
+
+
+def test_what_is_cleared_never_ends(digests: DigestQueue) -> None:
+    digests.add(order())
+    digests.poll(always)
+    digests.add(order(claim=RIVAL))
+    digests.clear()
+    assert drained(digests) == []
+    assert digest_of(digests, order()).refusal is None
+
+
+def test_the_digester_is_closed_with_the_queue(cache: Cache) -> None:
+    slow = SlowDigester(1)
+    digests = queue_of(cache, slow)
+    assert not slow.is_closed
+    digests.close()
+    assert slow.is_closed
+
+
+class FailingDigester(SlowDigester):
+    """Cannot make the digest of one claim."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(2)
+        self.error = error
+
+    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
+        yield from super().__call__(key, local_slices)
+        if key.secret == RIVAL:
+            raise self.error
+        return (yield from HostDigester()(key, local_slices))
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal"),
+    [
+        (DigestError("no memory"), "no memory"),
+        (MemoryError("no memory"), "no memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=repr,
+)
+def test_a_step_that_fails_costs_its_own_digest_only(
+    cache: Cache, error: Exception, refusal: str
+) -> None:
+    digests = queue_of(cache, FailingDigester(error))
+    for claim in (CLAIM, RIVAL, THIRD):
+        digests.add(order(claim.encode(), claim=claim))
+    ended = [one for one in drained(digests) if isinstance(one, DigestMade)]
+    assert [(one.route, one.refusal) for one in ended] == [
+        (CLAIM.encode(), None),
+        (RIVAL.encode(), refusal),
+        (THIRD.encode(), None),
+    ]
+
+
+def test_where_nothing_can_be_digested_all_is_refused(cache: Cache) -> None:
+    refused = queue_of(cache, NoDigester("no compiler")).add(order())
+    assert refused == DigestMade(b"route", asked(), refusal="no compiler")
+
+
+# --- who waits
+
+
+def reader(rank: int) -> Reader:
+    return msgspec.structs.replace(asked().reader, rank=rank)
+
+
+def test_readers_of_the_same_heads_get_the_same_digest(
+    cache: Cache, counts: defaultdict[str, float]
+) -> None:
+    slow = SlowDigester(3)
+    digests = DigestQueue(cache.layout, slow, counts)
+    for rank in range(3):
+        assert digests.add(order(b"%d" % rank, reader=reader(rank))) is None
+    digests.add(order(b"3", reader=reader(3), slices=(BEHIND,)))
+    ended = {one.route: one for one in drained(digests) if isinstance(one, DigestMade)}
+    assert slow.keys == [CLAIM] * 6  # two digests
+    assert {route: one.digest_request.reader.rank for route, one in ended.items()} == {
+        b"%d" % rank: rank for rank in range(4)
+    }
+    assert ended[b"0"].rows == ended[b"2"].rows != ended[b"3"].rows
+    assert counts["digests"] == 2
+
+
+def test_a_digest_that_nobody_waits_for_is_dropped(
+    cache: Cache, counts: defaultdict[str, float]
+) -> None:
+    """Under overload those behind it would be late too."""
+    slow = SlowDigester(3)
+    digests = DigestQueue(cache.layout, slow, counts)
+    digests.add(order(b"gone"))
+    digests.add(order(b"here", claim=RIVAL))
+
+    def is_wanted(action: DigestAction) -> bool:
+        assert isinstance(action, MakeDigest)
+        return action.digest_request.claim == RIVAL or len(slow.keys) < 2
+
+    dropped, kept = (event for _ in range(10) for event in digests.poll(is_wanted))
+    assert dropped == DigestMade(b"gone", asked(), refusal="nobody waits for it any more")
+    assert isinstance(kept, DigestMade)
+    assert (kept.route, kept.refusal) == (b"here", None)
+    assert slow.keys == [CLAIM] * 2 + [RIVAL] * 3
+    assert counts["digests"] == 1
+
+
+def test_a_digest_is_made_while_one_of_its_readers_waits(digests: DigestQueue) -> None:
+    for rank in range(2):
+        digests.add(order(reader=reader(rank)))
+
+    def is_wanted(action: DigestAction) -> bool:
+        return isinstance(action, MakeDigest) and action.digest_request.reader.rank == 1
+
+    ended = digests.poll(is_wanted)
+    assert [one.refusal for one in ended] == [None, None]
+
+
+# --- counts
+
+
+def test_what_was_made_is_counted(digests: DigestQueue, counts: defaultdict[str, float]) -> None:
+    assert counts == {}
+    digest_of(digests, order())
+    digest_of(digests, order(slices=(BEHIND,)))
+    digests.add(order(end=END + 8))
+    num_bytes = (END + END - 4 + END - 4) * HEADS * CONTENT
+    assert counts == {"digests": 2, "digest_bytes": num_bytes, "digest_seconds": 2.0}
+
+
+# --- what is not here
+
+
+REFUSALS = [
+    pytest.param(
+        {"slices": (replace(FULL, layer="layer.9"),)},
+        "layer 'layer.9' is not on this rank",
+        id="unknown layer",
+    ),
+    pytest.param(
+        {"slices": (replace(FULL, end_head=3),)},
+        "heads of 'layer.0' are 0 to 3; allowed: within 0 to 2",
+        id="heads",
+    ),
+    pytest.param(
+        {"slices": (replace(FULL, begin=END),)},
+        "begin of 'layer.0' is 10; allowed: below 10",
+        id="begin beyond the end",
+    ),
+    pytest.param(
+        {"slices": (FULL, BEHIND, replace(FULL, end_head=1))},
+        "a layer occurs twice among the slices; allowed: once",
+        id="a layer twice",
+    ),
+    pytest.param(
+        {"slices": (FULL, replace(BEHIND, begin=0))},
+        "the block of token 0 is absent",
+        id="absent block",
+    ),
+    pytest.param({"end": 13}, "block table", id="table too short"),
+    *(
+        pytest.param({"tables": (Table.of([7, block, 5]), TABLES[1])}, "block", id=f"block {block}")
+        for block in (BLOCKS, -2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), REFUSALS)
+def test_what_is_not_here_is_refused_in_words(
+    digests: DigestQueue, changed: dict[str, Any], words: str
+) -> None:
+    wanted = order(**changed)
+    refused = digests.add(wanted)
+    assert isinstance(refused, DigestMade)
+    assert (refused.route, refused.digest_request) == (b"route", wanted.digest_request)
+    assert words in str(refused.refusal)
+    assert digests.wait_s is None
+    assert digest_of(digests, order()).refusal is None, "what comes after it is made"
+
+
+def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: DigestQueue) -> None:
+    remote = digest_of(digests, order())
+    wanted = comparison(remote, slices=(replace(FULL, layer="layer.9"),))
+    refused = queue_of(cache).add(wanted)
+    assert refused == DigestCompared(
+        D1, Rank(3), CLAIM, refusal="layer 'layer.9' is not on this rank"
+    )
