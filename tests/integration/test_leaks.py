@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 WARM_CYCLES: Final = 3
 """Before the first count: libraries are loaded, and pools of threads and memory have grown."""
 FEW, MANY = 6, 50
+MAX_FAILURES: Final = 5
 SAMPLES, SAMPLE_S = 6, 0.5
 MOST_MAPPINGS: Final = 24
 """More afterwards: the allocator's arenas and stacks of threads that ended stay mapped, with their
@@ -78,7 +79,10 @@ def break_connections(pair: Pair) -> None:
         which = f"( sport = :{here} and dport = :{there} )"
         command = ["ss", "--kill", "--tcp", "state", "established", which]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    pair.decode.load(pair.prefill.offer())  # may fail
+    failures = [pair.decode.load(pair.prefill.offer())]
+    while failures[-1] is not None:  # until both planes have noticed, and connected again
+        assert len(failures) < MAX_FAILURES, failures
+        failures.append(pair.decode.load(pair.prefill.offer()))
 
 
 def kill_prefill(pair: Pair) -> None:
