@@ -24,7 +24,7 @@ pytestmark = pytest.mark.nixl
 logger = logging.getLogger(__name__)
 
 FEW, MANY = 6, 50
-WARM_CYCLES: Final = {FEW: 3, MANY: 25}
+WARM_CYCLES: Final = {FEW: 3, MANY: 35}
 """Before the first count: libraries are loaded, pools of threads and memory have grown, and before
 many cycles the first agent has been replaced, which starts two threads."""
 MAX_FAILURES: Final = 5
