@@ -9,10 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from nixl_kv.errors import TransportError
+
 DESCRIPTORS: Final = Path("/proc/self/fd")
 
 MAX_STALE: Final = 8
 """On most machines UCX has no more listening sockets for an agent: two for each interface."""
+
+
+FREE_FOR_AGENT: Final = 128
+"""An agent opens 25 descriptors over TCP on one interface, and more for each RDMA device."""
 
 
 def num_open() -> int:
@@ -27,6 +33,23 @@ def limit() -> int | None:
     """The soft limit (`ulimit -n`); None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def check_free(count: int = FREE_FOR_AGENT) -> None:
+    """Check that this process can open `count` more descriptors.
+
+    UCX 1.23 must not run out of them while it opens a worker: the next call then hangs for ever, on
+    a lock that the failed one has kept, and this process never makes another agent.
+
+    Raises:
+        TransportError: if fewer are free.
+    """
+    most = limit()
+    if most is not None and (free := max(0, most - num_open())) < count:
+        raise TransportError(
+            f"{free} of {most} file descriptors are free; a NIXL agent needs up to {count}: raise "
+            "`ulimit -n`"
+        )
 
 
 def listening_sockets() -> dict[int, int]:

@@ -32,7 +32,7 @@ from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.log_limit import get_logger
 from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
-from nixl_kv.transport.descriptors import past_stale_descriptors
+from nixl_kv.transport.descriptors import check_free, past_stale_descriptors
 from nixl_kv.transport.host_filter import filtered_ucx_ports
 from nixl_kv.transport.tcp.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
 from nixl_kv.transport.tcp.ucx import ONLY_LOOPBACK, Guard, UcxTcpDetector
@@ -238,6 +238,7 @@ class NixlTransport:
             backends=[],
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
         )
+        check_free()
         with _translated("creating the agent"):
             agent = api.nixl_agent(self.name, config)
             self._open_agent: api.nixl_agent | None = agent

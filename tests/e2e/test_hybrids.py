@@ -47,6 +47,7 @@ CHUNK = 512
 """Tokens that are computed in a step at most."""
 LENGTHS = (2, 17, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1)
 TALKERS, TALK = 8, 40
+MAX_ROUNDS = 5
 FEW_BLOCKS = 14  # of which a talker has 5, and 4 more for a while after a few words
 SEEDS = itertools.count(140_000)
 """No prompt is in a cache before."""
@@ -242,8 +243,12 @@ def test_many_at_once_with_few_blocks_and_hang_ups(
                     return "hung up"
                 return questions[number].compare(own.complete(prompts[number], TALK), DTYPE)
 
-        with ThreadPoolExecutor(TALKERS) as pool:
-            came = list(pool.map(talk, range(TALKERS)))
-        assert "other" not in came
-        assert since.wait_for(PREEMPTIONS, 1, EVENT_S)[PREEMPTIONS] > 0
+        # Whether vLLM preempts depends on how far the requests overlap.
+        for _ in range(MAX_ROUNDS):
+            with ThreadPoolExecutor(TALKERS) as pool:
+                came = list(pool.map(talk, range(TALKERS)))
+            assert "other" not in came
+            if since.changed()[PREEMPTIONS]:
+                break
+        assert since.changed()[PREEMPTIONS] > 0
         Accounts(pair).expect_free()

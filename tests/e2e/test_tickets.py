@@ -224,6 +224,10 @@ def test_a_peer_of_another_model_is_refused_in_words(pair: Pair, stranger: Engin
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not {"avx512f", "amx_tile"} & set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()),
+    reason="vLLM's CPU build keeps KV in fp8 with AVX-512 or AMX only",
+)
 def test_kv_of_eight_bits_is_read_by_its_like_alone(cluster: Cluster) -> None:
     """What `fp8` stands for is compared, and not only that it has eight bits."""
     model = ensure_tiny_model()

@@ -3,7 +3,10 @@
 UCX closes a listening socket for good when accept() finds no free descriptor.
 """
 
+import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +23,29 @@ FREE = (3, 2, 1)
 each_way = pytest.mark.parametrize(
     "tls", [pytest.param("", marks=pytest.mark.slow), "tcp"], ids=["shared memory", "tcp"]
 )
+
+
+SCARCE = """
+import random, resource
+from nixl_kv.config import Config
+from nixl_kv.errors import TransportError
+from nixl_kv.transport import descriptors
+from nixl_kv.transport.nixl import nixl_transport
+random_ = random.Random(1)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+refused = 0
+for _ in range(20):
+    free = random_.randrange(1, 40)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors.num_open() + free, hard))
+    try:
+        nixl_transport(Config(), "DRAM").close()
+    except TransportError as error:
+        assert "raise `ulimit -n`" in str(error), error
+        refused += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    nixl_transport(Config(), "DRAM").close()
+print("refused", refused)
+"""
 
 
 @contextmanager
@@ -74,3 +100,20 @@ def test_decode_leaves_a_peer_alone_that_answers_and_cannot_be_read(tls: str) ->
         assert decode.totals()["peers_unreadable"] == 1
         after = wait_for(decode.usage, lambda now: now.descriptors <= before.descriptors + 8)
         assert after.descriptors <= before.descriptors + 8, f"{before}, {after}; {len(tried)} tries"
+
+
+@each_way
+def test_after_descriptors_were_scarce_agents_can_be_made_again(tls: str) -> None:
+    """UCX that runs out of them while it opens a worker would hang when it opens the next one."""
+    env = dict(os.environ, UCX_LOG_LEVEL="fatal")
+    if tls:
+        env.update(UCX_TLS=tls, UCX_NET_DEVICES="lo")
+    done = subprocess.run(
+        [sys.executable, "-c", SCARCE],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env=env,
+    )
+    assert done.stdout.splitlines()[-1] == "refused 20"

@@ -23,16 +23,19 @@ pytestmark = pytest.mark.nixl
 
 logger = logging.getLogger(__name__)
 
-WARM_CYCLES: Final = 3
-"""Before the first count: libraries are loaded, and pools of threads and memory have grown."""
 FEW, MANY = 6, 50
+WARM_CYCLES: Final = {FEW: 3, MANY: 35}
+"""Before the first count: libraries are loaded, pools of threads and memory have grown, and before
+many cycles the first agent has been replaced, which starts two threads."""
+MAX_FAILURES: Final = 5
 SAMPLES, SAMPLE_S = 6, 0.5
 MOST_MAPPINGS: Final = 24
 """More afterwards: the allocator's arenas and stacks of threads that ended stay mapped, with their
 guards. One leaked agent is 40."""
-MOST_MIB: Final = 40.0
-"""More afterwards: the allocator keeps what it freed. Over the first 16 agents that end it grows by
-24 MiB, and then no more; 50 leaked agents are 100 MiB at least."""
+MOST_MIB: Final = 80.0
+"""More afterwards: three agents. The allocator keeps what an agent of 25 MiB has freed, in up to 16
+arenas (212 MiB, 266 after 30 killed prefill engines, 292 after 50 to 100; with one arena 209, 244,
+272). Agents that leak are seen by their descriptors, threads and mappings."""
 
 
 @dataclass
@@ -78,7 +81,10 @@ def break_connections(pair: Pair) -> None:
         which = f"( sport = :{here} and dport = :{there} )"
         command = ["ss", "--kill", "--tcp", "state", "established", which]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    pair.decode.load(pair.prefill.offer())  # may fail
+    failures = [pair.decode.load(pair.prefill.offer())]
+    while failures[-1] is not None:  # until both planes have noticed, and connected again
+        assert len(failures) < MAX_FAILURES, failures
+        failures.append(pair.decode.load(pair.prefill.offer()))
 
 
 def kill_prefill(pair: Pair) -> None:
@@ -162,7 +168,7 @@ def test_an_ending_leaves_nothing_on_either_side(name: str, tls: str, cycles: in
 def check(pair: Pair, name: str, cycles: int) -> None:
     """Count, let it end so often, and count again."""
     end = ENDINGS[name]
-    for _ in range(WARM_CYCLES):
+    for _ in range(WARM_CYCLES[cycles]):
         end(pair)
     pair.load()
     before = pair.usage()

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from nixl_kv.errors import TransportError
 from nixl_kv.transport import descriptors
 
 STARVED = """
@@ -48,6 +49,19 @@ def test_without_a_free_descriptor_they_are_counted_and_not_listed() -> None:
     number, limit = map(int, counted.split())
     assert number == limit
     assert reason == "Too many open files"
+
+
+@pytest.mark.parametrize(("limit", "is_enough"), [(None, True), (1000, True), (999, False)])
+def test_enough_descriptors_must_be_free(
+    limit: int | None, monkeypatch: pytest.MonkeyPatch, *, is_enough: bool
+) -> None:
+    monkeypatch.setattr(descriptors, "limit", lambda: limit)
+    monkeypatch.setattr(descriptors, "num_open", lambda: 900)
+    if is_enough:
+        descriptors.check_free(100)
+    else:
+        with pytest.raises(TransportError, match="99 of 999 file descriptors are free"):
+            descriptors.check_free(100)
 
 
 def test_a_kernel_that_does_not_count_them_costs_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

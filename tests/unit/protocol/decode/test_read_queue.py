@@ -175,7 +175,8 @@ def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[objec
                 known[key(number)] = at(rank), num_bytes
                 order.setdefault(at(rank), []).append(key(number))
                 queue.add(key(number), at(rank), num_bytes)
-        for begun in queue.pop_startable(now):
+        started = list(queue.pop_startable(now))
+        for begun in started:
             endpoint, _ = known[begun]
             assert order[endpoint].pop(0) == begun, "out of turn"
             if all(known[other][0] != endpoint for other in under_way):
@@ -190,5 +191,7 @@ def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[objec
         moving = [lane for lane in in_lanes if now < progressed[lane] + STALL_S]
         assert all(in_lanes[lane] <= MAX_BYTES or num_reads[lane] == 1 for lane in in_lanes)
         moved = sum(in_lanes[lane] for lane in moving)
-        assert moved <= MAX_BYTES or sum(num_reads[lane] for lane in moving) == 1
+        is_within = moved <= MAX_BYTES or sum(num_reads[lane] for lane in moving) == 1
+        # A lane that moves again may exceed the bound, but then no read of any bytes begins.
+        assert is_within or all(known[begun][1] == 0 for begun in started)
         assert under_way or not known, "something waits though nothing is under way"
