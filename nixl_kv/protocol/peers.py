@@ -18,16 +18,15 @@ and tells of no end. Each is a peer like any other, but is kept until another li
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
@@ -48,7 +47,7 @@ KEPT_S: Final = 600.0
 """How long a peer that nobody reads is kept: to know it saves its next reader 40 to 160 ms."""
 
 
-class State(enum.Enum):
+class State(MachineState):
     """See the module's head."""
 
     CONNECTING = enum.auto()
@@ -58,32 +57,30 @@ class State(enum.Enum):
     BACKOFF = enum.auto()
     GONE = enum.auto()
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and states are looked up all the time
 
-
-TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
+TRANSITIONS: Final[Table[State]] = {
     State.CONNECTING: {
-        events.PeerFits: State.JOINING,
-        events.PeerRefused: State.BACKOFF,
-        messages.Refusal: State.BACKOFF,
-        events.EndpointLost: State.BACKOFF,
-        events.Tick: State.BACKOFF,
+        events.PeerFits: (State.JOINING,),
+        events.PeerRefused: (State.BACKOFF,),
+        messages.Refusal: (State.BACKOFF,),
+        events.EndpointLost: (State.BACKOFF,),
+        events.Tick: (State.BACKOFF,),
     },
     State.JOINING: {
-        events.PeerJoined: State.READY,
-        events.PeerRefused: State.BACKOFF,
-        events.EndpointLost: State.GONE,
+        events.PeerJoined: (State.READY,),
+        events.PeerRefused: (State.BACKOFF,),
+        events.EndpointLost: (State.GONE,),
     },
     State.READY: {
-        events.PeerBroken: State.UNREADABLE,
-        events.EndpointLost: State.GONE,
-        events.Tick: None,
+        events.PeerBroken: (State.UNREADABLE,),
+        events.EndpointLost: (State.GONE,),
+        events.Tick: (None,),
     },
-    State.UNREADABLE: {events.Tick: State.READY, events.EndpointLost: State.GONE},
-    State.BACKOFF: {events.Tick: None},
-    State.GONE: {events.Tick: None},
+    State.UNREADABLE: {events.Tick: (State.READY,), events.EndpointLost: (State.GONE,)},
+    State.BACKOFF: {events.Tick: (None,)},
+    State.GONE: {events.Tick: (None,)},
 }
-"""For each state, which event leads to which; None: the peer is forgotten."""
+MACHINE: Final = Machine("peer", TRANSITIONS)
 
 
 @dataclass
@@ -200,7 +197,12 @@ class PeerBook:
     def on_fits(self, event: events.PeerFits) -> None:
         """The ranks of a peer that is CONNECTING are known."""
         peer = self._peers[event.peer]
-        self._move(peer, event, f"{len(event.routes)} of {len(event.description.ranks)} ranks")
+        self._move(
+            peer,
+            State.JOINING,
+            event,
+            f"{len(event.routes)} of {len(event.description.ranks)} ranks",
+        )
         self._unindex(peer)
         peer.description = event.description
         peer.routes = event.routes
@@ -209,7 +211,7 @@ class PeerBook:
 
     def on_joined(self, event: events.PeerJoined, now: float) -> None:
         """A peer that is JOINING can be read."""
-        self._move(self._peers[event.peer], event)
+        self._move(self._peers[event.peer], State.READY, event)
         self._told.pop(event.peer.endpoint, None)
         if event.peer.endpoint not in self._warm:
             self._due.set(event.peer, now + KEPT_S)
@@ -227,7 +229,7 @@ class PeerBook:
     ) -> list[events.Action]:
         """A peer could not be reached, does not fit or cannot be read: not again for a while."""
         peer = self._peers[key]
-        self._move(peer, event, failure.detail)
+        self._move(peer, State.BACKOFF, event, failure.detail)
         peer.failure = failure
         self._due.set(key, now + BACKOFF_S)
         is_told = peer.is_warm and key.endpoint in self._warm
@@ -246,7 +248,7 @@ class PeerBook:
         if peer.breaks < MAX_BREAKS or peer.state is State.JOINING:
             return []
         pause_s = min(UNREADABLE_S * 2 ** (peer.breaks - MAX_BREAKS), MAX_UNREADABLE_S)
-        self._move(peer, event, event.reason)
+        self._move(peer, State.UNREADABLE, event, event.reason)
         self._due.set(peer.key, now + pause_s)
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
         peer.failure = Failure(FailureKind.UNREACHABLE, detail)
@@ -270,7 +272,7 @@ class PeerBook:
             if peer.state is State.CONNECTING:
                 unreachable.append(peer.key)
             elif peer.state in (State.JOINING, State.READY, State.UNREADABLE):
-                self._move(peer, event, event.reason)
+                self._move(peer, State.GONE, event, event.reason)
                 self._due.set(peer.key, now)
                 peer.failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         return unreachable
@@ -291,7 +293,7 @@ class PeerBook:
             if peer.state is State.CONNECTING:
                 overdue.append(key)
             elif peer.state is State.UNREADABLE:
-                self._move(peer, tick)
+                self._move(peer, State.READY, tick)
                 peer.failure = None
                 self._due.set(key, None if key.endpoint in self._warm else now + KEPT_S)
             elif is_in_use(key) or now < kept_until:
@@ -342,7 +344,7 @@ class PeerBook:
 
     def _forget(self, peer: Peer, tick: events.Tick) -> list[events.Action]:
         is_dead = peer.state is State.GONE
-        self._move(peer, tick)
+        self._move(peer, None, tick)
         self._unindex(peer)
         del self._peers[peer.key]
         if peer.description is None:
@@ -360,20 +362,10 @@ class PeerBook:
             if not self._at[endpoint]:
                 del self._at[endpoint]
 
-    def _move(self, peer: Peer, event: object, detail: str = "") -> None:
-        """The one place where a peer's state changes."""
-        moves = TRANSITIONS[peer.state]
-        if type(event) not in moves:
-            raise LocalProtocolError(
-                f"peer {peer.key.engine!r} got {type(event).__name__} in state "
-                f"{peer.state.name}; allowed: {[kind.__name__ for kind in moves]}"
-            )
-        after, before = moves[type(event)], peer.state.name
-        cause = f"{type(event).__name__}: {detail}" if detail else type(event).__name__
-        name = events.OVER if after is None else after.name
-        self._record(events.Transition("", str(peer.key), before, name, cause))
-        if after is not None:
-            peer.state = after
+    def _move(self, peer: Peer, after: State | None, event: object, detail: str = "") -> None:
+        peer.state = MACHINE.move(
+            self._record, (peer.state, after), event, peer=str(peer.key), detail=detail
+        )
 
     def _disconnect(self, key: events.PeerKey) -> list[events.Action]:
         """Close a description's connection, unless another life is being asked for there."""

@@ -19,16 +19,16 @@ Readers that ended are a set of ranks, never a count: a message that comes twice
 
 import enum
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.machine import Machine, MachineState, Table
 
 
-class State(enum.Enum):
+class State(MachineState):
     """See the module's head."""
 
     PREPARED = enum.auto()
@@ -37,10 +37,8 @@ class State(enum.Enum):
     RECALLED = enum.auto()
     READING = enum.auto()
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and states are looked up all the time
 
-
-TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State | None, ...]]]] = {
+TRANSITIONS: Final[Table[State]] = {
     State.PREPARED: {
         events.PublishOffer: (State.OFFERED,),
         messages.Ask: (State.GRANTED,),
@@ -77,11 +75,13 @@ TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State | None, ...]]]] = {
         events.Tick: (None,),
     },
 }
-"""For each state, which event leads to which; None: the offer ends.
+"""None: the offer ends.
 
-Once it is granted, a Release, a Renew or a lease that runs out ends it only with its last reader.
-Another reader's PackRequest ends it if it has kept a slot of the ring for too long.
+Once it is granted, a Release, a Renew or an expired lease ends it only with its last reader.
+Another reader's PackRequest ends an offer that has kept a ring slot for too long.
 """
+
+MACHINE: Final = Machine("offer", TRANSITIONS)
 
 BOUND: Final = frozenset({State.GRANTED, State.RECALLED, State.READING})
 """States in which a slot has the offer's generation."""
@@ -202,23 +202,15 @@ class Offer:
         self.record(events.Transition(self.request, peer, state, state, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
-        """The one place where the state changes. None: it ends."""
-        moves = TRANSITIONS[self.state]
-        if after not in moves.get(type(event), ()):
-            allowed = [
-                f"{kind.__name__} to {state.name if state else events.OVER}"
-                for kind in moves
-                for state in moves[kind]
-            ]
-            raise LocalProtocolError(
-                f"offer of request {self.request!r}: {type(event).__name__} leads from "
-                f"{self.state.name} to {after.name if after else events.OVER}; allowed: {allowed}"
-            )
-        name = after.name if after is not None else events.OVER
-        cause = f"{type(event).__name__}: {detail}" if detail else type(event).__name__
-        self.record(events.Transition(self.request, peer, self.state.name, name, cause))
-        if after is not None:
-            self.state = after
+        """Change the state; None: the offer ends."""
+        self.state = MACHINE.move(
+            self.record,
+            (self.state, after),
+            event,
+            request=self.request,
+            peer=peer,
+            detail=detail,
+        )
 
     def validate(self) -> None:
         """Check what must hold between any two events."""

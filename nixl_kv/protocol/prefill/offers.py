@@ -10,7 +10,7 @@ from typing import Final
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import EngineId, Nonce, Rank, new_generation
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.deadlines import Deadlines
+from nixl_kv.protocol.machine import Deadlines
 from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
 from nixl_kv.protocol.prefill.ring import RingBook
 

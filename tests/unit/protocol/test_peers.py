@@ -401,18 +401,16 @@ def test_only_transitions_of_the_table_are_possible(before: State, event: object
     peer, _ = book.get_or_connect(PEER, 100.0)
     peer.state = before
     recorded.clear()
-    if type(event) in TRANSITIONS[before]:
-        book._move(peer, event)
-        after = TRANSITIONS[before][type(event)]
-        assert peer.state is (after or before)
-        return
-    allowed = [kind.__name__ for kind in TRANSITIONS[before]]
-    with pytest.raises(LocalProtocolError) as raised:
-        book._move(peer, event)
-    assert str(raised.value) == (
-        f"peer 'prefill' got {type(event).__name__} in state {before.name}; allowed: {allowed}"
-    )
+    allowed = TRANSITIONS[before].get(type(event), ())
+    for after in {*State, None}.difference(allowed):
+        to = after.name if after else OVER
+        words = f"{type(event).__name__} leads from {before.name} to {to}; allowed: "
+        with pytest.raises(LocalProtocolError, match=words):
+            book._move(peer, after, event)
     assert (book.all(), peer.state, recorded) == ([peer], before, [])
+    for after in allowed:
+        book._move(peer, after, event)
+        assert peer.state is (after or before)
 
 
 def test_each_transition_of_a_peer_is_recorded_once() -> None:

@@ -509,7 +509,8 @@ def test_the_scripts_of_peers_make_each_transition_of_their_table() -> None:
     } == {
         (state.name, event.__name__, OVER if end is None else end.name)
         for state, moves in TRANSITIONS.items()
-        for event, end in moves.items()
+        for event, ends in moves.items()
+        for end in ends
     }
 
 
