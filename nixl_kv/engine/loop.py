@@ -20,7 +20,7 @@ from nixl_kv.ids import Endpoint, RequestId, new_incarnation, short
 from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.staged.packs import PackQueue
@@ -236,9 +236,9 @@ class Loop:
 
     def _next_due(self) -> float | None:
         """When time changes something by itself, in monotonic seconds; None for never."""
-        decode, offers = self.parts.decode, self.parts.prefill.offers
+        decode, prefill = self.parts.decode, self.parts.prefill
         serving, agents = self.parts.serving, self.parts.agents
-        due = [decode.next_due, offers.next_due, agents.next_due, self._look_at_links_at]
+        due = [decode.next_due, prefill.next_due, agents.next_due, self._look_at_links_at]
         due += [] if serving is None else [serving.next_due]
         return min((when for when in due if when is not None), default=None)
 
@@ -264,7 +264,7 @@ class Loop:
     def _serve(self) -> None:
         """Some paths of NIXL need the owner of the memory to take part in being read."""
         now, serving = self._clock(), self.parts.serving
-        if self.parts.prefill.offers.any_granted:
+        if self.parts.prefill.any_granted:
             self._serve_until = max(self._serve_until, now + LINGER_S)
         if serving is None:
             return
@@ -295,7 +295,6 @@ class Loop:
         if isinstance(command, events.SetEngine):
             self.parts.agents.peers.engine_layouts = command.layouts
             self.parts.decode.loads.set_engine(command.engine)
-            self.parts.decode.peers.warm_up()
             return
         is_admitted, report = self.outstanding.admit(command)
         if report is not None:
@@ -415,9 +414,6 @@ class Loop:
 
     def _warn(self, action: events.Notice) -> None:
         match action:
-            case events.NotWarm():
-                message = "warm: %s: %s; it is asked again"
-                self._log.warning(message, action.endpoint, action.reason)
             case events.PeerUnreadable():
                 self._count("peers_unreadable")
                 message = (

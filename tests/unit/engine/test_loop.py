@@ -46,7 +46,7 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
-from nixl_kv.protocol.prefill.offers import RECALL_S
+from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.agents import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
@@ -358,7 +358,7 @@ def test_a_rank_asks_in_the_name_that_all_ranks_of_its_engine_have(world: World)
     """On a node of its own it may have been started with another one."""
     world.decode.submit(SetEngine(EngineId("other"), (world.decode.cache.layout(),)))
     granted(world)
-    (offer,) = world.prefill.parts.prefill.offers.all()
+    (offer,) = world.prefill.parts.prefill.all()
     assert offer.waits_for == "engine 'other', ranks 0"
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
@@ -565,7 +565,7 @@ def test_a_rank_that_closes_makes_its_grants_void_first(
 ) -> None:
     granted(world)
     parts = world.prefill.parts
-    (offer,) = parts.prefill.offers.all()
+    (offer,) = parts.prefill.all()
     assert offer.binding is not None
     slot = offer.binding.slot
     assert parts.slots.read(slot) == offer.binding.generation
@@ -829,7 +829,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     world.prefill.publish_offer(2)  # prepared for a machine that is gone
     world.prefill.turn()
     assert world.prefill.ended_offer() == ("p2", OfferEnd.LOST)
-    assert len(world.prefill.parts.prefill.offers.all()) == 0
+    assert len(world.prefill.parts.prefill.all()) == 0
     world.prefill.turn()
     assert counts_of(world.prefill) == {"thread_restarts": 1}
 
