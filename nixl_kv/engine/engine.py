@@ -231,6 +231,8 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
     control = spec.make_control()
     undo.callback(control.close)
+    background = spec.make_background(1)
+    undo.callback(background.shutdown)
     packing, reading = _make_staging(spec)
     digests = DigestQueue(layout, digester, counts, spec.clock)
     peers = RemotePeers(
@@ -295,6 +297,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     )
     return Parts(
         control=control,
+        background=background,
         prefill=prefill,
         decode=decode,
         agents=agents,

@@ -81,13 +81,6 @@ class CancelLoad(msgspec.Struct, frozen=True):
     request: RequestId
 
 
-class DeclineOffer(msgspec.Struct, frozen=True):
-    """A ticket cannot be used here, since it is of another version: tell its engine's directory."""
-
-    endpoint: Endpoint
-    nonce: Nonce
-
-
 class SetEngine(msgspec.Struct, frozen=True):
     """What all ranks of this engine must know alike; comes before any request.
 
@@ -557,7 +550,7 @@ class Counts(msgspec.Struct, frozen=True):
     counts: Mapping[str, float]
 
 
-DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad | DeclineOffer
+DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )

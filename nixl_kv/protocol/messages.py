@@ -1,7 +1,6 @@
 """The wire between decode and prefill: tagged msgpack arrays, version first.
 
 To the scheduler of an engine:         Describe       -> Description | Refusal
-                                       Decline
                           from a tool: Drain          -> Draining
                                        SetWeights     -> WeightsSet
 To a rank of a prefill engine:         Ask            -> Grant | Deny
@@ -12,9 +11,9 @@ To a rank of a prefill engine:         Ask            -> Grant | Deny
 From a rank, unasked, to its reader:   Recall         -> Release | Renew
 To a rank of any engine, from a tool:  StatusRequest  -> Status
 
-What is of another version than this side's is answered with VersionRefusal, wherever it came. That
-message and Decline have the version 0 and stay as they are in every version, so that all of them
-can read these two. More fields may come behind theirs; they are left out, as in all messages.
+Any side answers a message of another wire version with VersionRefusal. That message has version 0
+and the same form in every version, so all versions can read it. Decoders skip fields that a later
+version appends to a message.
 
 Every length is bounded, but for the texts of a `Status`, which only tools read. ZMQ's routing ids
 mean nothing: a message itself names the incarnation it is meant for, the offer, the claim and the
@@ -80,27 +79,13 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=T
     incarnation: _Incarnation
 
 
-class _Versionless(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """What is the same in every version, for ever."""
+class VersionRefusal(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The answer to a message of another wire version, which was not read.
+
+    Its own form never changes: ["VersionRefusal", 0, speaks].
+    """
 
     version: Annotated[int, Meta(ge=0, le=0)] = 0
-
-
-class Decline(_Versionless, frozen=True, kw_only=True):
-    """Nobody comes for this offer, since its ticket is of a version that its reader lacks.
-
-    Whoever knows the nonce has the ticket. ["Decline", 0, nonce]
-    """
-
-    nonce: _Nonce
-
-
-class VersionRefusal(_Versionless, frozen=True, kw_only=True):
-    """What came is of another version than is spoken here, and was not read.
-
-    ["VersionRefusal", 0, speaks]
-    """
-
     speaks: Annotated[int, Meta(ge=1, le=999_999_999)] = WIRE_VERSION
 
     def __str__(self) -> str:
@@ -459,7 +444,7 @@ class Status(_Message, frozen=True, kw_only=True):
     story: Annotated[tuple[EventRecord, ...], _LISTED]
 
 
-ToEngine: TypeAlias = Describe | Decline | Drain | SetWeights
+ToEngine: TypeAlias = Describe | Drain | SetWeights
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Renew | Release
 ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | Renewed | VersionRefusal
@@ -481,6 +466,11 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(message: Message | RankDescription) -> bytes:
     """The wire form."""
     return _encoder.encode(message)
+
+
+def is_description(payload: bytes) -> bool:
+    """Whether a message claims to be a Description; cheap, however long it is."""
+    return payload[1:13] == b"\xabDescription"  # behind the one byte that begins a short array
 
 
 def decode_rank(payload: bytes) -> RankDescription:

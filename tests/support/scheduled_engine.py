@@ -141,7 +141,6 @@ class ScheduledEngine:
 
     def step(self) -> None:
         """What `connector.scheduler` does in a step."""
-        self._prefill.on_declined(self.local.directory.pop_declined())
         self.local.submit(*self._prefill.pop_commands(), *self._decode.pop_commands())
 
     def close(self) -> None:

@@ -52,8 +52,6 @@ class DecodeMachine:
                 return self._start(event, now)
             case events.CancelLoad():
                 return self._cancel(event, now)
-            case events.DeclineOffer():
-                return self._decline(event)
             case events.Answered():
                 return self._on_answer(event.message, event.endpoint, now)
             case events.LinkBroken() | events.EndpointLost():
@@ -117,12 +115,6 @@ class DecodeMachine:
     def _cancel(self, command: events.CancelLoad, now: float) -> list[events.Action]:
         load = self.loads.get(command.request)
         return [] if load is None else load.on_cancel() + self.loads.settle(load, now)
-
-    def _decline(self, command: events.DeclineOffer) -> list[events.Action]:
-        """Once for the whole engine."""
-        if self.loads.reader.rank != 0:
-            return []
-        return [events.Send(command.endpoint, messages.Decline(nonce=command.nonce))]
 
     # --- peers
 

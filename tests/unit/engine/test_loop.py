@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from nixl_kv.config import Config
+from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (
     LINGER_S,
     LINK_KEPT_S,
+    MAX_DECODING,
     MAX_QUESTIONS,
     RECEIVING_S,
     SERVING_PAUSE_S,
@@ -20,7 +22,6 @@ from nixl_kv.protocol.events import (
     Action,
     CancelLoad,
     Counts,
-    DeclineOffer,
     DecodeEvent,
     FailureKind,
     LoadEnded,
@@ -54,7 +55,7 @@ from nixl_kv.transport.memory import MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl
 from nixl_kv.verify.queue import NoDigester
 from support.digesters import SlowDigester
-from support.records import ask
+from support.records import HOME, ask, description
 from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -384,6 +385,46 @@ def test_a_message_that_is_not_of_this_protocol_is_counted_and_logged(
     assert message.startswith("control message dropped: ")
 
 
+def test_a_long_description_is_decoded_beside_the_thread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank goes on meanwhile, and the load is none the worse for it."""
+    monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
+    background = world.decode.background
+    background.is_held = True
+    world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
+    world.run(5)
+    (peer,) = world.decode.parts.decode.peers.all()
+    assert (peer.state.name, len(background)) == ("CONNECTING", 1)
+    background.is_held = False
+    background.work()
+    granted(world, 2)
+    world.until(lambda: peer.state.name == "READY")
+
+
+def test_what_is_no_description_behind_its_tag_is_counted_and_logged(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
+    monkeypatch.setattr(world.prefill.directory, "_answer", lambda _: b"\x92\xabDescription\x08")
+    world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
+    world.run(5)
+    assert counts_of(world.decode)["messages_dropped"] == 1
+    (line,) = caplog.messages
+    assert line.startswith("control message dropped: ")
+
+
+def test_only_so_many_descriptions_wait_to_be_decoded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
+    world.decode.background.is_held = True
+    item = FromEndpoint(HOME, encode(description()))
+    for _ in range(2 * MAX_DECODING):
+        world.decode.loop._on_received(item)
+    assert len(world.decode.background) == MAX_DECODING
+
+
 @pytest.mark.parametrize("version", [1, 7, 9])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     world: World, version: int, caplog: pytest.LogCaptureFixture
@@ -394,19 +435,6 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     assert counts_of(world.prefill) == {"messages_dropped": 1}
     words = f"control message dropped: wire version {version}; this side speaks 8"
     assert caplog.messages == [words]
-
-
-def test_an_offer_that_cannot_be_used_is_declined_at_its_directory(world: World) -> None:
-    """And what is sent for it keeps no link open."""
-    world.decode.control.clock = world.clock
-    ticket = world.prefill.offer(1, TABLE, 12)
-    world.decode.submit(DeclineOffer(ticket.endpoint, ticket.nonce))
-    world.run(2)
-    assert world.prefill.directory.pop_declined() == [ticket.nonce]
-    assert not world.decode.results
-    world.clock.now += LINK_KEPT_S * 2
-    world.run(2)
-    assert not world.decode.parts.control.links()
 
 
 def test_a_denied_ask_is_counted_and_logged_without_the_whole_nonce(

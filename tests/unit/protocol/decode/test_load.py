@@ -532,6 +532,7 @@ def test_the_scripts_above_make_each_transition_of_the_table() -> None:
         for state, moves in TRANSITIONS.items()
         for event, afters in moves.items()
         for after in afters
+        if after is not None
     }
 
 

@@ -11,7 +11,6 @@ from nixl_kv.protocol.decode.load import ASK_AGAIN_S
 from nixl_kv.protocol.decode.machine import TOO_MANY
 from nixl_kv.protocol.events import (
     OVER,
-    DeclineOffer,
     Disconnect,
     DropPeer,
     Failure,
@@ -31,7 +30,7 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
-from nixl_kv.protocol.messages import Decline, VersionRefusal
+from nixl_kv.protocol.messages import VersionRefusal
 from nixl_kv.protocol.peers import (
     BACKOFF_S,
     CONNECT_TIMEOUT_S,
@@ -46,7 +45,6 @@ from support.records import (
     D2,
     ELSEWHERE,
     HOME,
-    NONCE,
     NONCE2,
     OTHER_LIFE,
     PEER,
@@ -524,15 +522,6 @@ def test_a_rank_of_another_version_is_not_waited_for() -> None:
     failure = unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}")
     refused = (answered(VersionRefusal(speaks=9)),)
     play(loading(ASKING), [refused, (START, failed(failure))])
-
-
-@pytest.mark.parametrize("rank", [0, 1, 5])
-def test_one_rank_declines_for_its_engine(rank: int) -> None:
-    machine = decode_machine(reader=reader(rank))
-    actions = [Send(HOME, Decline(nonce=NONCE))] if rank == 0 else []
-    play(machine, [(DeclineOffer(HOME, NONCE), *actions)])
-    assert machine.next_due is None
-    assert not machine.is_using(HOME)
 
 
 ANOTHER = prepare_load(claim=RIVAL, nonce=NONCE2)
