@@ -21,10 +21,9 @@ import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.loop import STOPPED, Loop, Parts
+from nixl_kv.engine.loop import STOPPED, Loop, Parts, TransferThread
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import StatusReporter
-from nixl_kv.engine.thread import TransferThread
 from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
@@ -178,7 +177,7 @@ class TransferEngine:
         discard the cache.
 
         Args:
-            timeout_s: for how long to wait; by default `thread.STOP_TIMEOUT_S`.
+            timeout_s: for how long to wait; by default `STOP_TIMEOUT_S` of `engine.loop`.
 
         Raises:
             TransportError: if something may still write into the cache, so its memory must not be

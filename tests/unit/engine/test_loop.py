@@ -477,7 +477,7 @@ def test_a_link_that_breaks_twice_without_a_word_between_is_counted_and_logged(
     assert counts_of(world.decode) == {}
     cut(world)
     assert counts_of(world.decode) == {"peers_lost": 1}
-    assert f"lost {endpoint}: connection closed" in caplog.text
+    assert f"lost {endpoint}" in caplog.text
 
 
 def test_a_link_that_nobody_uses_is_no_loss(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -516,7 +516,7 @@ def test_questions_of_tools_are_bounded_and_answered_one_in_a_turn(
     assert len(tool.poll(0)) == 1
     assert world.prefill.turn() is None
     assert tool.poll(0) == []
-    assert f"a status question is dropped: {MAX_QUESTIONS} are waiting" in caplog.text
+    assert f"status request dropped: {MAX_QUESTIONS}" in caplog.text
 
 
 def test_a_question_that_cannot_be_answered_costs_nothing(
@@ -528,7 +528,8 @@ def test_a_question_that_cannot_be_answered_costs_nothing(
     granted(world)
     monkeypatch.setattr(world.prefill.loop, "_report_status", fail)
     Stranger(world, world.prefill).send(QUESTION)
-    assert caplog.messages == ["a status question is not answered: KeyError('a bug')"]
+    (line,) = caplog.messages
+    assert "KeyError('a bug')" in line
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
     assert world.decode.ended_load().failure is None
