@@ -1,9 +1,9 @@
-"""A rank's transfer engine: what it is made of, put together in this one place.
+"""The transfer engine of one rank: its interface, and the one place that wires its parts.
 
 engine = TransferEngine(RankSpec(...))
-description = engine.start()      # for the engine's directory, see `directory_server`
+description = engine.start()      # for the engine's directory, see `engine.directory`
 engine.submit([...])              # commands, see `protocol.events`
-engine.pop_results()              # loads and offers that have ended, and counts
+engine.pop_results()              # ended loads and offers, and counts
 engine.stop()
 """
 
@@ -59,23 +59,23 @@ def _background_threads(count: int) -> Executor:
 
 
 def host_copier() -> Copier:
-    """What copies in host memory, on threads of its own."""
+    """Copies in host memory, on its own threads."""
     return HostCopier(ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """One rank of an engine, and what its transfer engine is made of."""
+    """One rank of an engine, and how to make the parts of its transfer engine."""
 
     engine: EngineId
-    """Different from every other engine's. The same for all ranks, or `SetEngine` makes it so."""
+    """Unique among all engines. `SetEngine` unites ranks that started with different ids."""
 
     rank: Rank
     layout: CacheLayout
-    """Of this rank's cache."""
+    """The layout of this rank's cache."""
 
     model: Mapping[str, str]
-    """Facts of the model that two engines must agree on, to mean the same by the same bytes."""
+    """Facts of the model on which two engines must agree, or their bytes mean different things."""
 
     config: Config
     host: str
@@ -90,13 +90,12 @@ class RankSpec:
     make_control: Callable[[], ControlPlane]
 
     extras: Mapping[str, str] = field(default_factory=dict)
-    """Facts of what the cache has besides the model's KV: an engine that is read has to say the
-    same of all that this one has, and may have more."""
+    """Facts about other KV in the cache. A prefill engine must have the same, and may have more."""
 
     make_checker: Callable[[], Transport] | None = None
-    """Makes an agent that reads this rank as peers do, to check that they can; None: no check."""
+    """Makes an agent that checks whether peers can read this rank; None: no checks."""
 
-    # What simulations replace:
+    # Simulations replace these:
     num_slots: int | None = None
     num_ring_slots: int | None = None
     make_slots: Callable[[int], SlotPage] = SlotPage
@@ -113,7 +112,7 @@ class RankSpec:
 
 
 class TransferEngine:
-    """Moves the KV of one rank. For the caller's thread; `start`, `stop` and `wait_load` wait."""
+    """Moves the KV of one rank. One caller's thread uses it; `start`, `stop`, `wait_load` block."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
@@ -125,19 +124,19 @@ class TransferEngine:
         self._is_stopped = False
 
     def start(self) -> messages.RankDescription:
-        """Start the transfer thread, and wait until the rank can be read. To be called once.
+        """Start the transfer thread, and wait until peers can read the rank. Call it once.
 
         Raises:
-            NixlKVError: if a transport or a socket fails, or the cache cannot be digested although
-                that is asked for.
+            NixlKVError: if a transport or a socket fails, or if `verify` is on and the cache cannot
+                be digested.
         """
         self.loop = self._thread.start()
         return self.loop.parts.description
 
     def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
-        """Start without a thread: the caller runs the turns of the loop. For simulation.
+        """Start without a thread: a simulation runs the turns of the loop.
 
-        `results` is where results go, in place of `pop_results`.
+        Results go to `results`, or to `pop_results` if it is None.
         """
         if results is not None:
             self._results = results
@@ -145,7 +144,7 @@ class TransferEngine:
         return self.loop
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        """Hand over commands, in order. They are carried out even if no result is ever popped.
+        """Hand over commands, in order. The thread executes them even if no result is popped.
 
         Raises:
             LocalProtocolError: after `stop`.
@@ -160,29 +159,27 @@ class TransferEngine:
     def pop_results(self) -> list[events.Result]:
         """The results since the last call, in order.
 
-        One for each load that was started, one for each offer that was published, and counts.
+        Each started load and each published offer has one result; counts come besides.
         """
         self._load_ended.clear()
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait_load(self, timeout_s: float) -> None:
-        """Wait until a load has ended of which `pop_results` has not told yet."""
+        """Wait until `pop_results` has the result of a load."""
         self._load_ended.wait(timeout_s)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """End the thread, which releases everything; it can be called again.
+        """End the thread, which releases everything. May be called again.
 
-        When it returns, nothing writes into the cache any longer, and every load and offer that was
-        owed has a result. Loads whose results have not been popped have failed: the caller may
-        discard the cache.
+        When it returns, nothing writes into the cache any longer, and each load and offer has its
+        result. Loads whose results were not popped have failed: the caller may discard the cache.
 
         Args:
-            timeout_s: for how long to wait; by default `STOP_TIMEOUT_S` of `engine.loop`.
+            timeout_s: by default `STOP_TIMEOUT_S` of `engine.loop`.
 
         Raises:
-            TransportError: if something may still write into the cache, so its memory must not be
-                used for anything else. The thread goes on closing; `pop_results` has each result
-                that is known, and `stop` can be called again.
+            TransportError: if a read may still write into the cache, so that its memory must not be
+                used for anything else. The thread goes on closing, and `stop` can be called again.
         """
         self._is_stopped = True
         if self._thread.was_started:
@@ -196,7 +193,7 @@ class TransferEngine:
                 )
 
     def _build_loop(self) -> Loop:
-        """On the transfer thread, which owns all of it."""
+        """Runs on the transfer thread, which owns everything here."""
         spec = self.spec
         parts = build_parts(spec)
         status = StatusReporter(parts, spec.rank, spec.roles, spec.clock)
@@ -211,7 +208,7 @@ class TransferEngine:
 
 
 def build_parts(spec: RankSpec) -> Parts:
-    """Agents, sockets and machines of one life of a rank.
+    """Make the agents, sockets and machines of one rank.
 
     Raises:
         NixlKVError: see `TransferEngine.start`.
@@ -223,7 +220,7 @@ def build_parts(spec: RankSpec) -> Parts:
 
 
 def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
-    """`undo` gets what has to be done if something fails."""
+    """`undo` collects what must be closed if a later step fails."""
     config, layout = spec.config, spec.layout
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
@@ -330,13 +327,13 @@ def _open_serving(spec: RankSpec, slots: SlotPage, packing: Staging | None) -> T
 
 
 def slots_for(layout: CacheLayout) -> int:
-    """How many offers may be granted at the same time: each has a block of its own at least."""
+    """How many offers may be granted at a time. Each has at least one block of its own."""
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
 
 
 def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
-    """Where this rank packs, and where it reads what was packed; None where it does not."""
+    """The rings into which this rank packs, and into which it reads packed runs; None: no ring."""
     roles = [spec.is_prefill, spec.is_decode]
     config, memory = spec.config, spec.layout.memory
     if not config.staging_mib or config.path in {"direct", "gather"}:
@@ -344,7 +341,7 @@ def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
     try:
         owner, copier = _make_copier(spec, config.staging_mib << 20)
     except (ImportError, TransportError) as error:
-        logger.warning("KV is not packed before it is read: %s", error)
+        logger.warning("staging is off: %s; small runs are read directly", error)
         return None, None
     rings = iter(split(owner.span, sum(roles), spec.num_ring_slots or NUM_SLOTS[memory]))
     packing, reading = (
@@ -355,7 +352,7 @@ def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
 
 
 def _make_copier(spec: RankSpec, num_bytes: int) -> tuple[StagingMemory, Copier]:
-    """Staging memory of the cache's kind, and what copies between the two."""
+    """Staging memory of the cache's kind, and a copier between the two."""
     if spec.layout.memory == "DRAM":
         return spec.make_staging_memory(num_bytes), spec.make_copier()
     from nixl_kv.reading.staged.gpu_copier import GpuCopier, GpuMemory  # noqa: PLC0415 - Triton: GPUs only
@@ -371,7 +368,7 @@ def _describe_ring(staging: Staging | None) -> messages.StagingRing | None:
 
 
 def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
-    """What reads memory that is mapped; None where there is none, or it is not wanted."""
+    """The reader of mapped GPU memory; None on CPU, or if `path` excludes it."""
     if spec.layout.memory == "DRAM" or spec.config.path in {"direct", "staged"}:
         return None
     try:
@@ -380,12 +377,12 @@ def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
         digested = spec.layout if spec.config.verify else None
         return GpuGather(spec.layout.device, wake, digested)
     except (ImportError, TransportError) as error:
-        logger.warning("no GPU memory of other processes is read by a kernel: %s", error)
+        logger.warning("gather is off: %s; KV is read over NIXL", error)
         return None
 
 
 def _export(spec: RankSpec) -> "Exported | None":
-    """What readers on this host map; None where they cannot, or `path` is 'direct'."""
+    """The memory that readers on this host map; None if they cannot, or `path` is 'direct'."""
     if spec.layout.memory == "DRAM" or spec.config.path == "direct":
         return None
     try:
@@ -393,7 +390,7 @@ def _export(spec: RankSpec) -> "Exported | None":
 
         return gpu_memory.Exported(spec.layout.spans, spec.layout.device)
     except (ImportError, TransportError) as error:
-        logger.info("this rank's cache cannot be mapped by others: %s", error)
+        logger.info("processes on this host cannot map this rank's cache: %s", error)
         return None
 
 
