@@ -9,10 +9,10 @@ from typing import Final
 
 from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prompt import Prompt
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Incarnation, Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import SealedTicket, Ticket, TicketHead
+from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
 IN_USE_S: Final = 60.0
 """How long after its last ticket an engine still counts as one that decodes."""
@@ -99,11 +99,7 @@ class DecodeScheduler:
             RemoteProtocolError: if the ticket is not valid; the request is computed here.
         """
         sealed = self._check_trust(params)  # before anything is connected to where it leads
-        try:
-            ticket = sealed.open()
-        except ForeignVersion:
-            self._decline(sealed.head())
-            raise
+        ticket = sealed.open()
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
         if is_rejected:
             # The frontend says so too of each request whose client hung up after it had come here.
@@ -113,7 +109,7 @@ class DecodeScheduler:
         self._check(prompt, ticket)
         outdated = self._why_outdated(ticket)
         if outdated:
-            self._decline(ticket)
+            self._give_back(prepare)
             raise RemoteProtocolError(f"kv_transfer_params: {outdated}")
         self._meet(ticket)
         self._used[ticket.nonce] = self._clock()
@@ -222,12 +218,13 @@ class DecodeScheduler:
         commands, self._commands = self._commands, []
         return commands
 
-    def _decline(self, head: TicketHead) -> None:
-        """Nobody here will ask for this offer: its blocks need not wait."""
+    def _give_back(self, prepare: events.PrepareLoad) -> None:
+        """Release an offer that this engine will not read, once, so that its blocks come free."""
         self._forget_used()
-        if head.nonce not in self._used:
-            self._used[head.nonce] = self._clock()
-            self._commands.append(events.DeclineOffer(head.endpoint, head.nonce))
+        nonce = prepare.ticket.nonce
+        if nonce not in self._used:
+            self._used[nonce] = self._clock()
+            self._commands += [prepare, events.CancelLoad(prepare.request)]
 
     def _release(self, request: RequestId) -> None:
         """To cancel what was loaded and reported long ago does nothing."""

@@ -167,13 +167,6 @@ class PrefillScheduler:
         )
         return True, self._seal(ticket)
 
-    def on_declined(self, nonces: Iterable[Nonce]) -> None:
-        """Decode engines have said that they will not ask: offers that nobody claimed end.
-
-        Anybody may say any nonce. Those of no offer cost a look.
-        """
-        self._commands += map(events.RevokeOffer, self._quota.pop_offers(nonces))
-
     def on_free(self, request: RequestId) -> None:
         """A request loses its blocks: it is over, or preempted and will get others.
 

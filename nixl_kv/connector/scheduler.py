@@ -200,8 +200,6 @@ class Scheduler:
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """The commands of this step: layouts, then those of prefill, then those of decode."""
         self._follow_label()
-        if self._directory is not None:
-            self._prefill.on_declined(self._directory.pop_declined())
         self._prefill.on_step(progress(output, self._prefill.requests))
         self._admission.on_step()
         commands, self._next_step = self._next_step, []

@@ -63,9 +63,7 @@ COUNTERS: Final = {
         "Offers that were not read: decode had all of it, or reads another rank's copy, per rank."
     ),
     "offers_aborted": "Offers whose reader gave up, per rank.",
-    "offers_revoked": (
-        "Offers taken back unread: blocks were scarce, or they were held for long, or declined."
-    ),
+    "offers_revoked": ("Offers taken back unread: blocks were scarce, or they were held for long."),
     "offers_expired": "Offers whose last lease ran out, per rank.",
     "offers_lost": "Offers that ended with a death of the transfer thread, per rank.",
     "asks_denied": "Asks for offers that are not there, or not for who asks, per rank.",

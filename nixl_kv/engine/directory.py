@@ -1,12 +1,10 @@
 """Serves the engine's description: a thread in the scheduler's process that answers Describe.
 
-It sleeps until somebody asks. The description is replaced whole after a wake-up. Decode engines
-also say here which offers they decline. Tools drain an engine, and label its weights. The scheduler
-reads all of that with its next step or request. Draining takes an engine out of service, so only a
-sender that has proved the key may order it, or on an engine without a key a process of the same
-machine.
+The thread sleeps until a decode engine or a tool asks. Tools also drain the engine and label its
+weights; the scheduler reads both in its next step. Draining takes an engine out of service, so only
+a sender that has proved the key may order it, or, without a key, a process on the same machine.
 
-No error ends the thread: an engine whose directory is silent can never be met again.
+No error ends the thread: without its directory, no decode engine could meet this engine.
 """
 
 import threading
@@ -18,7 +16,7 @@ from typing import Final
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, Nonce, engine_incarnation, short
+from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
 from nixl_kv.log_limit import LimitedLog, get_logger, run_guarded
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
@@ -27,8 +25,6 @@ from nixl_kv.transport.connection_limit import is_local
 logger = get_logger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
-MAX_DECLINED: Final = 4096
-"""Nonces that wait for the scheduler's next step; of more, the latest."""
 
 NO_KEY: Final = (
     "this engine has no key, so anybody could set the label of its weights; give it key_file, or "
@@ -86,9 +82,8 @@ class DirectoryServer:
         self._control = control
         self.host = host
         self.port = control.listen(host, port, BOUNDS)
-        self._description: messages.Description | None = None
+        self._published: tuple[messages.Description, bytes] | None = None
         self._waiting: deque[FromPeer] = deque()
-        self._declined: deque[Nonce] = deque(maxlen=MAX_DECLINED)
         self.is_draining = False
         """Whether a tool has said that nothing more is to be offered."""
         self.count_awaited = count_awaited
@@ -105,15 +100,8 @@ class DirectoryServer:
         self._thread.start()
 
     def publish(self, description: messages.Description) -> None:
-        """What to answer from now on."""
-        self._description = description
-
-    def pop_declined(self) -> list[Nonce]:
-        """The offers that were declined since the last call, as strangers may name them.
-
-        For the scheduler's thread.
-        """
-        return [self._declined.popleft() for _ in range(len(self._declined))]
+        """Serve this description from now on. It is encoded here, once, and not per question."""
+        self._published = description, messages.encode(description)
 
     def stop(self) -> None:
         """End the thread and close the socket. May be called again."""
@@ -141,37 +129,26 @@ class DirectoryServer:
 
     def _serve(self, item: FromPeer) -> None:
         try:
-            answer = self._answer(item)
-            if answer is not None:
-                self._control.reply(item.route, messages.encode(answer))
+            self._control.reply(item.route, self._answer(item))
         except (RemoteProtocolError, TransportError) as error:
             self._log.warning("request for a description dropped: %s", error)
 
-    def _answer(
-        self, item: FromPeer
-    ) -> messages.Answer | messages.Draining | messages.WeightsSet | None:
+    def _answer(self, item: FromPeer) -> bytes:
         try:
             message = messages.decode_to_engine(item.payload)
         except ForeignVersion as error:
             self._log.warning("request for a description refused: %s", error)
-            return messages.VersionRefusal()
-        if isinstance(message, messages.Decline):
-            self._log.warning(
-                "offer %s is declined: decode has other weights, or another wire version",
-                short(message.nonce),
-            )
-            self._declined.append(message.nonce)
-            return None
+            return messages.encode(messages.VersionRefusal())
         if isinstance(message, messages.Drain):
-            return self._drain(message, item.stranger)
+            return messages.encode(self._drain(message, item.stranger))
         if isinstance(message, messages.SetWeights):
-            return self._set_weights(message)
+            return messages.encode(self._set_weights(message))
         return self._describe(message)
 
     @property
     def _life(self) -> Incarnation:
         """For tools, which may ask before the engine is described."""
-        return ANY_INCARNATION if self._description is None else self._description.incarnation
+        return ANY_INCARNATION if self._published is None else self._published[0].incarnation
 
     def _drain(self, message: messages.Drain, stranger: str) -> messages.Draining:
         is_refused = bool(stranger) and not is_local(stranger)
@@ -200,13 +177,13 @@ class DirectoryServer:
             logger.warning("a tool set the label of this engine's weights to %r", self.weights)
         return answer
 
-    def _describe(self, message: messages.Describe) -> messages.Description | messages.Refusal:
-        description = self._description
-        if description is None:
-            reason = "this engine is still starting"
-        elif message.incarnation == ANY_INCARNATION:
-            return description
-        elif message.engine != description.engine:
+    def _describe(self, message: messages.Describe) -> bytes:
+        if self._published is None:
+            return _refusal(message, "this engine is still starting")
+        description, encoded = self._published
+        if message.incarnation == ANY_INCARNATION:
+            return encoded
+        if message.engine != description.engine:
             reason = f"engine is {message.engine!r}, but here is {description.engine!r}"
         elif message.incarnation != description.incarnation:
             reason = (
@@ -214,7 +191,11 @@ class DirectoryServer:
                 f"has begun the life {short(description.incarnation)} since"
             )
         else:
-            return description
-        return messages.Refusal(
-            incarnation=message.incarnation, engine=message.engine, reason=reason
-        )
+            return encoded
+        return _refusal(message, reason)
+
+
+def _refusal(message: messages.Describe, reason: str) -> bytes:
+    return messages.encode(
+        messages.Refusal(incarnation=message.incarnation, engine=message.engine, reason=reason)
+    )

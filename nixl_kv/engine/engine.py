@@ -1,9 +1,9 @@
-"""A rank's transfer engine: what it is made of, put together in this one place.
+"""The transfer engine of one rank: its interface, and the one place that wires its parts.
 
 engine = TransferEngine(RankSpec(...))
-description = engine.start()      # for the engine's directory, see `directory_server`
+description = engine.start()      # for the engine's directory, see `engine.directory`
 engine.submit([...])              # commands, see `protocol.events`
-engine.pop_results()              # loads and offers that have ended, and counts
+engine.pop_results()              # ended loads and offers, and counts
 engine.stop()
 """
 
@@ -21,11 +21,9 @@ import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.huge_pages import use_huge_pages
-from nixl_kv.engine.loop import STOPPED, Loop, Parts
+from nixl_kv.engine.loop import STOPPED, Loop, Parts, TransferThread
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import StatusReporter
-from nixl_kv.engine.thread import TransferThread
 from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
@@ -35,7 +33,7 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
-from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import register
 from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.copying.host import NUM_THREADS, HostCopier
@@ -61,23 +59,23 @@ def _background_threads(count: int) -> Executor:
 
 
 def host_copier() -> Copier:
-    """What copies in host memory, on threads of its own."""
+    """Copies in host memory, on its own threads."""
     return HostCopier(ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """One rank of an engine, and what its transfer engine is made of."""
+    """One rank of an engine, and how to make the parts of its transfer engine."""
 
     engine: EngineId
-    """Different from every other engine's. The same for all ranks, or `SetEngine` makes it so."""
+    """Unique among all engines. `SetEngine` unites ranks that started with different ids."""
 
     rank: Rank
     layout: CacheLayout
-    """Of this rank's cache."""
+    """The layout of this rank's cache."""
 
     model: Mapping[str, str]
-    """Facts of the model that two engines must agree on, to mean the same by the same bytes."""
+    """Facts of the model on which two engines must agree, or their bytes mean different things."""
 
     config: Config
     host: str
@@ -92,16 +90,12 @@ class RankSpec:
     make_control: Callable[[], ControlPlane]
 
     extras: Mapping[str, str] = field(default_factory=dict)
-    """Facts of what the cache has besides the model's KV: an engine that is read has to say the
-    same of all that this one has, and may have more."""
-
-    engine_layouts: tuple[CacheLayout, ...] | None = None
-    """Of all ranks, in rank order, where that is known at the start; else `SetEngine` says it."""
+    """Facts about other KV in the cache. A prefill engine must have the same, and may have more."""
 
     make_checker: Callable[[], Transport] | None = None
-    """Makes an agent that reads this rank as peers do, to check that they can; None: no check."""
+    """Makes an agent that checks whether peers can read this rank; None: no checks."""
 
-    # What simulations replace:
+    # Simulations replace these:
     num_slots: int | None = None
     num_ring_slots: int | None = None
     make_slots: Callable[[int], SlotPage] = SlotPage
@@ -118,7 +112,7 @@ class RankSpec:
 
 
 class TransferEngine:
-    """Moves the KV of one rank. For the caller's thread; `start`, `stop` and `wait_load` wait."""
+    """Moves the KV of one rank. One caller's thread uses it; `start`, `stop`, `wait_load` block."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
@@ -130,19 +124,19 @@ class TransferEngine:
         self._is_stopped = False
 
     def start(self) -> messages.RankDescription:
-        """Start the transfer thread, and wait until the rank can be read. To be called once.
+        """Start the transfer thread, and wait until peers can read the rank. Call it once.
 
         Raises:
-            NixlKVError: if a transport or a socket fails, or the cache cannot be digested although
-                that is asked for.
+            NixlKVError: if a transport or a socket fails, or if `verify` is on and the cache cannot
+                be digested.
         """
         self.loop = self._thread.start()
         return self.loop.parts.description
 
     def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
-        """Start without a thread: the caller runs the turns of the loop. For simulation.
+        """Start without a thread: a simulation runs the turns of the loop.
 
-        `results` is where results go, in place of `pop_results`.
+        Results go to `results`, or to `pop_results` if it is None.
         """
         if results is not None:
             self._results = results
@@ -150,7 +144,7 @@ class TransferEngine:
         return self.loop
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        """Hand over commands, in order. They are carried out even if no result is ever popped.
+        """Hand over commands, in order. The thread executes them even if no result is popped.
 
         Raises:
             LocalProtocolError: after `stop`.
@@ -165,29 +159,27 @@ class TransferEngine:
     def pop_results(self) -> list[events.Result]:
         """The results since the last call, in order.
 
-        One for each load that was started, one for each offer that was published, and counts.
+        Each started load and each published offer has one result; counts come besides.
         """
         self._load_ended.clear()
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait_load(self, timeout_s: float) -> None:
-        """Wait until a load has ended of which `pop_results` has not told yet."""
+        """Wait until `pop_results` has the result of a load."""
         self._load_ended.wait(timeout_s)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """End the thread, which releases everything; it can be called again.
+        """End the thread, which releases everything. May be called again.
 
-        When it returns, nothing writes into the cache any longer, and every load and offer that was
-        owed has a result. Loads whose results have not been popped have failed: the caller may
-        discard the cache.
+        When it returns, nothing writes into the cache any longer, and each load and offer has its
+        result. Loads whose results were not popped have failed: the caller may discard the cache.
 
         Args:
-            timeout_s: for how long to wait; by default `thread.STOP_TIMEOUT_S`.
+            timeout_s: by default `STOP_TIMEOUT_S` of `engine.loop`.
 
         Raises:
-            TransportError: if something may still write into the cache, so its memory must not be
-                used for anything else. The thread goes on closing; `pop_results` has each result
-                that is known, and `stop` can be called again.
+            TransportError: if a read may still write into the cache, so that its memory must not be
+                used for anything else. The thread goes on closing, and `stop` can be called again.
         """
         self._is_stopped = True
         if self._thread.was_started:
@@ -201,7 +193,7 @@ class TransferEngine:
                 )
 
     def _build_loop(self) -> Loop:
-        """On the transfer thread, which owns all of it."""
+        """Runs on the transfer thread, which owns everything here."""
         spec = self.spec
         parts = build_parts(spec)
         status = StatusReporter(parts, spec.rank, spec.roles, spec.clock)
@@ -216,7 +208,7 @@ class TransferEngine:
 
 
 def build_parts(spec: RankSpec) -> Parts:
-    """Agents, sockets and machines of one life of a rank.
+    """Make the agents, sockets and machines of one rank.
 
     Raises:
         NixlKVError: see `TransferEngine.start`.
@@ -228,15 +220,15 @@ def build_parts(spec: RankSpec) -> Parts:
 
 
 def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
-    """`undo` gets what has to be done if something fails."""
+    """`undo` collects what must be closed if a later step fails."""
     config, layout = spec.config, spec.layout
-    if layout.memory == "DRAM":
-        use_huge_pages(layout.spans)
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
     digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
     control = spec.make_control()
     undo.callback(control.close)
+    background = spec.make_background(1)
+    undo.callback(background.shutdown)
     packing, reading = _make_staging(spec)
     digests = DigestQueue(layout, digester, counts, spec.clock)
     peers = RemotePeers(
@@ -270,12 +262,9 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             renew_interval_s=config.renew_interval_s,
             bytes_per_token=layout.bytes_per_token,
         ),
-        PeerBook(event_log.record, config.warm if spec.is_decode else ()),
+        PeerBook(event_log.record),
         peers.name_slices,
     )
-    if spec.engine_layouts is not None:
-        peers.engine_layouts = spec.engine_layouts
-        decode.peers.warm_up()
     num_slots = spec.num_slots or slots_for(layout)
     slots = spec.make_slots(num_slots)
     serving = None
@@ -300,11 +289,11 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         offer_ttl_s=config.offer_ttl_s,
         lease_s=config.lease_s,
         hold_s=config.hold_s,
+        num_ring_slots=0 if packing is None else packing.ring.num_slots,
     )
-    if packing is not None:
-        prefill.offers.set_ring(packing.ring.num_slots)
     return Parts(
         control=control,
+        background=background,
         prefill=prefill,
         decode=decode,
         agents=agents,
@@ -338,13 +327,13 @@ def _open_serving(spec: RankSpec, slots: SlotPage, packing: Staging | None) -> T
 
 
 def slots_for(layout: CacheLayout) -> int:
-    """How many offers may be granted at the same time: each has a block of its own at least."""
+    """How many offers may be granted at a time. Each has at least one block of its own."""
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
 
 
 def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
-    """Where this rank packs, and where it reads what was packed; None where it does not."""
+    """The rings into which this rank packs, and into which it reads packed runs; None: no ring."""
     roles = [spec.is_prefill, spec.is_decode]
     config, memory = spec.config, spec.layout.memory
     if not config.staging_mib or config.path in {"direct", "gather"}:
@@ -352,7 +341,7 @@ def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
     try:
         owner, copier = _make_copier(spec, config.staging_mib << 20)
     except (ImportError, TransportError) as error:
-        logger.warning("KV is not packed before it is read: %s", error)
+        logger.warning("staging is off: %s; small runs are read directly", error)
         return None, None
     rings = iter(split(owner.span, sum(roles), spec.num_ring_slots or NUM_SLOTS[memory]))
     packing, reading = (
@@ -363,7 +352,7 @@ def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
 
 
 def _make_copier(spec: RankSpec, num_bytes: int) -> tuple[StagingMemory, Copier]:
-    """Staging memory of the cache's kind, and what copies between the two."""
+    """Staging memory of the cache's kind, and a copier between the two."""
     if spec.layout.memory == "DRAM":
         return spec.make_staging_memory(num_bytes), spec.make_copier()
     from nixl_kv.reading.staged.gpu_copier import GpuCopier, GpuMemory  # noqa: PLC0415 - Triton: GPUs only
@@ -379,7 +368,7 @@ def _describe_ring(staging: Staging | None) -> messages.StagingRing | None:
 
 
 def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
-    """What reads memory that is mapped; None where there is none, or it is not wanted."""
+    """The reader of mapped GPU memory; None on CPU, or if `path` excludes it."""
     if spec.layout.memory == "DRAM" or spec.config.path in {"direct", "staged"}:
         return None
     try:
@@ -388,12 +377,12 @@ def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
         digested = spec.layout if spec.config.verify else None
         return GpuGather(spec.layout.device, wake, digested)
     except (ImportError, TransportError) as error:
-        logger.warning("no GPU memory of other processes is read by a kernel: %s", error)
+        logger.warning("gather is off: %s; KV is read over NIXL", error)
         return None
 
 
 def _export(spec: RankSpec) -> "Exported | None":
-    """What readers on this host map; None where they cannot, or `path` is 'direct'."""
+    """The memory that readers on this host map; None if they cannot, or `path` is 'direct'."""
     if spec.layout.memory == "DRAM" or spec.config.path == "direct":
         return None
     try:
@@ -401,7 +390,7 @@ def _export(spec: RankSpec) -> "Exported | None":
 
         return gpu_memory.Exported(spec.layout.spans, spec.layout.device)
     except (ImportError, TransportError) as error:
-        logger.info("this rank's cache cannot be mapped by others: %s", error)
+        logger.info("processes on this host cannot map this rank's cache: %s", error)
         return None
 
 

@@ -1,7 +1,8 @@
-"""What happened on one rank, per request: every transition of the machines, the last 10,000.
+"""The last 10,000 transitions of a rank's state machines, by request.
 
-It is always on: an event costs about two microseconds (`scripts/bench events`), and nothing happens
-without one. Events are kept by request and by peer, so that a story costs what is in it.
+The log is always on, because a transition costs about two microseconds (`scripts/bench events`). It
+keeps transitions by request and by peer, so that a lookup costs only what it returns. `nixl-kv
+status --request` and the log line of a failed load show them.
 """
 
 import logging
@@ -19,35 +20,34 @@ logger = get_logger(__name__)
 
 KEPT: Final = 10_000
 MAX_CAUSE: Final = 300
-"""Characters of a cause that are kept: part of it may be a peer's text."""
+"""Characters of a cause that are kept, because a peer may have written part of it."""
 
 
 _Event: TypeAlias = tuple[int, float, events.Transition]
-"""Its number, which counts all events; its time; and what changed."""
+"""Its number in order of all events, its time, and the transition."""
 
 
 class EventLog:
-    """See the module's head."""
+    """See the module's docstring."""
 
     def __init__(self, clock: Callable[[], float] = time.time, kept: int = KEPT) -> None:
-        """`clock` is in seconds since the epoch; `kept` is how many transitions are kept."""
+        """`clock` is in seconds since the epoch. The log keeps the last `kept` transitions."""
         self._clock = clock
         self._kept = kept
         self._count = 0
         self._of_request: dict[str, deque[_Event]] = {}
-        self._of_peer: dict[str, deque[_Event]] = {}  # what concerns no single request
-        self._order: deque[deque[_Event]] = deque()  # in which of them each event is, oldest first
+        self._of_peer: dict[str, deque[_Event]] = {}  # events that concern no single request
+        self._order: deque[deque[_Event]] = deque()  # the deque of each event, oldest event first
 
     def __len__(self) -> int:
         return len(self._order)
 
     @property
     def since(self) -> float | None:
-        """When the oldest event was that is kept."""
+        """The time of the oldest event."""
         return self._order[0][0][1] if self._order else None
 
     def record(self, transition: events.Transition) -> None:
-        """Keep a transition."""
         cause = transition.cause
         if len(cause) > MAX_CAUSE or not cause.isprintable():
             transition = transition._replace(cause=printable(cause, MAX_CAUSE))
@@ -68,10 +68,10 @@ class EventLog:
     def story(
         self, request: str, *, exact: bool = False, limit: int = MAX_LISTED
     ) -> list[EventRecord]:
-        """What happened to the requests whose id is, or contains, this text; oldest first.
+        """The events of requests whose id contains this text (or, if `exact`, equals it).
 
-        What happened meanwhile to the engines that they read from is part of it. Of more than
-        `limit` events it has the last ones.
+        They include those of the engines that the requests read from, meanwhile. The result has
+        the last `limit` events, oldest first.
         """
         if exact or not request:
             names = [request] if request in self._of_request else []
@@ -90,16 +90,16 @@ class EventLog:
         ]
 
     def story_lines(self, request: str, limit: int) -> list[str]:
-        """The story in at most so many lines, each with the seconds since its begin."""
+        """The events of one request in at most `limit` lines, with seconds since the first."""
         story = self.story(request, exact=True)
         lines = [f"{event.time - story[0].time:9.3f} s  {describe(event)}" for event in story]
         if len(lines) <= limit:
             return lines
-        left_out = len(lines) - limit + 1  # one line says so
+        left_out = len(lines) - limit + 1  # one line counts them
         return [f"({left_out} earlier events)", *lines[left_out:]]
 
     def _forget_oldest(self) -> None:
-        """The oldest of all events is the oldest of its request, or of its peer."""
+        # The oldest of all events is also the oldest of its request, or of its peer.
         same = self._order.popleft()
         _, _, transition = same.popleft()
         if not same and transition.request:
@@ -109,13 +109,13 @@ class EventLog:
 
 
 def _is_end(transition: events.Transition) -> bool:
-    """Whether an offer or a load is over with it; what a load reads from one rank may fail too."""
+    """Whether an offer or a load ended. A read from one rank also FAILS, but ends no load."""
     is_load = transition.before in ("PREPARED", "STARTED")
     return transition.after == events.OVER or (is_load and transition.after in ("LOADED", "FAILED"))
 
 
 def describe(event: events.Transition | EventRecord) -> str:
-    """A transition in words."""
+    """A transition as a line of text."""
     states = f"{event.before} -> {event.after}" if event.before else event.after
     cause = f" ({event.cause})" if event.cause else ""
     num_bytes = f", {event.num_bytes} bytes" if event.num_bytes else ""

@@ -1,26 +1,30 @@
-"""One turn of the transfer thread: feeds events to the machines, and carries out their actions.
+"""The transfer thread of a rank: its life, and one turn of its loop.
 
-One thread per rank owns the NIXL agents, the sockets and all protocol state, so there is no lock.
-It waits for its sockets; it polls NIXL only while a read is under way or a peer may be reading from
-this rank, and uses no CPU otherwise.
+One thread per rank owns the NIXL agents, the sockets and all protocol state, so there are no locks.
+The caller's thread talks to it through two queues: commands in, results out. Each turn waits for
+the sockets, feeds events to the state machines, and carries out their actions. The thread polls
+NIXL only while a read is in flight or a peer may read this rank, and otherwise uses no CPU.
 """
 
+import os
+import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
 
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.outstanding import Outstanding
 from nixl_kv.engine.serving import Serving
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
-from nixl_kv.ids import Endpoint, RequestId, new_incarnation, short
-from nixl_kv.log_limit import LimitedLog, get_logger
+from nixl_kv.ids import Endpoint, Nonce, RequestId, new_incarnation, short
+from nixl_kv.log_limit import LimitedLog, get_logger, run_guarded
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
-from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.staged.packs import PackQueue
@@ -41,33 +45,47 @@ logger = get_logger(__name__)
 
 SERVING_PAUSE_S: Final = 0.001
 RECEIVING_S: Final = 0.05
-"""Of one turn, at most, for what was received: the description of a large engine takes 4 ms to
-read, and renewals must not wait for those of hundreds."""
+"""The time that one turn spends at most on received messages. Heartbeats must not wait for the
+messages of hundreds of peers."""
+BACKGROUND_BYTES: Final = 32 << 10
+"""A longer description is decoded on another thread. 550 kB, of 16 ranks and 126 layers, take 18 ms
+to decode and check; this thread then only compares summaries, in 5 to 10 ms."""
+MAX_DECODING: Final = 8
+"""Descriptions that wait for that thread. Decoding further ones here slows down their senders."""
 LINGER_S: Final = 2.0
-"""How long after a reader's last word this side still serves reads: one may be going on although
-its lease ran out, and renews are sent each second at least."""
+"""How long this rank still serves reads after a reader's last message. A read may go on although
+its lease expired; readers send a heartbeat at least each second."""
 
 LINK_KEPT_S: Final = 5.0
-"""How long a link stays over which nothing is held: to open it again costs a round trip or two."""
+"""How long an idle link stays open. Opening it again costs one or two round trips."""
+
+STOP_TIMEOUT_S: Final = 30.0
+"""How long `stop` waits. Posting a read of 2 million runs takes 8 s, destroying an agent 1 s."""
+CLOSING_PAUSES_S: Final = (0.01, 1.0)
+"""The first and the longest pause between two attempts to close; each is twice as long as the last.
+An attempt may run a full garbage collection, which keeps the GIL from all other threads."""
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
 
+_THREAD_DIED: Final = events.Failure(events.FailureKind.INTERNAL, "the transfer thread died")
+
 STORY_LINES: Final = 10
-"""Of a failed load, below the line that says so."""
+"""Transitions that the log shows below the line about a failed load."""
 STORIES_PER_S: Final = 20
-"""Of loads that fail at once; of the others the log has one line each."""
+"""Failed loads per second whose transitions are logged; others get one line each."""
 MAX_QUESTIONS: Final = 8
-"""Status questions that wait, over all connections."""
+"""Status requests that wait for an answer, over all connections."""
 
 
 @dataclass
 class Parts:
-    """What one rank consists of. Made on the transfer thread, by `engine.build_parts`.
+    """Everything that the transfer thread owns. `engine.build_parts` makes it on that thread.
 
-    Only the description changes, if the rank begins a new life.
+    Only the description changes, when the rank begins a new incarnation.
     """
 
     control: ControlPlane
+    background: Executor  # decodes long descriptions, on one thread
     prefill: PrefillMachine
     decode: DecodeMachine
     agents: Agents
@@ -81,14 +99,120 @@ class Parts:
     description: messages.RankDescription
 
 
+@dataclass
+class _Offer:
+    request: RequestId
+    is_published: bool = False
+    end: events.OfferEnd | None = None  # it ended before it was published
+
+
+class Outstanding:
+    """What the caller is owed, so that nothing is lost with the machines.
+
+    A load is owed a report from `StartLoad` on, an offer from `PublishOffer` on: only then its
+    blocks are pinned. A reader may end an offer before that command; the end then waits for it.
+    Each report is given once, because vLLM's engine may end for a second one.
+    """
+
+    def __init__(self) -> None:
+        self.orphans: set[RequestId] = set()
+        """Loads whose machine is gone."""
+        self._loads: dict[RequestId, int] = {}  # number of tokens
+        self._offers: dict[Nonce, _Offer] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<Outstanding: {len(self._loads)} loads ({len(self.orphans)} orphans), "
+            f"{len(self._offers)} offers>"
+        )
+
+    def __len__(self) -> int:
+        return len(self._loads) + len(self._offers)
+
+    def admit(self, command: events.Command) -> tuple[bool, events.OfferEnded | None]:
+        """Record a command.
+
+        Returns:
+            Whether the machines may have it: the blocks of an offer that has ended may belong to
+            another request by now. And a report that is due at once.
+        """
+        match command:
+            case events.StartLoad():
+                self._loads[command.request] = command.num_tokens
+            case events.PrepareOffer():
+                self._offers[command.nonce] = _Offer(command.request)
+            case events.PublishOffer():
+                return self._publish(command)
+            case events.WithdrawOffer():
+                offer = self._offers.pop(command.nonce, _Offer(RequestId("")))
+                return offer.end is None, None
+            case events.RevokeOffer():
+                return command.nonce in self._offers, None
+        return True, None
+
+    def settle(
+        self, report: events.LoadEnded | events.OfferEnded
+    ) -> events.LoadEnded | events.OfferEnded | None:
+        """Return the report if the caller is owed it."""
+        if isinstance(report, events.LoadEnded):
+            self.orphans.discard(report.request)
+            return None if self._loads.pop(report.request, None) is None else report
+        offer = self._offers.get(report.nonce)
+        if offer is None or not offer.is_published:
+            if offer is not None:
+                offer.end = report.end
+            return None
+        del self._offers[report.nonce]
+        return report
+
+    def lose_machines(self) -> list[events.OfferEnded]:
+        """All machines are gone. Returns the reports of offers; `drained` has those of loads."""
+        self.orphans.update(self._loads)
+        return self.lose_offers()
+
+    def lose_offers(self) -> list[events.OfferEnded]:
+        """Prefill's machine is gone. Returns the reports."""
+        ended: list[events.OfferEnded] = []
+        for nonce, offer in list(self._offers.items()):
+            if offer.is_published:
+                del self._offers[nonce]
+                ended.append(events.OfferEnded(nonce, offer.request, events.OfferEnd.LOST))
+            elif offer.end is None:
+                offer.end = events.OfferEnd.LOST
+        return ended
+
+    def drained(
+        self, is_read: Callable[[RequestId], bool], why: events.Failure = _THREAD_DIED
+    ) -> list[events.LoadEnded]:
+        """The reports of orphans into whose blocks no read can write any longer."""
+        return [
+            events.LoadEnded(request, self._loads[request], why)
+            for request in self.orphans
+            if not is_read(request)
+        ]
+
+    def _publish(self, command: events.PublishOffer) -> tuple[bool, events.OfferEnded | None]:
+        lost = _Offer(command.request, end=events.OfferEnd.LOST)
+        offer = self._offers.get(command.nonce, lost)
+        if offer.end is None:
+            offer.is_published = True
+            return True, None
+        self._offers.pop(command.nonce, None)
+        return False, events.OfferEnded(command.nonce, command.request, offer.end)
+
+
+_Decoded: TypeAlias = tuple[Endpoint, "Future[messages.Answer]"]
+"""A description from an endpoint, decoded on the background thread."""
+
+
 class _Closes(Protocol):
-    """A part that ends with the loop; `close` may be called again after an error."""
+    """A part that the loop closes; `close` may be called again after an error."""
 
     def close(self) -> None: ...
 
 
 class Loop:
-    """One turn after the other. An error leaves a turn, and only `restart` may follow it."""
+    """Runs one turn after another. If a turn raises, only `restart` may follow."""
 
     def __init__(
         self,
@@ -100,15 +224,15 @@ class Loop:
         report_status: Callable[[messages.StatusRequest], messages.Status],
         on_load_ended: Callable[[], None],
     ) -> None:
-        """Start with nothing under way.
+        """Begin with nothing in flight.
 
         Args:
-            parts: what it drives.
-            commands: of the caller, in order.
+            parts: of this rank.
+            commands: from the caller, in order.
             results: for the caller, in order.
             clock: monotonic seconds.
-            report_status: the answer to a tool.
-            on_load_ended: called when there is the result of a load.
+            report_status: makes the answer to a tool.
+            on_load_ended: is called when a load has a result.
         """
         self.parts = parts
         self.outstanding = Outstanding()
@@ -119,34 +243,35 @@ class Loop:
         self._on_load_ended = on_load_ended
         self._follow_up: deque[events.DecodeEvent | events.PrefillEvent] = deque()
         self._received: deque[Received] = deque()
+        self._decoding: deque[_Decoded] = deque()
         self._questions: deque[tuple[bytes, messages.StatusRequest]] = deque()
         self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
         self._serve_until = 0.0
         self._look_at_links_at: float | None = None  # while there are links
-        self._doubted: set[Endpoint] = set()  # whose link broke, and that have said nothing since
-        self._to_close: list[_Closes] | None = None  # what is left of it, once `close` has begun
+        self._doubted: set[Endpoint] = set()  # their link broke and no message came since
+        self._to_close: list[_Closes] | None = None  # once `close` has begun
         self._log = LimitedLog(logger, clock)
 
     def wake(self) -> None:
-        """End a wait; may be called from any thread."""
+        """End a wait. Any thread may call this."""
         self.parts.control.wake()
 
     def close(self) -> None:
         """Release everything, and report every load into which nothing can write any longer.
 
-        Only after the last turn. Before anything else, all grants become invalid, so that a reader
-        of this rank finds out. May be called again after an error: what has been closed stays so.
+        Call it after the last turn, and again after an error: closed parts stay closed.
 
         Raises:
             TransportError: if an agent is not proven to be gone; its loads stay owed.
-            Exception: what else closing a part has raised.
+            Exception: the first other error of closing a part.
         """
         parts = self.parts
-        parts.slots.clear_all()
+        parts.slots.clear_all()  # first of all, so that readers of this rank notice
         if self._to_close is None:
             own = (parts.exported, parts.serving)
             self._to_close = [parts.control, parts.packs, parts.digests, parts.agents]
             self._to_close += [part for part in own if part is not None]
+        parts.background.shutdown(cancel_futures=True)
         errors: list[Exception] = []
         for part in list(self._to_close):
             try:
@@ -165,10 +290,11 @@ class Loop:
             raise errors[0]
 
     def turn(self) -> None:
-        """Wait for something, then handle all that came."""
-        if not self._received:  # what more there is waits at its senders
+        """Wait for events, then handle them."""
+        if not self._received:  # messages beyond those wait at their senders
             self._received.extend(self.parts.control.poll(self._wait_s()))
-        # Commands first: who asks for an offer has its ticket, which left after the command.
+        # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
+        # the command.
         while self._commands:
             self._on_command(self._commands.popleft())
         until = self._clock() + RECEIVING_S
@@ -176,6 +302,8 @@ class Loop:
             self._on_received(self._received.popleft())
             if self._clock() >= until:
                 break
+        if self._has_decoded:  # one in a turn: to check one takes milliseconds
+            self._on_received(self._decoding.popleft())
         for event in self.parts.agents.poll():
             self._handle(event)
         for digest_event in self.parts.digests.poll(self._is_wanted):
@@ -190,15 +318,15 @@ class Loop:
         self._publish_counts()
 
     def restart(self) -> None:
-        """The machines are in doubt: start again with empty ones, and fail all that they held.
+        """The machines are in doubt: empty them, and fail all that they held.
 
-        First of all no grant is valid any more. Loads are reported when their reads have ended, or
-        have been stopped; offers at once.
+        Offers are reported at once, loads when their reads have ended or were stopped.
         """
         self._count("thread_restarts")
-        self.parts.slots.clear_all()
+        self.parts.slots.clear_all()  # first of all: no grant is valid any longer
         self._follow_up.clear()
         self._received.clear()
+        self._decoding.clear()
         self._questions.clear()
         self.parts.decode.clear()
         self.parts.prefill.clear(self.parts.packs.writing)
@@ -216,8 +344,8 @@ class Loop:
     # --- waiting and time
 
     def _wait_s(self) -> float | None:
-        """How long this turn may wait, in seconds; None for ever."""
-        if self._commands or self._questions:
+        """How long this turn may wait, in seconds; None: without a limit."""
+        if self._commands or self._questions or self._has_decoded:
             return 0
         digests_wait_s = self.parts.digests.wait_s
         if digests_wait_s == 0:
@@ -226,7 +354,7 @@ class Loop:
             return READING_PAUSE_S
         if self.parts.agents.is_busy:
             return self.parts.agents.pause_s
-        if self.outstanding.orphans:  # nothing writes for them any more: they are reported now
+        if self.outstanding.orphans:  # nothing writes into their blocks: report them now
             return 0
         serving = self.parts.serving
         if serving is not None and (serving.is_busy or self._clock() < self._serve_until):
@@ -234,11 +362,15 @@ class Loop:
         due = self._next_due()
         return None if due is None else max(0.0, due - self._clock())
 
+    @property
+    def _has_decoded(self) -> bool:
+        return bool(self._decoding) and self._decoding[0][1].done()
+
     def _next_due(self) -> float | None:
-        """When time changes something by itself, in monotonic seconds; None for never."""
-        decode, offers = self.parts.decode, self.parts.prefill.offers
+        """When time alone changes something, in monotonic seconds; None: never."""
+        decode, prefill = self.parts.decode, self.parts.prefill
         serving, agents = self.parts.serving, self.parts.agents
-        due = [decode.next_due, offers.next_due, agents.next_due, self._look_at_links_at]
+        due = [decode.next_due, prefill.next_due, agents.next_due, self._look_at_links_at]
         due += [] if serving is None else [serving.next_due]
         return min((when for when in due if when is not None), default=None)
 
@@ -250,7 +382,7 @@ class Loop:
             self._close_idle_links(now)
 
     def _close_idle_links(self, now: float) -> None:
-        """Links cost sockets and heartbeats at both ends; what is known of a peer stays."""
+        """Links cost sockets and heartbeats at both ends. Peers stay known without them."""
         if self._look_at_links_at is None or now < self._look_at_links_at:
             return
         control, num_kept = self.parts.control, 0
@@ -262,9 +394,9 @@ class Loop:
         self._look_at_links_at = now + LINK_KEPT_S / 2 if num_kept else None
 
     def _serve(self) -> None:
-        """Some paths of NIXL need the owner of the memory to take part in being read."""
+        """Let peers read: over TCP and while they connect, NIXL needs the owner's progress."""
         now, serving = self._clock(), self.parts.serving
-        if self.parts.prefill.offers.any_granted:
+        if self.parts.prefill.any_granted:
             self._serve_until = max(self._serve_until, now + LINGER_S)
         if serving is None:
             return
@@ -273,11 +405,11 @@ class Loop:
         if serving.is_busy or now < self._serve_until:
             try:
                 serving.progress()
-            except TransportError as error:  # its readers time out; those of other ranks go on
+            except TransportError as error:  # its readers time out; other ranks go on
                 self._log.warning("serving readers of this rank failed: %s", error)
 
     def _begin_life(self, serving: Serving) -> None:
-        """Peers know another agent, to which nobody can connect: all offers of that life end."""
+        """The agent was replaced. Peers know the old one, so all offers of this life end."""
         parts, self._serve_until = self.parts, 0.0
         incarnation, metadata = new_incarnation(), serving.metadata()
         parts.slots.clear_all()
@@ -295,7 +427,6 @@ class Loop:
         if isinstance(command, events.SetEngine):
             self.parts.agents.peers.engine_layouts = command.layouts
             self.parts.decode.loads.set_engine(command.engine)
-            self.parts.decode.peers.warm_up()
             return
         is_admitted, report = self.outstanding.admit(command)
         if report is not None:
@@ -303,39 +434,48 @@ class Loop:
         if is_admitted:
             self._handle(command)
 
-    def _on_received(self, item: Received) -> None:
-        """One message or loss. What a stranger sends is logged, and changes nothing."""
+    def _on_received(self, item: Received | _Decoded) -> None:
+        """Handle one message or loss. A stranger's nonsense is logged and changes nothing."""
         try:
             match item:
                 case FromPeer():
                     self._on_request(item)
                 case FromEndpoint():
                     self._doubted.discard(item.endpoint)
-                    self._handle(
-                        events.Answered(item.endpoint, messages.decode_answer(item.payload))
-                    )
+                    self._on_answer(item)
+                case (endpoint, decoded):
+                    self._handle(events.Answered(endpoint, decoded.result()))
                 case Lost():
                     self._on_lost(item)
         except RemoteProtocolError as error:
             self._count("messages_dropped")
             self._log.warning("control message dropped: %s", error)
 
-    def _on_lost(self, lost: Lost) -> None:
-        """Links also break where a side gets no processor for a while: so look a second time.
+    def _on_answer(self, item: FromEndpoint) -> None:
+        is_long = len(item.payload) > BACKGROUND_BYTES and messages.is_description(item.payload)
+        if is_long and len(self._decoding) < MAX_DECODING:
+            decoding = self.parts.background.submit(messages.decode_answer, item.payload)
+            self._decoding.append((item.endpoint, decoding))
+            decoding.add_done_callback(lambda _: self.wake())
+        else:
+            self._handle(events.Answered(item.endpoint, messages.decode_answer(item.payload)))
 
-        A process that is gone refuses that at once.
+    def _on_lost(self, lost: Lost) -> None:
+        """Try a broken link once more: it also breaks where a side gets no CPU for a while.
+
+        A process that is gone refuses the second connection at once.
         """
         endpoint, is_using = lost.endpoint, self.parts.decode.is_using
         is_used = is_using(endpoint)
         if is_used and endpoint not in self._doubted:
             self._doubted = {each for each in self._doubted if is_using(each)} | {endpoint}
-            logger.info("the link to %s broke: %s; trying again", endpoint, lost.reason)
+            logger.info("the link to %s broke (%s); connecting again", endpoint, lost.reason)
             self._handle(events.LinkBroken(endpoint))
             return
         self._doubted.discard(endpoint)
         if is_used:
             self._count("peers_lost")
-            self._log.warning("lost %s: %s", endpoint, lost.reason)
+            self._log.warning("lost %s (%s); loads that need it fail", endpoint, lost.reason)
         self._handle(events.EndpointLost(endpoint, lost.reason))
 
     def _on_request(self, item: FromPeer) -> None:
@@ -346,7 +486,7 @@ class Loop:
             raise
         if isinstance(message, messages.StatusRequest):
             if len(self._questions) == MAX_QUESTIONS:
-                self._log.warning("a status question is dropped: %d are waiting", MAX_QUESTIONS)
+                self._log.warning("status request dropped: %d others are waiting", MAX_QUESTIONS)
             else:
                 self._questions.append((item.route, message))
             return
@@ -354,21 +494,20 @@ class Loop:
         self._handle(events.Asked(item.route, message))
 
     def _answer_question(self) -> None:
-        """One in a turn, after all else; a tool's question costs no load, whatever goes wrong."""
+        """Answer one status request, after all else. No error here may cost a load."""
         if not self._questions:
             return
         route, question = self._questions.popleft()
         try:
             self.parts.control.reply(route, messages.encode(self._report_status(question)))
         except Exception as error:  # noqa: BLE001 - reporting only reads: nothing is in doubt
-            self._log.warning("a status question is not answered: %s", repr(error))
+            self._log.warning("status request not answered: %s", repr(error))
 
     def _handle(self, event: events.DecodeEvent | events.PrefillEvent) -> None:
-        """Let a machine decide; do that, and what follows from it, until nothing does."""
+        """Feed an event to its machine, and carry out the actions and all that follows."""
         self._carry_out(self._decide(event))
 
     def _decide(self, event: events.DecodeEvent | events.PrefillEvent) -> list[events.Action]:
-        """Each side has its own events, but for ticks, which both have."""
         if isinstance(event, events.PrefillEvent):
             return self.parts.prefill.handle(event, self._clock())
         return self.parts.decode.handle(event, self._clock())
@@ -415,9 +554,6 @@ class Loop:
 
     def _warn(self, action: events.Notice) -> None:
         match action:
-            case events.NotWarm():
-                message = "warm: %s: %s; it is asked again"
-                self._log.warning(message, action.endpoint, action.reason)
             case events.PeerUnreadable():
                 self._count("peers_unreadable")
                 message = (
@@ -451,7 +587,7 @@ class Loop:
                 self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
-        """Say why, and what happened before; a load that nobody wants any more is no failure."""
+        """Log the reason and the transitions before it. A cancelled load is not a failure."""
         if failure.kind is events.FailureKind.DROPPED:
             logger.info("request %s: its load was cancelled", report.request)
             return
@@ -466,7 +602,7 @@ class Loop:
             logger.warning("  %s", line)
 
     def _story(self, request: RequestId) -> list[str]:
-        """Its lines, but of so many loads a second only: thousands may fail at once."""
+        """The transitions of a load, for at most STORIES_PER_S loads a second."""
         now, earlier = self._clock(), self._stories_at
         if len(earlier) == STORIES_PER_S and now < earlier[0] + 1.0:
             return ["(many loads fail: nixl-kv status --request tells what happened to this one)"]
@@ -474,8 +610,7 @@ class Loop:
         return self.parts.event_log.story_lines(request, STORY_LINES)
 
     def _publish_counts(self) -> None:
-        """One record at a time: strangers may ask as much as they like while nobody takes it."""
-        if self._results:
+        if self._results:  # one record waits at a time, however long the caller does not pop it
             return
         counts = self.parts.counts
         if counts:
@@ -484,3 +619,104 @@ class Loop:
 
     def _count(self, name: str) -> None:
         self.parts.counts[name] += 1
+
+
+class TransferThread:
+    """Runs a `Loop` on its own thread; started once per rank, and no fault ends it.
+
+    An error that reaches the top is a bug and leaves the machines in doubt. The thread logs it,
+    fails all that it holds, and goes on with empty machines.
+
+    The thread closes the loop itself, and ends only when nothing can write into the cache any
+    longer. So the end of the thread is the proof.
+    """
+
+    def __init__(self, build_loop: Callable[[], Loop]) -> None:
+        """`build_loop` runs on the new thread, and may raise."""
+        self._build_loop = build_loop
+        self._started: Future[Loop] = Future()
+        self._is_stopping = False
+        self._may_close = threading.Event()  # no other thread wakes the loop any longer
+        self._unproven = "the thread has not ended its turn"
+        self._thread = threading.Thread(target=self._main, name="nixl-kv-transfer", daemon=True)
+
+    def start(self) -> Loop:
+        """Start the thread, and wait until the loop is built.
+
+        Raises:
+            NixlKVError: what `build_loop` raised.
+        """
+        self._thread.start()
+        return self._started.result()
+
+    @property
+    def was_started(self) -> bool:
+        return self._thread.ident is not None
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has closed its loop and ended. May be called again.
+
+        Args:
+            timeout_s: by default `STOP_TIMEOUT_S`.
+
+        Raises:
+            TransportError: if the thread has not ended by then. It goes on closing.
+        """
+        if not self._thread.is_alive() or self._started.exception() is not None:
+            return
+        loop, timeout_s = self._started.result(), STOP_TIMEOUT_S if timeout_s is None else timeout_s
+        if not self._is_stopping:
+            self._is_stopping = True
+            loop.wake()
+            self._may_close.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            loop.parts.slots.clear_all()
+            raise TransportError(
+                f"the transfer thread has not stopped within {timeout_s:g} s: {self._unproven}"
+            )
+
+    def _main(self) -> None:
+        _leave_pinned_core()
+        try:
+            loop = self._build_loop()
+        except BaseException as error:  # noqa: BLE001 - raised again where the start is waited for
+            self._started.set_exception(error)
+            return
+        self._started.set_result(loop)
+        step: Callable[[], None] = loop.turn
+        while not self._is_stopping:
+            lived = run_guarded(
+                step, "the transfer thread failed; it fails its loads and offers and starts again"
+            )
+            step = loop.turn if lived else loop.restart
+        self._may_close.wait()
+        self._close(loop)
+
+    def _close(self, loop: Loop) -> None:
+        pause_s, longest_s = CLOSING_PAUSES_S
+        while True:
+            try:
+                loop.close()
+            except TransportError as error:  # a read may still be writing
+                self._unproven = str(error)
+            except Exception as error:
+                if str(error) != self._unproven:
+                    logger.critical("closing the transfer thread failed; retrying", exc_info=True)
+                self._unproven = str(error)
+            else:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+
+def _leave_pinned_core() -> None:
+    """Run this thread on the cores of the parent process.
+
+    vLLM on CPU binds the main thread to one core. Other threads inherit that, and NIXL's threads
+    inherit it from this one. On that core they would wait for the model's computation.
+    """
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    except OSError as error:
+        logger.debug("the transfer thread stays on its cores: %s", error)

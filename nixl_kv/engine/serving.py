@@ -1,12 +1,12 @@
-"""The agent by which peers read this rank, and the check that they still can.
+"""The NIXL agent through which peers read this rank, and the check that they still can.
 
-UCX closes a listening socket for good when accept() finds no free descriptor. From then on peers
-cannot connect to the agent, while its process, its port and its grants look healthy. So this rank
-looks whether the agent's listening sockets are still there; and once a minute a second agent of the
-process reads a slot of this rank's, by what peers are given. If a socket has gone, or that read
-fails twice in a row, another agent takes the place of the first.
+UCX closes a listening socket for good when accept() finds no free file descriptor. From then on no
+peer can connect to the agent, although its process, its port and its grants look healthy. So this
+rank checks that the agent's listening sockets still exist. Once a minute a second agent of the
+process also reads one of this rank's slots, as a peer would. If a socket is gone, or that read
+fails twice in a row, a new agent replaces the first one.
 
-The check also lets UCX notice the readers that have left since this rank last served one.
+The check also lets UCX notice readers that have left.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from nixl_kv.transport.slots import SlotPage, slot_rows
 logger = get_logger(__name__)
 
 CHECK_S: Final = 60.0
-"""Between two checks. One takes 50 ms of a core, on another thread."""
+"""Between two checks. One takes 50 ms of a core on another thread."""
 AGAIN_S: Final = 1.0
-"""Before the first further attempt, if a check fails or cannot be made; then twice as long, ..."""
+"""The first pause after a failed check; it doubles up to CHECK_S."""
 READ_S: Final = 10.0
-"""How long the read of a check may take, on a busy machine."""
+"""The timeout of a check's read, for a busy machine."""
 LOOK_S: Final = 1.0
-"""Between two looks at the listening sockets, while this rank is awake."""
+"""Between two checks of the listening sockets, while this rank is awake."""
 SERVE_ON_S: Final = 0.1
-"""How long the agent makes progress after a check, to see that the reader has left."""
+"""How long the agent makes progress after a check, to notice that the checker left."""
 FAILURES: Final = 2
-"""Checks that fail in a row before the agent is replaced."""
+"""Failed checks in a row that make this rank replace its agent."""
 POLL_S: Final = 0.001
 
 UNREADABLE: Final = "unreadable"
@@ -45,7 +45,7 @@ UNREADABLE: Final = "unreadable"
 
 
 class Serving:
-    """Owned by the transfer thread, which calls `progress` while peers may read this rank."""
+    """The transfer thread owns it, and calls `progress` while peers may read this rank."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Serving:
         """Open the agent.
 
         Args:
-            open_transport: makes an agent with this rank's memory; on any thread.
-            slots: what is read of it.
-            make_checker: makes the agent that reads it, on any thread; None: it is never checked.
-            background: one thread, for nothing else; ended with this.
-            counts: the gauge, and agents that were replaced, are put there.
+            open_transport: makes an agent with this rank's memory; runs on any thread.
+            slots: the slots that a check reads.
+            make_checker: makes the agent that reads them, on any thread; None: no checks.
+            background: one thread for this object alone, which `close` ends.
+            counts: receives the gauge.
             clock: monotonic seconds.
 
         Raises:
@@ -95,24 +95,22 @@ class Serving:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a check or a replacement is under way: `progress` and `poll` must be called."""
+        """Whether a check or a replacement is running: the caller must poll it."""
         return bool(self._check or self._opening) or self._clock() < self._serve_until
 
     @property
     def next_due(self) -> float | None:
-        """When `poll` has something to do, in monotonic seconds; None for never."""
+        """When `poll` has something to do, in monotonic seconds; None: never."""
         return None if self._make_checker is None or self.is_busy else self._check_at
 
     def metadata(self) -> bytes:
-        """What a peer needs to read this rank."""
         return self.transport.metadata()
 
     def progress(self) -> None:
-        """Let peers read."""
         self.transport.progress()
 
     def poll(self) -> bool:
-        """Go on with checks. True if another agent has taken over: peers know nothing of it yet."""
+        """Go on with checks. True if a new agent took over, which peers do not know yet."""
         if self._make_checker is None:
             return False
         if self._opening is not None:
@@ -141,7 +139,7 @@ class Serving:
         return False
 
     def close(self) -> None:
-        """End the agents; waits for a check that is under way, which is told to stop.
+        """Stop a running check, and close the agents.
 
         Raises:
             TransportError: if an agent does not end.
@@ -156,7 +154,7 @@ class Serving:
         ]
         if opened is not None and not opened.cancelled() and opened.exception() is None:
             agents.append(opened.result()[0])
-        with contextlib.ExitStack() as stack:  # one that does not end keeps no other one
+        with contextlib.ExitStack() as stack:  # an agent that does not end must not keep the others
             for agent in (self.transport, *agents):
                 stack.callback(agent.close)
         self._opening, self._check, self._closing = None, None, []
@@ -165,12 +163,14 @@ class Serving:
         try:
             reason = check.result()
         except TransportError as error:
-            self._log.warning("it cannot be checked that peers can read this rank: %s", error)
+            self._log.warning(
+                "cannot check whether peers can read this rank: %s; trying again", error
+            )
             self._try_again()
             return
         if reason is None:
             if self._counts.get(UNREADABLE) or self._failures:
-                logger.info("peers can read this rank")
+                logger.info("peers can read this rank again")
             self._was_read, self._failures, self._again_s = True, 0, AGAIN_S
             self._counts[UNREADABLE] = 0
             self._check_at = self._clock() + CHECK_S
@@ -181,35 +181,38 @@ class Serving:
             return
         if self._was_read:
             self._replace(reason)
-        else:  # another agent would be no better
+        else:  # it never worked: a new agent would not either
             self._counts[UNREADABLE] = 1
-            self._log.warning("this rank cannot read its own memory as peers do: %s", reason)
+            self._log.warning(
+                "this rank cannot read its own memory as peers do: %s; loads from it may fail",
+                reason,
+            )
             self._try_again()
 
     def _replace(self, reason: str) -> None:
         self._counts[UNREADABLE] = 1
         logger.error(
-            "peers can no longer connect to this rank's memory (%s): it starts a new life with "
-            "another NIXL agent; if descriptors ran out, raise `ulimit -n`",
+            "peers can no longer connect to this rank's memory (%s): it begins a new incarnation "
+            "with another NIXL agent; if file descriptors ran out, raise `ulimit -n`",
             reason,
         )
         self._opening = self._background.submit(self._open_and_look)
 
     def _open_and_look(self) -> tuple[Transport, dict[int, int]]:
-        """A new agent, and the sockets that listen since: on any thread."""
+        """Make a new agent, and find the sockets that it listens on. Runs on any thread."""
         if self._make_checker is None:
             return self._open(), {}
         try:
             before = descriptors.listening_sockets()
             agent = self._open()
             try:
-                agent.metadata()  # peers need it: an error of it belongs here
+                agent.metadata()  # peers need it, so an error must show here
                 now = descriptors.listening_sockets()
             except (OSError, TransportError):
                 agent.close()
                 raise
         except OSError as error:
-            raise TransportError(f"its listening sockets cannot be looked up: {error}") from error
+            raise TransportError(f"cannot list its listening sockets: {error}") from error
         return agent, {number: now[number] for number in now if before.get(number) != now[number]}
 
     def _try_again(self) -> None:
@@ -221,7 +224,7 @@ class Serving:
         try:
             agent, self._listening = opening.result()
         except TransportError as error:
-            self._log.warning("no other NIXL agent can be made: %s; trying again", error)
+            self._log.warning("cannot make another NIXL agent: %s; trying again", error)
             self._try_again()
             return False
         former, self.transport = self.transport, agent
@@ -234,12 +237,12 @@ class Serving:
 def read_slot(
     make_checker: Callable[[], Transport], metadata: bytes, slots: SlotPage, stop: threading.Event
 ) -> str | None:
-    """Read a slot as a peer does, over a new connection; why that fails, None if it does not.
+    """Read a slot as a peer does, over a new connection. Returns why that failed, or None.
 
-    Runs beside the transfer thread, which has to make progress meanwhile.
+    Runs on a background thread; the transfer thread must make progress meanwhile.
 
     Raises:
-        TransportError: if it cannot be told: this process cannot make an agent, for example.
+        TransportError: if the check itself fails, as when this process cannot make an agent.
     """
     checker, own = make_checker(), SlotPage(1)
     until = time.monotonic() + READ_S

@@ -27,7 +27,7 @@ class StatusReporter:
         """The answer."""
         now, parts = self._clock(), self._parts
         peers, links = parts.decode.peers.all(), parts.control.links()
-        offers, loads = parts.prefill.offers.all(), parts.decode.loads.all()
+        offers, loads = parts.prefill.all(), parts.decode.loads.all()
         return messages.Status(
             incarnation=parts.description.incarnation,
             engine=parts.decode.loads.reader.engine,

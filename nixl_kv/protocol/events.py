@@ -1,8 +1,8 @@
-"""What goes into the machines and what comes out of them, besides the wire's messages.
+"""The records that go into the state machines and come out of them, besides the wire's messages.
 
-Commands come from the caller (vLLM's step), events from the data plane and the sockets; actions
-are carried out by whoever runs the machines, results among them go back to the caller. All are
-frozen records, so that tests compare whole lists of them.
+Commands come from the caller, which is vLLM's step thread. Events come from the sockets and the
+data plane. The machines answer with actions, which `engine.loop` carries out; results are actions
+that go back to the caller. All records are frozen, so that tests compare whole lists of them.
 """
 
 import enum
@@ -20,10 +20,10 @@ from nixl_kv.protocol.ticket import Ticket
 
 
 class Transition(NamedTuple):
-    """A machine's state changed: of an offer, of a load, or of what it reads from one rank.
+    """An offer, a load, a read from one rank, or a peer changed its state.
 
-    `peer` is whom it concerns, empty for none; `cause` is the type of the event that led to it,
-    with a detail where there is one; `num_bytes` is what was read.
+    `peer` is empty if it concerns no peer. `cause` is the type of the event, with a detail where
+    there is one. `num_bytes` counts the bytes that were read.
     """
 
     request: str
@@ -35,17 +35,17 @@ class Transition(NamedTuple):
 
 
 Record: TypeAlias = Callable[[Transition], None]
-"""Keeps a transition; `engine.event_log` does."""
+"""Keeps a transition, as `engine.event_log` does."""
 
 OVER = "OVER"
-"""The state of what is forgotten."""
+"""The name of the state after the last transition."""
 
 
 # --- commands of the caller on decode
 
 
 class PrepareLoad(msgspec.Struct, frozen=True):
-    """A request with a ticket arrived: ask for its blocks."""
+    """A request arrived with a ticket: ask for the offer's blocks."""
 
     request: RequestId
     ticket: Ticket
@@ -53,11 +53,11 @@ class PrepareLoad(msgspec.Struct, frozen=True):
 
 
 class StartLoad(msgspec.Struct, frozen=True):
-    """The request has blocks of its own now: read the tokens [begin, end) into them.
+    """The request has local blocks now: read the tokens [begin, end) into them.
 
-    For each cache group, `tables[g]` has the local block table's entries from the one that holds
-    `begin` to the one that holds `end - 1`. With `verify` the bytes are compared with prefill's, by
-    a digest, before the load counts as good.
+    For each cache group, `tables[g]` has the entries of the local block table from the one that
+    holds `begin` to the one that holds `end - 1`. With `verify`, the load is good only if its
+    digest equals prefill's.
     """
 
     request: RequestId
@@ -68,31 +68,20 @@ class StartLoad(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are to be read."""
         return self.end - self.begin
 
 
 class CancelLoad(msgspec.Struct, frozen=True):
-    """The request needs nothing (any more): release it on prefill.
-
-    A load that was started is still reported.
-    """
+    """The request needs no KV from prefill: release the offer. A started load is still reported."""
 
     request: RequestId
 
 
-class DeclineOffer(msgspec.Struct, frozen=True):
-    """A ticket cannot be used here, since it is of another version: tell its engine's directory."""
-
-    endpoint: Endpoint
-    nonce: Nonce
-
-
 class SetEngine(msgspec.Struct, frozen=True):
-    """What all ranks of this engine must know alike; comes before any request.
+    """What all ranks of this engine must agree on; comes before any request.
 
-    `engine` is its name: a rank on another node may have been started with another one. `layouts`
-    are the caches of all ranks, in rank order.
+    `engine` is its name: a rank on another node may have started with another one. `layouts` are
+    the caches of all ranks, in rank order.
     """
 
     engine: EngineId
@@ -105,10 +94,9 @@ class SetEngine(msgspec.Struct, frozen=True):
 class PrepareOffer(msgspec.Struct, frozen=True):
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
-    Sent before the ticket exists: whoever asks with this nonce has the ticket, and the ticket left
-    only after that step was complete and the blocks were pinned. `tables` has one block table for
-    each cache group. Not `is_written`: the ticket may leave before all layers' KV is written; it is
-    granted after `MarkWritten`.
+    The ticket leaves only after that step, with the blocks pinned. So an ask with this nonce proves
+    both. `tables` has one block table for each cache group. If not `is_written`, the ticket may
+    leave before all KV is in memory, and the offer is granted after `MarkWritten`.
     """
 
     nonce: Nonce
@@ -120,13 +108,13 @@ class PrepareOffer(msgspec.Struct, frozen=True):
 
 
 class MarkWritten(msgspec.Struct, frozen=True):
-    """All KV of this offer's blocks is in memory."""
+    """All KV of this offer is in memory."""
 
     nonce: Nonce
 
 
 class PublishOffer(msgspec.Struct, frozen=True):
-    """The ticket is out and the blocks are pinned: the offer's time runs from now."""
+    """The ticket is out and the blocks are pinned: the offer's time starts now."""
 
     nonce: Nonce
     request: RequestId
@@ -139,15 +127,15 @@ class WithdrawOffer(msgspec.Struct, frozen=True):
 
 
 class RevokeOffer(msgspec.Struct, frozen=True):
-    """Nobody is to claim the offer any more: end it, unless it is claimed by now."""
+    """End the offer unless a reader has claimed it by now."""
 
     nonce: Nonce
 
 
 class ReclaimBlocks(msgspec.Struct, frozen=True):
-    """A request of the caller's own lacks so many blocks, and nothing moves.
+    """A local request has waited for `num_blocks` blocks: take them from offers.
 
-    Unclaimed offers end. If that is not enough, granted ones that nobody reads yet are recalled.
+    Unclaimed offers end. If they are too few, granted offers that no reader reads yet are recalled.
     """
 
     num_blocks: int
@@ -157,27 +145,27 @@ class ReclaimBlocks(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A message came to this rank; `route` leads back to its sender."""
+    """This rank received a message; `route` leads back to its sender."""
 
     route: bytes
     message: messages.ToRank
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """An endpoint that this side talks to has sent a message."""
+    """A remote endpoint answered."""
 
     endpoint: Endpoint
     message: messages.Answer
 
 
 class LinkBroken(msgspec.Struct, frozen=True):
-    """A link that is used broke; what was sent over it may not have been heard."""
+    """A link in use broke; messages sent over it may be lost."""
 
     endpoint: Endpoint
 
 
 class EndpointLost(msgspec.Struct, frozen=True):
-    """The connection to an endpoint is gone, or none came about."""
+    """The endpoint cannot be reached: its link broke twice, or could not be opened."""
 
     endpoint: Endpoint
     reason: str
@@ -187,10 +175,10 @@ class EndpointLost(msgspec.Struct, frozen=True):
 
 
 class PeerKey(msgspec.Struct, frozen=True):
-    """One life of a remote engine, where a ticket says that it is.
+    """One incarnation of a remote engine, at the endpoint that a ticket names.
 
-    The endpoint is part of the key: a forged ticket that names a known engine at another address
-    must not redirect those who have a true one.
+    The endpoint is part of the key, so that a forged ticket with another address cannot redirect
+    the holders of genuine tickets.
     """
 
     engine: EngineId
@@ -202,9 +190,9 @@ class PeerKey(msgspec.Struct, frozen=True):
 
 
 class PeerFits(msgspec.Struct, frozen=True):
-    """The peer's description fits: its ranks may be asked, by these routes.
+    """The peer's description fits: loads may ask its ranks, by these routes.
 
-    Its memory is being made readable; a read that is started before waits for that.
+    Its memory is still being made readable. A read that starts earlier waits for that.
     """
 
     peer: PeerKey
@@ -262,14 +250,14 @@ class ReadDone(msgspec.Struct, frozen=True):
 
 
 class PeerBroken(msgspec.Struct, frozen=True):
-    """A connection to a peer broke, or could not be made; reads over it fail as well."""
+    """A NIXL connection to a peer broke or could not be made. Reads over it fail as well."""
 
     peer: PeerKey
     reason: str
 
 
 class PeersMoved(msgspec.Struct, frozen=True):
-    """Another agent connects to these peers, which have to take part in that."""
+    """Another agent connects to these peers, so they must make progress meanwhile."""
 
     peers: tuple[PeerKey, ...]
 
@@ -324,21 +312,21 @@ class DigestCompared(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed; leases, deadlines and timers are looked at."""
+    """A deadline has passed."""
 
 
 # --- actions
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to an endpoint, connecting if need be."""
+    """Send a message to an endpoint; connect if necessary."""
 
     endpoint: Endpoint
     message: messages.Message
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Answer whoever sent the message that came by this route."""
+    """Answer the sender of the message that came by this route."""
 
     route: bytes
     message: messages.Message
@@ -351,9 +339,9 @@ class Disconnect(msgspec.Struct, frozen=True):
 
 
 class JoinPeer(msgspec.Struct, frozen=True):
-    """Check a description, and make its memory readable.
+    """Check a description and make the peer's memory readable.
 
-    Answered by PeerFits and then PeerJoined, or by PeerRefused in place of either.
+    The answers are PeerFits and then PeerJoined; PeerRefused may come instead of either.
     """
 
     peer: PeerKey
@@ -361,9 +349,9 @@ class JoinPeer(msgspec.Struct, frozen=True):
 
 
 class DropPeer(msgspec.Struct, frozen=True):
-    """Forget a peer's memory, or give up making it readable; no read of it is under way.
+    """Forget a peer's memory, or stop making it readable. No read of it is in flight.
 
-    `is_dead`: its ranks do not answer. Else it may be met again, over the same connections.
+    If not `is_dead`, this rank may meet it again over the same connections.
     """
 
     peer: PeerKey
@@ -448,40 +436,33 @@ class CompareDigest(msgspec.Struct, frozen=True):
 
 
 class WriteSlot(msgspec.Struct, frozen=True):
-    """Make a grant valid."""
+    """Make a grant valid: write its generation into the fence slot."""
 
     slot: int
     generation: Generation
 
 
 class ClearSlot(msgspec.Struct, frozen=True):
-    """Make a grant invalid, before its blocks can be used again."""
+    """Make a grant invalid, before its blocks can be reused."""
 
     slot: int
 
 
-class NotWarm(msgspec.Struct, frozen=True):
-    """An engine of `warm` is not known, or cannot be used: said once for each reason."""
-
-    endpoint: Endpoint
-    reason: str
-
-
 class PeerUnreadable(msgspec.Struct, frozen=True):
-    """A peer answers, but new connections to its memory break: said once, until it is read."""
+    """A peer answers, but connections to its memory break. Comes once until a read succeeds."""
 
     peer: PeerKey
     reason: str
 
 
 class PeerReadable(msgspec.Struct, frozen=True):
-    """A peer that was unreadable has been read."""
+    """A read of an unreadable peer succeeded."""
 
     peer: PeerKey
 
 
 class AskDenied(msgspec.Struct, frozen=True):
-    """An ask was denied; the reason stays on this side."""
+    """This rank denied a message about an offer; the reason stays on this side."""
 
     nonce: Nonce
     reason: str
@@ -491,7 +472,7 @@ class AskDenied(msgspec.Struct, frozen=True):
 
 
 class FailureKind(enum.Enum):
-    """Why a load failed; the values are the counters' names."""
+    """Why a load failed; the values are names of counters."""
 
     DENIED = "denied"
     LEASE_LOST = "lease_lost"
@@ -507,7 +488,7 @@ class FailureKind(enum.Enum):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a load failed, to count and to read."""
+    """Why a load failed: for a counter, and for people."""
 
     kind: FailureKind
     detail: str
@@ -517,11 +498,11 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
-    """A load that was started is over: no read can write into its blocks any more.
+    """A started load has ended: no read can write into its blocks any longer.
 
-    `failure` is None if every byte was read while prefill held it, and equals prefill's if
-    `verified`; `peer` is whom it was read from, None if nobody was ever asked; `reads` are the data
-    reads that ended well, one for each prefill rank.
+    `failure` is None if every byte was read while prefill held the blocks. `verified`: its digest
+    equals prefill's. `peer` is None if no engine was asked. `reads` are the successful data reads,
+    one for each prefill rank.
     """
 
     request: RequestId
@@ -533,7 +514,7 @@ class LoadEnded(msgspec.Struct, frozen=True):
 
 
 class OfferEnd(enum.Enum):
-    """How an offer ended; the values are the counters' names."""
+    """How an offer ended; the values are names of counters."""
 
     READ = "read"
     ABORTED = "aborted"
@@ -545,7 +526,7 @@ class OfferEnd(enum.Enum):
 
 
 class OfferEnded(msgspec.Struct, frozen=True):
-    """The blocks of an offer that was published may be used again."""
+    """The blocks of a published offer may be reused."""
 
     nonce: Nonce
     request: RequestId
@@ -553,18 +534,18 @@ class OfferEnded(msgspec.Struct, frozen=True):
 
 
 class NewLife(msgspec.Struct, frozen=True):
-    """This rank can be read under another description from now on; its former one is void."""
+    """This rank began another incarnation; its former description is void."""
 
     description: messages.RankDescription
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """How often things happened since the last such result, by counter; gauges as they are."""
+    """Counters' increments since the last such result, and gauges' values."""
 
     counts: Mapping[str, float]
 
 
-DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad | DeclineOffer
+DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )
@@ -577,7 +558,7 @@ PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Ti
 DataAction: TypeAlias = (
     JoinPeer | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
 )
-Notice: TypeAlias = NotWarm | PeerUnreadable | PeerReadable | AskDenied
+Notice: TypeAlias = PeerUnreadable | PeerReadable | AskDenied
 DigestAction: TypeAlias = MakeDigest | DigestLanded | CompareDigest
 Action: TypeAlias = (
     Send

@@ -1,7 +1,6 @@
 """The wire between decode and prefill: tagged msgpack arrays, version first.
 
 To the scheduler of an engine:         Describe       -> Description | Refusal
-                                       Decline
                           from a tool: Drain          -> Draining
                                        SetWeights     -> WeightsSet
 To a rank of a prefill engine:         Ask            -> Grant | Deny
@@ -12,13 +11,13 @@ To a rank of a prefill engine:         Ask            -> Grant | Deny
 From a rank, unasked, to its reader:   Recall         -> Release | Renew
 To a rank of any engine, from a tool:  StatusRequest  -> Status
 
-What is of another version than this side's is answered with VersionRefusal, wherever it came. That
-message and Decline have the version 0 and stay as they are in every version, so that all of them
-can read these two. More fields may come behind theirs; they are left out, as in all messages.
+Any side answers a message of another wire version with VersionRefusal. That message has version 0
+and the same form in every version, so all versions can read it. Decoders skip fields that a later
+version appends to a message.
 
-Every length is bounded, but for the texts of a `Status`, which only tools read. ZMQ's routing ids
-mean nothing: a message itself names the incarnation it is meant for, the offer, the claim and the
-reader. WIRE_VERSION has its history in `ticket`.
+Every length is bounded, except for the texts of a `Status`, which only tools read. ZMQ's routing
+ids carry no meaning: each message names the incarnation that it is meant for, the offer, the claim
+and the reader. `ticket` has the history of WIRE_VERSION.
 """
 
 from collections.abc import Callable
@@ -46,9 +45,9 @@ MAX_CHUNKS = 1 << 20
 MAX_RING_SLOTS = 1 << 10
 PROOF_BYTES = 16
 MAX_REASON = 300
-"""Characters of an error about a message that cannot be decoded."""
+"""Characters of the error about a message that cannot be decoded."""
 MAX_LISTED = 1000
-"""Of offers, loads and so on that one `Status` lists."""
+"""Entries of a kind that one `Status` lists."""
 
 _Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 _Incarnation = Annotated[Incarnation, HEX32]
@@ -74,33 +73,19 @@ class _Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Version and the incarnation that is spoken to (or that speaks) come first."""
+    """Begins with the version, and with the incarnation that it is meant for (or comes from)."""
 
     version: _Version = WIRE_VERSION
     incarnation: _Incarnation
 
 
-class _Versionless(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """What is the same in every version, for ever."""
+class VersionRefusal(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The answer to a message of another wire version, which was not read.
+
+    Its own form never changes: ["VersionRefusal", 0, speaks].
+    """
 
     version: Annotated[int, Meta(ge=0, le=0)] = 0
-
-
-class Decline(_Versionless, frozen=True, kw_only=True):
-    """Nobody comes for this offer, since its ticket is of a version that its reader lacks.
-
-    Whoever knows the nonce has the ticket. ["Decline", 0, nonce]
-    """
-
-    nonce: _Nonce
-
-
-class VersionRefusal(_Versionless, frozen=True, kw_only=True):
-    """What came is of another version than is spoken here, and was not read.
-
-    ["VersionRefusal", 0, speaks]
-    """
-
     speaks: Annotated[int, Meta(ge=1, le=999_999_999)] = WIRE_VERSION
 
     def __str__(self) -> str:
@@ -116,25 +101,25 @@ class Reader(_Record, frozen=True, kw_only=True):
 
 
 class Describe(_Message, frozen=True, kw_only=True):
-    """Decode asks an engine who it is. Tools ask with ANY_INCARNATION, whatever the engine."""
+    """Ask an engine for its description. Tools ask with ANY_INCARNATION, under any name."""
 
     engine: _Engine
 
 
 class Drain(_Message, frozen=True, kw_only=True):
-    """A tool says, with ANY_INCARNATION: this engine is to stop, so offer nothing that is new.
+    """A tool, with ANY_INCARNATION: this engine will stop, so offer no request that arrives now.
 
-    What has arrived before is offered, and read. Said again, it asks how far that is. With `undo`
-    the engine offers again what arrives from now on.
+    Earlier requests are still offered and read. A repeated Drain asks how many are left. With
+    `undo` the engine offers requests again.
     """
 
     undo: bool = False
 
 
 class Draining(_Message, frozen=True, kw_only=True):
-    """The answer to Drain: `num_awaited` requests have arrived and are not offered yet.
+    """The answer to Drain: `num_awaited` earlier requests are not offered yet.
 
-    `is_refused`: the engine has no key, and whoever asks is on another machine.
+    `is_refused`: the engine has no key, and the tool runs on another machine.
     """
 
     num_awaited: _Count
@@ -142,36 +127,35 @@ class Draining(_Message, frozen=True, kw_only=True):
 
 
 class SetWeights(_Message, frozen=True, kw_only=True):
-    """A tool gives, with ANY_INCARNATION, another label to this engine's weights."""
+    """A tool, with ANY_INCARNATION: this engine's weights have another label."""
 
     weights: _Label
 
     def __post_init__(self) -> None:
-        """Refuse a label that would break a log line."""
         if not self.weights.isprintable():
             raise ValueError("weights has characters that cannot be printed")
 
 
 class WeightsSet(_Message, frozen=True, kw_only=True):
-    """The label was `former`. It is what was asked for now, unless there is a `refusal`."""
+    """The answer to SetWeights: the label was `former`; `refusal` says why it stays."""
 
     former: _Label
     refusal: _Text = ""
 
 
 class Slots(_Record, frozen=True, kw_only=True):
-    """Where a rank's generation slots are: `count` slots of 16 bytes from `address`, in DRAM."""
+    """A rank's fence slots: `count` slots of 16 bytes from `address` on, in DRAM."""
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
     count: Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class Allocation(_Record, frozen=True, kw_only=True):
-    """`length` bytes of GPU memory from `address` on, as their owner has them.
+    """`length` bytes of GPU memory from `address` on, in the owner's address space.
 
-    A process on the same host maps them by CUDA's `handle` of an allocation in which they begin at
-    `offset`, or, where `handle` is empty, by the owner's file `descriptor` of an allocation that
-    they are.
+    A process on the same host maps them by `handle`, the CUDA IPC handle of an allocation in which
+    they begin at `offset`. If `handle` is empty, it uses the owner's file `descriptor` of an
+    allocation that consists of them.
     """
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -182,10 +166,10 @@ class Allocation(_Record, frozen=True, kw_only=True):
 
 
 class Proof(_Record, frozen=True, kw_only=True):
-    """16 random bytes that the owner of exported memory has written at `address`, in that memory.
+    """16 random bytes that the owner of exported memory wrote into it at `address`.
 
-    A process that maps the memory reads them first. Other bytes show that it has mapped the memory
-    of another process or another place, or that one GPU cannot read the other.
+    A process that maps the memory reads them first. Other bytes there show that it mapped the wrong
+    memory, or that one GPU cannot read the other.
     """
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -195,8 +179,8 @@ class Proof(_Record, frozen=True, kw_only=True):
 class Export(_Record, frozen=True, kw_only=True):
     """How processes on the same host map a rank's cache, in ascending order of addresses.
 
-    Its owner is process `pid`, which began at tick `started` of the host's clock, among the
-    processes that `host` names: no other has all three.
+    `host` (with its process namespace), `pid` and `started` (in ticks of the host's clock) together
+    identify the owner.
     """
 
     host: Annotated[str, Meta(max_length=256)]
@@ -207,7 +191,7 @@ class Export(_Record, frozen=True, kw_only=True):
 
 
 class StagingRing(_Record, frozen=True, kw_only=True):
-    """Memory of the same kind as the cache, in equal slots: there a rank packs what is read."""
+    """Memory of the cache's kind, in equal slots, into which a rank packs runs for readers."""
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
     length: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -215,9 +199,9 @@ class StagingRing(_Record, frozen=True, kw_only=True):
 
 
 class RankDescription(_Record, frozen=True, kw_only=True):
-    """What a reader must know of one rank. `agent` is empty where the rank cannot be read.
+    """What a reader needs to know of one rank. `agent`, NIXL's metadata, may be empty.
 
-    `export` is there where its memory may be mapped, `ring` where it packs what is read.
+    `export` is None if other processes cannot map its memory, `ring` if it does not pack.
     """
 
     incarnation: _Incarnation
@@ -230,9 +214,10 @@ class RankDescription(_Record, frozen=True, kw_only=True):
 
 
 class Description(_Message, frozen=True, kw_only=True):
-    """An engine: its model's facts, its parallel shape, its ranks in rank order.
+    """An engine: its model's facts, its parallel shape, and its ranks in rank order.
 
-    `extras` are facts of what it keeps KV of besides the model: a reader needs those it has itself.
+    `extras` are facts about other KV in its cache, such as a draft model's. A reader must find its
+    own among them.
     """
 
     engine: _Engine
@@ -243,14 +228,14 @@ class Description(_Message, frozen=True, kw_only=True):
 
 
 class Refusal(_Message, frozen=True, kw_only=True):
-    """The engine at this address is not the one that was asked for, whose names it echoes."""
+    """Another engine or incarnation answers at this address. It echoes the names in Describe."""
 
     engine: _Engine
     reason: _Text
 
 
 class _OfClaim(_Message, frozen=True, kw_only=True):
-    """What a reader, or a rank that answers it, says about an offer under a claim."""
+    """A message of a reader about an offer under a claim, or the answer to it."""
 
     nonce: _Nonce
     claim: _Claim
@@ -258,10 +243,10 @@ class _OfClaim(_Message, frozen=True, kw_only=True):
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    """A reader asks one rank for the blocks of one offer.
+    """A reader asks one rank for the blocks of an offer.
 
-    `number` counts this reader's asks and renews; `readers` are all ranks of the
-    reader's engine that will read this rank under the claim.
+    `number` counts the asks and renews of this reader together. `readers` are all ranks of its
+    engine that will read this rank under the claim.
     """
 
     nonce: _Nonce
@@ -273,10 +258,10 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 
 class Grant(_OfClaim, frozen=True, kw_only=True):
-    """The blocks are held for the claim while `generation` is in `slot`.
+    """The rank holds the blocks for the claim while `generation` is in its fence `slot`.
 
-    `lease_s` is how long prefill holds on without a renew; `tables` has one block table per cache
-    group, of the whole prompt.
+    The lease ends `lease_s` after the last Ask or Renew. `tables` has one block table per cache
+    group, for the whole prompt.
     """
 
     lease_s: Annotated[float, Meta(gt=0, le=3600)]
@@ -286,7 +271,7 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
 
 
 class Deny(_OfClaim, frozen=True, kw_only=True):
-    """No blocks, no digest and no chunk for this claim. Why, only prefill's log says."""
+    """No blocks, no digest and no chunk for this claim. Only prefill's log has the reason."""
 
 
 class DigestRequest(_OfClaim, frozen=True, kw_only=True):
@@ -344,13 +329,13 @@ class PackReply(_OfClaim, frozen=True, kw_only=True):
 
 
 class Recall(_OfClaim, frozen=True, kw_only=True):
-    """The blocks are wanted back: the reader releases them, or renews since it reads them."""
+    """The rank needs the blocks: a reader releases them, or renews if it reads them already."""
 
 
 class Renew(_Message, frozen=True, kw_only=True):
-    """All claims that the reader holds at this rank. One that is missing is released.
+    """The heartbeat: all claims that the reader holds at this rank. A missing one is released.
 
-    The first `num_reading` of them are being read, or wait for nothing but their turn.
+    The reader reads the first `num_reading` of them, or will without another step of vLLM's.
     """
 
     reader: Reader
@@ -360,7 +345,7 @@ class Renew(_Message, frozen=True, kw_only=True):
 
 
 class Renewed(_Message, frozen=True, kw_only=True):
-    """The answer to the renew with this number: which of its claims this rank does not hold."""
+    """The answer to the Renew with this number: the claims in it that this rank does not hold."""
 
     reader: Reader
     number: _Count
@@ -368,23 +353,23 @@ class Renewed(_Message, frozen=True, kw_only=True):
 
 
 class Release(_OfClaim, frozen=True, kw_only=True):
-    """The reader has ended, and no read of its is under way.
+    """The reader has ended, and none of its reads is in flight.
 
-    `complete`: it has read and checked all that it wanted, which is nothing where the engine reads
-    another rank's copy; else it does not want the blocks any more.
+    `complete`: it has read and checked all it needs, which may be nothing if its engine reads
+    another rank's copy. Otherwise it gives up.
     """
 
     complete: bool
 
 
 class StatusRequest(_Message, frozen=True, kw_only=True):
-    """What is this rank doing? And what happened to `request`, if one is named?"""
+    """A tool asks what this rank is doing, and what happened to `request` if it names one."""
 
     request: _Text = ""
 
 
 class PeerStatus(_Record, frozen=True, kw_only=True):
-    """A remote engine that this rank reads from; `detail` says why it cannot, if it cannot."""
+    """A remote engine that this rank reads; `detail` says why it cannot, if so."""
 
     engine: str
     incarnation: str
@@ -394,7 +379,7 @@ class PeerStatus(_Record, frozen=True, kw_only=True):
 
 
 class LinkStatus(_Record, frozen=True, kw_only=True):
-    """A connection to an endpoint: messages in both directions, and seconds since the last one."""
+    """A link: the messages in both directions, and the seconds since the last one."""
 
     endpoint: str
     sent: int
@@ -403,7 +388,7 @@ class LinkStatus(_Record, frozen=True, kw_only=True):
 
 
 class OfferStatus(_Record, frozen=True, kw_only=True):
-    """An offer, what it waits for, and the seconds until it ends by itself (None: it does not)."""
+    """An offer, what it waits for, and the seconds until it expires (None: it does not)."""
 
     request: str
     nonce: str
@@ -414,9 +399,9 @@ class OfferStatus(_Record, frozen=True, kw_only=True):
 
 
 class LoadStatus(_Record, frozen=True, kw_only=True):
-    """A load, what it waits for, and the seconds until it is late (negative: it is).
+    """A load, what it waits for, and the seconds until it is late (negative: it is late).
 
-    None: it lacks nothing but blocks to read into, for which it waits as long as it takes.
+    `late_in_s` is None while it lacks only local blocks, for which it may wait without a limit.
     """
 
     request: str
@@ -440,10 +425,10 @@ class EventRecord(_Record, frozen=True, kw_only=True):
 
 
 class Status(_Message, frozen=True, kw_only=True):
-    """What one rank is doing, with at most MAX_LISTED of a kind; `totals` count all of them.
+    """What one rank is doing, with at most MAX_LISTED entries of a kind; `totals` counts all.
 
-    `story` is what happened to the request that was named; events are kept from `events_since` on,
-    in seconds since the epoch (None: there was none).
+    `story` has the transitions of the named request. The rank keeps transitions from `events_since`
+    on, in seconds since the epoch (None: there was none).
     """
 
     engine: str
@@ -459,7 +444,7 @@ class Status(_Message, frozen=True, kw_only=True):
     story: Annotated[tuple[EventRecord, ...], _LISTED]
 
 
-ToEngine: TypeAlias = Describe | Decline | Drain | SetWeights
+ToEngine: TypeAlias = Describe | Drain | SetWeights
 ToRank: TypeAlias = Ask | DigestRequest | PackRequest | Renew | Release
 ClaimAnswer: TypeAlias = Grant | Deny | DigestReply | PackReply | Recall
 Answer: TypeAlias = Description | Refusal | ClaimAnswer | Renewed | VersionRefusal
@@ -468,7 +453,7 @@ Message: TypeAlias = ToEngine | ToRank | StatusRequest | Answer | ToTool
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """What all versions have in common; the rest of the array is skipped, not built."""
+    """The fields that all versions have. msgspec skips the rest of the array."""
 
     kind: msgspec.Raw
     version: int
@@ -479,20 +464,24 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message | RankDescription) -> bytes:
-    """The wire form."""
     return _encoder.encode(message)
 
 
+def is_description(payload: bytes) -> bool:
+    """Whether a message claims to be a Description; cheap, however long it is."""
+    return payload[1:13] == b"\xabDescription"  # behind the one byte that begins a short array
+
+
 def decode_rank(payload: bytes) -> RankDescription:
-    """A rank's part, as it travels from a worker to its scheduler."""
+    """Decode a rank's description on its way from the worker to the scheduler."""
     return msgspec.msgpack.decode(payload, type=RankDescription)
 
 
 def _decoder(kinds: Any) -> Callable[[bytes], Any]:
-    """A function that parses and checks a message of these kinds.
+    """Make a function that decodes and checks a message of these kinds.
 
-    It raises RemoteProtocolError, which names the first field that is wrong, or ForeignVersion,
-    which names both versions.
+    It raises RemoteProtocolError, which names the first wrong field, or ForeignVersion, which names
+    both versions.
     """
     decoder = msgspec.msgpack.Decoder(kinds)
 
@@ -505,23 +494,20 @@ def _decoder(kinds: Any) -> Callable[[bytes], Any]:
     return decode
 
 
-# One for each kind of socket: what nobody may send there is never built. Errors: see `_decoder`.
+# Each kind of socket has its own decoder, so that no other message is ever built there.
 decode_to_engine: Callable[[bytes], ToEngine] = _decoder(ToEngine)
-"""Of a message that came to the scheduler of an engine."""
+"""For messages to the scheduler of an engine."""
 decode_to_rank: Callable[[bytes], ToRank | StatusRequest] = _decoder(ToRank | StatusRequest)
-"""Of a message that came to a rank."""
+"""For messages to a rank."""
 decode_answer: Callable[[bytes], Answer] = _decoder(Answer)
-"""Of what an engine or a rank of it answers."""
+"""For the answers of an engine, or of its ranks, to a reader."""
 decode_to_tool: Callable[[bytes], ToTool] = _decoder(ToTool)
-"""Of what a rank, or the scheduler of an engine, answers to a tool that does not ask who it is."""
+"""For the answers to a tool, except for descriptions."""
 
 
 def _explained(payload: bytes, error: Exception) -> RemoteProtocolError:
-    """A foreign version explains everything else, so it is said first. That of no version is 0.
-
-    msgspec quotes what a peer has sent, such as an unknown tag.
-    """
-    reason = printable(str(error), MAX_REASON)
+    """A foreign version explains all other errors, so it comes first. Version 0 has none."""
+    reason = printable(str(error), MAX_REASON)  # msgspec quotes the peer, such as an unknown tag
     try:
         version = _head_decoder.decode(payload).version
     except msgspec.ValidationError:

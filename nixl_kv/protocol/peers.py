@@ -1,55 +1,48 @@
-"""The remote engines that a decode rank knows, and the life of each.
+"""The remote engines that a decode rank knows, and the state of each.
 
-    CONNECTING  its description is asked for
-    JOINING     described and compatible: its ranks are asked, its memory is being made readable
-    READY       its memory can be read; forgotten when long unused
-    UNREADABLE  answers, but connections to its memory break; loads fail at once until the pause is
-                over, which is twice as long each time
-    BACKOFF     could not be reached or used; loads fail at once until the pause is over
-    GONE        its ranks were known, and a connection to one broke; forgotten when no read of it is
-                under way
+A peer is one incarnation of a remote engine. Decode fetches its description once, checks whether
+it fits, and makes its memory readable; later loads find it READY.
 
-A peer is one life: engine id *and* incarnation. A restarted engine is another peer, so nothing of
-the old one (a pause, a memory address) is ever used for the new one.
+    CONNECTING  decode has asked its directory for the description
+    JOINING     the description fits: loads ask its ranks while its memory is made readable
+    READY       its memory can be read; forgotten after KEPT_S without a load
+    UNREADABLE  its ranks answer, but connections to their memory break; loads fail at once until
+                the pause is over, which doubles each time
+    BACKOFF     decode could not reach or use it; loads fail at once until the pause is over
+    GONE        the link to one of its ranks broke; forgotten once no read of it is in flight
 
-Engines that are to be known before a request needs them (`warm`) are asked for their descriptions,
-whoever they are: often until one comes, then each minute, since a link that nobody uses is closed,
-and tells of no end. Each is a peer like any other, but is kept until another life answers there.
+A restarted engine is another peer, so nothing that is known of the old incarnation (a pause, a
+memory address) is ever used for the new one. BACKOFF and GONE stay apart: only a GONE peer's
+connections are dead, and only it can be met again without a pause.
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation
+from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
 MAX_BREAKS: Final = 2
-"""Connections to a peer that break in a row before it is left alone: one may break by itself."""
+"""Broken connections in a row that make a peer UNREADABLE. A single one happens by itself."""
 UNREADABLE_S: Final = 1.0
-"""The first pause of a peer that cannot be read, ..."""
+"""The first pause of an UNREADABLE peer."""
 MAX_UNREADABLE_S: Final = 64.0
-"""... and the longest. Each attempt costs a load, and some descriptors until the agent ends."""
+"""The longest one. Each attempt costs a load, and file descriptors until the agent ends."""
 LOOK_AGAIN_S: Final = 0.1
-"""After a look whether a peer that is to be forgotten is still read."""
-WARM_AGAIN_S: Final = 5.0
-"""Between two questions to an engine of `warm` that does not answer."""
-WARM_LOOK_S: Final = 60.0
-"""After an answer of one."""
-NOBODY: Final = "no engine has described itself there"
+"""Between two checks whether a peer that is to be forgotten is still read."""
 KEPT_S: Final = 600.0
-"""How long a peer that nobody reads is kept: to know it saves its next reader 40 to 160 ms."""
+"""How long an unused peer is kept. Meeting it again costs its next load 40 to 160 ms."""
 
 
-class State(enum.Enum):
-    """See the module's head."""
+class State(MachineState):
+    """The module's docstring explains each."""
 
     CONNECTING = enum.auto()
     JOINING = enum.auto()
@@ -58,113 +51,93 @@ class State(enum.Enum):
     BACKOFF = enum.auto()
     GONE = enum.auto()
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and states are looked up all the time
 
-
-TRANSITIONS: Final[Mapping[State, Mapping[type, State | None]]] = {
+TRANSITIONS: Final[Table[State]] = {
     State.CONNECTING: {
-        events.PeerFits: State.JOINING,
-        events.PeerRefused: State.BACKOFF,
-        messages.Refusal: State.BACKOFF,
-        events.EndpointLost: State.BACKOFF,
-        events.Tick: State.BACKOFF,
+        events.PeerFits: (State.JOINING,),
+        events.PeerRefused: (State.BACKOFF,),
+        messages.Refusal: (State.BACKOFF,),
+        events.EndpointLost: (State.BACKOFF,),
+        events.Tick: (State.BACKOFF,),
     },
     State.JOINING: {
-        events.PeerJoined: State.READY,
-        events.PeerRefused: State.BACKOFF,
-        events.EndpointLost: State.GONE,
+        events.PeerJoined: (State.READY,),
+        events.PeerRefused: (State.BACKOFF,),
+        events.EndpointLost: (State.GONE,),
     },
     State.READY: {
-        events.PeerBroken: State.UNREADABLE,
-        events.EndpointLost: State.GONE,
-        events.Tick: None,
+        events.PeerBroken: (State.UNREADABLE,),
+        events.EndpointLost: (State.GONE,),
+        events.Tick: (None,),
     },
-    State.UNREADABLE: {events.Tick: State.READY, events.EndpointLost: State.GONE},
-    State.BACKOFF: {events.Tick: None},
-    State.GONE: {events.Tick: None},
+    State.UNREADABLE: {events.Tick: (State.READY,), events.EndpointLost: (State.GONE,)},
+    State.BACKOFF: {events.Tick: (None,)},
+    State.GONE: {events.Tick: (None,)},
 }
-"""For each state, which event leads to which; None: the peer is forgotten."""
+MACHINE: Final = Machine("peer", TRANSITIONS)
 
 
 @dataclass
 class Peer:
-    """One life of a remote engine. `used_at` is in monotonic seconds."""
+    """One incarnation of a remote engine."""
 
     key: events.PeerKey
-    used_at: float
+    used_at: float  # monotonic seconds
     state: State = State.CONNECTING
-    is_warm: bool = False  # no request has asked for it
-    is_described: bool = False  # its description came, and is looked at
+    is_described: bool = False  # its description came and is being checked
     failure: Failure | None = None  # why it cannot be used, in UNREADABLE, BACKOFF and GONE
-    breaks: int = 0  # of connections to its memory, since something was read
-    is_told: bool = False  # that it is unreadable
-    description: messages.Description | None = None
+    breaks: int = 0  # connections to its memory that broke since the last successful read
+    is_told: bool = False  # the log says that it is unreadable
+    description: messages.Description | None = None  # from JOINING on
     routes: tuple[Route, ...] = ()
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where its ranks answer, or its directory as long as they are not known."""
+        """Its ranks' endpoints; its directory's while the ranks are unknown."""
         if self.description is None:
             return [self.key.endpoint]
         return [rank.endpoint for rank in self.description.ranks]
 
 
-def _describe(key: events.PeerKey) -> events.Send:
-    return events.Send(
-        key.endpoint, messages.Describe(incarnation=key.incarnation, engine=key.engine)
-    )
-
-
 class PeerBook:
-    """Peers by key. `now` is monotonic, in seconds."""
+    """All peers of a rank, by key. `now` is monotonic, in seconds."""
 
-    def __init__(self, record: events.Record, warm: Sequence[Endpoint] = ()) -> None:
+    def __init__(self, record: events.Record) -> None:
         self._record = record
-        self._warm = warm
-        self._is_warming = False
-        self._ask_at = Deadlines[Endpoint]()  # of `warm`
-        self._told = dict[Endpoint, str]()  # of those that do not answer: what was said last
         self._peers: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
         self._due = Deadlines[events.PeerKey]()
 
     @property
     def next_due(self) -> float | None:
-        """When time changes something by itself; None for never."""
-        due = (self._due.next, self._ask_at.next)
-        return min((when for when in due if when is not None), default=None)
-
-    def warm_up(self) -> None:
-        """With the next tick, begin to look for the engines that are to be known; once."""
-        if not self._is_warming:
-            self._is_warming = True
-            for endpoint in self._warm:
-                self._ask_at.set(endpoint, 0.0)
+        """When time alone changes something; None for never."""
+        return self._due.next
 
     def all(self) -> list[Peer]:
-        """Every peer that is known."""
         return list(self._peers.values())
 
+    def get(self, key: events.PeerKey) -> Peer | None:
+        return self._peers.get(key)
+
     def clear(self) -> None:
-        """Forget all peers."""
         self._peers.clear()
         self._at.clear()
         self._due.clear()
-        self._told.clear()
-        if self._is_warming:
-            self._is_warming = False
-            self.warm_up()
 
     def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
-        """Find a peer; one that is not known yet is asked for its description."""
+        """Return a peer; ask an unknown one for its description."""
         peer = self._peers.get(key)
         if peer is not None:
             peer.used_at = now
             return peer, []
-        return self._add(key, "PrepareLoad", now), [_describe(key)]
+        peer = self._peers[key] = Peer(key, now)
+        self._index(peer)
+        self._due.set(key, now + CONNECT_TIMEOUT_S)
+        self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
+        return peer, [_describe(key)]
 
     def ask_again(self, endpoint: Endpoint) -> list[events.Action]:
-        """The link to an endpoint broke: ask again for the descriptions that have not come."""
+        """A link broke: repeat the requests for descriptions that it may have lost."""
         peers = self._at.get(endpoint, {}).values()
         return [
             _describe(peer.key)
@@ -173,50 +146,43 @@ class PeerBook:
         ]
 
     def is_connecting(self, key: events.PeerKey) -> bool:
-        """Whether this peer was asked for its description, and is not known to fit yet."""
         return self._is(key, State.CONNECTING)
 
     def is_joining(self, key: events.PeerKey) -> bool:
-        """Whether this peer fits, and its memory is being made readable."""
         return self._is(key, State.JOINING)
 
     def is_describing(self, endpoint: Endpoint) -> bool:
-        """Whether an engine is asked for its description at this endpoint."""
+        """Whether any peer at this endpoint is CONNECTING."""
         peers = self._at.get(endpoint, {}).values()
         return any(peer.state is State.CONNECTING for peer in peers)
 
     def on_description(
-        self, message: messages.Description, endpoint: Endpoint, now: float
+        self, message: messages.Description, endpoint: Endpoint
     ) -> list[events.Action]:
-        """An engine described itself; one that was not asked, or has done so, is ignored."""
+        """Check a description. One that was not asked for, or came before, is ignored."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-        if self._ask_at.get(endpoint) is not None:
-            self._on_warm(key, now)
         if not self.is_connecting(key) or self._peers[key].is_described:
             return []
         self._peers[key].is_described = True
         return [events.JoinPeer(key, message), *self._disconnect(key)]
 
     def on_fits(self, event: events.PeerFits) -> None:
-        """The ranks of a peer that is CONNECTING are known."""
+        """A CONNECTING peer fits, so its ranks are known."""
         peer = self._peers[event.peer]
-        self._move(peer, event, f"{len(event.routes)} of {len(event.description.ranks)} ranks")
+        num_ranks = len(event.description.ranks)
+        detail = f"{len(event.routes)} of {num_ranks} ranks"
+        self._move(peer, State.JOINING, event, detail)
         self._unindex(peer)
         peer.description = event.description
         peer.routes = event.routes
         self._index(peer)
-        self._due.set(peer.key, None)  # it waits for this side, which others may keep busy
+        # No deadline: only this side's background threads are waited for, and others may use them.
+        self._due.set(peer.key, None)
 
     def on_joined(self, event: events.PeerJoined, now: float) -> None:
-        """A peer that is JOINING can be read."""
-        self._move(self._peers[event.peer], event)
-        self._told.pop(event.peer.endpoint, None)
-        if event.peer.endpoint not in self._warm:
-            self._due.set(event.peer, now + KEPT_S)
-
-    def get(self, key: events.PeerKey) -> Peer | None:
-        """A peer, if it is known."""
-        return self._peers.get(key)
+        """The memory of a JOINING peer can be read."""
+        self._move(self._peers[event.peer], State.READY, event)
+        self._due.set(event.peer, now + KEPT_S)
 
     def on_unusable(
         self,
@@ -225,17 +191,15 @@ class PeerBook:
         failure: Failure,
         now: float,
     ) -> list[events.Action]:
-        """A peer could not be reached, does not fit or cannot be read: not again for a while."""
+        """A peer could not be reached, does not fit, or cannot be read: pause before a retry."""
         peer = self._peers[key]
-        self._move(peer, event, failure.detail)
+        self._move(peer, State.BACKOFF, event, failure.detail)
         peer.failure = failure
         self._due.set(key, now + BACKOFF_S)
-        is_told = peer.is_warm and key.endpoint in self._warm
-        told = self._tell(key.endpoint, failure.detail) if is_told else []
         if peer.description is not None:
-            return told
-        is_looked_at = peer.is_described and not isinstance(event, events.PeerRefused)
-        return [*told, *([events.DropPeer(key)] if is_looked_at else []), *self._disconnect(key)]
+            return []
+        is_checked = peer.is_described and not isinstance(event, events.PeerRefused)
+        return [*([events.DropPeer(key)] if is_checked else []), *self._disconnect(key)]
 
     def on_broken(self, event: events.PeerBroken, now: float) -> list[events.Action]:
         """A connection to a peer's memory broke; the second one in a row makes it UNREADABLE."""
@@ -246,7 +210,7 @@ class PeerBook:
         if peer.breaks < MAX_BREAKS or peer.state is State.JOINING:
             return []
         pause_s = min(UNREADABLE_S * 2 ** (peer.breaks - MAX_BREAKS), MAX_UNREADABLE_S)
-        self._move(peer, event, event.reason)
+        self._move(peer, State.UNREADABLE, event, event.reason)
         self._due.set(peer.key, now + pause_s)
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
         peer.failure = Failure(FailureKind.UNREACHABLE, detail)
@@ -256,7 +220,7 @@ class PeerBook:
         return [events.PeerUnreadable(peer.key, event.reason)]
 
     def on_read(self, key: events.PeerKey) -> list[events.Action]:
-        """Something was read from a peer."""
+        """A read of a peer succeeded."""
         peer = self._peers.get(key)
         if peer is None or not peer.breaks:
             return []
@@ -264,13 +228,13 @@ class PeerBook:
         return [events.PeerReadable(key)] if was_told else []
 
     def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.PeerKey]:
-        """A connection broke. Returns the peers that could not be reached because of it."""
+        """A link broke. Returns the CONNECTING peers that it was to."""
         unreachable = []
         for peer in list(self._at.get(event.endpoint, {}).values()):
             if peer.state is State.CONNECTING:
                 unreachable.append(peer.key)
             elif peer.state in (State.JOINING, State.READY, State.UNREADABLE):
-                self._move(peer, event, event.reason)
+                self._move(peer, State.GONE, event, event.reason)
                 self._due.set(peer.key, now)
                 peer.failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         return unreachable
@@ -278,10 +242,10 @@ class PeerBook:
     def on_tick(
         self, tick: events.Tick, is_in_use: Callable[[events.PeerKey], bool], now: float
     ) -> tuple[list[events.PeerKey], list[events.Action]]:
-        """Forget peers whose pause is over, and those that are gone or long unused.
+        """End pauses that are over, and forget peers that are gone or long unused.
 
         Returns:
-            The peers that did not describe themselves in time, and what is to be done for others.
+            The peers that did not describe themselves in time, and the actions for others.
         """
         overdue: list[events.PeerKey] = []
         actions: list[events.Action] = []
@@ -291,50 +255,14 @@ class PeerBook:
             if peer.state is State.CONNECTING:
                 overdue.append(key)
             elif peer.state is State.UNREADABLE:
-                self._move(peer, tick)
+                self._move(peer, State.READY, tick)
                 peer.failure = None
-                self._due.set(key, None if key.endpoint in self._warm else now + KEPT_S)
+                self._due.set(key, now + KEPT_S)
             elif is_in_use(key) or now < kept_until:
                 self._due.set(key, max(kept_until, now + LOOK_AGAIN_S))
             else:
                 actions += self._forget(peer, tick)
-                if key.endpoint in self._warm:
-                    again = self._ask_at.get(key.endpoint) or now
-                    self._ask_at.set(key.endpoint, min(again, now + WARM_AGAIN_S))
-        for endpoint in self._ask_at.pop_due(now):
-            self._ask_at.set(endpoint, now + WARM_AGAIN_S)
-            if endpoint in self._told:
-                actions += self._tell(endpoint, self._told[endpoint] or NOBODY)
-            self._told.setdefault(endpoint, "")
-            question = messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
-            actions.append(events.Send(endpoint, question))
         return overdue, actions
-
-    def _on_warm(self, key: events.PeerKey, now: float) -> None:
-        """An engine of `warm` has answered; its former lives are kept no longer than others."""
-        self._ask_at.set(key.endpoint, now + WARM_LOOK_S)
-        if self._told.get(key.endpoint) in ("", NOBODY):
-            del self._told[key.endpoint]
-        for former in self._peers.values():
-            is_former = former.key.endpoint == key.endpoint and former.key != key
-            if is_former and former.state is State.READY and self._due.get(former.key) is None:
-                self._due.set(former.key, now)
-        if key not in self._peers:
-            self._add(key, "warm", now).is_warm = True
-
-    def _tell(self, endpoint: Endpoint, reason: str) -> list[events.Action]:
-        """Say why an engine of `warm` is not READY, if that was not what was said last."""
-        if self._told.get(endpoint) == reason:
-            return []
-        self._told[endpoint] = reason
-        return [events.NotWarm(endpoint, reason)]
-
-    def _add(self, key: events.PeerKey, cause: str, now: float) -> Peer:
-        peer = self._peers[key] = Peer(key, now)
-        self._index(peer)
-        self._due.set(key, now + CONNECT_TIMEOUT_S)
-        self._record(events.Transition("", str(key), "", State.CONNECTING.name, cause))
-        return peer
 
     def _is(self, key: events.PeerKey, state: State) -> bool:
         peer = self._peers.get(key)
@@ -342,7 +270,7 @@ class PeerBook:
 
     def _forget(self, peer: Peer, tick: events.Tick) -> list[events.Action]:
         is_dead = peer.state is State.GONE
-        self._move(peer, tick)
+        self._move(peer, None, tick)
         self._unindex(peer)
         del self._peers[peer.key]
         if peer.description is None:
@@ -360,24 +288,18 @@ class PeerBook:
             if not self._at[endpoint]:
                 del self._at[endpoint]
 
-    def _move(self, peer: Peer, event: object, detail: str = "") -> None:
-        """The one place where a peer's state changes."""
-        moves = TRANSITIONS[peer.state]
-        if type(event) not in moves:
-            raise LocalProtocolError(
-                f"peer {peer.key.engine!r} got {type(event).__name__} in state "
-                f"{peer.state.name}; allowed: {[kind.__name__ for kind in moves]}"
-            )
-        after, before = moves[type(event)], peer.state.name
-        cause = f"{type(event).__name__}: {detail}" if detail else type(event).__name__
-        name = events.OVER if after is None else after.name
-        self._record(events.Transition("", str(peer.key), before, name, cause))
-        if after is not None:
-            peer.state = after
+    def _move(self, peer: Peer, after: State | None, event: object, detail: str = "") -> None:
+        states = peer.state, after
+        peer.state = MACHINE.move(self._record, states, event, peer=str(peer.key), detail=detail)
 
     def _disconnect(self, key: events.PeerKey) -> list[events.Action]:
-        """Close a description's connection, unless another life is being asked for there."""
+        """Close the link to a directory, unless it is asked about another incarnation."""
         others = self._at.get(key.endpoint, {})
         if any(other != key and self.is_connecting(other) for other in others):
             return []
         return [events.Disconnect(key.endpoint)]
+
+
+def _describe(key: events.PeerKey) -> events.Send:
+    describe = messages.Describe(incarnation=key.incarnation, engine=key.engine)
+    return events.Send(key.endpoint, describe)

@@ -1,21 +1,21 @@
-"""The ticket: what prefill's answer carries through the router to decode.
+"""The ticket: the string that prefill's answer carries through the router to decode.
 
-It is in the request body as `kv_transfer_params`, so it comes back from a client's hands. It
-names no block and no address; it says whom to ask, for which offer, and what the KV depends on.
-Where engines share a key, a MAC over all of it proves that one of them made it.
+It travels in the request body, in `kv_transfer_params`, so a client may have changed it. It names
+no block and no address: it says which engine to ask, for which offer, and what the KV depends on.
+If the engines share a key, a MAC over the whole ticket proves that one of them made it.
 
-All of it is in one string, in a field of our own. Beside it are fields that routers know: some look
-at them, and some overwrite them, so they are written and never read.
+The ticket is one string in its own field. The fields beside it are for routers. Some routers
+overwrite them, so decode never reads them.
 
     nixl_kv_ticket = "8.0f5c...e2.l6kxMC4w..."
                       |    |         |
              wire version  |         array in msgpack and base64url (no padding):
                            |         [host, port, nonce, and what this version has behind them]
-                           MAC: 32 hexadecimal digits, or nothing where there is no key
+                           MAC: 32 hexadecimal digits, or empty without a key
 
-What stays as it is in every version: the name of the field, these three pieces and the bound of
-their length, what the MAC covers and how, and the first three entries of the array. So any version
-can check a ticket of any other one, and can tell the engine that made it that nobody comes.
+Every version keeps the name of the field, the three pieces and the bound of their length, what the
+MAC covers and how, and the first three entries of the array. So each version can check the MAC and
+the host of a ticket of any other version.
 
 WIRE_VERSION history (of tickets and messages alike)
 1  first
@@ -55,51 +55,49 @@ MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
 MAX_LENGTH: Final = 4096
-"""Of the string, in characters."""
+"""Characters of the string."""
 MAX_REASON: Final = 300
-"""Characters of what msgspec says about a payload; it quotes what a client has sent."""
+"""Characters of an error about a payload. msgspec's errors quote the client."""
 
 SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0-9_-]+)", re.ASCII)
 FLAGS: Final[Mapping[str, bool]] = {"do_remote_prefill": True, "do_remote_decode": False}
-"""What the request asks for, beside its ticket. Routers may leave it out, or say null."""
+"""vLLM's flags beside the ticket. Routers may leave them out, or set them to null."""
 
 HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
 NAME: Final = Meta(min_length=1, max_length=256)
 
 Context = Annotated[str, HEX32]
-"""A hash of everything that the KV of a prompt depends on, see `context_hash`."""
+"""See `context_hash`."""
 
 _decoder = msgspec.msgpack.Decoder(list)
 _Head = TypeVar("_Head", bound="TicketHead")
 
 
 class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ticket of any version says: who has made it, and for which offer."""
+    """The fields that a ticket of any version has: the engine's address, and the offer."""
 
     host: Annotated[str, Meta(min_length=2, max_length=64)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     nonce: Annotated[Nonce, HEX32]
 
     def __post_init__(self) -> None:
-        """Refuse what is no address: nothing that a client sends is ever resolved.
-
-        A scope (`fe80::1%eth0`) may hold any text, so it is refused as well.
-        """
+        # Only IP literals: this side never resolves a name that a client sends.
+        # A scope (`fe80::1%eth0`) may hold any text, so it is refused as well.
         if "%" in self.host:
             raise ValueError(f"host is {self.host!r}; allowed: an IP address")
         ipaddress.ip_address(self.host)
 
     @property
     def endpoint(self) -> Endpoint:
-        """Of the directory of the engine that has made the ticket."""
+        """The endpoint of the engine's directory."""
         return endpoint_at(self.host, self.port)
 
 
 class Ticket(TicketHead, frozen=True, kw_only=True):
     """One finished prefill on offer.
 
-    `epoch` counts the resets of prefill's cache in this incarnation. `weights` is the label that
-    prefill's weights had.
+    `epoch` counts the resets of prefill's cache in this incarnation. `weights` is the label of
+    prefill's weights.
     """
 
     engine: Annotated[EngineId, NAME]
@@ -110,7 +108,6 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
     weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no address, and no life of an engine."""
         super().__post_init__()
         if not self.engine.isprintable():
             raise ValueError("engine has characters that cannot be printed")
@@ -120,7 +117,7 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
             raise ValueError("incarnation is all zeros; no engine's is")
 
     def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:
-        """The `kv_transfer_params` of prefill's answer, as JSON types; with a key there is a MAC.
+        """The `kv_transfer_params` of prefill's answer, as JSON types.
 
         Routers read some of the fields beside the ticket, and so does a decode engine that runs
         vLLM's own NixlConnector. That engine computes a request without `do_remote_prefill`
@@ -129,7 +126,7 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
         `tp_size` before it connects to anything, and only that request fails.
 
         Args:
-            key: of the fleet, if it has one.
+            key: of the fleet; None omits the MAC.
             for_in_tree: False sets the flags. vLLM's front end on decode then reports prefill's
                 cached tokens, and tells the connector about each request that it rejects.
         """
@@ -150,7 +147,7 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
 
 
 class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket as it has come. Nothing of its payload is looked at before its MAC is checked."""
+    """A ticket as it arrived. Its payload must not be decoded before its MAC is checked."""
 
     version: int
     mac: str
@@ -158,10 +155,10 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, params: object) -> "SealedTicket":
-        """Find the ticket in what a client sent.
+        """Find the ticket in the `kv_transfer_params` of a request.
 
         Raises:
-            RemoteProtocolError: names the field, and what is allowed.
+            RemoteProtocolError: names the field and the allowed values.
         """
         if not isinstance(params, Mapping):
             raise RemoteProtocolError(
@@ -182,7 +179,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
             raise _refused(f"has {len(text)} characters; allowed: {MAX_LENGTH}")
         match = SEALED.fullmatch(text)
         if match is None:
-            raise _refused("is no ticket; allowed: VERSION.MAC.PAYLOAD, as prefill has written it")
+            raise _refused("is not a ticket; allowed: VERSION.MAC.PAYLOAD, as prefill wrote it")
         version, mac, payload = match.groups()
         return cls(version=int(version), mac=mac, payload=payload)
 
@@ -190,7 +187,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
         """Check the MAC; without a key there must be none.
 
         Raises:
-            RemoteProtocolError: says what is wrong with the MAC, and nothing of what it should be.
+            RemoteProtocolError: says what is wrong, but never the right MAC.
         """
         if key is None and self.mac:
             reason = "was made by an engine with a key; this one has no key"
@@ -208,19 +205,19 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
         raise _refused(f"mac {reason}")
 
     def head(self) -> TicketHead:
-        """What tickets of all versions say.
+        """Decode the fields that all versions have.
 
         Raises:
-            RemoteProtocolError: names the field, and what is allowed.
+            RemoteProtocolError: names the field and the allowed values.
         """
         return self._convert(TicketHead)
 
     def open(self) -> Ticket:
-        """All of it.
+        """Decode the whole ticket.
 
         Raises:
-            ForeignVersion: if it is of another version, whatever else it says; names both.
-            RemoteProtocolError: names the field, and what is allowed.
+            ForeignVersion: if it is of another version; names both.
+            RemoteProtocolError: names the field and the allowed values.
         """
         if self.version != WIRE_VERSION:
             raise ForeignVersion(
@@ -230,11 +227,11 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
         return self._convert(Ticket)
 
     def _convert(self, kind: type[_Head]) -> _Head:
-        """By position; what a newer version has behind the fields of this kind is left out."""
         try:
             packed = base64.b64decode(
                 self.payload + "=" * (-len(self.payload) % 4), altchars=b"-_", validate=True
             )
+            # By position: a newer version may have more entries, which are skipped.
             values = dict(zip(kind.__struct_fields__, _decoder.decode(packed), strict=False))
             return msgspec.convert(values, kind, strict=True)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -242,7 +239,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _mac(version: int, payload: str, key: bytes) -> str:
-    """Over the characters of the version and of the payload, as they travel. The same for ever."""
+    """The MAC over version and payload as they travel. All versions compute it like this."""
     message = f"{version}.{payload}".encode("ascii")
     return hashlib.blake2b(message, digest_size=MAC_BYTES, key=key).hexdigest()
 
@@ -252,25 +249,25 @@ def _refused(words: str, sep: str = " ") -> RemoteProtocolError:
 
 
 def _words(value: object) -> str:
-    """A value as JSON says it; its type, where a client chooses how long it is."""
+    """A value in JSON, or only its type, because a client chooses its length."""
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:
-    """A keyed hash of everything that the KV of a prompt depends on, as 32 hex digits.
+    """Hash everything that the KV of a prompt depends on; 32 hex digits.
 
-    Keyed by the nonce, so that a ticket in a log says nothing about the prompt to whoever has only
-    a guess of it and not the log of the same request.
+    The nonce is the key. So a hash in a log does not confirm a guess of the prompt without the
+    nonce of the same request.
 
-    It is over the msgpack of the array [token ids, extras], with each number in its shortest form:
-    of 16,384 tokens that is made and hashed in half the time that 8 bytes for each would take. The
-    scheduler waits for it, so the hash is the one that processors have instructions for.
+    The hash covers the msgpack form of [token ids, extras], with each number as short as possible:
+    for 16,384 tokens that takes half the time of 8 bytes per number. The scheduler waits for it, so
+    it is SHA-256, for which CPUs have instructions.
 
     Args:
-        nonce: the offer's.
-        token_ids: of the prompt; None where it came as embeddings.
+        nonce: of the offer.
+        token_ids: of the prompt; None if the client sent embeddings.
         extras: adapter, cache salt, multimodal identifiers and positions, embeddings.
     """
     packed = msgspec.msgpack.encode((token_ids, list(extras)), enc_hook=list)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -51,6 +51,10 @@ ADD_END_S: Final = 2.0
 """How long the end of an agent waits for a peer that is being added to it."""
 
 
+_Own: TypeAlias = tuple[tuple[CacheLayout, ...], match.Pieces, list[match.Holdings]]
+"""The layouts of this engine's ranks, and what `match` makes of them."""
+
+
 class RemotePeers:
     """The peers that fit this rank, and its own side of what they are compared with."""
 
@@ -89,6 +93,7 @@ class RemotePeers:
         self._model = model
         self._extras = extras or {}
         self._allowed = allowed or AllowedHosts()
+        self._summed_up: _Own | None = None
 
     def check(self, description: messages.Description) -> None:
         """Check that this engine can read that one.
@@ -101,7 +106,9 @@ class RemotePeers:
         mismatches += match.extra_mismatches(self._extras, description.extras)
         if not mismatches:
             remote = [rank.layout for rank in description.ranks]
-            mismatches = match.layout_mismatches(self.engine_layouts, remote)
+            mismatches = match.layout_mismatches(
+                self.engine_layouts, remote, local_pieces=self._own()[1]
+            )
         if mismatches:
             more = len(mismatches) - SHOWN_MISMATCHES
             raise IncompatiblePeer(
@@ -114,7 +121,7 @@ class RemotePeers:
         """Which of its ranks this rank reads, and which it only releases."""
         return match.routes(
             self._rank,
-            [match.holdings(layout) for layout in self.engine_layouts],
+            self._own()[2],
             [match.holdings(rank.layout) for rank in description.ranks],
         )
 
@@ -158,6 +165,13 @@ class RemotePeers:
         if len(self.links) > MAX_LINKS:
             del self.links[next(iter(self.links))]
         return link
+
+    def _own(self) -> _Own:
+        """This engine's layouts, summed up once and not for each peer."""
+        if self._summed_up is None or self._summed_up[0] is not self.engine_layouts:
+            layouts = self.engine_layouts
+            self._summed_up = layouts, match.pieces(layouts), list(map(match.holdings, layouts))
+        return self._summed_up
 
     def _check_endpoints(self, description: messages.Description) -> None:
         """A description may lead to other hosts than the one that gave it."""

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from nixl_kv.protocol import peers
+from nixl_kv.protocol import peers, prefill
 from nixl_kv.protocol.decode import load
 from nixl_kv.protocol.events import OVER
-from nixl_kv.protocol.prefill import offer
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -24,7 +23,7 @@ Table: TypeAlias = Mapping[Any, Mapping[type, Any]]
 
 TABLES: Final[Mapping[str, Table]] = {
     "load": load.TRANSITIONS,
-    "offer": offer.TRANSITIONS,
+    "offer": prefill.TRANSITIONS,
     "peer": peers.TRANSITIONS,
 }
 

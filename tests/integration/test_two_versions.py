@@ -60,17 +60,16 @@ def decode(prefill: Engine, ours: Engine, theirs: Engine) -> Engine:
 def test_a_request_that_crosses_is_computed_at_once_and_its_blocks_come_free(
     prefill: Engine, decode: Engine
 ) -> None:
-    """An offer that nobody claims would stay for ten minutes here."""
     params = prefill.offer("p1")
     spoken, understood = prefill.about()["version"], decode.about()["version"]
     assert decode.ask("d1", params) == (
         f"kv_transfer_params: {FIELD} is of wire version {spoken}; this engine speaks {understood}"
     )
     assert decode.matched("d1") == [0, False]
-    assert prefill.offer_end("p1") == "revoked"
+    assert prefill.offer_end("p1") == "unclaimed"
 
 
-def test_a_ticket_that_crosses_with_a_wrong_mac_revokes_nothing(
+def test_a_ticket_that_crosses_with_a_wrong_mac_ends_nothing(
     prefill: Engine, decode: Engine
 ) -> None:
     params = prefill.offer("p2")

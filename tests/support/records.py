@@ -17,7 +17,7 @@ from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {
     **dict.fromkeys(
-        (b"\xa8Describe", b"\xa7Decline", b"\xa5Drain", b"\xaaSetWeights"),
+        (b"\xa8Describe", b"\xa5Drain", b"\xaaSetWeights"),
         messages.decode_to_engine,
     ),
     **dict.fromkeys(

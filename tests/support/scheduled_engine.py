@@ -35,6 +35,7 @@ from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.cache_manager import CacheManager
 
+OFFER_TTL_S: Final = 5.0
 LONG_S: Final = 600.0
 """Nothing ends by itself while a test runs."""
 
@@ -54,7 +55,9 @@ class ScheduledEngine:
         """Start it; by default nobody can read what it offers."""
         fabric, sizes = Fabric(), Sizes()
         self.cache = Cache(sizes)
-        config = Config(host=HOST, key_file=key_file, offer_ttl_s=LONG_S, request_timeout_s=LONG_S)
+        config = Config(
+            host=HOST, key_file=key_file, offer_ttl_s=OFFER_TTL_S, request_timeout_s=LONG_S
+        )
         trust = Trust.of(config)
         self.local = LocalEngine(
             name,
@@ -141,7 +144,6 @@ class ScheduledEngine:
 
     def step(self) -> None:
         """What `connector.scheduler` does in a step."""
-        self._prefill.on_declined(self.local.directory.pop_declined())
         self.local.submit(*self._prefill.pop_commands(), *self._decode.pop_commands())
 
     def close(self) -> None:

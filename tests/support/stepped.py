@@ -234,7 +234,7 @@ class World:
         """Release all, and check both machines."""
         for rank in (self.prefill, self.decode):
             rank.parts.decode.loads.validate()
-            rank.parts.prefill.offers.validate()
+            rank.parts.prefill.validate()
             rank.loop.close()
             rank.directory.stop()
 

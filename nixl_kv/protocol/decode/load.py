@@ -34,6 +34,7 @@ from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.read_queue import ReadQueue
 from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.machine import Machine, MachineState, Table
 from nixl_kv.protocol.ticket import Ticket
 
 ASK_AGAIN_S: Final = 1.0
@@ -57,7 +58,7 @@ class Cancelled:
     failure: Failure
 
 
-class State(enum.Enum):
+class State(MachineState):
     """See the module's head."""
 
     ASKING = enum.auto()
@@ -69,12 +70,10 @@ class State(enum.Enum):
     DONE = enum.auto()
     FAILED = enum.auto()
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and states are looked up all the time
-
 
 _FAILED: Final = (State.FAILED,)
 
-TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State, ...]]]] = {
+TRANSITIONS: Final[Table[State]] = {
     State.ASKING: {
         messages.Grant: (State.GRANTED,),
         messages.Deny: _FAILED,
@@ -115,7 +114,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State, ...]]]] = {
     State.DONE: {},
     State.FAILED: {},
 }
-"""For each state, which event may lead to which states."""
+MACHINE: Final = Machine("load", TRANSITIONS)
 
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
 """States in which a read may write into local memory."""
@@ -590,25 +589,16 @@ class Load:
                 raise LocalProtocolError("FAILED without a reason")
 
     def _move(self, read: RankRead, after: State, event: object) -> None:
-        """The one place where the state of a read changes."""
-        moves = TRANSITIONS[read.state]
-        if after not in moves.get(type(event), ()):
-            allowed = [f"{kind.__name__} to {s.name}" for kind in moves for s in moves[kind]]
-            raise LocalProtocolError(
-                f"load {self.request!r}, prefill rank {read.rank}: {type(event).__name__} leads "
-                f"from {read.state.name} to {after.name}; allowed: {allowed}"
-            )
-        self.record(
-            events.Transition(
-                self.request,
-                read.name,
-                read.state.name,
-                after.name,
-                _cause(event),
-                event.num_bytes if isinstance(event, events.ReadDone) else 0,
-            )
+        detail = event.failure.kind.value if isinstance(event, Cancelled) else ""
+        read.state = MACHINE.move(
+            self.record,
+            (read.state, after),
+            event,
+            request=self.request,
+            peer=read.name,
+            detail=detail,
+            num_bytes=event.num_bytes if isinstance(event, events.ReadDone) else 0,
         )
-        read.state = after
         if after not in (State.DRAINING, State.FAILED):
             self.has_progressed = True
 
@@ -624,12 +614,6 @@ class Load:
                 complete=complete,
             ),
         )
-
-
-def _cause(event: object) -> str:
-    """The event's type, and why a read is cancelled."""
-    kind = type(event).__name__
-    return f"{kind}: {event.failure.kind.value}" if isinstance(event, Cancelled) else kind
 
 
 _WAITS_FOR: Final[Mapping[State, str]] = {

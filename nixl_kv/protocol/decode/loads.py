@@ -13,10 +13,10 @@ import msgspec
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.decode.load import Load, RankRead, State
 from nixl_kv.protocol.decode.read_queue import ReadQueue
 from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.machine import Deadlines
 
 MIN_RENEW_INTERVAL_S: Final = 0.025
 """However short a lease its owner grants."""

@@ -52,8 +52,6 @@ class DecodeMachine:
                 return self._start(event, now)
             case events.CancelLoad():
                 return self._cancel(event, now)
-            case events.DeclineOffer():
-                return self._decline(event)
             case events.Answered():
                 return self._on_answer(event.message, event.endpoint, now)
             case events.LinkBroken() | events.EndpointLost():
@@ -118,12 +116,6 @@ class DecodeMachine:
         load = self.loads.get(command.request)
         return [] if load is None else load.on_cancel() + self.loads.settle(load, now)
 
-    def _decline(self, command: events.DeclineOffer) -> list[events.Action]:
-        """Once for the whole engine."""
-        if self.loads.reader.rank != 0:
-            return []
-        return [events.Send(command.endpoint, messages.Decline(nonce=command.nonce))]
-
     # --- peers
 
     def _on_peer(self, event: events.PeerEvent, now: float) -> list[events.Action]:
@@ -138,8 +130,6 @@ class DecodeMachine:
                 return [each for peer in event.peers for each in self._greet(peer)]
             case events.PeerJoined() if self.peers.is_joining(event.peer):
                 self.peers.on_joined(event, now)
-                peer = self.peers.get(event.peer)
-                return self._greet(event.peer) if peer is not None and peer.is_warm else []
         return []
 
     def _greet(self, key: events.PeerKey) -> list[events.Action]:
@@ -244,7 +234,7 @@ class DecodeMachine:
     ) -> list[events.Action]:
         match message:
             case messages.Description():
-                return self.peers.on_description(message, endpoint, now)
+                return self.peers.on_description(message, endpoint)
             case messages.Refusal():
                 peer = events.PeerKey(
                     EngineId(message.engine), Incarnation(message.incarnation), endpoint

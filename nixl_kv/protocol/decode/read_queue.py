@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Rank
-from nixl_kv.protocol.deadlines import Deadlines
+from nixl_kv.protocol.machine import Deadlines
 
 MAX_BYTES: Final = 1 << 30
 MAX_READS: Final = 2048

@@ -55,7 +55,7 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
-from nixl_kv.protocol.prefill.machine import PrefillMachine
+from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.transport.base import FromEndpoint, Lost, PeerName

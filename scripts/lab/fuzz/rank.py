@@ -192,7 +192,7 @@ class RankUnderTest:
         if (np.delete(self.cache, BLOCKS, axis=1) != UNTOUCHED).any():
             raise BrokenPromiseError("blocks of another request were written")
         self._parts.decode.loads.validate()
-        self._parts.prefill.offers.validate()
+        self._parts.prefill.validate()
 
     def _named(self, payload: bytes) -> bytes:
         """The payload with the true incarnation in place of the placeholder."""

@@ -260,7 +260,7 @@ class LocalEngine:
         self.directory.stop()
         for rank in self.ranks:
             rank.parts.decode.loads.validate()
-            rank.parts.prefill.offers.validate()
+            rank.parts.prefill.validate()
 
 
 def tables_from(layout: CacheLayout, tables: Tables, begin: int) -> tuple[Table, ...]:

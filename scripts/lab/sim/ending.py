@@ -28,7 +28,7 @@ from lab.sim.world import World
 from nixl_kv.engine.loop import LINGER_S, LINK_KEPT_S, Parts
 from nixl_kv.protocol.decode.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
-from nixl_kv.protocol.prefill.offers import RECALL_S
+from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.agents import TRY_AGAIN_S
 
 PAUSE_S: Final = 0.1  # between two rounds
@@ -196,8 +196,8 @@ def _left_on(rank: RankLife) -> Iterator[str]:
     parts = rank.parts
     if rank.seat.slots.any_valid:
         yield "a valid slot"
-    if parts.prefill.offers.all():
-        yield repr(parts.prefill.offers)
+    if parts.prefill.all():
+        yield repr(parts.prefill)
     for load in parts.decode.loads.all():
         yield f"a load that waits for {load.waits_for}"
     for peer in parts.decode.peers.all():
@@ -213,8 +213,8 @@ def _left_on(rank: RankLife) -> Iterator[str]:
 
 
 def _left_in_rings(parts: Parts) -> Iterator[str]:
-    if parts.packs or parts.prefill.offers.ring:
-        yield f"{len(parts.prefill.offers.ring)} slots that were packed"
+    if parts.packs or parts.prefill.ring:
+        yield f"{len(parts.prefill.ring)} slots that were packed"
     free = parts.agents.peers.free_slots
     if free is not None and len(free) < free.ring.num_slots:
         yield f"{free.ring.num_slots - len(free)} slots that were read"

@@ -190,8 +190,6 @@ class Engine:
             seat.cache.overwrite(blocks)
 
     def _begin(self) -> None:
-        if self._directory is not None:
-            self.scheduler.prefill.on_declined(self._directory.pop_declined())
         commands, forwards = self.scheduler.schedule()
         commands, self._first = [*self._first, *commands], []
         pieces: list[Piece] = [(rank, self._submit(rank, commands)) for rank in self.ranks]

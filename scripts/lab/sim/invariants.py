@@ -253,7 +253,7 @@ def _validate(rank: RankLife) -> None:
     if rank.has_died:
         return
     try:
-        rank.parts.prefill.offers.validate()
+        rank.parts.prefill.validate()
         rank.parts.decode.loads.validate()
     except LocalProtocolError as error:
         raise Violation("machine invalid", f"{rank.seat.name}: {error}") from error

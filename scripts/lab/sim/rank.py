@@ -13,8 +13,7 @@ from lab.sim.network import HOST, SimControl
 from lab.sim.repeatable import Clock, Violation
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import RankSpec, TransferEngine
-from nixl_kv.engine.loop import Parts
-from nixl_kv.engine.thread import STOP_TIMEOUT_S
+from nixl_kv.engine.loop import STOP_TIMEOUT_S, Parts
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events

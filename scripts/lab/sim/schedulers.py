@@ -23,7 +23,7 @@ from nixl_kv.connector.paging import Paging
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
-from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 
 OTHERS: Final = RequestId("others")
@@ -218,10 +218,6 @@ class PrefillHalf(Half):
         if address is not None:
             self._connector.address = replace(address, epoch=address.epoch + 1)
         self._connector.reset()
-
-    def on_declined(self, nonces: list[Nonce]) -> None:
-        """Decode engines have said that they will not ask."""
-        self._connector.on_declined(nonces)
 
     def add(self, request: Request) -> None:
         """A request whose answer is to be decoded elsewhere."""

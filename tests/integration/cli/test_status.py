@@ -114,7 +114,7 @@ def test_loads_and_offers_say_what_they_wait_for(
         loads = {load["request"]: load for load in ranks[0]["loads"]}
         assert offer["nonce"] == loads[request]["nonce"]
     unclaimed = offers["p-unclaimed"]
-    assert (unclaimed["state"], unclaimed["waits_for"]) == ("OFFERED", "somebody to ask")
+    assert (unclaimed["state"], unclaimed["waits_for"]) == ("OFFERED", "a reader's ask")
     assert 0 < unclaimed["ends_in_s"] <= CONFIG.offer_ttl_s
 
     shown = nixl_kv("status --at", address(decode), *options)

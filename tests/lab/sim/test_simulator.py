@@ -62,7 +62,7 @@ def test_every_planted_bug_has_a_schedule() -> None:
 
 
 def test_a_bug_that_the_code_has_moved_away_from_is_an_error() -> None:
-    edit = Edit("protocol.prefill.offer:Binding.readers", ["no such text"], ["pass"])
+    edit = Edit("protocol.prefill:Binding.readers", ["no such text"], ["pass"])
     with pytest.raises(LookupError, match="not once: no such text"), edit.apply():
         pass
 

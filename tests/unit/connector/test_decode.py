@@ -12,8 +12,8 @@ from nixl_kv.connector.prompt import Prompt
 from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Endpoint, Nonce, RequestId
-from nixl_kv.protocol.events import CancelLoad, DeclineOffer, PrepareLoad, StartLoad
+from nixl_kv.ids import Nonce, RequestId
+from nixl_kv.protocol.events import CancelLoad, PrepareLoad, StartLoad
 from nixl_kv.protocol.ticket import FIELD, SealedTicket, Ticket, context_hash
 from support.records import D1, D2, hex32, ticket
 from support.stepped import Clock
@@ -206,25 +206,16 @@ def of_version(version: int, ticket: Ticket) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", [0, 7, 9, 999_999_999])
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
-def test_an_offer_of_another_version_is_declined(
+def test_an_offer_of_another_version_is_computed_here(
     decode: DecodeScheduler, version: int, *, is_rejected: bool
 ) -> None:
     words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 8"
     with pytest.raises(ForeignVersion, match=words):
         decode.on_arrival(prompt_of(), of_version(version, offered()), is_rejected=is_rejected)
-    endpoint = Endpoint("tcp://127.0.0.1:5600")
-    assert decode.pop_commands() == [DeclineOffer(endpoint, offered().nonce)]
+    assert decode.pop_commands() == []
     assert decode.count_matched(D1, 0) == (0, False)
     decode.on_finish(D1)
     assert decode.pop_commands() == []
-
-
-def test_an_offer_is_declined_once(decode: DecodeScheduler) -> None:
-    """The children of a request with n > 1 carry the same ticket, and clients may send it again."""
-    for number in (1, 1, 2, 1):
-        with pytest.raises(ForeignVersion):
-            decode.on_arrival(prompt_of(), of_version(9, offered(number)))
-    assert len(decode.pop_commands()) == 2
 
 
 # --- how much is loaded

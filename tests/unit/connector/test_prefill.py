@@ -23,7 +23,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 from support.cache_manager import CacheManager
-from support.records import ENGINE_LIFE, P1, P2, PREFILL, hex32
+from support.records import ENGINE_LIFE, P1, P2, PREFILL
 
 TOKEN_IDS = list(range(100, 120))
 NUM_TOKENS = len(TOKEN_IDS)
@@ -158,29 +158,6 @@ def test_the_prompt_is_kept_until_the_offer_is_out_and_no_copy_of_it(side: Side)
     assert maker() is not None
     side.finish()
     assert maker() is None
-
-
-def test_an_offer_that_was_declined_is_revoked_once(side: Side) -> None:
-    nonces = []
-    for request in (P1, P2):
-        side.arrive(request)
-        nonces.append(side.compute(request).nonce)
-        side.finish(request)
-    side.scheduler.on_declined([nonces[1], nonces[1]])
-    assert side.scheduler.pop_commands() == [RevokeOffer(nonces[1])]
-    side.scheduler.on_declined(nonces)
-    assert side.scheduler.pop_commands() == [RevokeOffer(nonces[0])]
-    side.scheduler.on_end([P1, P2])
-    side.scheduler.on_declined(nonces)
-    assert side.scheduler.pop_commands() == []
-
-
-def test_declines_of_what_is_not_on_offer_say_nothing_to_the_workers(side: Side) -> None:
-    """Not of strangers' nonces, nor before the ticket is out."""
-    side.arrive()
-    nonce = side.compute().nonce
-    side.scheduler.on_declined([nonce, *(Nonce(hex32(number)) for number in range(10_000))])
-    assert side.scheduler.pop_commands() == []
 
 
 # --- what is not offered

@@ -17,23 +17,21 @@ from nixl_kv.connector.prompt import Prompt
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import block_ids
-from nixl_kv.ids import EngineId, Nonce, RequestId, endpoint_at, new_incarnation
+from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
     PrepareLoad,
     ReclaimBlocks,
-    RevokeOffer,
     SetEngine,
 )
-from nixl_kv.protocol.messages import Decline, Describe, Description, decode_answer, encode
+from nixl_kv.protocol.messages import Describe, Description, decode_answer, encode
 from nixl_kv.protocol.ticket import FIELD, Ticket, context_hash
 from nixl_kv.transport.base import FromEndpoint
 from nixl_kv.transport.zmq import ZmqControl
 from support import recorded_vllm as recorded
 from support.cache_manager import CacheManager
-from support.polling import wait_until
 from support.recorded_vllm import Record, new_request
-from support.records import NONCE, opened, rank_description
+from support.records import NONCE, rank_description
 from support.stepped import Clock
 
 HOST = "127.0.0.1"
@@ -337,34 +335,6 @@ def test_a_ticket_of_another_users_prompt_is_refused(make: Make) -> None:
     request.cache_salt = "a user's"
     scheduler.on_arrival(request)
     assert counted(scheduler) == {"tickets_refused": 1}
-
-
-# --- offers that are declined
-
-
-def test_an_offer_that_was_declined_is_revoked_in_the_next_step(make: Make) -> None:
-    """Each step asks the directory, which is told by decode."""
-    scheduler = make()
-    scheduler.bind(CacheManager({"p1": [TABLE]}))
-    request, half = RequestId("p1"), scheduler._prefill
-    prompt = Prompt(request, NUM_TOKENS, range(NUM_TOKENS))
-    half.on_arrival(request, NUM_TOKENS, lambda: prompt)
-    half.on_step([(request, range(NUM_TOKENS))])
-    _, params = half.on_finish(request, [TABLE], reason="")
-    ticket = opened(params)
-    assert commands(scheduler)
-    decode = ZmqControl()
-    decode.send(ticket.endpoint, encode(Decline(nonce=Nonce("0" * 32))))
-    decode.send(ticket.endpoint, encode(Decline(nonce=ticket.nonce)))
-    revoked: list[Any] = []
-
-    def is_revoked() -> bool:
-        revoked.extend(commands(scheduler))
-        return bool(revoked)
-
-    wait_until(is_revoked)
-    assert revoked == [RevokeOffer(ticket.nonce)]
-    decode.close()
 
 
 # --- an engine that is to stop

@@ -33,7 +33,6 @@ from nixl_kv.ids import EngineId, Incarnation, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
     Command,
-    DeclineOffer,
     PrepareLoad,
     PrepareOffer,
     PublishOffer,
@@ -233,7 +232,7 @@ def test_a_pause_for_new_weights_ends_what_was_asked_for(make: Make) -> None:
 
     output, commands = decode.schedule()
     assert output.num_scheduled_tokens == {"asked": PROMPT}  # all of it, by the new weights
-    assert kinds(commands) == ["CancelLoad", "DeclineOffer"]
+    assert kinds(commands) == ["CancelLoad", "PrepareLoad", "CancelLoad"]
     decode.end(output)
     assert asked.status is RequestStatus.FINISHED_LENGTH_CAPPED
     output, commands = decode.schedule()
@@ -344,8 +343,10 @@ def test_tickets_of_before_are_refused_until_prefill_resets_too(
     ]
     decode.add("new", decode.ticket(epoch=2))
     decode.add("other", decode.ticket(incarnation=Incarnation(hex32(0x22))))
-    prepared = [one.request for one in decode.step() if isinstance(one, PrepareLoad)]
-    assert prepared == ["new", "other"]
+    commands = decode.step()
+    prepared = [one.request for one in commands if isinstance(one, PrepareLoad)]
+    given_back = [one.request for one in commands if isinstance(one, CancelLoad)]
+    assert (prepared, given_back) == (["old", "older", "new", "other"], ["met", "old", "older"])
 
 
 def test_an_engine_that_wakes_up_takes_tickets_again(make: Make) -> None:
@@ -378,7 +379,9 @@ def test_other_weights_are_not_read(
         return
     assert output.num_scheduled_tokens == {"d": PROMPT}
     opened = SealedTicket.parse(ticket).open()
-    assert commands == [DeclineOffer(opened.endpoint, opened.nonce)]
+    prepare, cancel = commands
+    assert isinstance(prepare, PrepareLoad)
+    assert (prepare.ticket, cancel) == (opened, CancelLoad(RequestId("d")))
     (line,) = warned(caplog)
     assert line == (
         f"request d is computed here: kv_transfer_params: weights is {theirs!r}; this engine's "

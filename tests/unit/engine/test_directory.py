@@ -10,7 +10,6 @@ import pytest
 
 from nixl_kv.engine.directory import (
     BOUNDS,
-    MAX_DECLINED,
     DirectoryServer,
     describe_engine,
 )
@@ -19,7 +18,6 @@ from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import (
     ANY_INCARNATION,
     EngineId,
-    Nonce,
     endpoint_at,
     engine_incarnation,
     new_incarnation,
@@ -27,7 +25,6 @@ from nixl_kv.ids import (
 from nixl_kv.log_limit import PAUSE_S
 from nixl_kv.protocol.messages import (
     Answer,
-    Decline,
     Describe,
     Drain,
     Draining,
@@ -44,14 +41,11 @@ from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Received
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import (
     ENGINE_LIFE,
-    NONCE,
-    NONCE2,
     OTHER_LIFE,
     PREFILL,
     ask,
     describe,
     description,
-    hex32,
 )
 
 HOST = "127.0.0.1"
@@ -294,28 +288,22 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
 
+def test_a_description_is_encoded_once_for_all_who_ask(
+    network: MemoryNetwork, server: DirectoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.publish(description())
+    encoded: list[object] = []
+    monkeypatch.setattr("nixl_kv.protocol.messages.encode", encoded.append)
+    question = encode(describe())
+    for _ in range(3):
+        assert answers(network, server, question) == [description()]
+    assert encoded == []
+
+
 def test_a_refusal_is_not_refused(network: MemoryNetwork, server: DirectoryServer) -> None:
     """Else two sides could go on for ever."""
     for message in (["VersionRefusal", 0, 8], ["Shout", 0]):
         assert answers(network, server, msgspec.msgpack.encode(message)) == []
-
-
-def test_declined_offers_are_kept_for_the_scheduler(
-    network: MemoryNetwork, server: DirectoryServer
-) -> None:
-    """Nobody waits for an answer. They come before the engine is described, too."""
-    assert answers(network, server, encode(Decline(nonce=NONCE))) == []
-    later = msgspec.msgpack.encode(["Decline", 0, NONCE2, {"of": "a later version"}])
-    assert answers(network, server, later) == []
-    assert server.pop_declined() == [NONCE, NONCE2]
-    assert server.pop_declined() == []
-
-
-def test_a_flood_of_declines_holds_little(network: MemoryNetwork, server: DirectoryServer) -> None:
-    """Of more than wait for a step, the latest."""
-    nonces = [Nonce(hex32(number)) for number in range(MAX_DECLINED + 10)]
-    answers(network, server, *(encode(Decline(nonce=nonce)) for nonce in nonces))
-    assert server.pop_declined() == nonces[10:]
 
 
 # What nobody expects

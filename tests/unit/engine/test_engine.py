@@ -196,8 +196,8 @@ def test_the_configuration_reaches_the_machines(step: Step) -> None:
     config = Config(offer_ttl_s=3.0, lease_s=4.0, request_timeout_s=7.0)
     engine = step(config=config)
     assert engine.loop is not None
-    offers, loads = engine.loop.parts.prefill.offers, engine.loop.parts.decode.loads
-    assert (offers.lease_s, offers._offer_ttl_s) == (4.0, 3.0)
+    offers, loads = engine.loop.parts.prefill, engine.loop.parts.decode.loads
+    assert (offers._lease_s, offers._offer_ttl_s) == (4.0, 3.0)
     assert (loads.timeout_s, loads._renew_interval_s) == (7.0, 4.0 / 5)
 
 

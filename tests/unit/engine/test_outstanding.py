@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from nixl_kv.engine.outstanding import Outstanding
+from nixl_kv.engine.loop import Outstanding
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.events import (
     CancelLoad,

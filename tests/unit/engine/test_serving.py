@@ -138,7 +138,7 @@ def test_without_descriptors_it_is_tried_again(
     world.failure = TransportError("too many open files")
     caplog.set_level(logging.WARNING)
     assert world.turns(CHECK_S) == 0
-    assert "it cannot be checked that peers can read this rank: too many open files" in caplog.text
+    assert "too many open files" in caplog.text
     assert world.counts[UNREADABLE] == 0, "it is not known"
     world.sockets[0].close()
     assert world.turns(LOOK_S) == 0
@@ -173,7 +173,5 @@ def test_without_descriptors_it_tries_again_until_there_are_some(
         starved.setattr(descriptors, "listening_sockets", refuse)
         for _ in range(5):
             assert world.turns(CHECK_S) == 0
-    assert (
-        "no other NIXL agent can be made: its listening sockets cannot be looked up" in caplog.text
-    )
+    assert "cannot make another NIXL agent" in caplog.text
     assert world.turns(CHECK_S) == 1

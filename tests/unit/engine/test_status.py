@@ -46,7 +46,7 @@ def test_offers_say_what_they_wait_for(world: World) -> None:
     of = {offer.request: offer for offer in answer.offers}
     assert (of["p2"].state, of["p3"].state, of["p1"].state) == ("PREPARED", "OFFERED", "GRANTED")
     assert (of["p2"].waits_for, of["p2"].ends_in_s) == ("its ticket", None)
-    assert of["p3"].waits_for == "somebody to ask"
+    assert of["p3"].waits_for == "a reader's ask"
     assert of["p3"].ends_in_s == world.config.offer_ttl_s - 1
     assert of["p1"].waits_for == "engine 'decode', ranks 0"
     assert of["p1"].ends_in_s == world.config.lease_s - 1

@@ -18,7 +18,6 @@ from nixl_kv.ids import ANY_INCARNATION, Claim
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import (
     MAX_LISTED,
-    Decline,
     Drain,
     Draining,
     EventRecord,
@@ -254,7 +253,6 @@ WIRE = [
         id="weights set",
     ),
     pytest.param(status(), ["Status", 8, RANK_LIFE, *STATUS_WIRE], id="status"),
-    pytest.param(Decline(nonce=NONCE), ["Decline", 0, NONCE], id="decline"),
     pytest.param(VersionRefusal(), ["VersionRefusal", 0, 8], id="version refusal"),
 ]
 """The wire's form, field by field: if one of these changes, so must WIRE_VERSION."""
@@ -286,7 +284,7 @@ def test_messages_are_built_by_keyword(kind: Callable[..., Message]) -> None:
 
 
 DIRECTIONS: Final[dict[Callable[[bytes], Message], set[str]]] = {
-    messages.decode_to_engine: {"Describe", "Decline", "Drain", "SetWeights"},
+    messages.decode_to_engine: {"Describe", "Drain", "SetWeights"},
     messages.decode_to_rank: {
         *["Ask", "DigestRequest", "PackRequest", "Renew", "Release", "StatusRequest"],
     },
@@ -607,7 +605,6 @@ def test_a_foreign_version_is_what_is_said_first(
 @pytest.mark.parametrize(
     ("wire", "message"),
     [
-        pytest.param(["Decline", 0, NONCE], Decline(nonce=NONCE), id="decline"),
         pytest.param(["VersionRefusal", 0, 9], VersionRefusal(speaks=9), id="version refusal"),
     ],
 )

@@ -207,8 +207,8 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
         *[
             pytest.param(
                 {FIELD: text},
-                "kv_transfer_params: nixl_kv_ticket is no ticket; "
-                "allowed: VERSION.MAC.PAYLOAD, as prefill has written it",
+                "kv_transfer_params: nixl_kv_ticket is not a ticket; "
+                "allowed: VERSION.MAC.PAYLOAD, as prefill wrote it",
                 id=f"form {text[:40]!r}",
             )
             for text in [

@@ -75,8 +75,8 @@ def free_slots(world: World) -> int:
 
 def nothing_is_left(world: World) -> bool:
     """Neither a slot of either ring, nor a copy."""
-    world.prefill.parts.prefill.offers.validate()
-    ring = world.prefill.parts.prefill.offers.ring
+    world.prefill.parts.prefill.validate()
+    ring = world.prefill.parts.prefill.ring
     return free_slots(world) == RING_SLOTS and not ring and not world.prefill.parts.packs
 
 
@@ -141,7 +141,7 @@ def test_a_rank_without_staging_is_read_as_it_is(make_world: MakeWorld) -> None:
 
 
 def test_a_full_ring_means_that_the_rest_is_read_as_it_is(world: World) -> None:
-    ring = world.prefill.parts.prefill.offers.ring
+    ring = world.prefill.parts.prefill.ring
     nobody = Nonce("f" * 32), Rank(0)
     held = [ring.hold(nobody, chunk, world.clock()) for chunk in range(2)]
     others = Nonce("e" * 32), Rank(0)
@@ -383,7 +383,7 @@ def test_a_restart_of_prefill_leaves_no_slot_behind(world: World) -> None:
     world.run()
     assert len(world.prefill.parts.packs) == 3
     world.prefill.loop.restart()
-    assert len(world.prefill.parts.prefill.offers.ring) == 3
+    assert len(world.prefill.parts.prefill.ring) == 3
     world.prefill.copying.work()
     world.run()
     world.clock.now += ASK_AGAIN_S
@@ -428,7 +428,7 @@ def test_a_late_answer_is_not_taken_for_that_to_a_later_request(
 ) -> None:
     """The ring is full at first; what is asked for anew gets a slot that no late answer names."""
     machine = world.prefill.parts.prefill
-    ring, answer = machine.offers.ring, machine._on_pack_request
+    ring, answer = machine.ring, machine._on_pack_request
     others = [(Nonce(digit * 32), Rank(0)) for digit in "ef"]
     for chunk in range(RING_SLOTS - 1):
         slot = ring.hold(others[chunk // 2], chunk, world.clock())

@@ -8,10 +8,8 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Generation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.protocol.events import OVER, OfferEnd, Tick, Transition
-from nixl_kv.protocol.prefill.machine import PrefillMachine
-from nixl_kv.protocol.prefill.offer import Binding, State
-from nixl_kv.protocol.prefill.offers import OfferBook
+from nixl_kv.protocol.events import OVER, OfferEnd, Record, Tick, Transition
+from nixl_kv.protocol.prefill import Binding, PrefillMachine, State
 from support.records import (
     CLAIM,
     DECODE,
@@ -24,7 +22,6 @@ from support.records import (
     RANK_LIFE,
     READER,
     RIVAL,
-    ROUTE,
     STRANGER,
     ask,
     asked,
@@ -33,11 +30,24 @@ from support.records import (
     prepare_offer,
     publish_offer,
     reader,
+    recall,
     release,
     renew,
+    replied,
 )
 
 TTL_S = 10.0
+
+
+def new_machine(record: Record, num_slots: int) -> PrefillMachine:
+    return PrefillMachine(
+        RANK_LIFE,
+        record,
+        num_slots=num_slots,
+        offer_ttl_s=TTL_S,
+        lease_s=LEASE_S,
+        hold_s=HOLD_S,
+    )
 
 
 @pytest.fixture
@@ -47,29 +57,21 @@ def recorded() -> list[Transition]:
 
 @pytest.fixture
 def machine(recorded: list[Transition]) -> Iterator[PrefillMachine]:
-    machine = PrefillMachine(
-        RANK_LIFE, recorded.append, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S
-    )
+    machine = new_machine(recorded.append, num_slots=2)
     yield machine
-    machine.offers.validate()
-
-
-@pytest.fixture
-def book(machine: PrefillMachine) -> OfferBook:
-    return machine.offers
+    machine.validate()
 
 
 # What it says of itself
 
 
 def test_the_book_has_offers_and_says_whether_time_matters(machine: PrefillMachine) -> None:
-    book = machine.offers
     seen: list[tuple[list[State], bool, bool]] = []
     for event in (None, prepare_offer(), publish_offer(), asked(ask()), asked(release())):
         if event is not None:
             machine.handle(event, 100.0)
-        states = [offer.state for offer in book.all()]
-        seen.append((states, book.next_due is not None, book.any_granted))
+        states = [offer.state for offer in machine.all()]
+        seen.append((states, machine.next_due is not None, machine.any_granted))
     assert seen == [
         ([], False, False),
         ([State.PREPARED], False, False),
@@ -83,55 +85,55 @@ def test_an_ask_changes_the_state_of_its_offer_alone(machine: PrefillMachine) ->
     for number in (1, 2, 3):
         machine.handle(prepare_offer(nonce=Nonce(hex32(number)), request=P2), 100.0)
     machine.handle(asked(ask()), 100.0)
-    states = {offer.nonce: offer.state for offer in machine.offers.all()}
+    states = {offer.nonce: offer.state for offer in machine.all()}
     assert states.pop(NONCE) is State.GRANTED
     assert set(states.values()) == {State.PREPARED}
 
 
-def test_an_offer_is_in_the_book_while_it_lives(machine: PrefillMachine, book: OfferBook) -> None:
-    assert book.get(NONCE) is None
+def test_an_offer_is_in_the_book_while_it_lives(machine: PrefillMachine) -> None:
+    assert machine.get(NONCE) is None
     machine.handle(prepare_offer(), 100.0)
-    offer = book.get(NONCE)
+    offer = machine.get(NONCE)
     assert offer is not None
     assert (offer.request, offer.state) == (P1, State.PREPARED)
-    assert book.all() == [offer]
+    assert machine.all() == [offer]
     machine.handle(asked(release()), 100.1)
-    assert book.get(NONCE) is None
-    assert book.all() == []
+    assert machine.get(NONCE) is None
+    assert machine.all() == []
 
 
-def test_a_reader_holds_what_is_granted_to_it(machine: PrefillMachine, book: OfferBook) -> None:
+def test_a_reader_holds_what_is_granted_to_it(machine: PrefillMachine) -> None:
     for nonce, request in ((NONCE, P1), (NONCE2, P2)):
         machine.handle(prepare_offer(nonce=nonce, request=request), 100.0)
     machine.handle(asked(ask(readers=(0, 1))), 100.0)
     held = {
-        name: [offer.request for offer, _ in book.held_by(who)]
+        name: [offer.request for offer, _ in machine.held_by(who)]
         for name, who in (("first", READER), ("second", reader(1)), ("stranger", STRANGER))
     }
     assert held == {"first": [P1], "second": [P1], "stranger": []}
     machine.handle(asked(release()), 100.1)
-    assert list(book.held_by(READER)) == []
+    assert list(machine.held_by(READER)) == []
 
 
-def test_settling_an_unclaimed_offer_does_nothing(machine: PrefillMachine, book: OfferBook) -> None:
+def test_settling_an_unclaimed_offer_does_nothing(machine: PrefillMachine) -> None:
     machine.handle(prepare_offer(), 100.0)
-    offer = book.get(NONCE)
+    offer = machine.get(NONCE)
     assert offer is not None
-    assert book.settle(offer, release(), OfferEnd.READ) == []
+    assert machine.settle(offer, release(), OfferEnd.READ) == []
 
 
 # What it checks
 
 
 def test_the_book_checks_its_offers() -> None:
-    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S)
-    book.prepare(prepare_offer())
-    offer = book.get(NONCE)
+    machine = new_machine(no_record, num_slots=2)
+    machine.handle(prepare_offer(), 100.0)
+    offer = machine.get(NONCE)
     assert offer is not None
-    book.validate()
+    machine.validate()
     offer.ends_at = 1.0
     with pytest.raises(LocalProtocolError, match="PREPARED with an end"):
-        book.validate()
+        machine.validate()
 
 
 @pytest.mark.parametrize(
@@ -146,18 +148,18 @@ def test_the_book_checks_its_offers() -> None:
 def test_the_book_checks_that_each_slot_is_granted_once_or_free(
     free: list[int], bound: list[int]
 ) -> None:
-    book = OfferBook(no_record, num_slots=2, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S)
+    machine = new_machine(no_record, num_slots=2)
     for number, slot in enumerate(bound):
         nonce = Nonce(hex32(number))
-        book.prepare(prepare_offer(nonce=nonce))
-        offer = book.get(nonce)
+        machine.handle(prepare_offer(nonce=nonce), 100.0)
+        offer = machine.get(nonce)
         assert offer is not None
         offer.state = State.GRANTED
         leases = {Rank(0): 1.0}
         offer.binding = Binding(CLAIM, DECODE, slot, Generation(bytes(16)), leases, held_until=9.0)
-    book._free_slots = free
+    machine._free_slots = free
     with pytest.raises(LocalProtocolError) as raised:
-        book.validate()
+        machine.validate()
     assert str(raised.value) == f"slots {bound} granted, {free} free"
 
 
@@ -245,14 +247,14 @@ def test_a_denial_of_an_unknown_offer_is_not_recorded(
 
 
 def test_an_offer_is_recalled_once_from_an_engine_that_is_named(
-    machine: PrefillMachine, book: OfferBook, recorded: list[Transition]
+    machine: PrefillMachine, recorded: list[Transition]
 ) -> None:
     for event in (prepare_offer(), publish_offer(), asked(ask())):
         machine.handle(event, 0.0)
-    (offer,) = book.all()
-    assert book.recall(offer, Tick(), 1.0) == [(READER.rank, ROUTE)]
+    (offer,) = machine.all()
+    assert machine.recall(offer, Tick(), 1.0) == [replied(recall())]
     assert recorded[-1].peer == f"engine {DECODE!r}"
-    assert book.recall(offer, Tick(), 1.0) == []
+    assert machine.recall(offer, Tick(), 1.0) == []
 
 
 RECLAIMS = {
@@ -277,9 +279,7 @@ read (r) or recalled (c); how many blocks are needed; who gives them, in order."
 
 @pytest.mark.parametrize(("offers", "needed", "chosen"), RECLAIMS.values(), ids=RECLAIMS)
 def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: str) -> None:
-    machine = PrefillMachine(
-        RANK_LIFE, no_record, num_slots=8, offer_ttl_s=TTL_S, lease_s=LEASE_S, hold_s=HOLD_S
-    )
+    machine = new_machine(no_record, num_slots=8)
     claims: dict[str, list[Claim]] = {}
     for number, word in enumerate(offers.split()):
         engine, size, state = word[0], word[1], word[2:]
@@ -291,11 +291,11 @@ def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: st
             continue
         by, others = reader(engine=engine), claims.setdefault(engine, [])
         machine.handle(asked(ask(nonce=nonce, claim=claim, reader=by)), 0.0)
-        offer = machine.offers.get(nonce)
+        offer = machine.get(nonce)
         assert offer is not None
         if state == "r":
             machine.handle(asked(renew(number, claim, *others, reading=1, reader=by)), 0.0)
         if state == "c":
-            machine.offers.recall(offer, Tick(), 0.0)
+            machine.recall(offer, Tick(), 0.0)
         others.append(claim)
-    assert " ".join(each.request for each in machine.offers.to_reclaim(needed)) == chosen
+    assert " ".join(each.request for each in machine.to_reclaim(needed)) == chosen

@@ -16,7 +16,7 @@ from nixl_kv.protocol.events import (
     WithdrawOffer,
 )
 from nixl_kv.protocol.messages import Reader
-from nixl_kv.protocol.prefill.offer import TRANSITIONS, Binding, Offer, State, reader_name
+from nixl_kv.protocol.prefill import TRANSITIONS, Binding, Offer, State, reader_name
 from support.records import (
     CLAIM,
     DECODE,
@@ -74,7 +74,7 @@ def test_only_transitions_of_the_table_are_possible(state: State, event: object)
     name = type(event).__name__
     for after in {*State, None}.difference(TRANSITIONS[state].get(type(event), ())):
         to = after.name if after else OVER
-        words = f"^offer of request 'p1': {name} leads from {state.name} to {to}; allowed: "
+        words = rf"^offer \(request 'p1'\): {name} leads from {state.name} to {to}; allowed: "
         with pytest.raises(LocalProtocolError, match=words):
             offer.move(after, event)
     assert (offer.state, recorded) == (state, [])
@@ -131,7 +131,7 @@ def test_readers_end_when_their_lease_runs_out() -> None:
     [
         pytest.param(new_offer(), "its ticket", None, id="prepared"),
         pytest.param(
-            new_offer(state=State.OFFERED, ends_at=7.0), "somebody to ask", 7.0, id="offered"
+            new_offer(state=State.OFFERED, ends_at=7.0), "a reader's ask", 7.0, id="offered"
         ),
         pytest.param(
             new_offer(state=State.GRANTED, binding=new_binding(0, 1, 2, ended={2})),

@@ -7,6 +7,7 @@ import pytest
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Generation, Incarnation, Nonce, RequestId
+from nixl_kv.protocol import prefill
 from nixl_kv.protocol.events import (
     OVER,
     Action,
@@ -28,10 +29,7 @@ from nixl_kv.protocol.events import (
     WriteSlot,
 )
 from nixl_kv.protocol.messages import DigestRequest, PackRequest
-from nixl_kv.protocol.prefill import offers
-from nixl_kv.protocol.prefill.machine import PrefillMachine
-from nixl_kv.protocol.prefill.offer import TRANSITIONS
-from nixl_kv.protocol.prefill.offers import RECALL_S
+from nixl_kv.protocol.prefill import RECALL_S, TRANSITIONS, PrefillMachine
 from support.records import (
     CLAIM,
     HOLD_S,
@@ -77,7 +75,7 @@ SECOND = reader(1)
 OTHER_LIFE_OF_READER = reader(incarnation=OTHER_LIFE)
 UNKNOWN = "no such offer: used, expired, or never made"
 NOT_THIS_READER = "claimed by another, or ended for this reader"
-NOT_GRANTED = "a digest of what is not granted to it"
+NOT_GRANTED = "a digest of blocks that are not granted to it"
 
 
 def generation(number: int) -> Generation:
@@ -87,7 +85,7 @@ def generation(number: int) -> Generation:
 @pytest.fixture(autouse=True)
 def counted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(1, 256))
-    monkeypatch.setattr(offers, "new_generation", lambda: generation(next(numbers)))
+    monkeypatch.setattr(prefill, "new_generation", lambda: generation(next(numbers)))
 
 
 def new_machine(
@@ -99,9 +97,14 @@ def new_machine(
     num_ring_slots: int = 4,
 ) -> PrefillMachine:
     machine = PrefillMachine(
-        life, record, num_slots=num_slots, offer_ttl_s=TTL_S, lease_s=lease_s, hold_s=HOLD_S
+        life,
+        record,
+        num_slots=num_slots,
+        offer_ttl_s=TTL_S,
+        lease_s=lease_s,
+        hold_s=HOLD_S,
+        num_ring_slots=num_ring_slots,
     )
-    machine.offers.set_ring(num_ring_slots)
     play(machine, script)
     return machine
 
@@ -376,7 +379,7 @@ def packed(request: PackRequest, slot: int = 0, refusal: str | None = None) -> C
     return ChunkPacked(ROUTE, request, slot, refusal)
 
 
-NO_CHUNK = "a chunk of what is not granted to it"
+NO_CHUNK = "a chunk of blocks that are not granted to it"
 CHUNK_0, CHUNK_1 = pack_request(0), pack_request(1, holds=(0, 1))
 CHUNK_2, LATER_2 = pack_request(2, holds=(0, 1, 2)), pack_request(2, number=3)
 CHUNK_3 = pack_request(3, holds=(0, 1, 2, 3))
@@ -505,7 +508,7 @@ ONE_SLOT = list(SLOT_TAKEN_BACK.values())
 
 @each_of(SLOT_TAKEN_BACK)
 def test_the_only_slot_of_a_ring(script: Script) -> None:
-    new_machine(script, num_ring_slots=1).offers.validate()
+    new_machine(script, num_ring_slots=1).validate()
 
 
 def test_a_rank_without_a_ring_packs_nothing() -> None:
@@ -518,9 +521,9 @@ def test_after_a_restart_only_slots_that_are_written_are_not_free() -> None:
     machine.clear(writing=[1])
     play(machine, GRANTED_ANEW)
     play(machine, [(asked(CHUNK_0), pack(CHUNK_0, 0)), (asked(CHUNK_1), pack(CHUNK_1, 2))])
-    machine.offers.validate()
+    machine.validate()
     play(machine, [(packed(CHUNK_1, 1),)])
-    machine.offers.validate()
+    machine.validate()
 
 
 GRANTED_ANEW: Script = after(
@@ -819,7 +822,7 @@ ALL: dict[str, Script] = {
 
 @each_of(ALL)
 def test_an_offer(script: Script) -> None:
-    new_machine(script).offers.validate()
+    new_machine(script).validate()
 
 
 def test_the_scripts_above_make_each_transition_of_the_table(
@@ -829,7 +832,7 @@ def test_the_scripts_above_make_each_transition_of_the_table(
     for script in [*ALL.values(), *ONE_SLOT]:
         numbers = iter(range(1, 256))
         monkeypatch.setattr(
-            offers, "new_generation", lambda numbers=numbers: generation(next(numbers))
+            prefill, "new_generation", lambda numbers=numbers: generation(next(numbers))
         )
         new_machine(script, recorded.append, num_ring_slots=1 if script in ONE_SLOT else 4)
     moves = [move for move in recorded if move.before and " denied" not in move.cause]
@@ -876,7 +879,7 @@ def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
         ],
     )
     assert machine.handle(second, 100.2)[0] == WriteSlot(0, generation(2))
-    machine.offers.validate()
+    machine.validate()
 
 
 def test_whose_digest_is_wanted() -> None:
@@ -917,7 +920,7 @@ def test_an_offer_cannot_be_published_twice() -> None:
     with pytest.raises(LocalProtocolError) as raised:
         machine.handle(publish_offer(), 101.0)
     assert str(raised.value) == (
-        "offer of request 'p1': PublishOffer leads from OFFERED to OFFERED; "
+        "offer (request 'p1'): PublishOffer leads from OFFERED to OFFERED; "
         "allowed: ['Ask to GRANTED', 'Release to OVER', 'Tick to OVER', 'RevokeOffer to OVER', "
         "'ReclaimBlocks to OVER']"
     )
@@ -927,6 +930,6 @@ def test_an_offer_cannot_be_published_twice() -> None:
 def test_a_cleared_machine_has_no_offer_and_all_slots() -> None:
     machine = new_machine(SHARED)
     machine.clear()
-    machine.offers.validate()
-    assert len(machine.offers.all()) == 0
+    machine.validate()
+    assert len(machine.all()) == 0
     play(machine, [DENIED_UNKNOWN])

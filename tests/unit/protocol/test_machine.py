@@ -1,10 +1,10 @@
-"""What is due, against the oracle that looks at everything."""
+"""Deadlines, compared with an oracle that scans all of them."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_kv.protocol.deadlines import Deadlines
+from nixl_kv.protocol.machine import Deadlines
 
 TIMES = st.none() | st.integers(0, 20).map(float)
 STEPS = st.lists(st.tuples(st.integers(0, 5), TIMES) | st.integers(0, 20).map(float), max_size=60)

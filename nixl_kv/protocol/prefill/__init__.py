@@ -1,1 +1,0 @@
-"""The prefill side of the protocol: offers, and who may read them."""
