@@ -1,12 +1,13 @@
-"""`kv_connector_extra_config`, parsed once into a frozen Config.
+"""Parses `kv_connector_extra_config` into a frozen Config, once, when an engine starts.
 
-Everything is checked here, at the start: an unknown key or a bad value raises a ConfigError that
-names the key, the value and what is allowed. Nothing else reads options or the environment.
-
-The parsers are our own, as no library says as much: of 31 bad values pydantic-settings 2.16 (with
-constraints and patterns) refuses 26 and names the value in 23, msgspec 0.22 refuses 24 and names it
-in 5; what is left (hosts, networks, shares) would be validators of ours again.
+An unknown key or a bad value raises a ConfigError that names the key, the value and what is
+allowed. No other module reads options, and none but the CLI reads the environment.
 """
+
+# The rules below are our own because pydantic does not shorten them: each rule needs its text of
+# what is allowed anyway (pydantic's messages leave out the key or the value), and hosts, networks,
+# shares and labels remain functions. The same rules with pydantic 2.14 took as many lines, a
+# dependency, and 140 ms more CPU time per import, which each `nixl-kv` command would pay.
 
 import ipaddress
 import re
@@ -18,7 +19,6 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from nixl_kv import addresses
 from nixl_kv.errors import ConfigError
-from nixl_kv.ids import Endpoint, endpoint_at, endpoint_host
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -26,28 +26,22 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 LAYOUTS: Final = ("auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
 
-POLICIES: Final = ("recompute", "fail")
-
-PATHS: Final = ("auto", "gather", "direct", "staged")
-
-MAX_STAGING_MIB: Final = 1 << 16
-
 HOST_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 KEY_VARIABLE: Final = "NIXL_KV_KEY"
 AUTO: Final = "auto"
 ON: Final = "on"
 OFF: Final = "off"
-WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - not listened to
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - never listened on
 MAX_PORT_DIGITS: Final = 5
 MAX_PORT: Final = 65535
 MAX_LABEL: Final = 256
-"""Of the label of an engine's weights, in characters."""
+"""Characters in the label of an engine's weights."""
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
 ANYWHERE: Final = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
 MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
-"""IPv4 as IPv6 writes it: the same hosts, so it counts as IPv4 everywhere here."""
+"""IPv4 addresses in IPv6 notation. They are the same hosts, so this module turns them into IPv4."""
 
 HOW_TO_SHARE_A_KEY: Final = (
     "make one key with `nixl-kv keygen PATH`, and copy it to every engine's machine with `scp -p "
@@ -63,21 +57,26 @@ MAPPED_KEYS: Final = {"kv_lease_duration": "offer_ttl_s"}
 """Keys of vLLM's own NixlConnector that mean the same as one of ours."""
 
 NEEDLESS_KEYS: Final = {
-    "num_threads": "one thread a rank has all reads under way",
-    "engine_ttl": "an idle peer costs no link, and what is known of it stays",
-    "enforce_handshake_compat": "a peer whose cache means something else is never read",
-    "backend_params": "NIXL's backends are set up as they were measured to be best",
-    "bidirectional_kv_xfer": "decode's blocks are not read by prefill",
-    "decoder_kv_blocks_ttl": "decode's blocks are not read by prefill",
-    "kv_recompute_threshold": "decode's blocks are not read by prefill",
+    "num_threads": "one thread per rank runs all reads",
+    "engine_ttl": "an idle peer holds no connection, and its description is small",
+    "enforce_handshake_compat": "decode never reads a peer whose cache differs in meaning",
+    "backend_params": "NIXL's backends have the settings that measured best",
+    "bidirectional_kv_xfer": "prefill does not read decode's blocks",
+    "decoder_kv_blocks_ttl": "prefill does not read decode's blocks",
+    "kv_recompute_threshold": "prefill does not read decode's blocks",
     "push_registration_timeout": "decode reads; prefill does not push",
 }
-"""Others of that connector's keys, and why they have no effect here."""
+"""Keys of vLLM's own NixlConnector that have no effect here, and why."""
+
+REMOVED_KEYS: Final = {
+    "warm": "decode connects to a prefill engine when the first request for it arrives"
+}
+"""Keys of earlier releases, and what the engine does instead."""
 
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """The hosts that this engine talks to and listens to."""
+    """The hosts that this engine connects to and accepts connections from."""
 
     networks: tuple[Network, ...] = ANYWHERE
 
@@ -86,290 +85,258 @@ class AllowedHosts:
 
     @property
     def are_all(self) -> bool:
-        """Whether every host is one of them."""
         return set(ANYWHERE) <= set(self.networks)
 
     @property
     def are_local(self) -> bool:
-        """Whether each of them is this machine, by a loopback address."""
+        """Whether only this machine is allowed, by its loopback addresses."""
         return all(network.network_address.is_loopback for network in self.networks)
 
     def allows(self, host: str) -> bool:
-        """Whether an IP literal is one of them; what is no IP literal is none."""
+        """Whether `host` is an IP literal within one of the networks."""
         try:
-            address = _plain(ipaddress.ip_address(host))
+            address = _unmapped(ipaddress.ip_address(host))
         except ValueError:
             return False
         return any(address in network for network in self.networks)
 
 
-def _refuse(name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-def _plain(address: Address) -> Address:
-    """IPv4 where it is written as IPv6."""
+def _unmapped(address: Address) -> Address:
+    """The IPv4 address, if an IPv6 one stands for it."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 
 
-def _host(name: str, value: object) -> str:
-    """An address a peer can connect to, as an IP literal: tickets carry no names to resolve."""
-    allowed = (
-        f"{AUTO!r}, an IP address or a network interface of this machine, or a name that resolves "
-        "to one; not a wildcard"
-    )
+@dataclass(frozen=True)
+class Rule:
+    """Parses the value of one setting."""
+
+    allowed: str
+    """What an error message says is allowed."""
+
+    parse: Callable[[Any], Any]
+    """Raises a ValueError for a bad value. The error's text, if any, goes after `allowed`."""
+
+    def __call__(self, name: str, value: object) -> Any:
+        """Parse `value`, which the operator gave under `name`.
+
+        Raises:
+            ConfigError: names the setting, the value and what is allowed.
+        """
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            detail = f"; {error}" if str(error) else ""
+            raise ConfigError(f"{name} is {value!r}; allowed: {self.allowed}{detail}") from error
+
+
+def _choice(*choices: str) -> Rule:
+    def parse(value: object) -> object:
+        if value not in choices:
+            raise ValueError
+        return value
+
+    return Rule(" or ".join(map(repr, choices)), parse)
+
+
+def _number(kind: type[int | float], low: float, high: float, what: str, note: str = "") -> Rule:
+    def parse(value: Any) -> float:
+        is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:  # NaN is not
+            raise ValueError
+        return kind(value)
+
+    return Rule(f"a {what} from {low:g} to {high:g}{note}", parse)
+
+
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError  # noqa: TRY004 - as all rules
+    return value
+
+
+def _host(value: object) -> str:
+    """Resolve to an IP literal that a peer can connect to; tickets carry no names."""
     if not isinstance(value, str) or not value:
-        raise _refuse(name, value, allowed)
+        raise ValueError
     try:
-        address = _plain(ipaddress.ip_address(_literal(value)))
-    except (OSError, UnicodeError) as error:  # a name that is none
-        raise _refuse(name, value, allowed) from error
-    except ValueError as error:
-        raise _refuse(name, value, f"{allowed}; {error}") from error
+        if value == AUTO:
+            literal = addresses.of_default_route()
+        elif addresses.is_interface(value):
+            literal = addresses.of_interface(value)
+        else:
+            found = socket.getaddrinfo(value, None, type=socket.SOCK_STREAM)
+            literal = str(found[0][4][0])
+    except (OSError, UnicodeError) as error:  # an unknown or malformed name
+        raise ValueError from error
+    address = _unmapped(ipaddress.ip_address(literal))
     if address.is_unspecified or address.is_multicast:
-        raise _refuse(name, value, allowed)
+        raise ValueError
     return str(address)
 
 
-def _literal(host: str) -> str:
-    """The IP literal that an operator's word for a host stands for."""
-    if host == AUTO:
-        return addresses.of_default_route()
-    if addresses.is_interface(host):
-        return addresses.of_interface(host)
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+def _strings(value: object) -> tuple[str, ...]:
+    strings = tuple(value) if isinstance(value, list | tuple) else ()
+    if not strings or not all(isinstance(one, str) and one for one in strings):
+        raise ValueError
+    return strings
 
 
-def _port(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PORT:
-        raise _refuse(name, value, "a whole number from 0 to 65535 (0: any free port)")
-    return value
-
-
-def _backends(name: str, value: object) -> tuple[str, ...]:
-    backends = tuple(value) if isinstance(value, list | tuple) else ()
-    if not backends or not all(isinstance(backend, str) and backend for backend in backends):
-        raise _refuse(name, value, "a list of names of NIXL backends, such as ['UCX']")
-    return backends
-
-
-def _seconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.1 <= value <= 3600:  # noqa: PLR2004
-        raise _refuse(name, value, "a number of seconds from 0.1 to 3600")
-    return float(value)
-
-
-def _layout(name: str, value: object) -> str:
-    if value not in LAYOUTS:
-        raise _refuse(name, value, ", ".join(LAYOUTS))
-    return str(value)
-
-
-def _policy(name: str, value: object) -> str:
-    if value not in POLICIES:
-        raise _refuse(name, value, " or ".join(map(repr, POLICIES)))
-    return str(value)
-
-
-def _path(name: str, value: object) -> str:
-    if value not in PATHS:
-        raise _refuse(name, value, ", ".join(map(repr, PATHS)))
-    return str(value)
-
-
-def _mebibytes(name: str, value: object) -> int:
-    allowed = f"a whole number of MiB from 0 to {MAX_STAGING_MIB}"
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_STAGING_MIB:
-        raise _refuse(name, value, allowed)
-    return value
-
-
-def _key_file(name: str, value: object) -> str | None:
-    """Only the path: the file is read where the key is used."""
+def _path(value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value or "\0" in value):
-        raise _refuse(name, value, "the path of a file made by `nixl-kv keygen`, or null")
+        raise ValueError
     return value
 
 
-def weights_label(name: str, value: object) -> str:
-    """A label of an engine's weights, also as a tool sets it.
-
-    Raises:
-        ConfigError: names the value and what is allowed.
-    """
+def _label(value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_LABEL or not value.isprintable():
-        allowed = f"up to {MAX_LABEL} printable characters, such as the trainer's step"
-        raise _refuse(name, value, allowed)
+        raise ValueError
     return value
 
 
-def _switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "true or false")
-    return value
+def _pacing(value: object) -> object:
+    return {True: ON, False: OFF}[value] if isinstance(value, bool) else PACING.parse(value)
 
 
-def _pacing(name: str, value: object) -> str:
-    """True and false are what it was before there was 'auto'."""
-    if isinstance(value, bool):
-        return ON if value else OFF
-    if value not in (AUTO, ON, OFF):
-        raise _refuse(name, value, f"{AUTO!r}, {ON!r} or {OFF!r}")
-    return str(value)
-
-
-def _peers(name: str, value: object) -> tuple[Network, ...] | None:
-    allowed = "a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null"
+def _networks(value: object) -> tuple[Network, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not value:
-        raise _refuse(name, value, allowed)
-    try:
-        return tuple(_network(entry) for entry in value)
-    except ValueError as error:
-        raise _refuse(name, value, f"{allowed}; {error}") from error
-
-
-def _warm(name: str, value: object) -> tuple[Endpoint, ...]:
-    """Where other engines describe themselves, as tickets have it: an IP literal and a port."""
-    allowed = "a list of HOST:PORT, such as ['10.0.0.1:5600', '[fd00::1]:5600']"
-    if not isinstance(value, list | tuple):
-        raise _refuse(name, value, allowed)
-    try:
-        return tuple(dict.fromkeys(_endpoint(entry) for entry in value))
-    except ValueError as error:
-        raise _refuse(name, value, f"{allowed}; {error}") from error
-
-
-def _endpoint(entry: object) -> Endpoint:
-    host, colon, port = entry.rpartition(":") if isinstance(entry, str) else ("", "", "")
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    is_port = port.isdecimal() and len(port) <= MAX_PORT_DIGITS and 0 < int(port) <= MAX_PORT
-    if not colon or not is_port or is_bracketed != (":" in host):
-        raise ValueError(f"{entry!r} is none")
-    return endpoint_at(str(_plain(ipaddress.ip_address(host.strip("[]")))), int(port))
+        raise ValueError
+    return tuple(map(_network, value))
 
 
 def _network(entry: object) -> Network:
-    if not isinstance(entry, str):
-        raise ValueError(f"{entry!r} is no text")  # noqa: TRY004 - refused as all others
+    if not isinstance(entry, str):  # ip_network takes integers and bytes too
+        raise ValueError(f"{entry!r} is not a string")  # noqa: TRY004 - refused like the others
     network = ipaddress.ip_network(entry)
     if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(MAPPED):
-        first = _plain(network.network_address)
+        first = _unmapped(network.network_address)
         return ipaddress.ip_network(f"{first}/{network.prefixlen - MAPPED.prefixlen}")
     return network
 
 
-def _share(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.01 <= value <= 1:  # noqa: PLR2004
-        raise _refuse(name, value, "a number from 0.01 to 1")
-    return float(value)
-
-
-def _verify(name: str, value: object) -> float:
-    """The share of loads that are verified."""
+def _share_of_loads(value: object) -> float:
     known = {"off": 0.0, "all": 1.0}
     if isinstance(value, str) and value in known:
         return known[value]
     rate = value.removeprefix("sample:") if isinstance(value, str) else ""
     if value == rate or not re.fullmatch(r"[0-9]{0,9}\.?[0-9]{1,9}", rate) or float(rate) > 1:
-        raise _refuse(name, value, "'off', 'all', or 'sample:RATE' with RATE from 0 to 1")
+        raise ValueError
     return float(rate)
+
+
+HOST: Final = Rule(
+    f"{AUTO!r}, an IP address or a network interface of this machine, or a name that resolves to "
+    "one; not a wildcard",
+    _host,
+)
+PORT: Final = _number(int, 0, MAX_PORT, "whole number", " (0: any free port)")
+SECONDS: Final = _number(float, 0.1, 3600, "number of seconds")
+SHARE: Final = _number(float, 0.01, 1, "number")
+MEBIBYTES: Final = _number(int, 0, 1 << 16, "whole number of MiB")
+LAYOUT: Final = _choice(*LAYOUTS)
+POLICY: Final = _choice("recompute", "fail")
+PATH: Final = _choice("auto", "gather", "direct", "staged")
+SWITCH: Final = Rule("true or false", _switch)
+PACING: Final = _choice(AUTO, ON, OFF)
+BACKENDS: Final = Rule("a list of names of NIXL backends, such as ['UCX']", _strings)
+PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
+KEY_FILE: Final = Rule("the path of a file made by `nixl-kv keygen`, or null", _path)
+VERIFY: Final = Rule("'off', 'all', or 'sample:RATE' with RATE from 0 to 1", _share_of_loads)
+weights_label: Final = Rule(
+    f"up to {MAX_LABEL} printable characters, such as the trainer's step", _label
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What an operator may choose, and what parses it. Times are seconds."""
+    """The settings of one engine. Names that end in `_s` are in seconds."""
 
-    host: Annotated[str, _host] = "127.0.0.1"
-    """IP address under which other engines reach this one's control plane: each of its processes
-    has its own, so that 'auto' or a network interface fits where a rank is on another machine."""
+    host: Annotated[str, HOST] = "127.0.0.1"
+    """IP address at which other engines reach this one's control plane. Each process resolves
+    'auto' or the name of an interface by itself, because ranks may run on several machines."""
 
-    port: Annotated[int, _port] = 5600
+    port: Annotated[int, PORT] = 5600
     """TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r."""
 
     host_name: str = field(default="host", repr=False, compare=False)
-    """Which setting gave `host`, for error messages."""
+    """The setting or variable that `host` came from, for error messages."""
 
     port_name: str = field(default="", repr=False, compare=False)
-    """The same of `port`; empty for the default."""
+    """The same for `port`; empty for the default."""
 
-    rank_port: Annotated[int, _port] = 0
+    rank_port: Annotated[int, PORT] = 0
     """First TCP port of the ranks' control planes; 0 takes any free one. Each rank adds its number
     among all ranks of the data-parallel group."""
 
-    backends: Annotated[tuple[str, ...], _backends] = ("UCX",)
+    backends: Annotated[tuple[str, ...], BACKENDS] = ("UCX",)
     """NIXL backends, in order of preference."""
 
-    offer_ttl_s: Annotated[float, _seconds] = 10.0
-    """How long a finished prefill that nobody claims keeps its blocks."""
+    offer_ttl_s: Annotated[float, SECONDS] = 10.0
+    """How long prefill keeps the blocks of a finished request that no decode engine claims."""
 
-    lease_s: Annotated[float, _seconds] = 5.0
-    """How long blocks stay pinned after the last sign of life of the reader that claimed them."""
+    lease_s: Annotated[float, SECONDS] = 5.0
+    """How long prefill keeps claimed blocks after the last message of their reader."""
 
-    hold_s: Annotated[float, _seconds] = 60.0
-    """How long blocks stay pinned for a reader that has claimed them and does not begin to read."""
+    hold_s: Annotated[float, SECONDS] = 60.0
+    """How long prefill keeps claimed blocks whose reader does not begin to read."""
 
-    request_timeout_s: Annotated[float, _seconds] = 30.0
-    """How long a load on decode may stand still before it counts as failed."""
+    request_timeout_s: Annotated[float, SECONDS] = 30.0
+    """How long a load on decode may make no progress before it fails."""
 
-    layout: Annotated[str, _layout] = "auto"
+    layout: Annotated[str, LAYOUT] = "auto"
     """Physical order of the KV cache to ask vLLM for; 'auto' picks the best that is known good."""
 
-    key_file: Annotated[str | None, _key_file] = None
-    """File with the key that all engines share. If no key is given anywhere, the engines of one
+    key_file: Annotated[str | None, KEY_FILE] = None
+    """File with the key that all engines share. Without any configured key, the engines of one
     user on one machine share one that the first of them makes."""
 
     key: str | None = field(default=None, repr=False)
-    """The key itself, from NIXL_KV_KEY alone, for who gives no file: vLLM logs its options."""
+    """The key itself. It comes from NIXL_KV_KEY only, because vLLM logs its options."""
 
-    insecure: Annotated[bool, _switch] = False
-    """Whether to run without any key if none is given, for tests and trusted networks."""
+    insecure: Annotated[bool, SWITCH] = False
+    """Whether to run without a key if none is configured, for tests and trusted networks."""
 
-    peers: Annotated[tuple[Network, ...] | None, _peers] = None
-    """Networks of the other engines; None: any if a key is given, else this machine."""
+    peers: Annotated[tuple[Network, ...] | None, PEERS] = None
+    """Networks of the other engines; None: any if a key is configured, else this machine."""
 
-    warm: Annotated[tuple[Endpoint, ...], _warm] = ()
-    """Prefill engines, HOST:PORT of their descriptions, that decode joins beforehand, and keeps."""
+    peer_timeout_s: Annotated[float, SECONDS] = 2.0
+    """How long a peer may be silent before its connection counts as lost."""
 
-    peer_timeout_s: Annotated[float, _seconds] = 2.0
-    """How soon a peer that has fallen silent counts as lost."""
+    paced_reads: Annotated[str, Rule(PACING.allowed, _pacing)] = AUTO
+    """Which prefill ranks decode reads in small pieces, so that they survive readers that die:
+    those that UCX may read over TCP ('auto'), all ('on'), or none ('off')."""
 
-    paced_reads: Annotated[str, _pacing] = AUTO
-    """Which prefill ranks are read piece by piece, so that they survive readers that die: those
-    that UCX reads over TCP ('auto'), all ('on'), or none ('off')."""
+    path: Annotated[str, PATH] = "auto"
+    """How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
+    by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or the
+    best of these for each load ('auto')."""
 
-    path: Annotated[str, _path] = "auto"
-    """How KV is read: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'), by
-    NIXL from where prefill has packed it ('staged'; both 'direct' where they cannot be), or for
-    each load as is estimated to be faster ('auto')."""
+    staging_mib: Annotated[int, MEBIBYTES] = 256
+    """MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing."""
 
-    staging_mib: Annotated[int, _mebibytes] = 256
-    """How many MiB a rank has, of the memory that its cache is in, for KV that is packed before it
-    is read; 0: it is never packed."""
-
-    offer_share: Annotated[float, _share] = 0.5
-    """Share of the cache's blocks that offers which nobody has claimed may hold."""
+    offer_share: Annotated[float, SHARE] = 0.5
+    """Share of the cache's blocks that unclaimed offers may hold."""
 
     weights: Annotated[str, weights_label] = ""
     """Label of this engine's weights, such as the trainer's step. Decode computes a request itself
-    if prefill's label is another one; `nixl-kv set-weights` changes it at run time."""
+    if prefill's label differs; `nixl-kv set-weights` changes it at run time."""
 
-    in_tree_decode: Annotated[bool, _switch] = True
+    in_tree_decode: Annotated[bool, SWITCH] = True
     """Whether decode engines with vLLM's own NixlConnector may get this engine's tickets, and
     compute those requests; false: every decode engine runs this connector."""
 
-    on_load_failure: Annotated[str, _policy] = "recompute"
-    """What becomes of a request whose KV cannot be read: decode computes it, or it 'fail's."""
+    on_load_failure: Annotated[str, POLICY] = "recompute"
+    """Whether decode computes a request whose KV cannot be read, or ends it with an error."""
 
-    verify: Annotated[float, _verify] = 0.0
-    """Share of the loads whose bytes are compared with prefill's by a digest, on decode: 'off' (0),
+    verify: Annotated[float, VERIFY] = 0.0
+    """Share of the loads whose bytes decode compares with prefill's by a digest: 'off' (0),
     'sample:RATE', or 'all' (1)."""
 
     @property
     def has_key(self) -> bool:
-        """Whether a key is given. The one that a user's engines share never leaves a machine."""
+        """Whether a key is configured. The key that a user's engines share does not count."""
         return self.key_file is not None or self.key is not None
 
     @property
@@ -379,7 +346,7 @@ class Config:
 
     @property
     def allowed_hosts(self) -> AllowedHosts:
-        """`peers`, or what it is by default."""
+        """`peers`, or its default."""
         if self.peers is not None:
             return AllowedHosts(self.peers)
         if self.has_key:
@@ -388,43 +355,35 @@ class Config:
 
     @property
     def renew_interval_s(self) -> float:
-        """Renew five times a lease: three may be lost, with a stall, before the lease runs out.
+        """Heartbeats: five per lease, so that three may be lost and a stall still costs nothing.
 
-        And each 0.8 s at least: so that prefill hears each second that it may still be read.
+        At most 0.8 s, so that prefill hears at least once per second that a read may go on.
         """
         return min(0.8, self.lease_s / 5)
 
     @classmethod
-    def parsers(cls) -> dict[str, Callable[[str, object], Any]]:
-        """The keys that an operator may give, each with what parses its value."""
+    def parsers(cls) -> dict[str, Rule]:
+        """The keys that an operator may set."""
         hints = typing.get_type_hints(cls, include_extras=True)
         known = {key: getattr(hint, "__metadata__", None) for key, hint in hints.items()}
         return {key: metadata[0] for key, metadata in known.items() if metadata}
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
-        """Build from `kv_connector_extra_config`, with some variables as defaults.
+        """Build a Config from `kv_connector_extra_config`; some variables give defaults.
 
-        Keys of vLLM's own NixlConnector are known, see `needless`.
+        Accepts the keys of vLLM's own NixlConnector, see `needless`.
 
         Raises:
-            ConfigError: for an unknown key or a value that is not allowed, or if other machines
-                could reach an engine that is given no key.
+            ConfigError: for an unknown or removed key or a bad value, or if other machines could
+                reach an engine without a key.
         """
         known = cls.parsers()
-        unknown = sorted(set(extra) - {*known, *MAPPED_KEYS, *NEEDLESS_KEYS})
-        if unknown:
-            raise ConfigError(
-                f"kv_connector_extra_config has the unknown key {unknown[0]!r} "
-                f"(value {extra[unknown[0]]!r}); allowed keys are {', '.join(known)}"
-            )
+        _check_keys(extra, known)
         given = _from_environment(environ)
         mapped = {ours: theirs for theirs, ours in MAPPED_KEYS.items() if theirs in extra}
-        named = mapped | {key: key for key in extra if key in known}
-        given |= {
-            key: (f"kv_connector_extra_config[{name!r}]", extra[name])
-            for key, name in named.items()
-        }
+        for key, name in (mapped | {key: key for key in extra if key in known}).items():
+            given[key] = (f"kv_connector_extra_config[{name!r}]", extra[name])
         config = cls(
             key=environ.get(KEY_VARIABLE) or None,
             host_name=given["host"][0] if "host" in given else "host",
@@ -432,21 +391,28 @@ class Config:
             **{key: known[key](*given[key]) for key in given},
         )
         if not (config.has_key or config.insecure or config.is_this_machine_only):
-            raise _refuse(
-                given["host"][0],
-                config.host,
-                "without key_file and NIXL_KV_KEY, an address that only this machine reaches: "
-                f"{HOW_TO_SHARE_A_KEY}",
+            raise ConfigError(
+                f"{config.host_name} is {config.host!r}; allowed: without key_file and "
+                f"{KEY_VARIABLE}, an address that only this machine reaches: {HOW_TO_SHARE_A_KEY}"
             )
-        for endpoint in config.warm:
-            if not config.allowed_hosts.allows(endpoint_host(endpoint)):
-                allowed = f"hosts that 'peers' allows: {config.allowed_hosts}"
-                raise _refuse(given["warm"][0], extra["warm"], allowed)
         return config
 
 
+def _check_keys(extra: Mapping[str, Any], known: Mapping[str, Rule]) -> None:
+    for key in sorted(set(extra) - {*known, *MAPPED_KEYS, *NEEDLESS_KEYS}):
+        if key in REMOVED_KEYS:
+            raise ConfigError(
+                f"kv_connector_extra_config[{key!r}] is {extra[key]!r}; this setting was removed: "
+                f"{REMOVED_KEYS[key]}. Delete the key"
+            )
+        raise ConfigError(
+            f"kv_connector_extra_config has the unknown key {key!r} (value {extra[key]!r}); "
+            f"allowed keys are {', '.join(known)}"
+        )
+
+
 def needless(extra: Mapping[str, Any]) -> list[str]:
-    """What to say of the keys that only vLLM's own NixlConnector has: a line each."""
+    """One warning for each key in `extra` that belongs to vLLM's own NixlConnector."""
     lines = [
         f"kv_connector_extra_config[{key!r}] counts as {MAPPED_KEYS[key]!r}"
         for key in sorted(MAPPED_KEYS.keys() & extra)
@@ -460,14 +426,15 @@ def needless(extra: Mapping[str, Any]) -> list[str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
-    """Defaults that vLLM's variables give, each with the name to blame for it."""
+    """Name and value of each default that one of vLLM's variables gives, by key."""
     defaults: dict[str, tuple[str, Any]] = {}
     host = environ.get(HOST_VARIABLE)
     if host:
-        # vLLM's own connector listens there, and samples of platforms say so; a ticket cannot.
+        # Deployments set a wildcard because vLLM's own connector listens there. A ticket needs an
+        # address, so a wildcard means 'auto'.
         defaults["host"] = (HOST_VARIABLE, AUTO if host in WILDCARDS else host)
     text = environ.get(PORT_VARIABLE)
     if text:
-        number = text.isdecimal() and len(text) <= MAX_PORT_DIGITS
-        defaults["port"] = (PORT_VARIABLE, int(text) if number else text)
+        is_number = text.isdecimal() and len(text) <= MAX_PORT_DIGITS
+        defaults["port"] = (PORT_VARIABLE, int(text) if is_number else text)
     return defaults

@@ -242,7 +242,6 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         port=rank_port(config, vllm_config.parallel_config, worker_rank(vllm_config)),
         is_prefill=transfer.is_kv_producer,
         is_decode=transfer.is_kv_consumer,
-        engine_layouts=(layout,) if vllm_config.parallel_config.world_size == 1 else None,
         make_transport=make_transport,
         make_checker=make_checker,
         make_control=Trust.of(config).control,

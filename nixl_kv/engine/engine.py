@@ -21,7 +21,6 @@ import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import StatusReporter
@@ -94,9 +93,6 @@ class RankSpec:
     extras: Mapping[str, str] = field(default_factory=dict)
     """Facts of what the cache has besides the model's KV: an engine that is read has to say the
     same of all that this one has, and may have more."""
-
-    engine_layouts: tuple[CacheLayout, ...] | None = None
-    """Of all ranks, in rank order, where that is known at the start; else `SetEngine` says it."""
 
     make_checker: Callable[[], Transport] | None = None
     """Makes an agent that reads this rank as peers do, to check that they can; None: no check."""
@@ -230,8 +226,6 @@ def build_parts(spec: RankSpec) -> Parts:
 def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     """`undo` gets what has to be done if something fails."""
     config, layout = spec.config, spec.layout
-    if layout.memory == "DRAM":
-        use_huge_pages(layout.spans)
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
     digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
@@ -270,12 +264,9 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             renew_interval_s=config.renew_interval_s,
             bytes_per_token=layout.bytes_per_token,
         ),
-        PeerBook(event_log.record, config.warm if spec.is_decode else ()),
+        PeerBook(event_log.record),
         peers.name_slices,
     )
-    if spec.engine_layouts is not None:
-        peers.engine_layouts = spec.engine_layouts
-        decode.peers.warm_up()
     num_slots = spec.num_slots or slots_for(layout)
     slots = spec.make_slots(num_slots)
     serving = None

@@ -295,7 +295,6 @@ class Loop:
         if isinstance(command, events.SetEngine):
             self.parts.agents.peers.engine_layouts = command.layouts
             self.parts.decode.loads.set_engine(command.engine)
-            self.parts.decode.peers.warm_up()
             return
         is_admitted, report = self.outstanding.admit(command)
         if report is not None:
@@ -415,9 +414,6 @@ class Loop:
 
     def _warn(self, action: events.Notice) -> None:
         match action:
-            case events.NotWarm():
-                message = "warm: %s: %s; it is asked again"
-                self._log.warning(message, action.endpoint, action.reason)
             case events.PeerUnreadable():
                 self._count("peers_unreadable")
                 message = (

@@ -460,13 +460,6 @@ class ClearSlot(msgspec.Struct, frozen=True):
     slot: int
 
 
-class NotWarm(msgspec.Struct, frozen=True):
-    """An engine of `warm` is not known, or cannot be used: said once for each reason."""
-
-    endpoint: Endpoint
-    reason: str
-
-
 class PeerUnreadable(msgspec.Struct, frozen=True):
     """A peer answers, but new connections to its memory break: said once, until it is read."""
 
@@ -577,7 +570,7 @@ PrefillEvent: TypeAlias = PrefillCommand | Asked | DigestMade | ChunkPacked | Ti
 DataAction: TypeAlias = (
     JoinPeer | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
 )
-Notice: TypeAlias = NotWarm | PeerUnreadable | PeerReadable | AskDenied
+Notice: TypeAlias = PeerUnreadable | PeerReadable | AskDenied
 DigestAction: TypeAlias = MakeDigest | DigestLanded | CompareDigest
 Action: TypeAlias = (
     Send

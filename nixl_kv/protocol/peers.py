@@ -11,20 +11,16 @@
 
 A peer is one life: engine id *and* incarnation. A restarted engine is another peer, so nothing of
 the old one (a pause, a memory address) is ever used for the new one.
-
-Engines that are to be known before a request needs them (`warm`) are asked for their descriptions,
-whoever they are: often until one comes, then each minute, since a link that nobody uses is closed,
-and tells of no end. Each is a peer like any other, but is kept until another life answers there.
 """
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation
+from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.deadlines import Deadlines
 from nixl_kv.protocol.events import Failure, FailureKind
@@ -39,11 +35,6 @@ MAX_UNREADABLE_S: Final = 64.0
 """... and the longest. Each attempt costs a load, and some descriptors until the agent ends."""
 LOOK_AGAIN_S: Final = 0.1
 """After a look whether a peer that is to be forgotten is still read."""
-WARM_AGAIN_S: Final = 5.0
-"""Between two questions to an engine of `warm` that does not answer."""
-WARM_LOOK_S: Final = 60.0
-"""After an answer of one."""
-NOBODY: Final = "no engine has described itself there"
 KEPT_S: Final = 600.0
 """How long a peer that nobody reads is kept: to know it saves its next reader 40 to 160 ms."""
 
@@ -93,7 +84,6 @@ class Peer:
     key: events.PeerKey
     used_at: float
     state: State = State.CONNECTING
-    is_warm: bool = False  # no request has asked for it
     is_described: bool = False  # its description came, and is looked at
     failure: Failure | None = None  # why it cannot be used, in UNREADABLE, BACKOFF and GONE
     breaks: int = 0  # of connections to its memory, since something was read
@@ -118,12 +108,8 @@ def _describe(key: events.PeerKey) -> events.Send:
 class PeerBook:
     """Peers by key. `now` is monotonic, in seconds."""
 
-    def __init__(self, record: events.Record, warm: Sequence[Endpoint] = ()) -> None:
+    def __init__(self, record: events.Record) -> None:
         self._record = record
-        self._warm = warm
-        self._is_warming = False
-        self._ask_at = Deadlines[Endpoint]()  # of `warm`
-        self._told = dict[Endpoint, str]()  # of those that do not answer: what was said last
         self._peers: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
         self._due = Deadlines[events.PeerKey]()
@@ -131,15 +117,7 @@ class PeerBook:
     @property
     def next_due(self) -> float | None:
         """When time changes something by itself; None for never."""
-        due = (self._due.next, self._ask_at.next)
-        return min((when for when in due if when is not None), default=None)
-
-    def warm_up(self) -> None:
-        """With the next tick, begin to look for the engines that are to be known; once."""
-        if not self._is_warming:
-            self._is_warming = True
-            for endpoint in self._warm:
-                self._ask_at.set(endpoint, 0.0)
+        return self._due.next
 
     def all(self) -> list[Peer]:
         """Every peer that is known."""
@@ -150,10 +128,6 @@ class PeerBook:
         self._peers.clear()
         self._at.clear()
         self._due.clear()
-        self._told.clear()
-        if self._is_warming:
-            self._is_warming = False
-            self.warm_up()
 
     def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
         """Find a peer; one that is not known yet is asked for its description."""
@@ -161,7 +135,11 @@ class PeerBook:
         if peer is not None:
             peer.used_at = now
             return peer, []
-        return self._add(key, "PrepareLoad", now), [_describe(key)]
+        peer = self._peers[key] = Peer(key, now)
+        self._index(peer)
+        self._due.set(key, now + CONNECT_TIMEOUT_S)
+        self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
+        return peer, [_describe(key)]
 
     def ask_again(self, endpoint: Endpoint) -> list[events.Action]:
         """The link to an endpoint broke: ask again for the descriptions that have not come."""
@@ -186,12 +164,10 @@ class PeerBook:
         return any(peer.state is State.CONNECTING for peer in peers)
 
     def on_description(
-        self, message: messages.Description, endpoint: Endpoint, now: float
+        self, message: messages.Description, endpoint: Endpoint
     ) -> list[events.Action]:
         """An engine described itself; one that was not asked, or has done so, is ignored."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-        if self._ask_at.get(endpoint) is not None:
-            self._on_warm(key, now)
         if not self.is_connecting(key) or self._peers[key].is_described:
             return []
         self._peers[key].is_described = True
@@ -210,9 +186,7 @@ class PeerBook:
     def on_joined(self, event: events.PeerJoined, now: float) -> None:
         """A peer that is JOINING can be read."""
         self._move(self._peers[event.peer], event)
-        self._told.pop(event.peer.endpoint, None)
-        if event.peer.endpoint not in self._warm:
-            self._due.set(event.peer, now + KEPT_S)
+        self._due.set(event.peer, now + KEPT_S)
 
     def get(self, key: events.PeerKey) -> Peer | None:
         """A peer, if it is known."""
@@ -230,12 +204,10 @@ class PeerBook:
         self._move(peer, event, failure.detail)
         peer.failure = failure
         self._due.set(key, now + BACKOFF_S)
-        is_told = peer.is_warm and key.endpoint in self._warm
-        told = self._tell(key.endpoint, failure.detail) if is_told else []
         if peer.description is not None:
-            return told
+            return []
         is_looked_at = peer.is_described and not isinstance(event, events.PeerRefused)
-        return [*told, *([events.DropPeer(key)] if is_looked_at else []), *self._disconnect(key)]
+        return [*([events.DropPeer(key)] if is_looked_at else []), *self._disconnect(key)]
 
     def on_broken(self, event: events.PeerBroken, now: float) -> list[events.Action]:
         """A connection to a peer's memory broke; the second one in a row makes it UNREADABLE."""
@@ -293,48 +265,12 @@ class PeerBook:
             elif peer.state is State.UNREADABLE:
                 self._move(peer, tick)
                 peer.failure = None
-                self._due.set(key, None if key.endpoint in self._warm else now + KEPT_S)
+                self._due.set(key, now + KEPT_S)
             elif is_in_use(key) or now < kept_until:
                 self._due.set(key, max(kept_until, now + LOOK_AGAIN_S))
             else:
                 actions += self._forget(peer, tick)
-                if key.endpoint in self._warm:
-                    again = self._ask_at.get(key.endpoint) or now
-                    self._ask_at.set(key.endpoint, min(again, now + WARM_AGAIN_S))
-        for endpoint in self._ask_at.pop_due(now):
-            self._ask_at.set(endpoint, now + WARM_AGAIN_S)
-            if endpoint in self._told:
-                actions += self._tell(endpoint, self._told[endpoint] or NOBODY)
-            self._told.setdefault(endpoint, "")
-            question = messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
-            actions.append(events.Send(endpoint, question))
         return overdue, actions
-
-    def _on_warm(self, key: events.PeerKey, now: float) -> None:
-        """An engine of `warm` has answered; its former lives are kept no longer than others."""
-        self._ask_at.set(key.endpoint, now + WARM_LOOK_S)
-        if self._told.get(key.endpoint) in ("", NOBODY):
-            del self._told[key.endpoint]
-        for former in self._peers.values():
-            is_former = former.key.endpoint == key.endpoint and former.key != key
-            if is_former and former.state is State.READY and self._due.get(former.key) is None:
-                self._due.set(former.key, now)
-        if key not in self._peers:
-            self._add(key, "warm", now).is_warm = True
-
-    def _tell(self, endpoint: Endpoint, reason: str) -> list[events.Action]:
-        """Say why an engine of `warm` is not READY, if that was not what was said last."""
-        if self._told.get(endpoint) == reason:
-            return []
-        self._told[endpoint] = reason
-        return [events.NotWarm(endpoint, reason)]
-
-    def _add(self, key: events.PeerKey, cause: str, now: float) -> Peer:
-        peer = self._peers[key] = Peer(key, now)
-        self._index(peer)
-        self._due.set(key, now + CONNECT_TIMEOUT_S)
-        self._record(events.Transition("", str(key), "", State.CONNECTING.name, cause))
-        return peer
 
     def _is(self, key: events.PeerKey, state: State) -> bool:
         peer = self._peers.get(key)

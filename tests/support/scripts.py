@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 import pytest
 
 from nixl_kv.geometry.slices import KVSlice
-from nixl_kv.ids import Endpoint, Rank
+from nixl_kv.ids import Rank
 from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.events import (
@@ -87,7 +87,6 @@ def decode_machine(
     timeout_s: float = TIMEOUT_S,
     renew_interval_s: float = 1e9,
     bytes_per_token: int = 1,
-    warm: Sequence[Endpoint] = (),
     slices: tuple[KVSlice, ...] = SLICES,
 ) -> DecodeMachine:
     """Each load reads the same slices of each rank."""
@@ -98,7 +97,7 @@ def decode_machine(
         renew_interval_s=renew_interval_s,
         bytes_per_token=bytes_per_token,
     )
-    return DecodeMachine(loads, PeerBook(record, warm), lambda _peer, _rank, _load: slices)
+    return DecodeMachine(loads, PeerBook(record), lambda _peer, _rank, _load: slices)
 
 
 def loading(script: Script) -> DecodeMachine:

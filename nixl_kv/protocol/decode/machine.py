@@ -138,8 +138,6 @@ class DecodeMachine:
                 return [each for peer in event.peers for each in self._greet(peer)]
             case events.PeerJoined() if self.peers.is_joining(event.peer):
                 self.peers.on_joined(event, now)
-                peer = self.peers.get(event.peer)
-                return self._greet(event.peer) if peer is not None and peer.is_warm else []
         return []
 
     def _greet(self, key: events.PeerKey) -> list[events.Action]:
@@ -244,7 +242,7 @@ class DecodeMachine:
     ) -> list[events.Action]:
         match message:
             case messages.Description():
-                return self.peers.on_description(message, endpoint, now)
+                return self.peers.on_description(message, endpoint)
             case messages.Refusal():
                 peer = events.PeerKey(
                     EngineId(message.engine), Incarnation(message.incarnation), endpoint

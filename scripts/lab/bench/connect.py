@@ -10,8 +10,6 @@ Where it goes, by decode's event log and counters, of the rank that took longest
     warm-up       reads that nobody waits for: they connect, and map prefill's memory
     first read    of the first load's data, posted as soon as there are a grant and memory to read;
                   it waits for what the warm-up has not done by then
-
-In the second row prefill is in decode's `warm`, and was joined before the first load.
 """
 
 import argparse
@@ -43,35 +41,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tp", type=int, nargs=2, default=[1, 1], metavar=("PREFILL", "DECODE"), help="default 1 1"
     )
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5, help="fresh processes, of each kind")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of fresh processes")
     parser.add_argument("--later", type=int, default=20, help="loads after the first one")
 
 
 def run(options: argparse.Namespace) -> int:
-    """A row without and one with `warm`."""
+    """Print one row."""
     title = (
         f"{options.shape} in {options.order} on {options.device}, "
         f"{'TP{} to TP{}'.format(*options.tp)}, {options.tokens} tokens: ms, medians of "
         f"{options.rounds} pairs of fresh processes"
     )
     results = Results(title, "rows are measured", options.json)
-    for is_warm in (False, True):
-        samples = [measure(options, is_warm=is_warm) for _ in range(options.rounds)]
-        results.add(Figures({"warm": "yes" if is_warm else "no", **figures(samples)}))
-    return results.print(2)
+    results.add(Figures(figures([measure(options) for _ in range(options.rounds)])))
+    return results.print(1)
 
 
-def measure(options: argparse.Namespace, *, is_warm: bool) -> Sample:
+def measure(options: argparse.Namespace) -> Sample:
     """The first load of fresh processes, and later ones; in seconds."""
     with Process(REPO / PROGRAM, environment_of(REPO), spec_of(options, "prefill")) as prefill:
-        address = prefill.ask("address")
-        warm = [address] if is_warm else []
-        with Process(
-            REPO / PROGRAM, environment_of(REPO), spec_of(options, "decode", warm=warm)
-        ) as decode:
+        prefill.ask("address")
+        with Process(REPO / PROGRAM, environment_of(REPO), spec_of(options, "decode")) as decode:
             decode.ask("address")
-            if is_warm:
-                decode.ask("joined", count=1)
             times: list[float] = []
             for number in range(1 + options.later):
                 what = {"request": f"request-{number}", "tokens": options.tokens}
@@ -82,7 +73,7 @@ def measure(options: argparse.Namespace, *, is_warm: bool) -> Sample:
             return {"first": times[0], "later": later, "added": times[0] - later, **parts}
 
 
-def spec_of(options: argparse.Namespace, role: str, **more: object) -> dict[str, object]:
+def spec_of(options: argparse.Namespace, role: str) -> dict[str, object]:
     """Of a process, see `connect_engine.Spec`."""
     tp = dict(zip(ROLES, options.tp, strict=True))
     on_gpus = {"prefill": options.prefill_gpus, "decode": options.decode_gpus}
@@ -94,7 +85,6 @@ def spec_of(options: argparse.Namespace, role: str, **more: object) -> dict[str,
         "role": role,
         "tp": tp[role],
         "gpus": on_gpus[role] if options.device == "cuda" else (),
-        **more,
     }
 
 

@@ -7,7 +7,6 @@ A question and its answer are JSON.
     {"address": {}}                              -> "HOST:PORT"    once all ranks have started
     {"offer": {"request": "r1", "tokens": 41}}   -> {...}          a ticket
     {"load": {"request": "r1", "ticket": {...}, "tokens": 41}}     -> seconds
-    {"joined": {"count": 1}}                     -> null   once each rank has joined so many engines
     {"parts": {"request": "r1"}}                 -> {...}  of a first contact, see `Engine.parts_of`
 """
 
@@ -26,7 +25,6 @@ import torch
 from lab.bench.transfer_engine import CONFIG
 from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine, LocalRank, Tables
-from nixl_kv.config import Config
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.ids import RequestId
@@ -47,8 +45,6 @@ class Spec(msgspec.Struct, kw_only=True, frozen=True):
     max_tokens: int
     tp: int
     gpus: Sequence[int] = ()
-    warm: Sequence[str] = ()
-    """Prefill engines, as in the configuration, that decode joins at the start."""
 
 
 class Engine:
@@ -75,7 +71,7 @@ class Engine:
             spec.role,
             layouts,
             lambda: nixl_transport(CONFIG, shape.memory),
-            config=replace(CONFIG, warm=Config.parse({"warm": spec.warm}, {}).warm),
+            config=CONFIG,
             roles=spec.role,
         )
 
@@ -112,13 +108,6 @@ class Engine:
         if bad:
             raise RuntimeError(f"{len(bad)} reports are not good: {bad[0]}")
         return seconds
-
-    def wait_joined(self, count: int) -> None:
-        """Until each rank has joined so many engines, and nothing goes on any more."""
-        self.local.wait(
-            lambda: all(rank.counts.get("joins", 0) >= count for rank in self.local.ranks)
-        )
-        self.local.wait(lambda: not any(r.parts.agents.is_busy for r in self.local.ranks))
 
     def parts_of(self, request: str) -> dict[str, float]:
         """Where the time of a load went, and that of the first contact; of the slowest rank."""
@@ -174,8 +163,6 @@ def _answer(engine: Engine, question: dict[str, Any]) -> object:
         case {"load": asked}:
             ticket = msgspec.convert(asked.pop("ticket"), Ticket)
             return engine.load(ticket=ticket, **asked)
-        case {"joined": asked}:
-            engine.wait_joined(**asked)
         case {"parts": asked}:
             return engine.parts_of(**asked)
         case {"address": _}:

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation
+from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol.events import (
     OVER,
     Action,
@@ -18,8 +18,6 @@ from nixl_kv.protocol.events import (
     Failure,
     FailureKind,
     JoinPeer,
-    NotWarm,
-    PeerFits,
     PeerJoined,
     PeerKey,
     PeerRefused,
@@ -27,16 +25,12 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
-from nixl_kv.protocol.messages import Describe
 from nixl_kv.protocol.peers import (
     BACKOFF_S,
     CONNECT_TIMEOUT_S,
     KEPT_S,
     LOOK_AGAIN_S,
-    NOBODY,
     TRANSITIONS,
-    WARM_AGAIN_S,
-    WARM_LOOK_S,
     Peer,
     PeerBook,
     State,
@@ -108,7 +102,7 @@ def test_a_peer_that_is_not_known_is_asked_who_it_is_once(unknown: PeerBook) -> 
 
 def test_a_connection_stays_while_another_life_is_asked_for_there(connecting: PeerBook) -> None:
     connecting.get_or_connect(NEXT_LIFE, 100.0)
-    assert connecting.on_description(description(), HOME, 100.0) == [JoinPeer(PEER, description())]
+    assert connecting.on_description(description(), HOME) == [JoinPeer(PEER, description())]
     assert connecting.on_unusable(PEER, REFUSED, NOT_COMPATIBLE, 100.1) == []
     event = PeerRefused(NEXT_LIFE, "another dtype")
     actions = connecting.on_unusable(NEXT_LIFE, event, NOT_COMPATIBLE, 100.2)
@@ -129,16 +123,16 @@ def test_a_description_that_was_not_asked_for_is_ignored(
     state: str, life: Incarnation, endpoint: Endpoint, request: pytest.FixtureRequest
 ) -> None:
     book: PeerBook = request.getfixturevalue(state)
-    assert book.on_description(description(incarnation=life), endpoint, 100.0) == []
+    assert book.on_description(description(incarnation=life), endpoint) == []
 
 
 def test_a_peer_is_joined_once(connecting: PeerBook) -> None:
     for expected in ([JoinPeer(PEER, description()), Disconnect(HOME)], []):
-        assert connecting.on_description(description(), HOME, 100.0) == expected
+        assert connecting.on_description(description(), HOME) == expected
 
 
 def test_a_peer_that_is_given_up_is_not_joined_any_more(connecting: PeerBook) -> None:
-    connecting.on_description(description(), HOME, 100.0)
+    connecting.on_description(description(), HOME)
     late = Failure(FailureKind.UNREACHABLE, "late")
     actions = connecting.on_unusable(PEER, Tick(), late, 105.0)
     assert actions == [DropPeer(PEER), Disconnect(HOME)]
@@ -223,7 +217,7 @@ def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -
 
 def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: PeerBook) -> None:
     """Joining those before it may take long."""
-    assert connecting.on_description(description(), HOME, 100.0) == [
+    assert connecting.on_description(description(), HOME) == [
         JoinPeer(PEER, description()),
         Disconnect(HOME),
     ]
@@ -231,125 +225,6 @@ def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: 
     assert connecting.next_due is None
     connecting.on_joined(PeerJoined(PEER), 100.0 + 10 * CONNECT_TIMEOUT_S)
     assert [peer.state for peer in connecting.all()] == [State.READY]
-
-
-# --- engines that are to be known before a request needs them
-
-ANY = Send(HOME, Describe(incarnation=ANY_INCARNATION, engine=EngineId("any")))
-
-
-@pytest.fixture
-def warming() -> PeerBook:
-    """Has asked one engine, in second 100."""
-    book = PeerBook(no_record, [HOME])
-    assert book.next_due is None
-    book.warm_up()
-    assert on_tick(book, 100.0) == [ANY]
-    return book
-
-
-def test_an_engine_to_be_known_is_asked_until_it_describes_itself(warming: PeerBook) -> None:
-    warming.warm_up()
-    for number, told in ((1, [NotWarm(HOME, NOBODY)]), (2, []), (3, [])):
-        again = 100.0 + number * WARM_AGAIN_S
-        assert warming.next_due == again
-        assert on_tick(warming, again - 0.01) == []
-        assert on_tick(warming, again) == [*told, ANY]
-    for expected in ([JoinPeer(PEER, description()), Disconnect(HOME)], []):
-        assert warming.on_description(description(), HOME, 120.0) == expected
-    warming.on_fits(fits())
-    warming.on_joined(PeerJoined(PEER), 120.0)
-    assert [(peer.key, peer.state) for peer in warming.all()] == [(PEER, State.READY)]
-
-
-@pytest.fixture
-def warm(warming: PeerBook) -> PeerBook:
-    """It has joined the engine, in second 101."""
-    warming.on_description(description(), HOME, 101.0)
-    warming.on_fits(fits())
-    warming.on_joined(PeerJoined(PEER), 101.0)
-    return warming
-
-
-def test_an_engine_that_is_to_be_known_is_kept_and_asked_each_minute(warm: PeerBook) -> None:
-    for number in range(1, 20):
-        now = 101.0 + number * WARM_LOOK_S
-        assert warm.next_due == now
-        assert on_tick(warm, now) == [ANY]
-        assert warm.on_description(description(), HOME, now) == []
-    assert 20 * WARM_LOOK_S > KEPT_S
-    assert [peer.state for peer in warm.all()] == [State.READY]
-
-
-def test_an_engine_to_be_known_that_is_gone_is_asked_for_anew(warm: PeerBook) -> None:
-    warm.on_endpoint_lost(lost(at(0)), 140.0)
-    forgotten = on_tick(warm, 140.0)
-    assert DropPeer(PEER, is_dead=True) in forgotten
-    assert ANY not in forgotten
-    assert warm.next_due == 140.0 + WARM_AGAIN_S
-    assert on_tick(warm, 140.0 + WARM_AGAIN_S) == [ANY]
-    assert on_tick(warm, 140.0 + 2 * WARM_AGAIN_S) == [NotWarm(HOME, NOBODY), ANY]
-    successor = description(incarnation=OTHER_LIFE)
-    expected = [JoinPeer(NEXT_LIFE, successor), Disconnect(HOME)]
-    assert warm.on_description(successor, HOME, 151.0) == expected
-
-
-def test_another_life_of_it_is_found_without_a_link_to_the_former(warm: PeerBook) -> None:
-    on_tick(warm, 101.0 + WARM_LOOK_S)
-    successor = description(incarnation=OTHER_LIFE)
-    assert JoinPeer(NEXT_LIFE, successor) in warm.on_description(successor, HOME, 170.0)
-    warm.on_fits(PeerFits(NEXT_LIFE, successor, fits().routes))
-    warm.on_joined(PeerJoined(NEXT_LIFE), 170.0)
-    now = 170.0
-    while now < 101.0 + KEPT_S + WARM_LOOK_S:
-        assert warm.next_due is not None
-        now = max(now, warm.next_due)
-        forgotten = on_tick(warm, now)
-        if ANY in forgotten:
-            warm.on_description(successor, HOME, now)
-    assert [peer.key for peer in warm.all()] == [NEXT_LIFE]
-
-
-def test_who_asks_for_a_former_life_of_it_changes_nothing(warm: PeerBook) -> None:
-    """By a ticket of before its restart."""
-    warm.get_or_connect(NEXT_LIFE, 110.0)
-    told = warm.on_unusable(NEXT_LIFE, refusal("another life"), NOT_COMPATIBLE, 110.1)
-    assert told == [Disconnect(HOME)]
-    asked = [on_tick(warm, 200.0 + n * WARM_AGAIN_S) for n in range(4)]
-    assert sum(actions.count(NotWarm(HOME, NOBODY)) for actions in asked) == 1
-
-
-def test_an_engine_to_be_known_that_does_not_fit_is_asked_for_again(warming: PeerBook) -> None:
-    warming.on_description(description(), HOME, 101.0)
-    told = warming.on_unusable(PEER, REFUSED, NOT_COMPATIBLE, 101.0)
-    assert told == [NotWarm(HOME, NOT_COMPATIBLE.detail), Disconnect(HOME)]
-    assert on_tick(warming, 101.0 + BACKOFF_S) == []
-    assert on_tick(warming, 101.0 + BACKOFF_S + WARM_AGAIN_S) == [ANY]
-    warming.on_description(description(), HOME, 108.0)
-    assert warming.on_unusable(PEER, REFUSED, NOT_COMPATIBLE, 108.0) == [Disconnect(HOME)]
-
-
-def test_a_request_may_come_before_the_description(warming: PeerBook) -> None:
-    warming.get_or_connect(PEER, 100.5)
-    expected = [JoinPeer(PEER, description()), Disconnect(HOME)]
-    assert warming.on_description(description(), HOME, 101.0) == expected
-    assert on_tick(warming, 100.0 + CONNECT_TIMEOUT_S - 0.01) == []
-
-
-def test_losses_of_an_engine_that_is_not_up_yet_change_nothing(warming: PeerBook) -> None:
-    assert warming.on_endpoint_lost(lost(HOME), 101.0) == []
-    assert not warming.is_describing(HOME)
-    assert warming.ask_again(HOME) == []
-    assert warming.all() == []
-
-
-def test_a_book_that_is_cleared_asks_again(warming: PeerBook) -> None:
-    warming.on_description(description(), HOME, 101.0)
-    warming.clear()
-    assert on_tick(warming, 102.0) == [ANY]
-    unasked = PeerBook(no_record, [HOME])
-    unasked.clear()
-    assert unasked.next_due is None
 
 
 @pytest.mark.parametrize("state", ["ready", "paused", "gone"])

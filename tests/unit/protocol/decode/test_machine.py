@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
+from nixl_kv.ids import Endpoint, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.decode.load import ASK_AGAIN_S
 from nixl_kv.protocol.decode.machine import TOO_MANY
@@ -31,7 +31,7 @@ from nixl_kv.protocol.events import (
     Tick,
     Transition,
 )
-from nixl_kv.protocol.messages import Decline, Describe, VersionRefusal
+from nixl_kv.protocol.messages import Decline, VersionRefusal
 from nixl_kv.protocol.peers import (
     BACKOFF_S,
     CONNECT_TIMEOUT_S,
@@ -71,7 +71,6 @@ from support.records import (
     recall,
     refusal,
     release,
-    renew,
     renewed,
     routes,
     slot_read,
@@ -468,19 +467,6 @@ PEERS: dict[str, Script] = {
         (lost(at(1)), GIVEN_UP, failed(unreachable("prefill rank 1 is unreachable: closed"))),
     ),
 }
-
-
-def test_the_ranks_of_one_that_was_not_asked_for_hear_something_when_it_has_joined() -> None:
-    """They serve first reads after any message."""
-    machine = decode_machine(warm=[HOME])
-    machine.peers.warm_up()
-    question = Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
-    assert machine.handle(Tick(), 100.0) == [Send(HOME, question)]
-    joining = [JoinPeer(PEER, description(2)), CLOSE_HOME]
-    assert machine.handle(answered(description(2), HOME), 100.1) == joining
-    read = (*routes(0), *routes(1, readers=()))
-    assert machine.handle(PeerFits(PEER, description(2), read), 100.1) == []
-    assert machine.handle(PeerJoined(PEER), 100.2) == [Send(RANK_0, renew(1))]
 
 
 @each_of(LOADS)
