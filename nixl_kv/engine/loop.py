@@ -15,9 +15,14 @@ import msgspec
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.outstanding import Outstanding
 from nixl_kv.engine.serving import Serving
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
+from nixl_kv.errors import (
+    ForeignVersion,
+    LimitedLog,
+    RemoteProtocolError,
+    TransportError,
+    get_logger,
+)
 from nixl_kv.ids import Endpoint, RequestId, new_incarnation, short
-from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.prefill.machine import PrefillMachine

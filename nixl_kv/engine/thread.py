@@ -17,8 +17,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from nixl_kv.engine.loop import Loop
-from nixl_kv.errors import TransportError
-from nixl_kv.log_limit import get_logger, run_guarded
+from nixl_kv.errors import TransportError, get_logger, run_guarded
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,8 @@ from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.nixl import NixlTransport
-from nixl_kv.transport.tcp.paced import AlwaysTcp, PacedTransport
+from nixl_kv.transport.tcp.detect import always
+from nixl_kv.transport.tcp.paced import PacedTransport
 
 LENGTH = 4096
 
@@ -25,7 +26,7 @@ def plain() -> Transport:
 
 
 def paced() -> Transport:
-    return PacedTransport(plain(), lambda _memory: plain(), AlwaysTcp(), ThreadPoolExecutor(1))
+    return PacedTransport(plain(), lambda _memory: plain(), always, ThreadPoolExecutor(1))
 
 
 @pytest.mark.nixl

@@ -1,24 +1,31 @@
-"""What UCX says of its links is what it takes: real NIXL."""
+"""The rule about TCP, between two real NIXL agents."""
+
+import contextlib
 
 import pytest
+
+from nixl_kv.transport.tcp.detect import Place, make_rule, ucx_settings
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_tcp"),
-    [pytest.param("TLS=tcp", True, id="TCP"), pytest.param("TLS=^cuda", False, id="one host")],
+    ("config", "is_tcp"),
+    [
+        pytest.param("TLS=tcp,NET_DEVICES=lo", True, id="TCP"),
+        pytest.param("TLS=^cuda,NET_DEVICES=lo", False, id="one host"),
+    ],
 )
-def test_ucx_is_asked_what_it_takes_to_a_peer(settings: str, *, is_tcp: bool) -> None:
+def test_nixl_ignores_our_facts_and_the_rule_reads_them(config: str, *, is_tcp: bool) -> None:
     from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where NIXL is
-    from nixl_kv.transport.tcp.ucx import UcxTcpDetector  # noqa: PLC0415 - only where NIXL is
 
-    agent = NixlTransport(engine_config=settings)
-    links = UcxTcpDetector(settings)
-    for _ in range(2):
-        transports = links.transports(agent.metadata())
-        assert "tcp" in transports or not is_tcp
-        assert links.is_tcp(agent.metadata(), "DRAM") is is_tcp, transports
-    links.close()
-    agent.close()
+    settings = ucx_settings({}, config)
+    own = Place.find(settings)
+    with contextlib.ExitStack() as stack:
+        reader, owner = (NixlTransport(engine_config=config) for _ in range(2))
+        stack.callback(reader.close)
+        stack.callback(owner.close)
+        metadata = owner.metadata() + own.suffix()
+        assert reader.add_peer(metadata) == owner.name
+        assert make_rule(own, settings)(metadata, "DRAM") is is_tcp

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from nixl_kv.config import LOOPBACK, OFF, Config
+from nixl_kv.config import LOOPBACK, Config
 from nixl_kv.geometry.layout import Memory
+from nixl_kv.transport.tcp.detect import IsTcp, always, never
 
 nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
@@ -26,7 +27,7 @@ def test_where_a_read_is_a_copy_cores_copy_together(
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **options: made.append(options))
-    nixl.nixl_transport(replace(Config(), paced_reads=OFF), memory)
+    nixl.nixl_transport(Config(), memory)
     (options,) = made
     assert options["ucx_options"] == {**nixl.UCX_OPTIONS, "num_threads": str(expected)}
 
@@ -46,31 +47,44 @@ PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
         pytest.param({"host": "192.0.2.7"}, False, False, id="others may read it"),
     ],
 )
-@pytest.mark.parametrize("paced_reads", [OFF, "auto", "on"])
 def test_an_engine_for_this_machine_alone_uses_loopback_alone(
     changed: dict[str, Any],
-    paced_reads: str,
     monkeypatch: pytest.MonkeyPatch,
     *,
     is_decode: bool,
     only_loopback: bool,
 ) -> None:
-    """All agents do: the first, those that read over TCP, and the one that tells which do."""
+    """All agents do: the first, and those that read over TCP."""
     made: list[str] = []
 
     def make(*_: object, engine_config: str, **__: object) -> None:
         made.append(engine_config)
 
     monkeypatch.setattr(nixl, "NixlTransport", make)
-    config = replace(Config(), paced_reads=paced_reads, **changed)
-    transport = nixl.nixl_transport(config, "DRAM", is_decode=is_decode)
-    if transport is not None:
-        transport._make_agent("DRAM")
-        detector = transport._detector
-        made += [detector._engine_config] if paced_reads == "auto" else []
-    assert len(made) == {OFF: 1, "on": 2, "auto": 3}[paced_reads]
+    transport = nixl.nixl_transport(replace(Config(), **changed), "DRAM", is_decode=is_decode)
+    transport._make_agent("DRAM")
+    assert len(made) == 2
     for settings in made:
         assert ("NET_DEVICES=lo" in settings.split(",")) is only_loopback
+
+
+@pytest.mark.parametrize(
+    ("paced_reads", "backend", "expected"),
+    [
+        ("on", "UCX", always),
+        ("on", "LIBFABRIC", always),
+        ("off", "UCX", never),
+        ("auto", "LIBFABRIC", never),
+        ("auto", "UCX", None),
+    ],
+)
+def test_paced_reads_overrides_the_rule(
+    paced_reads: str, backend: str, expected: IsTcp | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **__: None)
+    config = replace(Config(), paced_reads=paced_reads, backends=(backend,))
+    is_tcp = nixl.nixl_transport(config, "DRAM")._is_tcp
+    assert (is_tcp if is_tcp in (always, never) else None) is expected
 
 
 def test_amds_build_is_used_where_it_is_installed(tmp_path: Path) -> None:
