@@ -12,8 +12,6 @@ from multiprocessing.context import ForkServerContext
 from lab.local.caches import Bytes, Cache, Sizes
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.tcp.detect import always
-from nixl_kv.transport.tcp.paced import PacedTransport
 from support.pair import MakeTransport, SmallEngine
 
 SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  # 128 MiB
@@ -48,6 +46,8 @@ def paced_over_tcp() -> Transport:
         UCX_ENGINE_CONFIG,
         NixlTransport,
     )
+    from nixl_kv.transport.tcp.detect import always  # noqa: PLC0415 - a feature of its own
+    from nixl_kv.transport.tcp.paced import PacedTransport  # noqa: PLC0415
 
     def make() -> NixlTransport:
         return NixlTransport(engine_config=f"{UCX_ENGINE_CONFIG},{TCP}")

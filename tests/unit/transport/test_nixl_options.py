@@ -12,7 +12,6 @@ import pytest
 
 from nixl_kv.config import LOOPBACK, Config
 from nixl_kv.geometry.layout import Memory
-from nixl_kv.transport.tcp.detect import IsTcp, always, never
 
 nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 
@@ -54,37 +53,15 @@ def test_an_engine_for_this_machine_alone_uses_loopback_alone(
     is_decode: bool,
     only_loopback: bool,
 ) -> None:
-    """All agents do: the first, and those that read over TCP."""
     made: list[str] = []
 
     def make(*_: object, engine_config: str, **__: object) -> None:
         made.append(engine_config)
 
     monkeypatch.setattr(nixl, "NixlTransport", make)
-    transport = nixl.nixl_transport(replace(Config(), **changed), "DRAM", is_decode=is_decode)
-    transport._make_agent("DRAM")
-    assert len(made) == 2
-    for settings in made:
-        assert ("NET_DEVICES=lo" in settings.split(",")) is only_loopback
-
-
-@pytest.mark.parametrize(
-    ("paced_reads", "backend", "expected"),
-    [
-        ("on", "UCX", always),
-        ("on", "LIBFABRIC", always),
-        ("off", "UCX", never),
-        ("auto", "LIBFABRIC", never),
-        ("auto", "UCX", None),
-    ],
-)
-def test_paced_reads_overrides_the_rule(
-    paced_reads: str, backend: str, expected: IsTcp | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **__: None)
-    config = replace(Config(), paced_reads=paced_reads, backends=(backend,))
-    is_tcp = nixl.nixl_transport(config, "DRAM")._is_tcp
-    assert (is_tcp if is_tcp in (always, never) else None) is expected
+    nixl.nixl_transport(replace(Config(), **changed), "DRAM", is_decode=is_decode)
+    (settings,) = made
+    assert ("NET_DEVICES=lo" in settings.split(",")) is only_loopback
 
 
 def test_amds_build_is_used_where_it_is_installed(tmp_path: Path) -> None:
