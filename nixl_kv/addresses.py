@@ -1,4 +1,4 @@
-"""Which of this machine's addresses others can reach."""
+"""Finds the IP addresses of this machine that other machines can reach."""
 
 import contextlib
 import ipaddress
@@ -7,19 +7,30 @@ from typing import Final
 
 import psutil
 
-ELSEWHERE: Final = ("198.51.100.1", "2001:db8::1")
-"""Hosts that are nowhere (RFC 5737, RFC 3849): nothing is sent, only the route to them is asked."""
+TEST_NET_HOSTS: Final = ("198.51.100.1", "2001:db8::1")
+"""Addresses without a host (RFC 5737, RFC 3849). A connected UDP socket sends no packet; it only
+asks for the route."""
 
 PORT: Final = 9
 
 
 def is_interface(name: str) -> bool:
-    """Whether this machine has a network interface of that name."""
     return name in psutil.net_if_addrs()
 
 
+def is_local(host: str) -> bool:
+    """Whether an IP address is one of this machine's own."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
 def of_interface(name: str) -> str:
-    """An interface's first address, IPv4 before IPv6.
+    """The first address of an interface, IPv4 before IPv6.
 
     Raises:
         ValueError: if it has none.
@@ -31,10 +42,10 @@ def of_interface(name: str) -> str:
 
 
 def towards(host: str) -> str:
-    """The address that this machine has for another one, which an IP literal names.
+    """The source address that this machine uses towards an IP literal.
 
     Raises:
-        OSError: if there is no route to it.
+        OSError: if there is no route.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -43,34 +54,34 @@ def towards(host: str) -> str:
 
 
 def of_default_route() -> str:
-    """The address that this machine has for hosts elsewhere; or the only one that it has.
+    """The source address of the default route, or the only address of this machine.
 
     Raises:
-        ValueError: if there is no route, and not one address; names those that there are.
+        ValueError: without a default route and with no or several addresses, which it names.
     """
-    for elsewhere in ELSEWHERE:
+    for elsewhere in TEST_NET_HOSTS:
         with contextlib.suppress(OSError):
             return towards(elsewhere)
     found = {name: addresses for name in psutil.net_if_addrs() if (addresses := _addresses(name))}
     if len(found) != 1:
-        words = ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))
-        raise ValueError(f"this machine has no default route, and the interfaces {words or 'none'}")
+        known = ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))
+        raise ValueError(f"this machine has no default route, and the interfaces {known or 'none'}")
     ((first, *_),) = found.values()
     return first
 
 
 def _addresses(interface: str) -> list[str]:
-    """That other machines may use, IPv4 first."""
+    """The interface's addresses that other machines can use, IPv4 first."""
     literals = [
         entry.address
         for family in (socket.AF_INET, socket.AF_INET6)
         for entry in psutil.net_if_addrs()[interface]
         if entry.family == family
     ]
-    # With a zone, as in fe80::1%eth0, it means nothing elsewhere.
-    return [text for text in literals if "%" not in text and _is_useful(text)]
+    # An address with a zone, as in fe80::1%eth0, means nothing on another machine.
+    return [text for text in literals if "%" not in text and _is_global(text)]
 
 
-def _is_useful(text: str) -> bool:
+def _is_global(text: str) -> bool:
     address = ipaddress.ip_address(text)
     return not (address.is_loopback or address.is_link_local)

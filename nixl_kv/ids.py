@@ -1,6 +1,7 @@
-"""The scalars that name things, as types, so that a request id cannot be where a nonce belongs.
+"""Types for the strings and numbers that identify things, so that mypy tells them apart.
 
-The random ones have 120 bits or more from the operating system: never guessed, never equal.
+Random ids have 120 bits or more from the operating system: nobody can guess one, and no two are
+equal.
 """
 
 import hashlib
@@ -12,57 +13,55 @@ EngineId = NewType("EngineId", str)
 """One vLLM engine, as its operator or vLLM named it. Survives a restart."""
 
 Incarnation = NewType("Incarnation", str)
-"""One life of an engine or of one of its ranks: 32 hex digits. Changes with every registration."""
+"""One life of an engine or of a rank: 32 hex digits. Each registration of memory begins one."""
 
 RequestId = NewType("RequestId", str)
 """A request inside one engine. Prefill and decode have different ids for the same prompt."""
 
 Nonce = NewType("Nonce", str)
-"""One finished prefill on offer: 32 hex digits, made by the prefill scheduler."""
+"""One offer, which is a finished prefill: 32 hex digits, made by the prefill scheduler."""
 
 Claim = NewType("Claim", str)
 """One attempt of a decode engine to read an offer: 32 hex digits, shared by its ranks."""
 
 Rank = NewType("Rank", int)
-"""A worker inside its engine, 0 to pp * tp - 1, pipeline stage major."""
+"""A worker of an engine: 0 to pp * tp - 1, pipeline stage major."""
 
 Generation = NewType("Generation", bytes)
-"""The 16 bytes in a slot for as long as a grant is valid, 15 of them random."""
+"""A fence token: the 16 bytes in a fence slot while a grant is valid. 15 of them are random."""
 
 Endpoint = NewType("Endpoint", str)
-"""An address of the control plane, such as `tcp://10.0.0.1:5600`; IPv6 literals have brackets."""
+"""An address of the control plane, such as `tcp://10.0.0.1:5600`. IPv6 literals have brackets."""
 
 GENERATION_BYTES: Final = 16
 
 ANY_INCARNATION: Final = Incarnation("0" * 32)
-"""Whatever incarnation. No engine has it, since theirs are random, and no ticket."""
+"""Stands for any incarnation in questions of tools. No engine or ticket has it."""
 
 
 def new_incarnation() -> Incarnation:
-    """A name for the life that begins now."""
     return Incarnation(secrets.token_hex(16))
 
 
 def new_nonce() -> Nonce:
-    """A name for one offer; whoever has it may ask for the blocks, so it is never logged whole."""
+    """Make a nonce. It permits to ask for the blocks, so never log all of it."""
     return Nonce(secrets.token_hex(16))
 
 
 def new_claim() -> Claim:
-    """A name for one attempt to read an offer."""
     return Claim(secrets.token_hex(16))
 
 
 def new_generation() -> Generation:
-    """A slot's content for one grant; never all zero, which means 'no grant'."""
+    """Make a fence token, which is never all zero: a cleared slot is."""
     return Generation(b"\x01" + secrets.token_bytes(GENERATION_BYTES - 1))
 
 
 def engine_incarnation(ranks: Iterable[Incarnation]) -> Incarnation:
-    """The engine's incarnation, derived from those of its ranks in rank order.
+    """Derive an engine's incarnation from those of its ranks, in rank order.
 
-    Each worker makes its own, because no channel leads from the scheduler to a worker before the
-    first step; the engine has a new life as soon as one of them has.
+    Each worker makes its own, because the scheduler cannot reach a worker before the first step.
+    The engine's incarnation changes with any of them.
     """
     digest = hashlib.blake2b("".join(ranks).encode(), digest_size=16)
     return Incarnation(digest.hexdigest())

@@ -1,8 +1,8 @@
-"""The key that all engines share, and the keys that are derived from it.
+"""The key that all engines share, and the keys derived from it.
 
-Whoever has it may do all that an engine may: ask any engine for what it is and for its blocks, and
-make tickets. So its file must be readable by its owner alone, or by groups that this process is in
-as well, and nothing here shows, logs or compares what is in it; a fingerprint tells two keys apart.
+A process with the key may do everything that an engine may: query engines, ask for blocks, make
+tickets. So a key file must be readable only by its owner, or by groups of this process. Nothing
+here logs, shows or compares a key; a fingerprint tells two keys apart.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from nixl_kv.errors import ConfigError
 KEY_BYTES: Final = 32
 MODES: Final = (0o600, 0o400)
 GROUP_MODES: Final = (0o640, 0o440)
-"""For a file of a group that this process is in: as Kubernetes mounts a Secret with fsGroup."""
+"""Allowed for a file of a group of this process: Kubernetes mounts a Secret with fsGroup so."""
 
 USER_KEY: Final = "nixl_kv.key"
-"""The file in a user's runtime directory."""
+"""File name in a user's runtime directory."""
 
 RUN_USER: Final = Path("/run/user")
-"""Has the runtime directories of users who have logged in."""
+"""Parent of the runtime directories of users who have logged in."""
 
 CONTENT: Final = "64 hexadecimal digits"
 ALLOWED: Final = (
@@ -38,23 +38,23 @@ ALLOWED: Final = (
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Keys:
-    """One key for each purpose, so that what is learnt of one use says nothing about the others."""
+    """One key per purpose, so that one of them reveals nothing about the others. 32 bytes each."""
 
     tickets: bytes
-    """For the MACs of tickets; 32 bytes, as are the next two."""
+    """For the MACs of tickets."""
 
     server: bytes
-    """The secret by which the listening side of a connection proves itself (Curve25519)."""
+    """The Curve25519 secret of the listening side of a connection."""
 
     client: bytes
-    """The same for the side that connects."""
+    """The Curve25519 secret of the connecting side."""
 
     fingerprint: str
-    """16 hexadecimal digits that tell keys apart, and say nothing else about them."""
+    """16 hexadecimal digits that may be shown."""
 
     @classmethod
     def derive(cls, root: bytes) -> "Keys":
-        """All of them, from the bytes in a key file: a keyed hash, with a name for each purpose."""
+        """Derive all keys from the bytes in a key file, by a keyed hash with a name per purpose."""
         return cls(
             tickets=_derive(root, b"nixl_kv ticket"),
             server=_derive(root, b"nixl_kv server"),
@@ -67,10 +67,7 @@ class Keys:
 
 
 def read_key_file(path: str | Path) -> Keys:
-    """Read a key file, if nobody else can.
-
-    A link is followed, since secrets that are mounted are links; what counts is the file that was
-    opened, whose mode and owner cannot change between the check and the reading.
+    """Read a key file, which may be a link: mounted secrets are.
 
     Raises:
         ConfigError: names the path, what is wrong with the file, and what is allowed.
@@ -78,103 +75,106 @@ def read_key_file(path: str | Path) -> Keys:
     try:
         return Keys.derive(_read(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"key_file is {str(path)!r}: {_words(error)}; allowed: {ALLOWED}"
-        ) from error
+        reason = _reason(error)
+        raise ConfigError(f"key_file is {str(path)!r}: {reason}; allowed: {ALLOWED}") from error
 
 
 def parse_key(text: str, name: str) -> Keys:
-    """A key that is given as text.
+    """Parse a key in text form.
 
     Raises:
-        ConfigError: says what is allowed under that name; never what the text is.
+        ConfigError: names `name` and what is allowed, never the text.
     """
     try:
         return Keys.derive(_root(text.strip().encode()))
     except ValueError as error:
-        raise ConfigError(f"{name} is no key; allowed: {CONTENT}") from error
+        raise ConfigError(f"{name} is not a key; allowed: {CONTENT}") from error
 
 
 def write_key_file(path: str | Path) -> Keys:
     """Make a key and write it to a new file that only this user can read.
 
     Raises:
-        ConfigError: if there is something at the path already, or nothing can be written there.
+        ConfigError: if the path exists or cannot be written.
     """
     root = secrets.token_bytes(KEY_BYTES)
     try:
         _write_new(path, root)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"no key is written to {str(path)!r}: {_words(error)}; allowed: the path of a new file"
+            f"cannot write a key to {str(path)!r}: {_reason(error)}; allowed: the path of a new "
+            "file"
         ) from error
     return Keys.derive(root)
 
 
-def make_user_key() -> tuple[Keys, Path]:
-    """The key that all engines of this user on this machine share, and its file.
+# --- the key that the engines of one user on one machine share
 
-    The first process that needs it creates it. Processes that start at the same moment get the
-    same key.
+
+def make_user_key() -> tuple[Keys, Path]:
+    """Read the shared key and return it with its path; the first process makes it.
+
+    Processes that start at the same moment get the same key.
 
     Raises:
-        ConfigError: if no directory is fit for it, or the file is not a key; names the path.
+        ConfigError: if no directory is private, or the file is bad; names the path.
     """
+    refusals: list[str] = []
     with contextlib.ExitStack() as stack:
-        found, places, refusals = _search_user_key(stack, may_create=True)
+        folders = _private_folders(stack, refusals, may_create=True)
+        found = _find(folders)
         if found is not None:
             return found
-        if not places:
+        if not folders:
             raise _no_user_key("; ".join(refusals))
-        path, folder = places[0]
+        path, folder = folders[0]
         try:
             _write_once(folder)
         except OSError as error:
-            raise _no_user_key(f"{path}: {_words(error)}") from error
+            raise _no_user_key(f"{path}: {_reason(error)}") from error
         return _read_user_key(path, folder), path
 
 
 def find_user_key() -> Keys | None:
-    """The key that `make_user_key` has made on this machine for this user; None if there is none.
+    """Read the shared key, if there is one.
 
     Raises:
-        ConfigError: if the file is not a key; names the path.
+        ConfigError: if the file is bad; names the path.
     """
     with contextlib.ExitStack() as stack:
-        found, _, _ = _search_user_key(stack, may_create=False)
+        found = _find(_private_folders(stack, [], may_create=False))
     return None if found is None else found[0]
 
 
-def _search_user_key(
-    stack: contextlib.ExitStack, *, may_create: bool
-) -> tuple[tuple[Keys, Path] | None, list[tuple[Path, int]], list[str]]:
-    """The key and its file, if there is one; where one can be made, and why not elsewhere.
-
-    A session may end while an engine runs on, and its runtime directory goes with it. So all
-    directories are searched for a key before another one is made.
-    """
-    places: list[tuple[Path, int]] = []
-    refusals: list[str] = []
+def _private_folders(
+    stack: contextlib.ExitStack, refusals: list[str], *, may_create: bool
+) -> list[tuple[Path, int]]:
+    """Path of the key in each usable directory, and a descriptor of the directory. Best first."""
+    folders: list[tuple[Path, int]] = []
     for directory, is_ours in _user_directories():
         try:
-            if is_ours and may_create and not places:
+            if is_ours and may_create and not folders:
                 with contextlib.suppress(FileExistsError):
                     directory.mkdir(mode=0o700)
             folder = _open_private(directory)
-        except (OSError, ValueError) as error:
-            refusals.append(f"{directory}: {_words(error)}")
-            continue
-        stack.callback(os.close, folder)
-        path = directory / USER_KEY
-        try:
-            return (_read_user_key(path, folder), path), [], []
-        except FileNotFoundError:
-            places.append((path, folder))
-    return None, places, refusals
+        except (OSError, ValueError) as error:  # noqa: PERF203 - three directories
+            refusals.append(f"{directory}: {_reason(error)}")
+        else:
+            stack.callback(os.close, folder)
+            folders.append((directory / USER_KEY, folder))
+    return folders
+
+
+def _find(folders: list[tuple[Path, int]]) -> tuple[Keys, Path] | None:
+    # Search all directories: a session may end, with its runtime directory, while its engine runs.
+    for path, folder in folders:
+        with contextlib.suppress(FileNotFoundError):
+            return _read_user_key(path, folder), path
+    return None
 
 
 def _user_directories() -> Iterator[tuple[Path, bool]]:
-    """Where a user's key may be, best first; and whether the directory is this package's own."""
+    """Directories for a user's key, best first, and whether the directory is this package's own."""
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/"):
@@ -184,11 +184,8 @@ def _user_directories() -> Iterator[tuple[Path, bool]]:
 
 
 def _open_private(directory: Path) -> int:
-    """A descriptor of a directory that only this user can use.
-
-    A ValueError says why it is not to be trusted. All else is done relative to the descriptor, so
-    that nobody can put another directory in its place.
-    """
+    """Open a directory that only this user can use; a ValueError says why it is not private."""
+    # All further calls are relative to the descriptor, so replacing the directory has no effect.
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(folder)
@@ -209,11 +206,11 @@ def _read_user_key(path: Path, folder: int) -> Keys:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise _no_user_key(f"{path}: {_words(error)}") from error
+        raise _no_user_key(f"{path}: {_reason(error)}") from error
 
 
 def _write_once(folder: int) -> None:
-    """Write a new key into a directory, unless there is one; nobody sees half of it."""
+    """Write a new key into a directory unless there is one. No reader ever sees half of it."""
     draft = f".{USER_KEY}.{secrets.token_hex(8)}"
     _write_new(draft, secrets.token_bytes(KEY_BYTES), folder)
     try:
@@ -232,16 +229,19 @@ def _no_user_key(reason: str) -> ConfigError:
     )
 
 
+# --- files
+
+
 def _derive(root: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(digest_size=KEY_BYTES, key=root, person=purpose).digest()
 
 
 def _write_new(path: str | Path, root: bytes, folder: int | None = None) -> None:
-    """Write a key to a new file, which `folder` is the directory of, with mode 0600."""
+    """Write a key to a new file with mode 0600. `path` is relative to `folder`, if given."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600, dir_fd=folder)
     try:
-        os.fchmod(descriptor, 0o600)  # whatever the umask has made of it
+        os.fchmod(descriptor, 0o600)  # the umask may have removed bits
         os.write(descriptor, root.hex().encode() + b"\n")
     except OSError:
         os.unlink(path, dir_fd=folder)
@@ -251,10 +251,11 @@ def _write_new(path: str | Path, root: bytes, folder: int | None = None) -> None
 
 
 def _read(path: str | Path, folder: int | None = None) -> bytes:
-    """The bytes that the file says; a ValueError says why it is not to be trusted."""
+    """Read a key; a ValueError says why the file cannot be trusted."""
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     try:
+        # Check the opened file, not the path: its mode and owner cannot change before the read.
         _check(os.fstat(descriptor))
         text = os.read(descriptor, 2 * KEY_BYTES + 2)  # one more than a key and its line end
     finally:
@@ -263,17 +264,17 @@ def _read(path: str | Path, folder: int | None = None) -> bytes:
 
 
 def _root(digits: bytes) -> bytes:
-    """The bytes that hexadecimal digits stand for; the ValueError does not show them."""
+    """Parse hexadecimal digits; the ValueError does not show them."""
     if len(digits) != 2 * KEY_BYTES or not set(digits) <= set(b"0123456789abcdefABCDEF"):
-        raise ValueError("its content is something else")
+        raise ValueError(f"its content is not {CONTENT}")
     return bytes.fromhex(digits.decode("ascii"))
 
 
 def _check(status: os.stat_result) -> None:
-    """That nobody else knows the content of an opened file already."""
+    """Check that no other user can know the file's content."""
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if mode not in (*MODES, *GROUP_MODES):
         raise ValueError(f"its mode is {mode:04o}")
     if mode in GROUP_MODES and status.st_gid not in (os.getegid(), *os.getgroups()):
@@ -282,5 +283,5 @@ def _check(status: os.stat_result) -> None:
         raise ValueError(f"its owner is the user {status.st_uid}")
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)

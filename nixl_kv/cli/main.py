@@ -27,9 +27,8 @@ from nixl_kv.cli.options import (
     with_options_of_records,
 )
 from nixl_kv.config import weights_label
-from nixl_kv.errors import ConfigError, IncompatiblePeer
+from nixl_kv.errors import ConfigError, IncompatiblePeer, printable
 from nixl_kv.keys import write_key_file
-from nixl_kv.log_limit import printable
 
 CANNOT: Final = 1
 NO_ANSWER: Final = 1

@@ -9,7 +9,7 @@ from rich.console import Console
 from nixl_kv.cli.engines import engine_from_description
 from nixl_kv.cli.running import RankAnswer
 from nixl_kv.cli.text import duration_text, num_bytes_text, plain_table, time_text, wide_console
-from nixl_kv.log_limit import printable
+from nixl_kv.errors import printable
 from nixl_kv.protocol import messages
 
 Row: TypeAlias = tuple[object, ...]

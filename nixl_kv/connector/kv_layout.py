@@ -33,10 +33,9 @@ from nixl_kv.connector.vllm_config import (
     window,
     worker_rank,
 )
-from nixl_kv.errors import ConfigError
+from nixl_kv.errors import ConfigError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Region, Span
 from nixl_kv.geometry.views import join_kv, region_from_tensor
-from nixl_kv.log_limit import get_logger
 
 logger = get_logger(__name__)
 

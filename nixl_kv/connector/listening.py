@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from nixl_kv.config import Config
-from nixl_kv.errors import ConfigError
-from nixl_kv.log_limit import get_logger
+from nixl_kv.errors import ConfigError, get_logger
 
 logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ costs a line in the log. Where vLLM runs no plugins, the module runs this that h
 import sys
 
 from nixl_kv.connector.listening import check_before_weights
-from nixl_kv.log_limit import get_logger
+from nixl_kv.errors import get_logger
 
 logger = get_logger(__name__)
 

@@ -10,8 +10,8 @@ from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.offer_quota import OfferQuota
 from nixl_kv.connector.paging import NULL_BLOCK, ids_of
 from nixl_kv.connector.prompt import Prompt
+from nixl_kv.errors import get_logger
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
-from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket
 

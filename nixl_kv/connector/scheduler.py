@@ -45,9 +45,15 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.trust import Trust
-from nixl_kv.errors import ConfigError, RemoteProtocolError, TransportError
+from nixl_kv.errors import (
+    ConfigError,
+    LimitedLog,
+    RemoteProtocolError,
+    TransportError,
+    get_logger,
+    printable,
+)
 from nixl_kv.ids import RequestId
-from nixl_kv.log_limit import LimitedLog, get_logger, printable
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
 from nixl_kv.protocol.ticket import FIELD

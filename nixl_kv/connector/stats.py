@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from nixl_kv.log_limit import get_logger
+from nixl_kv.errors import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.transport import descriptors
 

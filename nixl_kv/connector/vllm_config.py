@@ -36,7 +36,7 @@ from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.transport.tcp.paced import SEGMENT_FACT
+from nixl_kv.transport.base import SEGMENT_FACT
 
 MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
 """Backends that BHLNC is known good for, and up to which --block-size.

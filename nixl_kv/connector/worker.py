@@ -31,14 +31,12 @@ from nixl_kv.connector.vllm_config import (
 from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
 from nixl_kv.engine.trust import Trust
-from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError
+from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.connection_limit import is_local
 
 logger = get_logger(__name__)
 
@@ -262,7 +260,7 @@ def rank_host(host: str, *, spans_machines: bool) -> str:
             f"host is {host!r}; allowed for an engine on several machines: 'auto', or an address "
             "or a network interface that the other engines reach"
         )
-    if is_local(host):
+    if addresses.is_local(host):
         return host
     try:
         return addresses.towards(host)

@@ -14,13 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
+from nixl_kv.addresses import is_local
+from nixl_kv.errors import (
+    ForeignVersion,
+    LimitedLog,
+    RemoteProtocolError,
+    TransportError,
+    get_logger,
+    run_guarded,
+)
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import ANY_INCARNATION, EngineId, Incarnation, engine_incarnation, short
-from nixl_kv.log_limit import LimitedLog, get_logger, run_guarded
 from nixl_kv.protocol import messages
 from nixl_kv.transport.base import Bounds, ControlPlane, FromPeer
-from nixl_kv.transport.connection_limit import is_local
 
 logger = get_logger(__name__)
 

@@ -24,11 +24,10 @@ from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.loop import STOPPED, Loop, Parts, TransferThread
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import StatusReporter
-from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
+from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
-from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine

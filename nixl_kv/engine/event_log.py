@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from nixl_kv.log_limit import get_logger, printable
+from nixl_kv.errors import get_logger, printable
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import MAX_LISTED, EventRecord
 

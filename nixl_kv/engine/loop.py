@@ -19,9 +19,15 @@ import msgspec
 
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.serving import Serving
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
+from nixl_kv.errors import (
+    ForeignVersion,
+    LimitedLog,
+    RemoteProtocolError,
+    TransportError,
+    get_logger,
+    run_guarded,
+)
 from nixl_kv.ids import Endpoint, Nonce, RequestId, new_incarnation, short
-from nixl_kv.log_limit import LimitedLog, get_logger, run_guarded
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine

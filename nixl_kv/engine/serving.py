@@ -17,9 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from typing import Final
 
-from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.errors import LimitedLog, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import block_ids
-from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.transport import descriptors
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.slots import SlotPage, slot_rows

@@ -27,13 +27,12 @@ import msgspec
 from msgspec import Meta
 
 from nixl_kv.config import MAX_LABEL
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.geometry.digest import MAX_COLUMNS
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank
-from nixl_kv.log_limit import printable
 from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
 
 MAX_CLAIMS = 65536

@@ -46,9 +46,8 @@ import msgspec
 from msgspec import Meta
 
 from nixl_kv.config import MAX_LABEL
-from nixl_kv.errors import ForeignVersion, RemoteProtocolError
+from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
-from nixl_kv.log_limit import printable
 
 WIRE_VERSION: Final = 8
 MAC_BYTES: Final = 16

@@ -17,13 +17,12 @@ from typing import Final
 
 import numpy as np
 
-from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, block_ids
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.geometry.slices import LocalSlice
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.reading.gather.base import GatherRead, MappedPlan, Wanted
 from nixl_kv.reading.paths import Link, Path

@@ -22,10 +22,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError
+from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError, get_logger
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.reading.agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
 from nixl_kv.reading.peers import Ended, RemotePeers

@@ -15,14 +15,13 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from nixl_kv.config import AllowedHosts
-from nixl_kv.errors import IncompatiblePeer, NixlKVError, PeerLost, TransportError
+from nixl_kv.errors import IncompatiblePeer, NixlKVError, PeerLost, TransportError, get_logger
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.plan import LENGTH, Plan, Share, plan
 from nixl_kv.geometry.slices import KVSlice, SliceNamer
 from nixl_kv.ids import Endpoint, Rank, endpoint_host
-from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey, StartLoad
 from nixl_kv.reading.gather.base import MappedPlan, Means

@@ -1,135 +1,149 @@
-"""The two interfaces to the world: `Transport` moves bytes, `ControlPlane` carries messages.
+"""The two interfaces to the network: `Transport` moves bytes, `ControlPlane` carries messages.
 
-NIXL is one transport and ZMQ one control plane; `memory` and `memory_control` are both of them
-inside one process.
-
-A list of a transport holds rows as `geometry.plan.Rows` describes them, shape (n, 5): address,
-length, device, stride, count. A read names pieces of a local and of a remote list by number, in
-int32.
+NIXL is the transport (`nixl.py`) and ZMQ the control plane (`zmq.py`). Everything above them knows
+only these interfaces, so tests, the simulator and other engines can bring their own.
 """
 
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol, TypeAlias
+from typing import Any, Final, NewType, Protocol, TypeAlias
 
 from nixl_kv.geometry import plan
 from nixl_kv.geometry.layout import BlockIds, Memory, Span
 from nixl_kv.ids import Endpoint
 
 Indices: TypeAlias = BlockIds
+"""Numbers of pieces in a prepared list, int32."""
+
 Rows: TypeAlias = plan.Rows
+"""Memory as `geometry.plan.Rows` describes it, shape (n, 5): address, length, device, stride,
+count. A row has `count` pieces; pieces are numbered through all rows of a list."""
 
 PeerName = NewType("PeerName", str)
-"""How a transport names a peer that was added."""
+"""A transport's name for a peer that was added."""
 
 ListHandle = Any
-"""A prepared list, opaque, of use only to the transport that made it."""
+"""A prepared list. Only the transport that made it can use it."""
 
 ReadHandle = Any
-"""A read under way, opaque, of use only to the transport that made it."""
+"""A read in progress. Only the transport that made it can use it."""
+
+SEGMENT_FACT: Final = "2m"
+"""UCX's TCP segment size on every engine. UCX aborts a reader whose own segments are shorter than
+the sender's, so this is one of the facts in which two engines must agree."""
 
 
 class Transport(Protocol):
     """One-sided reads. Errors are TransportErrors.
 
-    All methods are called on one thread, but for `add_peer`: that may run on another one, and no
-    other call is made meanwhile.
+    One thread calls all methods, except for `add_peer`, which may run on another thread while no
+    other call is made.
 
-    There is no abort: a read that was started may write into local memory until `poll` has said its
-    end, whatever is released or dropped meanwhile, or until `close` has returned.
+    There is no abort: a read may write into local memory until `poll` has reported its end or
+    `close` has returned, whatever is released or dropped in between.
     """
 
     def spread(self, peer: PeerName) -> int:
-        """How many pieces that are apart a read has to have to use all connections to a peer.
+        """How many separate pieces a read needs to use all connections to a peer.
 
-        0 where these are made when they are needed, so that there is only the first.
+        0 if the transport opens further connections when it needs them.
         """
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
-        """Make memory usable, on this side and for peers that are given the metadata later."""
+        """Make memory readable into, and readable by peers that get the metadata afterwards."""
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        """Pay now for what only the first peer of a process costs; slow. What is there is lost.
+        """Do once what only the first peer of a process costs. Slow; overwrites `span`.
 
         `span` is registered.
         """
 
     def metadata(self) -> bytes:
-        """What a peer needs to read everything that is registered by now."""
+        """What a peer needs in order to read everything that is registered so far."""
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        """Make a peer's memory readable; adding it again is harmless."""
+        """Make a peer's memory readable; adding a peer again is harmless."""
 
     def drop_peer(self, peer: PeerName) -> None:
-        """Forget a peer; its lists are of no use afterwards."""
+        """Forget a peer, whose lists are invalid afterwards."""
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> ListHandle:
-        """Describe pieces of a peer's memory, or of this side's (None)."""
+        """Describe pieces of a peer's memory, or of local memory (None)."""
 
     def read(
         self, local: ListHandle, remote: ListHandle, indices: tuple[Indices, Indices]
     ) -> ReadHandle:
         """Start to copy remote pieces into local ones, pair by pair: (local, remote) indices.
 
-        If it raises, nothing is under way.
+        If it raises, no read is in progress.
         """
 
     def poll(self, read: ReadHandle) -> bool:
-        """Whether the read has ended well.
+        """Whether the read has completed.
 
-        It raises PeerLost if the read ended badly. Any other TransportError says nothing about its
-        end: it may go on, and must not be polled again.
+        Raises:
+            PeerLost: the read has ended, and failed.
+            TransportError: any other one says nothing about the end of the read, which may go on.
+                Do not poll it again.
+        """
+
+    def pieces_done(self, read: ReadHandle) -> int:
+        """How many pieces of the read have arrived so far; 0 if the transport does not know.
+
+        A transport may cut a read into other pieces than the caller's.
         """
 
     def stop(self, read: ReadHandle) -> bool:
-        """Ask for no more of a read than is under way; whether it is cut short by that.
+        """Start no more pieces of a read. Returns whether that cuts the read short.
 
-        `poll` goes on to say when it has ended.
+        `poll` still reports when the pieces in flight have ended.
         """
 
     def progress(self) -> None:
-        """Let this side serve its peers: some paths need the owner of the memory to take part."""
+        """Serve peers: on some links a read needs the owner of the memory to take part."""
 
     def tidy(self) -> bool:
-        """Close connections, in the background, that reads have not used for long.
+        """Close connections that have been idle for long, in the background.
 
-        Returns whether there are some left to close later.
+        Returns whether there is more to close later.
         """
 
     def close(self) -> None:
-        """End everything; may take seconds, and run on any thread while no other call is made.
+        """End all reads and connections, which may take seconds.
 
-        When it returns nothing writes into local memory any more. If that cannot be proven it
-        raises a TransportError, and may be called again.
+        Any thread may call it, if no other call is made meanwhile.
+
+        Raises:
+            TransportError: local memory may still be written to; call it again.
         """
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one stranger may cost at a listening port."""
+    """Limits for one connection to a listening port."""
 
     message_bytes: int = 4 << 20
-    """Of the longest message; a longer one ends its connection."""
+    """A longer message ends its connection."""
 
     requests: int = 1000
-    """Of a connection that wait to be handled; more wait at their sender."""
+    """Received messages that wait to be handled; more wait at the sender."""
 
     answers: int = 1000
-    """Of a connection that wait to be taken; more are dropped."""
+    """Answers that the other side has not received yet; more are dropped."""
 
 
 @dataclass(frozen=True)
 class FromPeer:
-    """A message to this side's port; `route` leads back to its sender while it is connected."""
+    """A message to the local port; `route` leads back to its sender while it is connected."""
 
     route: bytes
     payload: bytes
     stranger: str = ""
-    """The IP address of a sender that has proved no key; empty if it has."""
+    """The sender's IP address if it has not proved a key."""
 
 
 @dataclass(frozen=True)
 class FromEndpoint:
-    """A message from an endpoint that this side talks to."""
+    """A message from an endpoint that this side has sent to."""
 
     endpoint: Endpoint
     payload: bytes
@@ -137,7 +151,7 @@ class FromEndpoint:
 
 @dataclass(frozen=True)
 class Lost:
-    """An endpoint's connection is gone; the next `send` to it makes a new one."""
+    """The connection to an endpoint broke; the next `send` makes a new one."""
 
     endpoint: Endpoint
     reason: str
@@ -148,7 +162,7 @@ Received: TypeAlias = FromPeer | FromEndpoint | Lost
 
 @dataclass(frozen=True)
 class Link:
-    """A connection to an endpoint: messages in both directions, seconds since the last one."""
+    """A connection to an endpoint: messages each way, and seconds since the last one."""
 
     endpoint: Endpoint
     sent: int
@@ -157,32 +171,32 @@ class Link:
 
 
 class ControlPlane(Protocol):
-    """Messages between processes: a port of this side, and links to endpoints of others.
+    """Messages between processes: a local port, and links to endpoints of others.
 
-    It carries opaque payloads; what they mean is the protocol's affair. All methods but `wake` are
-    called by one thread at a time; errors are TransportErrors.
+    Payloads are opaque. One thread at a time calls all methods but `wake`. Errors are
+    TransportErrors.
     """
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
         """Listen on an IP literal and a port, 0 for any free one. Returns the port."""
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Queue a message for an endpoint, connecting if need be; never waits."""
+        """Queue a message for an endpoint, connecting if necessary; never waits."""
 
     def reply(self, route: bytes, payload: bytes) -> None:
-        """Answer a message; an answer to somebody who has left meanwhile is dropped."""
+        """Answer a message; drops the answer if the sender has disconnected."""
 
     def poll(self, timeout_s: float | None) -> list[Received]:
-        """Wait for messages, losses or a wake-up; None waits for ever."""
+        """Wait for messages, losses or `wake`; None waits without a timeout."""
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Close the link to an endpoint, if there is one; what is queued for it is dropped."""
+        """Close the link to an endpoint, if there is one, and drop what is queued for it."""
 
     def links(self) -> list[Link]:
-        """The links that are open."""
+        """The open links."""
 
     def wake(self) -> None:
-        """End a wait of the owning thread; may be called from any thread."""
+        """End the current `poll`; any thread may call it."""
 
     def close(self) -> None:
         """Close everything."""

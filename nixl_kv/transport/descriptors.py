@@ -14,7 +14,7 @@ from nixl_kv.errors import TransportError
 DESCRIPTORS: Final = Path("/proc/self/fd")
 
 MAX_STALE: Final = 8
-"""On most machines UCX has no more listening sockets for an agent: two for each interface."""
+"""UCX rarely has more listening sockets for an agent: two per network interface."""
 
 
 FREE_FOR_AGENT: Final = 128
@@ -22,15 +22,15 @@ FREE_FOR_AGENT: Final = 128
 
 
 def num_open() -> int:
-    """How many descriptors this process has. Linux 6.2 and later count them; earlier ones list."""
     try:
+        # Linux 6.2 and later count descriptors in the size; earlier versions need a listing.
         return DESCRIPTORS.stat().st_size or sum(1 for _ in DESCRIPTORS.iterdir())
-    except OSError:  # none is left to list them with
+    except OSError:  # no descriptor is left for the listing
         return limit() or 0
 
 
 def limit() -> int | None:
-    """The soft limit (`ulimit -n`); None if there is none."""
+    """The soft limit (`ulimit -n`); None for unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -53,7 +53,7 @@ def check_free(count: int = FREE_FOR_AGENT) -> None:
 
 
 def listening_sockets() -> dict[int, int]:
-    """The inode of each socket that listens, by descriptor.
+    """The inode of each listening socket, by descriptor.
 
     Raises:
         OSError: if no descriptor is free to look with.
@@ -71,12 +71,12 @@ def listening_sockets() -> dict[int, int]:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            # else closed meanwhile
+            # Any other error: closed meanwhile.
     return found
 
 
 def are_open(sockets: dict[int, int]) -> bool:
-    """Whether each of these descriptors is still the same socket: 1 us each."""
+    """Whether each descriptor is still the same socket; takes 1 us each."""
     try:
         return all(os.fstat(number).st_ino == inode for number, inode in sockets.items())
     except OSError:
@@ -84,15 +84,15 @@ def are_open(sockets: dict[int, int]) -> bool:
 
 
 def past_stale_descriptors(create: Callable[[], object], error: type[Exception]) -> None:
-    """Create something of UCX's, although UCX may have lost a listening socket before.
+    """Call `create`, which opens UCX's sockets, although UCX may have lost a listening socket.
 
     When accept() finds no free descriptor, UCX 1.23 closes its listening socket but keeps the
-    descriptor's number in a table. It then refuses any socket that gets this number ("Element
-    already exists"), and so each new agent of the process. So where `create` raises such an error,
-    the lowest free number is taken out of use, for the life of the process, and it is called again.
+    descriptor's number in a table. It then refuses every socket that gets this number ("Element
+    already exists"), and with it every new agent of the process. So if `create` raises `error`,
+    take the lowest free number out of use for the life of the process, and try again.
 
     Raises:
-        Exception: what the last call raised; then no number is taken.
+        Exception: the last error of `create`; then all numbers are free again.
     """
     taken: list[int] = []
     while True:

@@ -1,14 +1,15 @@
 """The data plane over NVIDIA NIXL. The only file that imports nixl.
 
-What NIXL forces, all measured:
-- Its own progress thread spins on a whole core, so there is none; whoever runs the transport calls
-  `progress` while peers may need it, and sleeps otherwise.
-- Without it UCX is safe to use beside its own worker threads only with the read-write lock mode.
+`nixl_transport` makes the agent of a rank. What NIXL 1.5.1 forces on it, all measured:
+
+- NIXL's progress thread spins on a whole core, so it is off. The transfer thread calls `progress`
+  while peers may need it, and sleeps otherwise.
+- Without that thread, UCX is safe beside its own worker threads only in read-write lock mode.
 - Over shared memory a read is a copy by the caller, unless the backend has threads of its own.
-- A strided list of all blocks costs microseconds for any number of them, and int32 indices are
-  taken without a conversion.
-- It never times out and cannot abort; a peer that dies makes a read end in an error.
-- A name is never used twice: a new life of a process is another agent.
+- A strided list of all blocks takes microseconds for any number of them, and NIXL takes int32
+  indices without converting them.
+- NIXL never times out and cannot abort. A peer that dies makes a read end in an error.
+- Never use an agent name twice: a restarted process is another agent.
 """
 
 import gc
@@ -19,8 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
@@ -28,36 +28,36 @@ from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from nixl_kv.config import AUTO, OFF, Config
-from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span
-from nixl_kv.log_limit import get_logger
-from nixl_kv.transport.base import Indices, PeerName, Rows, Transport
+from nixl_kv.transport.base import SEGMENT_FACT, Indices, PeerName, Rows, Transport
 from nixl_kv.transport.descriptors import check_free, past_stale_descriptors
-from nixl_kv.transport.host_filter import filtered_ucx_ports
-from nixl_kv.transport.tcp.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport, TcpDetector
-from nixl_kv.transport.tcp.ucx import ONLY_LOOPBACK, Guard, UcxTcpDetector
+from nixl_kv.transport.ports import filtered_ucx_ports
+from nixl_kv.transport.tcp.paced import pace
 
 if TYPE_CHECKING or find_spec("nixl_rocm") is None:
     import nixl._api as api
     import nixl._bindings as bindings
-else:  # AMD's build, under a name of its own; vLLM takes it there too
+else:  # AMD's build has a name of its own; vLLM imports it the same way
     api = importlib.import_module("nixl_rocm._api")
     bindings = importlib.import_module("nixl_rocm._bindings")
 
 logger = get_logger(__name__)
 
+Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
+
 REHEARSAL_S: Final = 2.0
-"""How long a read within this process may take, before the first peer."""
+"""Longest time of a read within this process, before the first peer."""
 
 UCX_OPTIONS: Final = {
     "ucx_error_handling_mode": "peer",
     "num_threads": "2",
     "split_batch_size": "16",
 }
-"""With threads, `read` returns at once; a batch of fewer merged pieces is copied by the caller."""
+"""With threads, `read` returns at once. The caller copies a batch of fewer merged pieces itself."""
 
 MAX_COPYING: Final = 4
-"""Threads that copy at the same time where a read is a copy, if there are as many cores."""
+"""Threads that copy in parallel where a read is a copy, if there are as many cores."""
 
 UCX_ENGINE_CONFIG: Final = (
     # Read directly also between GPUs, or within one, on a host without NVLink. There UCX prefers
@@ -65,26 +65,32 @@ UCX_ENGINE_CONFIG: Final = (
     # copies instead, at 0.4 GB/s on an H100 (docs/benchmarks.md).
     "CUDA_IPC_ENABLE_GET_ZCOPY=on,"
     # Unmap another process's GPU memory after each read. UCX would keep it mapped until this
-    # process ends, so the cache of a prefill engine that died would stay allocated: 8 GiB of each
-    # life of one with a cache of 8 GiB, measured between two H200s.
+    # process ends, so the cache of a dead prefill engine would stay allocated: 8 GiB for each
+    # restart of one with a cache of 8 GiB, measured between two H200s.
     "CUDA_IPC_CACHE=n,"
-    # Over TCP, connect in the background: to a host that is cut off, UCX otherwise holds the
+    # Connect over TCP in the background: to a host that is cut off, UCX otherwise blocks the
     # calling thread for two minutes. And let reads from such a host end, which they otherwise do
-    # not: a connection fails on which nothing was acknowledged for 4 s.
-    "TCP_CONN_NB=y,TCP_USER_TIMEOUT=4s,TCP_KEEPIDLE=2s,TCP_KEEPINTVL=1s,TCP_KEEPCNT=3"
+    # not: a connection fails if nothing was acknowledged for 4 s.
+    "TCP_CONN_NB=y,TCP_USER_TIMEOUT=4s,TCP_KEEPIDLE=2s,TCP_KEEPINTVL=1s,TCP_KEEPCNT=3,"
+    # The same segments on all engines: UCX aborts a reader whose segments are shorter than the
+    # sender's. A paced read has to fit into one.
+    f"TCP_TX_SEG_SIZE={SEGMENT_FACT},TCP_RX_SEG_SIZE={SEGMENT_FACT}"
 )
-"""Settings of UCX, without its prefix."""
+"""Settings of UCX, without the prefix UCX_."""
+
+ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
+"""Shared memory, CMA and CUDA IPC are not network devices for UCX, and stay available."""
 
 STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
 STREAM_TRANSPORTS: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
-"""What UCX may use in an agent that is only for TCP."""
+"""UCX's transports in an agent that reads over TCP only."""
 
 UCX: Final = "UCX"
 
 _PEER_ERRORS: Final = (
     bindings.nixlRemoteDisconnectError,
     bindings.nixlCancelledError,
-    bindings.nixlNotFoundError,  # it was removed
+    bindings.nixlNotFoundError,  # the peer was removed
 )
 _ERRORS: Final = tuple(
     getattr(bindings, name)
@@ -98,7 +104,7 @@ _Native = TypeVar("_Native", api.nixl_prepped_dlist_handle, api.nixl_xfer_handle
 
 @contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """Turn NIXL's exceptions, which have no base of their own, into ours."""
+    """Raise our errors for NIXL's, which have no base class."""
     try:
         yield
     except _PEER_ERRORS as error:
@@ -107,65 +113,46 @@ def _translated(doing: str) -> Iterator[None]:
         raise TransportError(f"{doing}: {type(error).__name__}: {error}") from error
 
 
-def _check(state: str) -> bool:
-    """Whether a read is done, by NIXL's word for its state.
-
-    1.5.1 raises for any other word than these two, but documents a third.
-    """
+def _is_done(state: str) -> bool:
+    # NIXL 1.5.1 raises for any other state than these two, but documents a third.
     if state not in ("DONE", "PROC"):
-        raise TransportError(f"its state is {state!r}; allowed: 'DONE' or 'PROC'")
+        raise TransportError(f"NIXL reports the state {state!r}; allowed: 'DONE' or 'PROC'")
     return state == "DONE"
 
 
 def _set_when_collected(gone: threading.Event) -> Callable[[object], None]:
-    """A weak reference's callback that refers to nothing else."""
+    """A callback that refers to nothing but the event."""
     return lambda _: gone.set()
 
 
 def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
-    """An agent for a cache in such memory; `paced_reads` says when it reads in pieces.
+    """Make the agent of a rank whose cache is in such memory.
 
     Raises:
-        TransportError: if a backend cannot be created.
+        TransportError: if NIXL cannot create a backend.
     """
     options = dict(UCX_OPTIONS)
     settings, guard = _network(config, is_decode=is_decode)
     if memory == "DRAM":
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
-    first = NixlTransport(config.backends, ucx_options=options, engine_config=settings, guard=guard)
-    if config.paced_reads == OFF or (config.paced_reads == AUTO and config.backends[0] != UCX):
-        return first
-    detector: TcpDetector = AlwaysTcp()
-    if config.paced_reads == AUTO:
-        detector = UcxTcpDetector(settings, guard)
-    make_stream = partial(_make_stream, config.backends, settings, guard)
-    return PacedTransport(first, make_stream, detector, ThreadPoolExecutor(1, "nixl-kv-streams"))
+    make = partial(NixlTransport, config.backends, guard=guard)
+    first = make(ucx_options=options, engine_config=settings)
 
+    def make_stream(memory: Memory) -> Transport:
+        only_tcp = f"{settings},TLS={STREAM_TRANSPORTS[memory]}"
+        return make(ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
 
-def _make_stream(backends: Sequence[str], settings: str, guard: Guard, memory: Memory) -> Transport:
-    """A further agent that reads over TCP, and has nothing else: so memory is not registered."""
-    settings = f"{settings},TLS={STREAM_TRANSPORTS[memory]}"
-    return NixlTransport(backends, ucx_options=STREAM_OPTIONS, engine_config=settings, guard=guard)
-
-
-def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
-    """Settings of UCX, and what guards the ports that it opens.
-
-    UCX uses loopback alone if no other machine reads this engine, and it reads no other machine. A
-    decode engine may read others although its own `host` is loopback.
-    """
-    settings, allowed = f"{UCX_ENGINE_CONFIG},{SEGMENT_CONFIG}", config.allowed_hosts
-    if config.is_this_machine_only and (allowed.are_local or not is_decode):
-        return f"{settings},{ONLY_LOOPBACK}", nullcontext
-    return settings, partial(filtered_ucx_ports, allowed)
+    is_other = config.paced_reads == AUTO and config.backends[0] != UCX
+    # The only line that knows transport/tcp. Without it, return `first`.
+    return pace(first, make_stream, OFF if is_other else config.paced_reads, settings)
 
 
 def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
-    """An agent that reads a page of slots as peers do, with as few threads as can be.
+    """Make an agent that reads a page of slots as peers do, with as few threads as possible.
 
     Raises:
-        TransportError: if a backend cannot be created.
+        TransportError: if NIXL cannot create a backend.
     """
     settings, guard = _network(config, is_decode=is_decode)
     return NixlTransport(
@@ -173,26 +160,30 @@ def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
     )
 
 
+def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
+    """UCX's settings, and what filters the ports that it opens."""
+    # Use loopback only, if other machines neither read this engine nor are read by it. A decode
+    # engine may read other machines although its own `host` is loopback.
+    allowed = config.allowed_hosts
+    if config.is_this_machine_only and (allowed.are_local or not is_decode):
+        return f"{UCX_ENGINE_CONFIG},{ONLY_LOOPBACK}", nullcontext
+    return UCX_ENGINE_CONFIG, partial(filtered_ucx_ports, allowed)
+
+
 class _Handle(Generic[_Native]):
-    """A list or a read of NIXL's. Each keeps its agent alive, so the transport can let it go."""
+    """A list or a read. NIXL's handle keeps its agent alive, so the transport can release it."""
 
     def __init__(self, native: _Native) -> None:
         self._native: _Native | None = native
-        self.failure = ""  # what posting it said: not the error, whose traceback holds the agent
+        self.failure = ""  # of posting it; text only: a traceback would keep the agent alive
 
     @property
     def native(self) -> _Native:
-        """NIXL's own handle.
-
-        Raises:
-            TransportError: if the transport was closed.
-        """
         if self._native is None:
             raise TransportError("the NIXL agent is closed")
         return self._native
 
     def drop(self) -> None:
-        """Refer to it no longer."""
         self._native = None
 
 
@@ -201,7 +192,7 @@ _Read: TypeAlias = _Handle[api.nixl_xfer_handle]
 
 
 class NixlTransport:
-    """One NIXL agent. See `Transport`."""
+    """One NIXL agent. See `Transport` for the methods."""
 
     def __init__(
         self,
@@ -211,16 +202,16 @@ class NixlTransport:
         engine_config: str = "",
         guard: Guard = nullcontext,
     ) -> None:
-        """Create an agent with a fresh name; takes about half a second.
+        """Create an agent with a new name, which takes about half a second.
 
         Args:
-            backends: NIXL's names of them.
+            backends: names of NIXL backends.
             ucx_options: parameters of the UCX backend.
-            engine_config: UCX's own settings, `NAME=value,...` without its prefix.
+            engine_config: UCX's own settings, `NAME=value,...` without the prefix UCX_.
             guard: entered while UCX opens its ports.
 
         Raises:
-            TransportError: if a backend cannot be created.
+            TransportError: if NIXL cannot create a backend.
         """
         self.name = f"nixl-kv-{secrets.token_hex(8)}"
         self._make_another = partial(
@@ -243,7 +234,7 @@ class NixlTransport:
             agent = api.nixl_agent(self.name, config)
             self._open_agent: api.nixl_agent | None = agent
             self._handles: weakref.WeakSet[_List | _Read] = weakref.WeakSet()
-            # Set when the destructor of the C++ object has run; the wrapper may go before that.
+            # Set when the destructor of the C++ object has run. The wrapper may go earlier.
             self._gone = threading.Event()
             self._proof = weakref.ref(agent.agent, _set_when_collected(self._gone))
             for backend in backends:
@@ -264,20 +255,18 @@ class NixlTransport:
         return self._open_agent
 
     def spread(self, peer: PeerName) -> int:
-        """As many as wake all threads of the backend; each has a connection of its own."""
-        del peer
+        del peer  # this many wake all threads of the backend; each has a connection of its own
         return max(1, self._spread)
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
-        """Register memory with every backend that can use it."""
         with _translated(f"registering {span.length} bytes of {memory}"):
             self._agent.register_memory([(span.address, span.length, device, "")], memory)
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        """Let an agent that is gone afterwards read from another one.
+        """Read from one temporary agent by another.
 
-        In a process NIXL's first `add_remote_agent` takes 12 ms more than a later one, and the
-        first read beside UCX's own threads up to 100 ms.
+        The first `add_remote_agent` of a process takes 12 ms more than a later one, and its first
+        read, beside UCX's own threads, up to 100 ms.
         """
         try:
             agents = [self._make_another() for _ in range(2)]
@@ -289,26 +278,29 @@ class NixlTransport:
                 for agent in agents:
                     agent.close()
         except TransportError as error:
-            logger.info("the first peer will cost more than later ones: %s", error)
+            logger.info(
+                "the first peer will take up to 0.1 s longer, because the rehearsal failed: %s",
+                error,
+            )
 
     def metadata(self) -> bytes:
-        """The agent's metadata: 0.5 KiB, and about 44 bytes per registration."""
+        """0.5 KiB, and about 44 bytes per registration."""
         with _translated("packing the metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        """Load a peer's metadata; 10 to 140 ms."""
+        """Takes 10 to 140 ms."""
         with _translated("adding a peer"):
             name = self._agent.add_remote_agent(metadata)
             return PeerName(name.decode() if isinstance(name, bytes) else name)
 
     def drop_peer(self, peer: PeerName) -> None:
-        """Remove a peer's metadata; its connections stay open until the agent ends."""
+        """Its connections stay open until the agent is closed."""
         with _translated("dropping a peer"):
             self._agent.remove_remote_agent(peer)
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
-        """Prepare a strided list: microseconds for any number of blocks."""
+        # A strided list: microseconds for any number of blocks.
         with _translated(f"preparing {len(rows)} rows of {memory}"):
             native = self._agent.prep_xfer_dlist(
                 peer or "NIXL_INIT_AGENT", np.ascontiguousarray(rows), memory
@@ -316,7 +308,7 @@ class NixlTransport:
         return self._keep(native)
 
     def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
-        """Make and post one READ; NIXL merges neighbours of dense rows itself."""
+        # NIXL merges neighbouring pieces of dense rows itself.
         with _translated(f"reading {len(indices[0])} pieces"):
             native = self._agent.make_prepped_xfer(
                 "READ", local.native, indices[0], remote.native, indices[1]
@@ -324,44 +316,44 @@ class NixlTransport:
         read = self._keep(native)
         try:
             with _translated(f"posting {len(indices[0])} pieces"):
-                _check(self._agent.transfer(native))
+                _is_done(self._agent.transfer(native))
         except PeerLost:
             raise
-        except TransportError as error:  # a part of it may be under way
+        except TransportError as error:  # a part of it may be in progress
             read.failure = str(error)
         return read
 
     def poll(self, read: _Read) -> bool:
-        """Ask for the state, which also lets the read progress; a handle that ended is released."""
+        # Asking for the state also advances the read.
         if read.failure:
             raise TransportError(read.failure)
         with _translated("reading"):
-            if not _check(self._agent.check_xfer_state(read.native)):
+            if not _is_done(self._agent.check_xfer_state(read.native)):
                 return False
             read.native.release()
         return True
 
-    def stop(self, read: _Read) -> bool:
-        """All of it is under way, and NIXL does not stop it."""
+    def pieces_done(self, read: _Read) -> int:
         del read
-        return False
+        return 0  # NIXL does not tell
+
+    def stop(self, read: _Read) -> bool:
+        del read
+        return False  # all of it is in progress, and NIXL cannot abort
 
     def progress(self) -> None:
-        """Let UCX serve peers. There is no call for it alone; asking for notifications does it."""
+        # NIXL has no call for progress alone. Asking for notifications makes UCX serve peers.
         with _translated("progressing"):
             self._agent.get_new_notifs()
 
     def tidy(self) -> bool:
-        """NIXL closes connections with the agent alone."""
-        return False
+        return False  # NIXL closes connections only with the agent
 
     def close(self) -> None:
-        """Destroy the agent: 10 to 40 ms, and the only thing that stops a read under way.
-
-        Handles keep the C++ object alive, and so do tracebacks that hold one.
+        """Destroy the agent, which takes 10 to 40 ms. Nothing else stops a read in progress.
 
         Raises:
-            TransportError: if something else still refers to it, so that it lives on.
+            TransportError: if a handle or a traceback still refers to the C++ object.
         """
         for handle in list(self._handles):
             handle.drop()
@@ -369,7 +361,7 @@ class NixlTransport:
         if not self._gone.is_set():
             gc.collect()
         if not self._gone.is_set():
-            raise TransportError(f"NIXL agent {self.name} is still referred to")
+            raise TransportError(f"NIXL agent {self.name} is still referenced")
 
     def _keep(self, native: _Native) -> _Handle[_Native]:
         handle = _Handle(native)
@@ -380,7 +372,7 @@ class NixlTransport:
 def _read_once(
     reader: NixlTransport, other: NixlTransport, span: Span, memory: Memory, device: int
 ) -> None:
-    """The first half of the memory into the second: over all connections, and in one piece."""
+    """Read the first half of the memory into the second, over all connections and in one piece."""
     length, until = span.length // 2, time.monotonic() + REHEARSAL_S
     peer = reader.add_peer(other.metadata())
     here, there = (
@@ -393,5 +385,5 @@ def _read_once(
         read = reader.read(*lists, (pieces, pieces))
         while not reader.poll(read):
             if time.monotonic() > until:
-                raise TransportError(f"a read within this process takes {REHEARSAL_S:g} s")
+                raise TransportError(f"a read within this process took over {REHEARSAL_S:g} s")
             other.progress()

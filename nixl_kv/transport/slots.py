@@ -1,4 +1,8 @@
-"""A page of generation slots: 16 bytes each, in ordinary memory that peers may read."""
+"""The page of fence slots: 16 bytes each, in ordinary memory that peers may read.
+
+Prefill writes a random token into a slot while a grant is valid. Decode reads the slot after the
+data: if the token is still there, prefill held the blocks the whole time.
+"""
 
 import ctypes
 
@@ -8,44 +12,40 @@ from nixl_kv.geometry.layout import Span
 from nixl_kv.ids import GENERATION_BYTES, Generation
 from nixl_kv.transport.base import Rows
 
+PAGE_BYTES = 4096
 _EMPTY = Generation(bytes(GENERATION_BYTES))
 
 
 class SlotPage:
-    """`count` slots, all clear at first."""
+    """`count` slots, all clear at first. Peers may read them at any time."""
 
     def __init__(self, count: int) -> None:
-        """Allocate zeroed memory, on a page boundary of its own."""
         size = count * GENERATION_BYTES
-        self._memory = np.zeros(size + 4096, dtype=np.uint8)
-        self.address = (self._memory.ctypes.data + 4095) // 4096 * 4096
+        self._memory = np.zeros(size + PAGE_BYTES, dtype=np.uint8)
+        self.address = -(-self._memory.ctypes.data // PAGE_BYTES) * PAGE_BYTES
         self.count = count
 
     @property
     def span(self) -> Span:
-        """The memory to be registered."""
+        """The memory to register."""
         return Span(self.address, self.count * GENERATION_BYTES)
 
     def rows(self) -> Rows:
-        """One row, one piece per slot."""
         return slot_rows(self.address, self.count)
 
     def write(self, slot: int, generation: Generation) -> None:
-        """Make a grant valid."""
         if len(generation) != GENERATION_BYTES:
             raise ValueError(f"{len(generation)} bytes; allowed: {GENERATION_BYTES}")
         ctypes.memmove(self._at(slot), generation, GENERATION_BYTES)
 
     def clear(self, slot: int) -> None:
-        """Make a grant invalid."""
+        """Make a grant invalid, before its blocks can be reused."""
         self.write(slot, _EMPTY)
 
     def clear_all(self) -> None:
-        """Make every grant invalid."""
         ctypes.memset(self.address, 0, self.count * GENERATION_BYTES)
 
     def read(self, slot: int) -> Generation:
-        """What is in a slot."""
         return Generation(ctypes.string_at(self._at(slot), GENERATION_BYTES))
 
     def _at(self, slot: int) -> int:
@@ -55,5 +55,5 @@ class SlotPage:
 
 
 def slot_rows(address: int, count: int) -> Rows:
-    """The rows of a page of slots, shape (1, 5)."""
+    """A list of one row, with one piece per slot."""
     return np.array([[address, GENERATION_BYTES, 0, GENERATION_BYTES, count]], dtype=np.uint64)

@@ -1,22 +1,22 @@
 """The control plane over ZMQ. The only file that imports zmq.
 
-One `ZmqControl` per thread: a ROUTER where peers reach this side, another one for all endpoints
-that this side talks to, and a wake-up by which another thread ends a wait. So a thousand links need
-as many sockets as one, and a wait for them costs as much.
+A `ZmqControl` has one ROUTER socket that listens, and another for the links to all endpoints that
+it sends to. So a thousand links need as many sockets as one, and polling them costs the same.
 
-With keys, ZMQ's CURVE encrypts each connection and proves to either side that the other one holds
-the same key; without them, nothing does. Who may connect is asked of the `Gatekeeper`, in the same
-wait as everything else: a new connection waits for the next `poll`, those that exist never do.
+With keys, CURVE encrypts each connection, and each side proves that it holds the same key. ZMQ asks
+the `Gatekeeper` about each new connection. Its questions are answered by the next `poll`;
+established connections never wait for that.
 
-Links are watched: when a connection breaks, or none comes about, its endpoint is reported lost and
+A monitor watches the links. When one breaks or cannot connect, its endpoint is reported lost and
 the link is closed, so that nothing queued for a dead process reaches its successor.
 """
 
 import errno
+import hmac
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -30,21 +30,25 @@ from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.keys import Keys
-from nixl_kv.transport import zap
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
-from nixl_kv.transport.connection_limit import LimitedPort
+from nixl_kv.transport.ports import LimitedPort
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
 NEVER_MS: Final = 3_600_000
-"""A link that broke is reported and closed, never mended behind our back."""
+"""Reconnect interval: a broken link is reported and closed, and ZMQ must not repair it."""
 MAX_BATCH: Final = 256  # messages of a socket in one poll
 CONNECT_TIMEOUT_MS: Final = 3000
 LISTENER_PATIENCE: Final = 10
-"""Times as long as callers do listeners wait for a sign of life: leases tell what they need to
-know, so that a silent caller costs nothing but its place."""
+"""Listeners wait this many times longer than callers for a sign of life. Leases detect dead
+readers, so a silent caller costs only its connection."""
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+ZAP_VERSION: Final = b"1.0"
+ZAP_DOMAIN: Final = b"nixl_kv"
+ZAP_FRAMES: Final = 8
+"""Route, empty, version, number, domain, address, identity, mechanism; then credentials."""
+
 LISTENER_MONITOR: Final = "inproc://listener"
 CALLER_MONITOR: Final = "inproc://caller"
 HANDSHAKE_FAILED: Final = "handshake failed"
@@ -59,13 +63,67 @@ _LOST_EVENTS: Final[dict[int, str]] = {
 }
 
 
+@dataclass(frozen=True)
+class Gatekeeper:
+    """Admits connections from allowed hosts that hold the client key, if there is one.
+
+    ZMQ asks once per connection, in the frames of its authentication protocol (ZAP, ZMQ RFC 27). By
+    then CURVE has proved that the client holds the secret of the public key that it presents.
+    """
+
+    client: bytes | None
+    """The public key that a client must present, 32 bytes; None on a side without keys."""
+
+    allows: Callable[[str], bool]
+    """Whether an IP literal is among the peers."""
+
+    def answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
+        """The answer to a question; None if the frames have no place for one."""
+        if len(frames) < ZAP_FRAMES or frames[1]:
+            return None
+        status = [b"200", b"OK"] if self._admits(frames) else [b"400", b"not admitted"]
+        return [frames[0], b"", ZAP_VERSION, frames[3], *status, b"", b""]
+
+    def _admits(self, frames: Sequence[bytes]) -> bool:
+        _, _, version, _, domain, address, _, mechanism, *credentials = frames
+        if (version, domain) != (ZAP_VERSION, ZAP_DOMAIN):
+            return False
+        if not self.allows(address.decode("ascii", "replace")):
+            return False
+        if self.client is None:
+            return mechanism == b"NULL" and not credentials
+        key = credentials[0] if len(credentials) == 1 else b""
+        return mechanism == b"CURVE" and hmac.compare_digest(key, self.client)
+
+
+@dataclass(frozen=True)
+class _Admission:
+    """The sockets beside the listening one: ZMQ's questions, and a monitor of its connections."""
+
+    questions: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes]"
+    port: LimitedPort
+
+    def attend(self, gatekeeper: Gatekeeper) -> None:
+        """Answer questions and count connections, without waiting."""
+        for question in _waiting(self.questions):
+            answer = gatekeeper.answer(question)
+            if answer is not None:
+                self.questions.send_multipart(answer, zmq.NOBLOCK)
+        for frames in _waiting(self.monitor):
+            if parse_monitor_message(frames)["event"] == zmq.EVENT_ACCEPTED:
+                self.port.on_accepted()
+            else:
+                self.port.on_closed()
+
+
 @dataclass(eq=False)
 class _Link:
-    """A connection to an endpoint, and what passed through it."""
+    """A connection to an endpoint."""
 
     endpoint: Endpoint
-    route: bytes  # its name at the socket, which no other link ever has
-    is_tried: bool = False  # what ZMQ says of the endpoint is about this link, not the one before
+    route: bytes  # its name at the socket, never used for another link
+    is_tried: bool = False  # monitor events of the endpoint now concern this link, not the last one
     failure: str = ""  # why it is lost
     sent: int = 0
     received: int = 0
@@ -73,7 +131,7 @@ class _Link:
 
 
 class _Caller:
-    """One socket for all links to endpoints, and one that tells of their connections."""
+    """The socket of all links to endpoints, and its monitor."""
 
     def __init__(
         self, router: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", *, has_key: bool
@@ -82,19 +140,17 @@ class _Caller:
         self.monitor = monitor
         self.links: dict[Endpoint, _Link] = {}
         self._by_route: dict[bytes, _Link] = {}
-        self._lost: list[_Link] = []  # to be reported after what came before
+        self._lost: list[_Link] = []  # reported after the messages that came before
         self._has_key = has_key
         self._num_links = 0
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Queue a message, on a new link if there is none."""
         link = self.links.get(endpoint) or self._connect(endpoint)
         self.router.send_multipart([link.route, payload], zmq.NOBLOCK)
         link.sent += 1
         link.active_at = time.monotonic()
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Close a link; what is queued for it is dropped."""
         link = self.links.pop(endpoint, None)
         if link is not None:
             del self._by_route[link.route]
@@ -102,7 +158,7 @@ class _Caller:
 
     def receive(self) -> list[Received]:
         """A batch of messages; then, if no more wait, the losses."""
-        self.attend()
+        self._watch()
         received: list[Received] = []
         num_messages = 0
         for route, *_, payload in _waiting(self.router):
@@ -129,8 +185,8 @@ class _Caller:
         link = self.links[endpoint] = self._by_route[route] = _Link(endpoint, route)
         return link
 
-    def attend(self) -> None:
-        """Take note of connections that come about, and of those that break or do not."""
+    def _watch(self) -> None:
+        """Note which links break or fail to connect."""
         for frames in _waiting(self.monitor):
             event = parse_monitor_message(frames)
             link = self.links.get(Endpoint(event["endpoint"].decode()))
@@ -144,7 +200,7 @@ class _Caller:
 
 
 def _reason(event: int, *, has_key: bool) -> str:
-    """Why a connection is lost, in words."""
+    """Why a link is lost, for the log."""
     reason = _LOST_EVENTS.get(event, "connection lost")
     if reason != HANDSHAKE_FAILED:
         return reason
@@ -152,32 +208,10 @@ def _reason(event: int, *, has_key: bool) -> str:
     return f"{reason}: perhaps it has {other}, or hangs"
 
 
-@dataclass(frozen=True)
-class _Admission:
-    """What a ROUTER needs beside it: who asks whether to let somebody in, and who counts them."""
-
-    questions: "zmq.Socket[bytes]"
-    monitor: "zmq.Socket[bytes]"
-    port: LimitedPort
-
-    def attend(self, gatekeeper: zap.Gatekeeper) -> None:
-        """Answer and count, as much as waits there."""
-        for question in _waiting(self.questions):
-            answer = gatekeeper.answer(question)
-            if answer is not None:
-                self.questions.send_multipart(answer, zmq.NOBLOCK)
-        for frames in _waiting(self.monitor):
-            event = parse_monitor_message(frames)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self.port.on_accepted()
-            else:
-                self.port.on_closed()
-
-
 def _waiting(socket: "zmq.Socket[bytes]", *, copy: bool = True) -> Iterator[list[Any]]:
-    """What waits at a socket, each as its frames, so that a flood holds nothing else up.
+    """The frames of each waiting message, up to MAX_BATCH, so that a flood delays nothing else.
 
-    The frames are bytes, or `zmq.Frame`s, which have the sender's address, if `copy` is false.
+    If `copy` is false, frames are `zmq.Frame`s, which have the sender's address, not bytes.
     """
     for _ in range(MAX_BATCH):
         if not socket.poll(0):
@@ -190,7 +224,7 @@ def _from_stranger(route: zmq.Frame, payload: zmq.Frame) -> FromPeer:
 
 
 def _heartbeats(timeout_s: float) -> dict[int, int | bytes]:
-    """That tell in this time, at the latest, that the other end is silent."""
+    """Socket options that detect a silent peer within `timeout_s`."""
     return {
         zmq.HEARTBEAT_IVL: round(timeout_s * 1000 / 4),
         zmq.HEARTBEAT_TIMEOUT: round(timeout_s * 1000 * 3 / 4),
@@ -203,8 +237,8 @@ def _router_options(bounds: Bounds, keys: Keys | None) -> dict[int, int | bytes]
         zmq.MAXMSGSIZE: bounds.message_bytes,
         zmq.RCVHWM: bounds.requests,
         zmq.SNDHWM: bounds.answers,
-        zmq.ZAP_DOMAIN: zap.DOMAIN,
-        zmq.ZAP_ENFORCE_DOMAIN: 1,  # if nobody answers the question, nobody is let in
+        zmq.ZAP_DOMAIN: ZAP_DOMAIN,
+        zmq.ZAP_ENFORCE_DOMAIN: 1,  # admit no connection that the gatekeeper was not asked about
     }
     if keys is not None:
         options |= {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: keys.server}
@@ -224,9 +258,10 @@ def _caller_options(keys: Keys | None) -> dict[int, int | bytes]:
         zmq.RCVHWM: HIGH_WATER,
         zmq.SNDHWM: HIGH_WATER,
         zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
-        # With it, ZMQ refuses its own first protocols, which any service may seem to speak; a name
-        # that comes by these while a socket goes ends the process.
-        zmq.ZAP_DOMAIN: zap.DOMAIN,
+        # With a domain, ZMQ refuses its oldest protocol versions, which any service may seem to
+        # speak. A peer's name that arrives in one of them while a socket closes would end the
+        # process.
+        zmq.ZAP_DOMAIN: ZAP_DOMAIN,
         zmq.RECONNECT_IVL: NEVER_MS,
     }
     if keys is not None:
@@ -247,7 +282,7 @@ def _translated(doing: str) -> Iterator[None]:
 
 
 class ZmqControl:
-    """See `ControlPlane`, and the module's head."""
+    """See `ControlPlane` for the methods."""
 
     def __init__(
         self,
@@ -256,18 +291,18 @@ class ZmqControl:
         allowed: AllowedHosts | None = None,
         peer_timeout_s: float = Config.peer_timeout_s,
     ) -> None:
-        """Open nothing but the wake-up.
+        """Open no connection yet.
 
         Args:
-            keys: with them, whoever has others or none is not let in, nor talked to.
-            allowed: who may connect; None for anybody. Whom to connect to is the caller's affair.
-            peer_timeout_s: how soon a connection whose other end is silent counts as lost.
+            keys: with them, connections to and from processes with other keys or none fail.
+            allowed: hosts that may connect; None for any. The caller decides whom to connect to.
+            peer_timeout_s: how long the other end may be silent before a link counts as lost.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys = keys
         client = None if keys is None else _public(keys.client)
         self._allowed = allowed or AllowedHosts()
-        self._gatekeeper = zap.Gatekeeper(client, self._allowed.allows)
+        self._gatekeeper = Gatekeeper(client, self._allowed.allows)
         self._peer_timeout_s = peer_timeout_s
         self._poller = zmq.Poller()
         self._router: zmq.Socket[bytes] | None = None
@@ -281,19 +316,19 @@ class ZmqControl:
         return f"<ZmqControl: {port}, {len(self.links())} links>"
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
-        """Bind the ROUTER.
+        """Bind the listening socket.
 
         Args:
             host: an IP literal, without brackets.
             port: 0 to 65535; 0 takes any free one.
-            bounds: of what strangers may cost; None for those of a rank.
+            bounds: limits per connection; None for those of a rank.
 
         Raises:
-            TransportError: if the address is not of this machine or the port is taken.
+            TransportError: if the address is not of this machine or the port is in use.
         """
         with _translated(f"listening on {endpoint_at(host, port)}"):
             limited = LimitedPort(str(ip_address(host)), port, allowed=self._allowed)
-            # The gatekeeper first: whoever comes before it is there is turned away.
+            # Bind the gatekeeper first: ZMQ refuses connections that come before it.
             questions = self._socket(zmq.ROUTER, {})
             questions.bind(ZAP_ENDPOINT)
             options = _heartbeats(self._peer_timeout_s * LISTENER_PATIENCE)
@@ -311,10 +346,10 @@ class ZmqControl:
         return limited.port
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Queue a message for an endpoint, connecting if need be; never waits.
+        """Queue a message for an endpoint, connecting if necessary; never waits.
 
         Raises:
-            TransportError: if the endpoint is no address, or its queue is full.
+            TransportError: if the endpoint is not an address, or its queue is full.
         """
         with _translated(f"sending to {endpoint}"):
             if self._caller is None:
@@ -322,19 +357,19 @@ class ZmqControl:
             self._caller.send(endpoint, payload)
 
     def reply(self, route: bytes, payload: bytes) -> None:
-        """Answer a message; an answer to somebody who has left meanwhile is dropped."""
         if self._router is None:
             return
         try:
             self._router.send_multipart([route, payload], zmq.NOBLOCK)
         except zmq.ZMQError as error:
+            # The sender has disconnected, or does not receive its answers: drop this one.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise TransportError(f"replying: {error}") from error
 
     def poll(self, timeout_s: float | None) -> list[Received]:
-        """Wait for messages, losses or a wake-up; None waits for ever.
+        """Wait for messages, losses or `wake`; None waits without a timeout.
 
-        ZMQ counts in milliseconds: a shorter time is slept through, whatever comes meanwhile.
+        ZMQ counts milliseconds, so a shorter timeout is slept through, whatever arrives meanwhile.
         """
         if timeout_s is not None and timeout_s < 0.001:  # noqa: PLR2004 - a millisecond
             time.sleep(timeout_s)
@@ -347,12 +382,11 @@ class ZmqControl:
                 os.eventfd_read(self._wake_fd)
             received = self._receive()
             left_s = None if timeout_s is None else max(0, until - time.monotonic())
-            # A connection that comes about is no reason to end the wait.
+            # A new connection alone does not end the wait.
             if received or self._wake_fd in ready or left_s == 0:
                 return received
 
     def _receive(self) -> list[Received]:
-        """What is there, without a wait."""
         if self._admission is not None:
             self._admission.attend(self._gatekeeper)
         received: list[Received] = []
@@ -361,19 +395,17 @@ class ZmqControl:
             received += [
                 FromPeer(*frames) if has_key else _from_stranger(*frames)
                 for frames in _waiting(self._router, copy=has_key)
-                if len(frames) == 2  # noqa: PLR2004 - route and payload; another message is nobody's
+                if len(frames) == 2  # noqa: PLR2004 - route and payload; ignore other messages
             ]
         if self._caller is not None:
             received += self._caller.receive()
         return received
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Close an endpoint's connection; what is queued for it is dropped."""
         if self._caller is not None:
             self._caller.disconnect(endpoint)
 
     def links(self) -> list[Link]:
-        """The links that are open."""
         now, caller = time.monotonic(), self._caller
         return [
             Link(link.endpoint, link.sent, link.received, now - link.active_at)
@@ -381,12 +413,10 @@ class ZmqControl:
         ]
 
     def wake(self) -> None:
-        """End a wait of the owning thread; may be called from any thread, but not after `close`."""
-        if self._wake_fd >= 0:  # who wakes may not know that this was closed
+        if self._wake_fd >= 0:  # the other thread may not know that this was closed
             os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Close everything."""
         self._context.destroy(linger=0)
         if self._admission is not None:
             self._admission.port.close()
@@ -407,11 +437,9 @@ class ZmqControl:
     def _monitor(
         self, socket: "zmq.Socket[bytes]", endpoint: str, events: int
     ) -> "zmq.Socket[bytes]":
-        """A socket that tells what becomes of another one's connections.
-
-        Its queue has no end: ZMQ's thread would wait at a full one, and with it all connections.
-        """
+        """A socket that reports the connections of another one."""
         socket.monitor(endpoint, events)
+        # No limit for its queue: ZMQ's thread would block at a full one, and all connections too.
         monitor = self._socket(zmq.PAIR, {zmq.RCVHWM: 0})
         monitor.connect(endpoint)
         return monitor

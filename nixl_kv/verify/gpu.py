@@ -21,8 +21,7 @@ from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Region, Stripe
 from nixl_kv.geometry.plan import Ints
 from nixl_kv.geometry.slices import LocalSlice, SlicePlace
-from nixl_kv.gpu_errors import translated
-from nixl_kv.gpu_streams import on
+from nixl_kv.gpu import on, translated
 from nixl_kv.verify.gpu_sums import mixed, position
 from nixl_kv.verify.queue import Digester, Steps
 

@@ -15,7 +15,6 @@ from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.nixl import NixlTransport
-from nixl_kv.transport.tcp.paced import AlwaysTcp, PacedTransport
 
 LENGTH = 4096
 
@@ -25,7 +24,11 @@ def plain() -> Transport:
 
 
 def paced() -> Transport:
-    return PacedTransport(plain(), lambda _memory: plain(), AlwaysTcp(), ThreadPoolExecutor(1))
+    module = pytest.importorskip("nixl_kv.transport.tcp.paced", exc_type=ImportError)
+    made: Transport = module.PacedTransport(
+        plain(), lambda _memory: plain(), module.always, ThreadPoolExecutor(1)
+    )
+    return made
 
 
 @pytest.mark.nixl

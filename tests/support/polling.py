@@ -24,7 +24,7 @@ def hear_of_loss(control: ZmqControl, endpoint: Endpoint) -> None:
     assert caller is not None
 
     def is_lost() -> bool:
-        caller.attend()
+        caller._watch()
         return bool(caller.links[endpoint].failure)
 
     wait_until(is_lost)

@@ -12,7 +12,6 @@ from multiprocessing.context import ForkServerContext
 from lab.local.caches import Bytes, Cache, Sizes
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.tcp.paced import SEGMENT_CONFIG, AlwaysTcp, PacedTransport
 from support.pair import MakeTransport, SmallEngine
 
 SIZES = Sizes(layers=2, blocks=64, heads=1, tokens=16, key=2**15, value=2**15)  # 128 MiB
@@ -43,12 +42,17 @@ def over_tcp() -> Transport:
 
 def paced_over_tcp() -> Transport:
     """The same, piece by piece."""
-    from nixl_kv.transport.nixl import NixlTransport  # noqa: PLC0415 - only where NIXL is
+    from nixl_kv.transport.nixl import (  # noqa: PLC0415 - only where NIXL is
+        UCX_ENGINE_CONFIG,
+        NixlTransport,
+    )
+    from nixl_kv.transport.tcp.detect import always  # noqa: PLC0415 - a feature of its own
+    from nixl_kv.transport.tcp.paced import PacedTransport  # noqa: PLC0415
 
     def make() -> NixlTransport:
-        return NixlTransport(engine_config=f"{TCP},{SEGMENT_CONFIG}")
+        return NixlTransport(engine_config=f"{UCX_ENGINE_CONFIG},{TCP}")
 
-    return PacedTransport(make(), lambda _: make(), AlwaysTcp(), ThreadPoolExecutor(1))
+    return PacedTransport(make(), lambda _: make(), always, ThreadPoolExecutor(1))
 
 
 def prefill_blocks() -> Bytes:

@@ -114,7 +114,7 @@ def test_nothing_is_overwritten(path: Path, tmp_path: Path, kind: str) -> None:
         path.symlink_to(target)
     if kind == "link":
         target.write_text("mine")
-    with pytest.raises(ConfigError, match=r"^no key is written to '.*/key': File exists; allowed"):
+    with pytest.raises(ConfigError, match=r"^cannot write a key to '.*/key': File exists; allowed"):
         write_key_file(path)
     assert kind != "file" or path.read_text() == "mine"
     assert target.exists() == (kind == "link")
@@ -122,7 +122,7 @@ def test_nothing_is_overwritten(path: Path, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["no/such/folder/key", "with\0zero"])
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^no key is written to "):
+    with pytest.raises(ConfigError, match=r"^cannot write a key to "):
         write_key_file(f"{tmp_path}/{name}")
 
 
@@ -173,7 +173,7 @@ def test_other_content_is_refused_and_not_shown(path: Path, content: bytes) -> N
     with pytest.raises(ConfigError) as refusal:
         read_key_file(written(path, content))
     assert str(refusal.value) == (
-        f"key_file is {str(path)!r}: its content is something else; allowed: {ALLOWED}"
+        f"key_file is {str(path)!r}: its content is not 64 hexadecimal digits; allowed: {ALLOWED}"
     )
     assert content == b"" or repr(content)[2:-1] not in str(refusal.value)
 
@@ -209,7 +209,7 @@ def test_a_key_may_be_given_as_text(path: Path, text: str) -> None:
 def test_text_that_is_no_key_is_refused_and_not_shown(text: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         parse_key(text, "IT")
-    assert str(refusal.value) == "IT is no key; allowed: 64 hexadecimal digits"
+    assert str(refusal.value) == "IT is not a key; allowed: 64 hexadecimal digits"
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_a_link_is_followed_and_its_target_checked(path: Path, tmp_path: Path) -
     ("name", "words"),
     [
         pytest.param("missing", "No such file or directory", id="missing"),
-        pytest.param("folder", "it is no regular file", id="folder"),
-        pytest.param("pipe", "it is no regular file", id="pipe"),
+        pytest.param("folder", "it is not a regular file", id="folder"),
+        pytest.param("pipe", "it is not a regular file", id="pipe"),
         pytest.param("with\0zero", "embedded null byte", id="no path"),
     ],
 )
@@ -398,7 +398,7 @@ def test_a_key_outlives_the_session_in_which_it_was_made(user: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "mode", "words"),
     [
-        pytest.param(b"", 0o600, "its content is something else", id="empty"),
+        pytest.param(b"", 0o600, "its content is not 64 hexadecimal digits", id="empty"),
         pytest.param(ROOT.hex().encode(), 0o644, "its mode is 0644", id="wide"),
     ],
 )

@@ -14,12 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import TransportError, get_logger
 from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.plan import Ints
-from nixl_kv.gpu_errors import UNABLE, translated
-from nixl_kv.gpu_streams import on
-from nixl_kv.log_limit import get_logger
+from nixl_kv.gpu import UNABLE, on, translated
 from nixl_kv.reading.copying import contents, tiles
 from nixl_kv.reading.copying.contents import DigestInput
 from nixl_kv.reading.copying.tiles import Launch

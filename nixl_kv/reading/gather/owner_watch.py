@@ -5,7 +5,7 @@ import select
 import threading
 from collections.abc import Callable
 
-from nixl_kv.log_limit import run_guarded
+from nixl_kv.errors import run_guarded
 
 
 class OwnerWatch:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import TransportError, get_logger
 from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.layout import CacheLayout, Span
 from nixl_kv.geometry.plan import Pieces, Plan
-from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import messages
 from nixl_kv.reading.copying.contents import Contents, content_size
 from nixl_kv.reading.copying.kernel import TILE_BYTES, CopyRun, KernelStream

@@ -11,7 +11,7 @@ import torch
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import Pieces, Plan
-from nixl_kv.gpu_errors import translated
+from nixl_kv.gpu import translated
 from nixl_kv.reading.copying.kernel import TILE_BYTES, CopyRun, KernelStream
 from nixl_kv.reading.copying.tiles import Tiling
 from nixl_kv.reading.staged.copier import PAGE

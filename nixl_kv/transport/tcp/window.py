@@ -1,8 +1,9 @@
-"""How much to have under way over a link, by what it was measured to do.
+"""How many bytes to keep in flight to a peer, from measurements of the last seconds.
 
-A link holds what it moves in a round trip. To be never idle it needs that under way, and a piece
-more, which it moves meanwhile. Both measures are of the last seconds: the best rate, since a slower
-one had too little under way or was shared; the shortest time of a piece, since a longer one waited.
+A link holds rate * round trip bytes. To keep it busy, that many bytes have to be in flight, and one
+piece more, which the link moves in the meantime. The rate is the best of the last seconds, because
+a lower one had too little in flight or shared the link. The round trip is the shortest, because a
+longer one waited in a queue.
 """
 
 import math
@@ -11,28 +12,29 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_PIECE_BYTES: Final = 1 << 20
+"""Fits into one TCP segment of UCX (2 MiB) with room to spare."""
 MIN_PIECE_BYTES: Final = 64 << 10
 FIRST_PIECE_BYTES: Final = 256 << 10
-"""While nothing is known."""
+"""Before anything was measured."""
 MAX_STREAMS: Final = 16
 MIN_STREAMS: Final = 2
-"""One piece is always on its way while another is asked for."""
+"""One piece travels while the next is requested."""
 GAIN: Final = 2.0
-"""So that a link which could do more shows it: the rate is at most what was under way."""
+"""Keep more in flight than was measured: the measured rate cannot exceed what was in flight."""
 SHORTEST_S: Final = 0.001
-"""A piece is at least what the link moves in so long: a shorter one costs the owner as much."""
+"""A piece has at least the bytes of this time: a shorter one costs the owner as much CPU time."""
 PAUSE_SHARE: Final = 0.125
 LONGEST_PAUSE_S: Final = 0.0005
 REMEMBERED_S: Final = 30.0
 LATEST_SHARE: Final = 0.125
-"""Of a piece in the average of their lengths."""
+"""Weight of the latest piece in the average length."""
 
 
 class _Best:
-    """The greatest of the values of the last seconds."""
+    """The greatest value of the last seconds."""
 
     def __init__(self) -> None:
-        self._values: deque[tuple[float, float]] = deque()  # (when, value), values falling
+        self._values: deque[tuple[float, float]] = deque()  # (time, value), values falling
 
     def add(self, value: float, now: float) -> None:
         while self._values and self._values[-1][1] <= value:
@@ -48,7 +50,7 @@ class _Best:
 
 @dataclass(frozen=True)
 class Begun:
-    """A piece under way: when it was asked for, and the bytes that had arrived by then."""
+    """When a piece was requested, and how many bytes of others had arrived by then."""
 
     at: float
     arrived: int
@@ -56,21 +58,24 @@ class Begun:
 
 @dataclass
 class Window:
-    """What was measured of one peer, and what follows. Times are in seconds, of any clock."""
+    """Measurements of one peer, and the pieces and streams that follow from them.
+
+    Times are in seconds of any clock.
+    """
 
     arrived: int = 0
-    """Bytes, of all pieces together."""
+    """Bytes of all pieces together."""
     length: float = 0.0
-    """Bytes of a piece, on average; of the last ones most: where runs are small it is theirs."""
+    """Average bytes of a piece, recent ones weighted more. Small runs make short pieces."""
     _rate: _Best = field(default_factory=_Best)
-    _speed: _Best = field(default_factory=_Best)  # 1 / time of a piece
+    _speed: _Best = field(default_factory=_Best)  # 1 / seconds of a piece
 
     def begin(self, now: float) -> Begun:
-        """A piece is asked for."""
+        """Record the request of a piece."""
         return Begun(now, self.arrived)
 
     def end(self, begun: Begun, num_bytes: int, now: float, *, is_part: bool = True) -> None:
-        """It is here. One that is no part of a longer read says nothing of the length of parts."""
+        """Record a completed piece; the average length is of parts of longer reads only."""
         self.arrived += num_bytes
         if is_part:
             self.length += (num_bytes - self.length) * (LATEST_SHARE if self.length else 1.0)
@@ -80,23 +85,23 @@ class Window:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second, at best."""
+        """Best rate in bytes per second."""
         return self._rate.value
 
     @property
     def round_trip_s(self) -> float | None:
-        """Of a piece, at best; that of the shortest."""
+        """Shortest time of a piece."""
         speed = self._speed.value
         return None if speed is None else 1 / speed
 
     @property
     def pause_s(self) -> float:
-        """How long not to look: what arrives meanwhile is taken at once, for less of the core."""
+        """How long to wait between polls: one poll takes a system call per stream."""
         return min((self.round_trip_s or 0.0) * PAUSE_SHARE, LONGEST_PAUSE_S)
 
     @property
     def piece_bytes(self) -> int:
-        """How long a piece may be."""
+        """Longest piece."""
         rate, round_trip_s = self.rate, self.round_trip_s
         if rate is None or round_trip_s is None:
             return FIRST_PIECE_BYTES
@@ -105,7 +110,7 @@ class Window:
 
     @property
     def streams(self) -> int:
-        """How many pieces may be under way, each in a stream of its own."""
+        """How many pieces may be in flight, each in a stream of its own."""
         rate, round_trip_s = self.rate, self.round_trip_s
         if rate is None or round_trip_s is None:
             return MIN_STREAMS

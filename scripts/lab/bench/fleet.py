@@ -41,7 +41,7 @@ from nixl_kv.ids import (
 )
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.transport import connection_limit
+from nixl_kv.transport import ports
 from nixl_kv.transport.base import FromPeer, PeerName, Received
 from nixl_kv.transport.zmq import ZmqControl
 
@@ -160,8 +160,8 @@ class Fleet:
 
     def __init__(self, tp: int) -> None:
         """Listen, with room for all connections that the process may have."""
-        connection_limit.MAX_CONNECTIONS = 1 << 20  # type: ignore[misc]
-        connection_limit.SHARE_OF_DESCRIPTORS = 1  # type: ignore[misc]
+        ports.MAX_CONNECTIONS = 1 << 20  # type: ignore[misc]
+        ports.SHARE_OF_DESCRIPTORS = 1  # type: ignore[misc]
         self._control = ZmqControl()
         self.port = self._control.listen("0.0.0.0", 0)  # noqa: S104 - 127.0.0.0/8 is all loopback
         self._tp = tp
@@ -266,6 +266,11 @@ class NoTransport:
 
     def progress(self) -> None:
         """Nothing."""
+
+    def pieces_done(self, read: object) -> int:
+        """Unknown."""
+        del read
+        return 0
 
     def tidy(self) -> bool:
         """There are no connections."""

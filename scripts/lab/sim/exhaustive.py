@@ -28,9 +28,9 @@ from lab.sim.world import World
 from nixl_kv.config import AllowedHosts
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.serving import Serving
+from nixl_kv.errors import LimitedLog
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
-from nixl_kv.log_limit import LimitedLog
 from nixl_kv.protocol.messages import Description, RankDescription
 from nixl_kv.reading.peers import PreparedRank
 from nixl_kv.transport.memory import MemoryTransport

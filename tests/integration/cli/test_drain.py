@@ -127,4 +127,4 @@ def test_the_key_comes_from_a_file_or_the_environment(
     monkeypatch.setenv(KEY_VARIABLE, "no key")
     result = nixl_kv("drain --at", address(engine))
     assert result.exit_code == 2
-    assert "error: NIXL_KV_KEY is no key; allowed: 64 hexadecimal digits" in result.stderr
+    assert "error: NIXL_KV_KEY is not a key; allowed: 64 hexadecimal digits" in result.stderr

@@ -28,6 +28,7 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr == (
-        f"error: no key is written to {str(path)!r}: File exists; allowed: the path of a new file\n"
+        f"error: cannot write a key to {str(path)!r}: File exists; "
+        "allowed: the path of a new file\n"
     )
     assert path.read_bytes() == before

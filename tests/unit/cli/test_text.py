@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from nixl_kv.cli.text import duration_text, num_bytes_text, ranges_text, time_text
-from nixl_kv.log_limit import printable
+from nixl_kv.errors import printable
 
 
 @pytest.mark.parametrize(

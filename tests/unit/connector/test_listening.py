@@ -14,7 +14,7 @@ from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
 from nixl_kv.connector import listening
 from nixl_kv.connector.listening import check_address, check_before_weights
 from nixl_kv.errors import ConfigError
-from nixl_kv.transport.connection_limit import LimitedPort
+from nixl_kv.transport.ports import LimitedPort
 
 HOST = "127.0.0.1"
 

@@ -13,7 +13,7 @@ from nixl_kv.engine.directory import (
     DirectoryServer,
     describe_engine,
 )
-from nixl_kv.errors import TransportError
+from nixl_kv.errors import PAUSE_S, TransportError
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import (
     ANY_INCARNATION,
@@ -22,7 +22,6 @@ from nixl_kv.ids import (
     engine_incarnation,
     new_incarnation,
 )
-from nixl_kv.log_limit import PAUSE_S
 from nixl_kv.protocol.messages import (
     Answer,
     Describe,

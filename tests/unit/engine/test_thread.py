@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nixl_kv import log_limit
+from nixl_kv import errors
 from nixl_kv.engine import loop as loop_module
 from nixl_kv.engine.loop import TransferThread
 from nixl_kv.errors import TransportError
@@ -60,7 +60,7 @@ class FakeLoop:
 
 @pytest.fixture(autouse=True)
 def _without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_limit, "PAUSE_S", 0.0)
+    monkeypatch.setattr(errors, "PAUSE_S", 0.0)
 
 
 def thread_of(loop: FakeLoop) -> TransferThread:

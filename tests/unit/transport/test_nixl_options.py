@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nixl_kv.config import LOOPBACK, OFF, Config
+from nixl_kv.config import LOOPBACK, Config
 from nixl_kv.geometry.layout import Memory
 
 nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
@@ -26,7 +26,7 @@ def test_where_a_read_is_a_copy_cores_copy_together(
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr(nixl, "NixlTransport", lambda *_, **options: made.append(options))
-    nixl.nixl_transport(replace(Config(), paced_reads=OFF), memory)
+    nixl.nixl_transport(Config(), memory)
     (options,) = made
     assert options["ucx_options"] == {**nixl.UCX_OPTIONS, "num_threads": str(expected)}
 
@@ -46,31 +46,22 @@ PEERS = (ipaddress.ip_network("10.0.0.0/8"),)
         pytest.param({"host": "192.0.2.7"}, False, False, id="others may read it"),
     ],
 )
-@pytest.mark.parametrize("paced_reads", [OFF, "auto", "on"])
 def test_an_engine_for_this_machine_alone_uses_loopback_alone(
     changed: dict[str, Any],
-    paced_reads: str,
     monkeypatch: pytest.MonkeyPatch,
     *,
     is_decode: bool,
     only_loopback: bool,
 ) -> None:
-    """All agents do: the first, those that read over TCP, and the one that tells which do."""
     made: list[str] = []
 
     def make(*_: object, engine_config: str, **__: object) -> None:
         made.append(engine_config)
 
     monkeypatch.setattr(nixl, "NixlTransport", make)
-    config = replace(Config(), paced_reads=paced_reads, **changed)
-    transport = nixl.nixl_transport(config, "DRAM", is_decode=is_decode)
-    if transport is not None:
-        transport._make_agent("DRAM")
-        detector = transport._detector
-        made += [detector._engine_config] if paced_reads == "auto" else []
-    assert len(made) == {OFF: 1, "on": 2, "auto": 3}[paced_reads]
-    for settings in made:
-        assert ("NET_DEVICES=lo" in settings.split(",")) is only_loopback
+    nixl.nixl_transport(replace(Config(), **changed), "DRAM", is_decode=is_decode)
+    (settings,) = made
+    assert ("NET_DEVICES=lo" in settings.split(",")) is only_loopback
 
 
 def test_amds_build_is_used_where_it_is_installed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_kv.transport.zap import DOMAIN, Gatekeeper
+from nixl_kv.transport.zmq import ZAP_DOMAIN, Gatekeeper
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -17,7 +17,7 @@ def question(**changed: Any) -> list[bytes]:
         "empty": b"",
         "version": b"1.0",
         "number": b"7",
-        "domain": DOMAIN,
+        "domain": ZAP_DOMAIN,
         "address": b"10.0.0.1",
         "identity": b"",
         "mechanism": b"CURVE",

@@ -15,7 +15,6 @@ from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.transport import zmq as module
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
-from nixl_kv.transport.connection_limit import is_local
 from nixl_kv.transport.zmq import ZmqControl
 from support.polling import hear_of_loss
 
@@ -455,19 +454,3 @@ def test_closing_leaves_nothing_open(make: Callable[[], ZmqControl]) -> None:
         control.close()
         assert control._context.closed
     assert open_files() == before
-
-
-@pytest.mark.parametrize(
-    ("host", "local"),
-    [
-        pytest.param(HOST, True, id="loopback"),
-        pytest.param("127.1.2.3", True, id="all of the loopback net"),
-        pytest.param("::1", has_ipv6(), id="IPv6 loopback"),
-        pytest.param("203.0.113.1", False, id="an address for documentation"),
-        pytest.param("2001:db8::1", False, id="an IPv6 address for documentation"),
-        pytest.param("not an address", False, id="no address"),
-        pytest.param("::zz", False, id="no IPv6 address"),
-    ],
-)
-def test_whether_an_address_is_of_this_machine(host: str, local: bool) -> None:  # noqa: FBT001 - a table's column
-    assert is_local(host) is local

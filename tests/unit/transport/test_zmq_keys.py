@@ -20,7 +20,7 @@ from nixl_kv.config import AllowedHosts
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint, endpoint_at
 from nixl_kv.keys import Keys
-from nixl_kv.transport import connection_limit
+from nixl_kv.transport import ports
 from nixl_kv.transport import zmq as zmq_control
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Lost, Received
 from nixl_kv.transport.zmq import ZmqControl
@@ -386,7 +386,7 @@ def test_readers_that_take_turns_are_all_served(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, readers: int, limit: int
 ) -> None:
     """Ten at once; each leaves when it is served, and those for whom there is no room wait."""
-    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", limit)
+    monkeypatch.setattr(ports, "MAX_CONNECTIONS", limit)
     endpoint = serve(None)
     with zmq.Context() as context:
         for _ in range(0, readers, 10):
@@ -477,7 +477,7 @@ def test_many_half_open_connections_cost_little_and_hold_nobody_up(
     caplog: pytest.LogCaptureFixture,
     greeting: bytes,
 ) -> None:
-    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 200)
+    monkeypatch.setattr(ports, "MAX_CONNECTIONS", 200)
     caplog.set_level(logging.DEBUG)
     endpoint, friend, newcomer = serve(), make(), make()
     check_served(friend, endpoint)
@@ -498,5 +498,5 @@ def test_many_half_open_connections_cost_little_and_hold_nobody_up(
             assert time.monotonic() < deadline, "never let in"
             newcomer.send(endpoint, b"hello")
         check_served(friend, endpoint)
-    assert "takes no more for now" in caplog.text
-    assert "takes connections again" in caplog.text
+    assert "accepts no more for now" in caplog.text
+    assert "accepts connections again" in caplog.text

@@ -15,7 +15,8 @@ from nixl_kv.geometry.layout import BlockIds, Memory, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.tcp import paced, window
-from nixl_kv.transport.tcp.paced import AlwaysTcp, PacedTransport
+from nixl_kv.transport.tcp.detect import IsTcp, always, never
+from nixl_kv.transport.tcp.paced import PacedTransport
 from support.stepped import Background
 
 SIZE = 4096
@@ -66,7 +67,7 @@ class Watched(MemoryTransport):
 
 
 class World:
-    def __init__(self, links: Any = None) -> None:
+    def __init__(self, is_tcp: IsTcp = always) -> None:
         self.fabric = Fabric(polls=1)
         self.owner = MemoryTransport(self.fabric)
         self.agents: list[Watched] = []
@@ -75,7 +76,7 @@ class World:
         self.reader = PacedTransport(
             self.make_agent("DRAM"),
             self.make_agent,
-            links or AlwaysTcp(),
+            is_tcp,
             self.background,
             clock=lambda: next(self.now) * 1e-3,
         )
@@ -108,21 +109,6 @@ class World:
             if self.reader.poll(read):
                 return
         raise AssertionError("it does not end")
-
-
-class NoLink:
-    """Nothing is read over TCP."""
-
-    def __init__(self) -> None:
-        self.is_closed = False
-
-    def is_tcp(self, metadata: bytes, memory: Memory) -> bool:
-        assert metadata
-        assert memory == "DRAM"
-        return False
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +250,7 @@ def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFi
     def fail(_: Memory) -> Watched:
         raise TransportError("no more file descriptors")
 
-    reader = PacedTransport(world.agents[0], fail, AlwaysTcp(), Background())
+    reader = PacedTransport(world.agents[0], fail, always, Background())
     reader.add_peer(world.owner.metadata())
     world.reader = reader
     local, remote = world.lists([(0, 16, 32, 100)])
@@ -290,7 +276,7 @@ def test_an_error_of_ours_fails_a_further_connection_alone(
     world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
     assert len(agents) == 1
     assert agents[0].name not in world.fabric.transports
-    assert caplog.text.count("no more than 1 connections to a peer: KeyError('a bug')") == 1
+    assert caplog.text.count("keeps 1 connections, because another failed: KeyError('a bug')") == 1
 
 
 def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
@@ -305,7 +291,7 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     connecting = world.reader._connecting.agent
     assert connecting.set_running_or_notify_cancel()
     for _ in range(2):
-        with pytest.raises(TransportError, match="still being connected or ended"):
+        with pytest.raises(TransportError, match="still connects or closes"):
             world.reader.close()
     connecting.set_result((world.make_agent("DRAM"), ""))
     world.reader.close()
@@ -359,7 +345,7 @@ def test_of_a_read_that_is_stopped_nothing_more_is_asked_for() -> None:
     world.finish(read)
     assert sum(len(agent.lengths) for agent in world.agents) == asked + 2
     assert not world.reader.stop(other), "all of it was read"
-    direct = World(NoLink())
+    direct = World(never)
     lists = direct.lists([(0, 16, 32, 100)])
     assert not direct.reader.stop(direct.reader.read(*lists, (ids(1), ids(1))))
 
@@ -428,15 +414,13 @@ def test_a_read_of_nothing_is_refused() -> None:
 
 
 def test_what_is_not_tcp_is_read_as_it_is() -> None:
-    links = NoLink()
-    world = World(links)
+    world = World(never)
     local, remote = world.lists([(0, 40, 48, 3)])
     world.finish(world.reader.read(local, remote, (ids(1), ids(2))))
     assert world.lengths == [40]
     assert len(world.agents) == 1
     world.reader.drop_peer(world.peer)
     world.reader.close()
-    assert links.is_closed
 
 
 def test_the_rest_is_as_with_the_agents() -> None:
@@ -482,18 +466,25 @@ def test_whatever_the_rows_the_bytes_are_those_of_the_pieces(
     assert max(world.lengths) <= 16
 
 
-def test_a_rehearsal_finds_out_what_this_side_would_be_read_over() -> None:
-    """It is the first question that takes long."""
-    asked: list[bytes] = []
+def test_finished_pieces_are_counted() -> None:
+    world = World()
+    local, remote = world.lists([(0, 40, 48, 3)])
+    read = world.reader.read(local, remote, (ids(1), ids(2)))
+    counts = [world.reader.pieces_done(read)]
+    while not world.reader.poll(read):
+        counts.append(world.reader.pieces_done(read))
+    counts.append(world.reader.pieces_done(read))
+    assert (counts[0], counts[-1]) == (0, 3)
+    assert counts == sorted(counts)
+    direct = World(never)
+    read = direct.reader.read(*direct.lists([(0, 40, 48, 3)]), (ids(1), ids(2)))
+    direct.finish(read)
+    assert direct.reader.pieces_done(read) == 0
 
-    class Asked(NoLink):
-        def is_tcp(self, metadata: bytes, memory: Memory) -> bool:
-            asked.append(metadata)
-            return super().is_tcp(metadata, memory)
 
-    fabric, links = Fabric(), Asked()
-    transport = PacedTransport(
-        MemoryTransport(fabric), lambda _: MemoryTransport(fabric), links, Background()
+def test_facts_for_the_peers_stand_behind_the_metadata() -> None:
+    world = World()
+    reader = PacedTransport(
+        world.agents[0], world.make_agent, always, Background(), facts=b"|facts"
     )
-    transport.rehearse(Span(4096, 4096), "DRAM", 0)
-    assert asked == [transport.metadata()]
+    assert reader.metadata() == world.agents[0].metadata() + b"|facts"

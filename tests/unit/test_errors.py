@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from nixl_kv.log_limit import LimitedLog, printable
+from nixl_kv.errors import LimitedLog, printable
 
-logger = logging.getLogger("test_log_limit")
+logger = logging.getLogger("test_errors")
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_the_first_line_is_logged_with_its_arguments(
 ) -> None:
     log.warning("lost %s: %s", "tcp://10.0.0.1:1", "closed")
     assert caplog.record_tuples == [
-        ("test_log_limit", logging.WARNING, "lost tcp://10.0.0.1:1: closed")
+        ("test_errors", logging.WARNING, "lost tcp://10.0.0.1:1: closed")
     ]
 
 

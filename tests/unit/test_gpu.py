@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
 
-from nixl_kv.gpu_streams import on  # noqa: E402
+from nixl_kv.gpu import on  # noqa: E402
 
 
 def test_the_gpu_is_entered_before_its_stream_and_left_after_it(

@@ -1,0 +1,332 @@
+"""Guards listening TCP ports: which hosts may connect, and how many at a time.
+
+`LimitedPort` is the port of our own control plane. `filtered_ucx_ports` covers the ports that UCX
+opens by itself, without a key, on every network interface. In both cases the kernel drops packets
+by a socket filter (classic BPF, networking/filter.rst in Linux's documentation), which needs no
+privilege.
+"""
+
+import ctypes
+import errno
+import ipaddress
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from nixl_kv.config import LOOPBACK, AllowedHosts, Network
+from nixl_kv.errors import LimitedLog, get_logger
+from nixl_kv.transport import descriptors
+
+logger = get_logger(__name__)
+
+MAX_CONNECTIONS: Final = 4096
+"""Of one port at a time. Readers disconnect 5 s after their last load, so many more can take turns.
+Each half-open connection of a stranger costs 14 KiB."""
+
+SHARE_OF_DESCRIPTORS: Final = 4
+"""One port may use a quarter of the process's descriptors, if that is less."""
+
+BACKLOG: Final = 128
+LOG_INTERVAL_S: Final = 60.0
+
+SO_ATTACH_FILTER: Final = 26
+SO_DETACH_FILTER: Final = 27
+
+# Opcodes of classic BPF, as in linux/filter.h.
+LOAD_PACKET: Final = 0x20
+LOAD_MEMORY: Final = 0x60
+STORE: Final = 0x02
+AND: Final = 0x54
+JUMP: Final = 0x05
+JUMP_IF_EQUAL: Final = 0x15
+RETURN: Final = 0x06
+
+ETHERNET_TYPE: Final = 0xFFFFF000  # SKF_AD_OFF + SKF_AD_PROTOCOL
+NETWORK_HEADER: Final = 0xFFF00000  # SKF_NET_OFF; a TCP socket's packet begins at TCP's header
+SOURCE: Final = {4: NETWORK_HEADER + 12, 6: NETWORK_HEADER + 8}
+IPV4, IPV6 = 0x0800, 0x86DD
+WORD_BITS: Final = 32
+ALL_ONES: Final = 0xFFFFFFFF
+
+FILES: Final = Path("/proc/self/fd")
+FILE_DETAILS: Final = Path("/proc/self/fdinfo")
+EPOLL: Final = "anon_inode:[eventpoll]"
+WATCHED: Final = "tfd:"
+
+WHAT_TO_DO: Final = (
+    "let a firewall or a NetworkPolicy pass only the other engines to this process's TCP ports, "
+    "which ask for no key (docs/operations.md, Firewall)"
+)
+
+
+class LimitedPort:
+    """A listening socket that accepts a limited number of connections at a time.
+
+    Each connection costs a descriptor and up to 14 KiB, and ZMQ's thread spins without descriptors.
+    ZMQ itself can only unbind, which would also close established connections. Here the kernel
+    drops SYNs while there are too many connections. Clients repeat a SYN after a second, and
+    established connections are not affected.
+
+    ZMQ accepts connections from a duplicate of the socket and reports them here.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limit: int | None = None,
+        allowed: AllowedHosts = AllowedHosts(),  # noqa: B008 - immutable
+    ) -> None:
+        """Listen on an IP literal.
+
+        Args:
+            host: without brackets.
+            port: 0 to 65535; 0 takes any free one.
+            limit: connections at a time; None for what this process can afford.
+            allowed: other machines that may connect. This machine always may.
+
+        Raises:
+            OSError: if the address is not of this machine or the port is in use.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._socket.setblocking(False)  # noqa: FBT003
+        self._filter = b""
+        if not (allowed.are_all or allowed.are_local):
+            self._filter = program(with_this_machine(allowed, [host]).networks)
+        self.port: int = self._socket.getsockname()[1]
+        self._limit = _affordable() if limit is None else limit
+        self._connections = 0
+        self._is_shut = False
+        self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
+        if self._filter:
+            self._attach_filter(allowed)
+
+    def duplicate(self) -> int:
+        """Duplicate the listening socket's descriptor; the caller closes it."""
+        return os.dup(self._socket.fileno())
+
+    def on_accepted(self) -> None:
+        self._connections += 1
+        if self._connections >= self._limit and not self._is_shut:
+            self._shut()
+
+    def on_closed(self) -> None:
+        self._connections -= 1
+        # Reopen somewhat below the limit, so that the port does not toggle with each connection.
+        if self._is_shut and self._connections < self._limit - self._limit // 8:
+            self._open()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _attach_filter(self, allowed: AllowedHosts) -> None:
+        try:
+            attach(self._socket, self._filter)
+        except OSError as error:
+            self._filter = b""
+            logger.warning(
+                "the kernel cannot drop packets of hosts outside %s to port %d, or to UCX's ports: "
+                "%s. Any host on the network can connect: %s",
+                *(allowed, self.port, error, WHAT_TO_DO),
+            )
+
+    def _shut(self) -> None:
+        self._is_shut = True
+        try:
+            attach(self._socket, DROP)
+        except OSError as error:  # a sandbox's kernel, for example; then there is no limit
+            self._log.warning(
+                "port %d has %d connections and cannot refuse more: %s",
+                *(self.port, self._connections, error),
+            )
+        else:
+            self._log.warning(
+                "port %d has %d connections and accepts no more for now; others wait until some "
+                "disconnect. Its limit is a quarter of `ulimit -n`, up to %d",
+                *(self.port, self._connections, MAX_CONNECTIONS),
+            )
+
+    def _open(self) -> None:
+        self._is_shut = False
+        try:
+            if self._filter:
+                attach(self._socket, self._filter)
+            else:
+                self._socket.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+        except OSError as error:
+            logger.debug("port %d was not shut: %s", self.port, error)
+        logger.debug("port %d accepts connections again", self.port)
+
+
+def _affordable() -> int:
+    soft = descriptors.limit()
+    return MAX_CONNECTIONS if soft is None else min(MAX_CONNECTIONS, soft // SHARE_OF_DESCRIPTORS)
+
+
+# --- filters
+
+
+def _instruction(code: int, constant: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, constant)
+
+
+DROP: Final = _instruction(RETURN, 0)
+PASS: Final = _instruction(RETURN, ALL_ONES)
+
+
+def program(networks: Iterable[Network]) -> bytes:
+    """A filter that passes packets whose source address is in one of the networks."""
+    # IPv4 mapped to IPv6 needs no rule: a socket on `::` gets IPv4's packets with IPv4's header.
+    networks = list(networks)
+    ipv4, ipv6 = (_checks(networks, version) for version in (4, 6))
+    return b"".join(
+        (
+            _instruction(LOAD_PACKET, ETHERNET_TYPE),
+            _instruction(JUMP_IF_EQUAL, IPV6, if_true=2),
+            _instruction(JUMP_IF_EQUAL, IPV4, if_true=2),
+            DROP,
+            _instruction(JUMP, 1),
+            _instruction(JUMP, len(ipv6) // len(DROP)),
+            ipv6,
+            ipv4,
+        )
+    )
+
+
+def _checks(networks: Iterable[Network], version: int) -> bytes:
+    """Pass a packet of this IP version if one of the networks contains its source; else drop it."""
+    of_version: list[Network] = [one for one in networks if one.version == version]
+    num_words = 1 if version == 4 else 4  # noqa: PLR2004
+    # Copy the source address to BPF's memory first. A load from there is one instruction in the
+    # kernel, a load from the packet several, and the kernel limits their number.
+    code = [
+        _instruction(LOAD_PACKET, SOURCE[version] + 4 * word) + _instruction(STORE, word)
+        for word in range(num_words)
+    ]
+    for network in ipaddress.collapse_addresses(of_version):  # type: ignore[type-var]
+        tests: list[bytes] = []
+        for word in reversed(range(num_words)):
+            shift = WORD_BITS * (num_words - 1 - word)
+            mask = int(network.netmask) >> shift & ALL_ONES
+            if not mask:
+                continue
+            wanted = int(network.network_address) >> shift & ALL_ONES
+            to_the_end = sum(map(len, tests)) // len(DROP) + 1
+            test = _instruction(LOAD_MEMORY, word)
+            if mask != ALL_ONES:
+                test += _instruction(AND, mask)
+            tests.insert(0, test + _instruction(JUMP_IF_EQUAL, wanted, if_false=to_the_end))
+        code += [*tests, PASS]
+    return b"".join((*code, DROP))
+
+
+def attach(listening: socket.socket, code: bytes) -> None:
+    """Replace the socket's filter.
+
+    Raises:
+        OSError: if the kernel refuses it, as in some sandboxes.
+    """
+    instructions = ctypes.create_string_buffer(code, len(code))
+    described = struct.pack("HL", len(code) // len(DROP), ctypes.addressof(instructions))
+    listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)
+
+
+def with_this_machine(allowed: AllowedHosts, addresses: Iterable[str]) -> AllowedHosts:
+    """Add this machine, with the addresses that it listens on.
+
+    A process may connect to itself, as a rehearsal does, even if `peers` does not list its host.
+    """
+    own = (ipaddress.ip_network(address.partition("%")[0]) for address in addresses)
+    return AllowedHosts((*allowed.networks, *LOOPBACK, *own))
+
+
+# --- UCX's ports
+
+
+@contextmanager
+def filtered_ucx_ports(allowed: AllowedHosts) -> Iterator[None]:
+    """Filter the ports that UCX opens within the block.
+
+    UCX offers no list of its sockets. We take the TCP sockets of this process that listen, are new,
+    are inherited by child processes (Python's and ZMQ's are not), and are watched by an epoll under
+    their descriptor's number, as UCX does. A socket like that of another library would get the
+    filter too; vLLM uses no such library.
+
+    UCX listens for 60 to 300 ms before its sockets have the filter. So connections that other hosts
+    opened in that time are shut down.
+    """
+    if allowed.are_all:
+        yield
+        return
+    before: Mapping[Any, Any] = {}
+    with suppress(OSError, psutil.Error):  # logged below
+        before = _listening()
+    yield
+    try:
+        new = [one for place, one in _listening().items() if place not in before]
+        _filter([one for one in new if _is_like_ucx(one.fd)], allowed)
+    except (OSError, psutil.Error) as error:
+        logger.warning("UCX's ports are unknown and have no filter: %s; %s", error, WHAT_TO_DO)
+
+
+def _filter(opened: Sequence[Any], allowed: AllowedHosts) -> None:
+    admitted = with_this_machine(allowed, (one.laddr.ip for one in opened))
+    # A connection inherits the filter of the socket that accepted it. So the filter passes all
+    # packets of an allowed host, not only SYNs.
+    code = program(admitted.networks)
+    names = ", ".join(f"{one.laddr.ip} port {one.laddr.port}" for one in opened)
+    for one in opened:
+        try:
+            # Not `socket.dup` or a timeout: either changes whether UCX's own descriptor blocks.
+            with socket.socket(fileno=os.dup(one.fd)) as listening:
+                attach(listening, code)
+        except OSError as error:  # noqa: PERF203 - each for itself
+            if error.errno in (errno.EBADF, errno.ENOTSOCK):
+                continue  # another thread has closed it
+            # The control plane's port has the same problem, and warns once for all ports.
+            logger.info("UCX listens on %s without a filter: %s", names, error)
+            return
+    logger.info("UCX listens on %s; of other machines it hears only %s", names, allowed)
+    ports = {one.laddr.port for one in opened}
+    for one in _tcp_sockets():
+        if one.raddr and one.laddr.port in ports and not admitted.allows(one.raddr.ip):
+            logger.warning("%s connected to UCX's port, and is disconnected", one.raddr.ip)
+            with socket.socket(fileno=os.dup(one.fd)) as stranger:
+                stranger.shutdown(socket.SHUT_RDWR)
+
+
+def _tcp_sockets() -> list[Any]:
+    return psutil.Process().net_connections("tcp")
+
+
+def _listening() -> dict[Any, Any]:
+    """The listening sockets by their address."""
+    return {one.laddr: one for one in _tcp_sockets() if one.status == psutil.CONN_LISTEN}
+
+
+def _is_like_ucx(descriptor: int) -> bool:
+    """See `filtered_ucx_ports`."""
+    try:
+        if not os.get_inheritable(descriptor):
+            return False
+    except OSError:  # another thread has closed it
+        return False
+    for file in FILES.iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if str(file.readlink()) != EPOLL:
+                continue
+            # One line per watched descriptor: `tfd: 18 events: 19 data: 12`. The last two numbers
+            # are hexadecimal.
+            for line in (FILE_DETAILS / file.name).read_text(encoding="ascii").splitlines():
+                name, number, _, _, _, data, *_ = (*line.split(), *[""] * 6)
+                if name == WATCHED and int(number) == descriptor == int(data, 16) & ALL_ONES:
+                    return True
+    return False

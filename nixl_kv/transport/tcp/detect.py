@@ -1,0 +1,184 @@
+"""Decides which peers a rank reads over TCP, by a rule about hosts and devices.
+
+Neither NIXL nor UCX can be asked which transport a read will take. So each engine appends three
+facts to its NIXL metadata (which NIXL ignores there): its host, its PID namespace, and whether it
+has a usable RDMA device. A reader compares them with its own:
+
+1. Same host and PID namespace, and UCX may use shared memory (CUDA IPC for GPU memory): not TCP.
+2. Otherwise, both sides have RDMA: not TCP.
+3. Otherwise: TCP.
+
+A peer without these facts counts as another host with the reader's own devices. UCX's own settings
+`UCX_TLS` and `UCX_NET_DEVICES` restrict what either side may use.
+
+The rule is wrong where devices are there but cannot be used: two GPUs of one host without peer
+access, or RDMA devices of unconnected fabrics. Then set `paced_reads` to `on`.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from nixl_kv.geometry.layout import Memory
+
+IsTcp: TypeAlias = Callable[[bytes, Memory], bool]
+"""Whether a rank reads such memory of the peer with this metadata over TCP."""
+
+MARK: Final = b"|nixl_kv|"
+
+ROOT: Final = Path("/")
+BOOT_ID: Final = "proc/sys/kernel/random/boot_id"
+PID_NAMESPACE: Final = "proc/self/ns/pid"
+RDMA_DEVICES: Final = "sys/class/infiniband"
+VERBS: Final = "dev/infiniband"
+ACTIVE: Final = "ACTIVE"
+
+SHARED: Final = frozenset({"posix", "sysv", "xpmem", "cma", "knem"})
+"""UCX's transports between processes of one host, by the names in UCX_TLS."""
+SHARED_GPU: Final = frozenset({"cuda_ipc", "rocm_ipc"})
+RDMA: Final = frozenset(
+    {"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "gga_mlx5", "srd"}
+)
+ALIASES: Final[Mapping[str, frozenset[str]]] = {
+    "all": SHARED | SHARED_GPU | RDMA,
+    "sm": SHARED,
+    "shm": SHARED,
+    "mm": frozenset({"posix", "sysv", "xpmem"}),
+    "cuda": frozenset({"cuda_ipc"}),
+    "rocm": frozenset({"rocm_ipc"}),
+    "ib": RDMA,
+    "rc": frozenset({"rc_verbs", "rc_mlx5"}),
+    "rc_v": frozenset({"rc_verbs"}),
+    "rc_x": frozenset({"rc_mlx5"}),
+    "dc": frozenset({"dc_mlx5"}),
+    "dc_x": frozenset({"dc_mlx5"}),
+    "ud": frozenset({"ud_verbs", "ud_mlx5"}),
+    "ud_v": frozenset({"ud_verbs"}),
+    "ud_x": frozenset({"ud_mlx5"}),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What matters of a process for how others can read its memory."""
+
+    host: str
+    """Linux's boot id: containers of one host share it."""
+
+    namespace: str
+    """Processes of two PID namespaces cannot read each other's memory."""
+
+    has_rdma: bool
+
+    def suffix(self) -> bytes:
+        """The facts as they stand behind NIXL's metadata."""
+        return MARK + f"{self.host} {self.namespace} {int(self.has_rdma)}".encode()
+
+    @classmethod
+    def find(cls, settings: Mapping[str, str], root: Path = ROOT) -> "Place":
+        """Look at this machine. `settings` are UCX's, without their prefix."""
+        return cls(_host(root), _namespace(root), has_rdma=_has_rdma(settings, root))
+
+    @classmethod
+    def of_peer(cls, metadata: bytes) -> "Place | None":
+        """The facts behind a peer's metadata; None if there are none, or other ones."""
+        _, mark, facts = metadata.rpartition(MARK)
+        words = facts.decode("ascii", "replace").split(" ")
+        if not mark or len(words) != 3:  # noqa: PLR2004 - the three facts
+            return None
+        return cls(words[0], words[1], has_rdma=words[2] == "1")
+
+
+def ucx_settings(environ: Mapping[str, str], engine_config: str) -> dict[str, str]:
+    """UCX's settings without their prefix; those of the agent override the environment."""
+    settings = {
+        name.removeprefix("UCX_"): value
+        for name, value in environ.items()
+        if name.startswith("UCX_")
+    }
+    pairs = (each.partition("=") for each in engine_config.split(",") if each)
+    return settings | {name: value for name, _, value in pairs}
+
+
+def make_rule(own: Place, settings: Mapping[str, str]) -> IsTcp:
+    """The rule in the module's docstring, for a reader at `own`."""
+
+    def is_tcp(metadata: bytes, memory: Memory) -> bool:
+        peer = Place.of_peer(metadata) or Place("", "", own.has_rdma)
+        is_near = bool(own.host) and (own.host, own.namespace) == (peer.host, peer.namespace)
+        if is_near and _may_share(settings, memory):
+            return False
+        return not (own.has_rdma and peer.has_rdma)
+
+    return is_tcp
+
+
+def always(metadata: bytes, memory: Memory) -> bool:
+    """Read every peer in pieces (`paced_reads` is 'on')."""
+    del metadata, memory
+    return True
+
+
+def never(metadata: bytes, memory: Memory) -> bool:
+    """Read no peer in pieces (`paced_reads` is 'off')."""
+    del metadata, memory
+    return False
+
+
+def _may_share(settings: Mapping[str, str], memory: Memory) -> bool:
+    if memory == "DRAM":
+        return _may_use(settings, SHARED)
+    # `^cuda_ipc` leaves rocm_ipc, but only because this machine's GPUs are NVIDIA's.
+    if settings.get("TLS", "").startswith("^"):
+        return all(_may_use(settings, frozenset({each})) for each in SHARED_GPU)
+    return _may_use(settings, SHARED_GPU)
+
+
+def _may_use(settings: Mapping[str, str], transports: frozenset[str]) -> bool:
+    """Whether UCX_TLS permits one of these transports: `a,b` only those, `^a,b` all others."""
+    setting = settings.get("TLS", "all")
+    names = {name.strip().lstrip("\\") for name in setting.removeprefix("^").split(",")}
+    named = frozenset[str]().union(*(ALIASES.get(name, frozenset({name})) for name in names))
+    return bool(transports - named if setting.startswith("^") else transports & named)
+
+
+def _may_use_device(settings: Mapping[str, str], device: str) -> bool:
+    """The same for UCX_NET_DEVICES, whose entries are `all`, `DEVICE` or `DEVICE:PORT`."""
+    setting = settings.get("NET_DEVICES", "all")
+    names = {name.strip().partition(":")[0] for name in setting.removeprefix("^").split(",")}
+    return (device in names or "all" in names) is not setting.startswith("^")
+
+
+def _has_rdma(settings: Mapping[str, str], root: Path) -> bool:
+    """Whether this process can open an RDMA device with an active port.
+
+    A container often sees the devices in /sys without those in /dev, and then UCX uses TCP.
+    """
+    if not _may_use(settings, RDMA):
+        return False
+    if not any(os.access(verbs, os.R_OK | os.W_OK) for verbs in (root / VERBS).glob("uverbs*")):
+        return False
+    ports = (root / RDMA_DEVICES).glob("*/ports/*/state")
+    return any(
+        ACTIVE in _read(port) and _may_use_device(settings, port.parts[-4]) for port in ports
+    )
+
+
+def _host(root: Path) -> str:
+    return _read(root / BOOT_ID).strip()
+
+
+def _namespace(root: Path) -> str:
+    try:
+        return (root / PID_NAMESPACE).readlink().name
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
