@@ -32,8 +32,7 @@ from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode.loads import LoadBook
-from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.reading.agent import register
@@ -263,15 +262,13 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     if spec.is_decode:
         agents.open()
     decode = DecodeMachine(
-        LoadBook(
-            messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
-            event_log.record,
-            timeout_s=config.request_timeout_s,
-            renew_interval_s=config.renew_interval_s,
-            bytes_per_token=layout.bytes_per_token,
-        ),
+        messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
+        event_log.record,
         PeerBook(event_log.record, config.warm if spec.is_decode else ()),
         peers.name_slices,
+        timeout_s=config.request_timeout_s,
+        renew_interval_s=config.renew_interval_s,
+        bytes_per_token=layout.bytes_per_token,
     )
     if spec.engine_layouts is not None:
         peers.engine_layouts = spec.engine_layouts

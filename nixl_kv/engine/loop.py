@@ -19,7 +19,7 @@ from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.ids import Endpoint, RequestId, new_incarnation, short
 from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.agents import Agents
@@ -294,7 +294,7 @@ class Loop:
     def _on_command(self, command: events.Command) -> None:
         if isinstance(command, events.SetEngine):
             self.parts.agents.peers.engine_layouts = command.layouts
-            self.parts.decode.loads.set_engine(command.engine)
+            self.parts.decode.set_engine(command.engine)
             self.parts.decode.peers.warm_up()
             return
         is_admitted, report = self.outstanding.admit(command)

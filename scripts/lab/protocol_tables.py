@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from nixl_kv.protocol import peers
-from nixl_kv.protocol.decode import load
+from nixl_kv.protocol import load, peers
 from nixl_kv.protocol.events import OVER
 from nixl_kv.protocol.prefill import offer
 

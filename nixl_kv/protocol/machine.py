@@ -1,0 +1,126 @@
+"""What all state machines of the protocol share: the transition check, and deadlines.
+
+A machine is a set of subjects (offers, reads, peers), each in one state of an enum. Its table lists
+for each state which event may lead to which states. `Machine.move` checks every change against
+that table and records it, so that the table in docs/protocol.md is what the code does.
+"""
+
+import enum
+import heapq
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.protocol import events
+
+
+class MachineState(enum.Enum):
+    """Base of a machine's states."""
+
+    __hash__ = object.__hash__  # Enum's own is Python code, and every event looks states up
+
+
+_State = TypeVar("_State", bound=MachineState)
+_Key = TypeVar("_Key", bound=Hashable)
+
+Table: TypeAlias = Mapping[_State, Mapping[type, tuple[_State | None, ...]]]
+"""For each state, the states that an event of a type may lead to; None ends the subject."""
+
+
+@dataclass(frozen=True)
+class Machine(Generic[_State]):
+    """One transition table. `name` says in errors what the subjects are."""
+
+    name: str
+    table: Table[_State]
+
+    def move(  # noqa: PLR0913 - a transition is recorded with all that it is about
+        self,
+        record: events.Record,
+        states: tuple[_State, _State | None],
+        event: object,
+        *,
+        request: str = "",
+        peer: str = "",
+        detail: str = "",
+        num_bytes: int = 0,
+    ) -> _State:
+        """Check and record one transition, and return the new state (at the end: the last one).
+
+        `states` are the states before and after `event`. The other arguments are those of
+        `events.Transition`; `detail` follows the event's type in its cause.
+
+        Raises:
+            LocalProtocolError: if the table does not allow this transition.
+        """
+        before, after = states
+        kind, name = type(event).__name__, _name(after)
+        moves = self.table[before]
+        if after not in moves.get(type(event), ()):
+            allowed = [f"{each.__name__} to {_name(s)}" for each in moves for s in moves[each]]
+            subject = ", ".join(filter(None, (request and f"request {request!r}", peer)))
+            raise LocalProtocolError(
+                f"{self.name} ({subject}): {kind} leads from {before.name} to {name}; "
+                f"allowed: {allowed}"
+            )
+        cause = f"{kind}: {detail}" if detail else kind
+        record(events.Transition(request, peer, before.name, name, cause, num_bytes))
+        return before if after is None else after
+
+
+def _name(state: MachineState | None) -> str:
+    return events.OVER if state is None else state.name
+
+
+class Deadlines(Generic[_Key]):
+    """One deadline per key, in monotonic seconds: a tick costs what is due, not what is held."""
+
+    def __init__(self) -> None:
+        self._due: dict[_Key, float] = {}
+        self._heap: list[tuple[float, int, _Key]] = []
+        self._count = 0  # breaks ties in the heap, so that keys are never compared
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    @property
+    def next(self) -> float | None:
+        while self._heap and self._is_stale(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def get(self, key: _Key) -> float | None:
+        return self._due.get(key)
+
+    def set(self, key: _Key, when: float | None) -> None:
+        """Replace the deadline of a key; None removes it. O(log n)."""
+        if self._due.get(key) == when:
+            return
+        if when is None:
+            del self._due[key]
+        else:
+            self._due[key] = when
+            self._count += 1
+            heapq.heappush(self._heap, (when, self._count, key))
+        # Replaced entries stay in the heap until they are due, or until they are most of it.
+        if len(self._heap) > 2 * len(self._due) + 16:
+            self._heap = [entry for entry in self._heap if not self._is_stale(entry)]
+            heapq.heapify(self._heap)
+
+    def pop_due(self, now: float) -> list[_Key]:
+        """Remove the keys that are due and return them, earliest first."""
+        due: list[_Key] = []
+        while (when := self.next) is not None and when <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._due[key]
+            due.append(key)
+        return due
+
+    def clear(self) -> None:
+        self._due.clear()
+        self._heap.clear()
+
+    def _is_stale(self, entry: tuple[float, int, _Key]) -> bool:
+        when, _, key = entry
+        return self._due.get(key) != when
