@@ -17,7 +17,7 @@ SIDES: Final = ("--prefill=tp=2,block=16", "--decode=tp=4,block=64")
 
 IMPORTED: Final = (
     "nixl_kv.geometry.plan",
-    "nixl_kv.protocol.decode.machine",
+    "nixl_kv.protocol.decode",
     "nixl_kv.protocol.prefill",
     "nixl_kv.transport.memory",
     "nixl_kv.transport.zmq",

@@ -29,8 +29,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode.loads import LoadBook
-from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import register
@@ -254,15 +253,13 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     if spec.is_decode:
         agents.open()
     decode = DecodeMachine(
-        LoadBook(
-            messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
-            event_log.record,
-            timeout_s=config.request_timeout_s,
-            renew_interval_s=config.renew_interval_s,
-            bytes_per_token=layout.bytes_per_token,
-        ),
+        messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
+        event_log.record,
         PeerBook(event_log.record),
         peers.name_slices,
+        timeout_s=config.request_timeout_s,
+        renew_interval_s=config.renew_interval_s,
+        bytes_per_token=layout.bytes_per_token,
     )
     num_slots = spec.num_slots or slots_for(layout)
     slots = spec.make_slots(num_slots)

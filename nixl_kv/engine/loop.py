@@ -29,7 +29,7 @@ from nixl_kv.errors import (
 )
 from nixl_kv.ids import Endpoint, Nonce, RequestId, new_incarnation, short
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.agents import Agents
@@ -432,7 +432,7 @@ class Loop:
     def _on_command(self, command: events.Command) -> None:
         if isinstance(command, events.SetEngine):
             self.parts.agents.peers.engine_layouts = command.layouts
-            self.parts.decode.loads.set_engine(command.engine)
+            self.parts.decode.set_engine(command.engine)
             return
         is_admitted, report = self.outstanding.admit(command)
         if report is not None:

@@ -27,10 +27,10 @@ class StatusReporter:
         """The answer."""
         now, parts = self._clock(), self._parts
         peers, links = parts.decode.peers.all(), parts.control.links()
-        offers, loads = parts.prefill.all(), parts.decode.loads.all()
+        offers, loads = parts.prefill.all(), parts.decode.loads
         return messages.Status(
             incarnation=parts.description.incarnation,
-            engine=parts.decode.loads.reader.engine,
+            engine=parts.decode.reader.engine,
             rank=self._rank,
             roles=self._roles,
             uptime_s=now - self._started_at,

@@ -1,17 +1,15 @@
-"""Where each byte of KV is on one rank, as base addresses and strides.
+"""Where each byte of KV is on one rank, as base addresses and strides, and which block has it.
 
-An element of KV is (layer, part, head, token). A part is K, or V, or both in one piece where they
-are never apart (as in a latent cache). A rank keeps the element at
+Every layout that vLLM uses is one formula with different numbers, so nothing here knows a backend
+or a model. An element of KV is (layer, part, head, token). A part is K or V, or both where they are
+never apart, as in a latent cache. The element is at
 
     region.base + part.offset + block * block_stride + head * head_stride + slot * token_stride
 
-where `block` is the entry of the request's block table at `token // block_size`, `slot` is
-`token % block_size`, and `head` counts from the region's first head. `part.length` bytes are there
-in one piece. If the part has more pieces, each is `part.stride` bytes after the one before.
-
-Where tokens are divided among ranks, `Stripe.position(token)` stands in place of `token` in this.
-
-This one formula covers all of the following. Only numbers tell them apart, never a backend's name:
+`block` is the entry of the request's block table at `token // block_size`, `slot` is
+`token % block_size`, and `head` counts from the region's first head. There are `part.length`
+contiguous bytes. If the part has more pieces, each is `part.stride` bytes after the one before.
+If ranks divide the tokens, `Stripe.position(token)` replaces `token`. Examples:
 
     vLLM's packed view [B, H, N, K+V] in any physical order   V's offset is K's length
     separate K and V, [2, B, H, N, D]                         V's offset is half of the tensor
@@ -20,26 +18,24 @@ This one formula covers all of the following. Only numbers tell them apart, neve
     K transposed within the block, [B, H, D, N]               K has D pieces of one element, and a
                                                               token_stride of its own
 
-These records also come from peers. So each checks its own numbers, and raises ValueError.
-
-Arithmetic on tokens and block ids. All ranges are half-open.
+A block table has one entry (a block id) for every `entry_size` tokens. All ranges are half-open:
 
     tokens   0 ............ local ............ local + load ... prompt
-             |-- cached here --|--- to be read ---|-- computed --|
+             |-- cached here --|-- to be read ----|-- computed --|
     entries  [local // entry_size, ceil((local + load) / entry_size))
 
-A block table has one entry (a block id) for every `entry_size` tokens. `local` is a multiple of the
-entry size: vLLM reports only whole blocks of its own cache hits.
-
-Where the two sides have different block sizes, tokens are cut at the block edges of both sides.
-Each token segment then lies in one block on either side. The cuts repeat after the least common
-multiple of the block sizes, which is the period:
+`local` is a multiple of the entry size, because vLLM reports only whole blocks as cached. If the
+two sides have different block sizes, tokens are cut into segments at the block edges of both sides,
+so that each segment lies in one block on either side. The cuts repeat after the least common
+multiple of the block sizes, the period:
 
     local    |       48       |       48       |
     remote   |    32    |    32    |    32    |      segments of 32, 16, 16, 32 tokens
 
-Where a rank keeps a stripe of the tokens only, a segment has tokens that both sides keep, and that
-follow each other on both; other tokens may be between them.
+If a rank keeps only a stripe of the tokens, a segment has tokens that both sides keep and that are
+neighbours on both sides; there may be other tokens between them.
+
+Peers send these records too, so each checks its own numbers and raises ValueError.
 """
 
 import math
@@ -54,16 +50,28 @@ MAX_ADDRESS = 2**63
 MAX_COUNT = 2**31
 MAX_TEXT = 256
 
+ABSENT: Final = -1
+"""A block table's entry without a block, as before a sliding window."""
+
+MAX_ENTRIES: Final = 1 << 20
+"""In a block table, from its first present entry to the last one."""
+
+MAX_UNITS: Final = 1 << 16
+"""Above this many units per period, `num_token_segments` gives an upper bound."""
+
 WINDOW_EDGE = 256
-"""Prefill keeps what a sliding window needs, from a multiple of this many tokens on."""
+"""Prefill keeps the tokens of a sliding window from a multiple of this number on."""
 
 STATE_WINDOW = 1
-"""Of a state, which stands for all tokens before, only the last one is of use."""
+"""The window of a recurrent state: only the last state is useful."""
 
 Memory = Literal["VRAM", "DRAM"]
 
+BlockIds = npt.NDArray[np.int32]
+"""Shape (n,), int32: the element type that NIXL takes without a conversion."""
+
 Tokens = TypeVar("Tokens", int, npt.NDArray[np.int64])
-"""One token's place in the prompt, or those of many."""
+"""One token's position in the prompt, or an array of them."""
 
 
 def check_range(name: str, value: int, *, low: int = 1, high: int) -> None:
@@ -74,10 +82,9 @@ def check_range(name: str, value: int, *, low: int = 1, high: int) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of one head's content of one token: `count` pieces of `length` bytes.
+    """`count` pieces of `length` bytes of one head and token, `stride` bytes apart, from `offset`.
 
-    The first piece is at `offset`; the pieces are `stride` bytes apart. A `token_stride` of 0 means
-    the region's.
+    A `token_stride` of 0 means the region's.
     """
 
     offset: int
@@ -95,7 +102,7 @@ class Part:
 
     @property
     def content(self) -> int:
-        """Bytes of all its pieces."""
+        """Bytes of all pieces."""
         return self.count * self.length
 
 
@@ -103,12 +110,9 @@ class Part:
 class Region:
     """One layer's KV on one rank. All strides are bytes; heads are counted over the whole model.
 
-    In an `opaque` region, only the layer's own kernel knows which bytes of a head's block belong to
-    which token. Its strides and parts say only which bytes a block has. Such a block is read, and
-    compared, as a whole.
-
-    What the bytes mean: `element` names the stored type. `scales` say what values were divided by
-    before they were stored: one text for all heads, or one for each; none where nothing was.
+    In an `opaque` region, only the layer's kernel knows which bytes of a block belong to which
+    token, so blocks are read and compared as a whole. `element` names the stored type. `scales`
+    are the quantisation scales, as one text for all heads or one per head; none without scaling.
     """
 
     layer: str
@@ -139,7 +143,6 @@ class Region:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The half-open range of the model's heads."""
         return self.first_head, self.first_head + self.num_heads
 
     @property
@@ -148,21 +151,19 @@ class Region:
         return sum(part.content for part in self.parts)
 
     def head_offset(self, head: int) -> int:
-        """Bytes from the base to this head of the model."""
+        """Bytes from the base to one of the model's heads."""
         return (head - self.first_head) * self.head_stride
 
     def token_stride_of(self, part: Part) -> int:
-        """Bytes from one token to the next in this part."""
         return part.token_stride or self.token_stride
 
 
 @dataclass(frozen=True)
 class Stripe:
-    """Which tokens of a prompt a rank keeps: of each `count * width` in a row, `width` of them.
+    """Which tokens a rank keeps: `width` of every `count * width`, from number `place * width` on.
 
-    These begin with number `place * width`. The rank keeps its tokens as if there were no others:
-    the first one has position 0, the next one 1, and so on. This is decode context parallelism with
-    so many ranks and that interleave; the default keeps all tokens.
+    This is decode context parallelism of `count` ranks with an interleave of `width`. The rank
+    stores its tokens without gaps, at positions 0, 1, 2, ... By default it keeps all tokens.
     """
 
     count: int = 1
@@ -176,33 +177,30 @@ class Stripe:
 
     @property
     def period(self) -> int:
-        """Tokens after which it begins anew."""
+        """Tokens after which the pattern repeats."""
         return self.count * self.width
 
     def holds(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """For each token, whether it is kept."""
         kept: npt.NDArray[np.bool_] = tokens // self.width % self.count == self.place
         return kept
 
     def position(self, token: Tokens) -> Tokens:
-        """Where a token that is kept is among those that are."""
+        """The position of a kept token among all kept tokens."""
         if self.count == 1:
             return token
         return token // self.period * self.width + token % self.width
 
     def token(self, position: Tokens) -> Tokens:
-        """The token at this position."""
         place = position // self.width * self.count + self.place
         return place * self.width + position % self.width
 
     def num_before(self, token: int) -> int:
-        """How many tokens before this one are kept."""
         rest = token % self.period - self.place * self.width
         return token // self.period * self.width + min(max(rest, 0), self.width)
 
     def meets(self, other: "Stripe") -> bool:
-        """Whether any token is kept by both."""
-        # Their beginnings are at all distances that are equal modulo this.
+        """Whether both keep some token."""
+        # The distances between their beginnings are all numbers congruent modulo the gcd.
         step = math.gcd(self.period, other.period)
         distance = (other.place * other.width - self.place * self.width) % step
         return distance < self.width or step - distance < other.width
@@ -215,11 +213,10 @@ ALL_TOKENS: Final = Stripe()
 class Group:
     """Layers that share one block table; a pipeline stage may have none of them.
 
-    `block_size` (in tokens) and `num_blocks` are those of the regions. Where vLLM's block table
-    counts larger blocks, each entry is `blocks_per_entry` consecutive blocks of a region. Of a
-    prompt, tokens that are `window` or more before the last one are not kept; 0 means: all are. Of
-    those that are kept, this rank has those of its `stripe`. A block table's entry stands for the
-    same tokens on all ranks, each of which has its part of them.
+    `block_size` (in tokens) and `num_blocks` are those of the regions. An entry of vLLM's block
+    table is `blocks_per_entry` consecutive blocks, and stands for the same tokens on all ranks.
+    Tokens that are `window` or more before the prompt's last one are dropped; 0 keeps all. This
+    rank has the kept tokens of its `stripe`.
     """
 
     block_size: int
@@ -238,12 +235,12 @@ class Group:
         if self.slots_per_entry % self.stripe.width:
             raise ValueError(
                 f"stripe width is {self.stripe.width}; "
-                f"allowed: what divides an entry of {self.slots_per_entry} slots"
+                f"allowed: a divisor of the {self.slots_per_entry} slots of an entry"
             )
 
     @property
     def num_entries(self) -> int:
-        """How many different ids a block table may have."""
+        """The number of valid block ids."""
         return self.num_blocks // self.blocks_per_entry
 
     @property
@@ -258,13 +255,13 @@ class Group:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether it keeps what stands for all tokens before one, and not KV of each."""
+        """Whether it keeps recurrent states instead of KV per token."""
         return self.window == STATE_WINDOW
 
 
 @dataclass(frozen=True)
 class Span:
-    """Memory registered in one piece: `length` bytes at `address`."""
+    """`length` bytes at `address`, registered in one piece."""
 
     address: int
     length: int
@@ -276,10 +273,7 @@ class Span:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The whole KV cache of one rank.
-
-    `device` is the ordinal of the device that has the memory, 0 for DRAM.
-    """
+    """The whole KV cache of one rank. `device` is the ordinal of its GPU, 0 for DRAM."""
 
     groups: tuple[Group, ...]
     memory: Memory
@@ -288,12 +282,12 @@ class CacheLayout:
 
     @property
     def regions(self) -> "dict[str, tuple[int, Region]]":
-        """For each layer the number of its group, and its region."""
+        """For each layer, the number of its group and its region."""
         return {r.layer: (number, r) for number, g in enumerate(self.groups) for r in g.regions}
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers and heads of this rank, for a token of the prompt on average."""
+        """The average over the prompt's tokens, for all layers and heads of this rank."""
         return sum(
             -(-region.num_heads * region.content // group.stripe.count)
             for group in self.groups
@@ -301,11 +295,11 @@ class CacheLayout:
         )
 
     def __post_init__(self) -> None:
-        """Check the numbers, the names, and that every block of a region is inside one span."""
+        """Check the numbers, the names, and that every region lies inside one span."""
         check_range("number of groups", len(self.groups), high=65)
         check_range("device", self.device, low=0, high=1 << 10)
         num_regions = sum(len(group.regions) for group in self.groups)
-        # The check below compares each region with all spans.
+        # The check below compares each region with all spans; a peer must not make that expensive.
         check_range("regions times spans", (num_regions + 1) * len(self.spans), low=0, high=1 << 20)
         names: set[str] = set()
         for group in self.groups:
@@ -339,26 +333,12 @@ def extent(region: Region, group: Group) -> int:
     )
 
 
-ABSENT: Final = -1
-"""In a block table: no block, as where a sliding window has passed."""
-
-MAX_ENTRIES: Final = 1 << 20
-"""Of a block table, from the first one that is present to the last one."""
-
-MAX_UNITS: Final = 1 << 16
-"""Of one period, for which segments are counted."""
-
-BlockIds = npt.NDArray[np.int32]
-"""Shape (n,), int32: the element type that NIXL takes without a conversion."""
-
-
 def entries(local: int, load: int, entry_size: int) -> range:
-    """The positions in a block table whose blocks hold tokens [local, local + load)."""
+    """The entries of a block table that hold tokens [local, local + load)."""
     return range(local // entry_size, -(-(local + load) // entry_size))
 
 
 def block_ids(ids: Sequence[int]) -> BlockIds:
-    """Block ids as an array."""
     return np.asarray(ids, dtype=np.int32)
 
 
@@ -366,16 +346,15 @@ def block_ids(ids: Sequence[int]) -> BlockIds:
 class Table:
     """A request's block table as it is kept and sent: the entries from number `first` on.
 
-    Entries are counted from the prompt's first token, whatever is read of it. Those before `first`
-    are ABSENT: what a sliding window has passed, or the states before the last one, cost nothing.
-    `ids` are little-endian int32, one for each entry; with them the table ends.
+    Entries are counted from the prompt's first token. Those before `first` are ABSENT, so the
+    blocks before a sliding window, or the states before the last one, cost nothing. `ids` are
+    little-endian int32, one per entry.
     """
 
     first: int
     ids: bytes
 
     def __post_init__(self) -> None:
-        """Check the numbers: they also come from peers."""
         if len(self.ids) % 4 or len(self.ids) > 4 * MAX_ENTRIES:
             raise ValueError(
                 f"ids of a block table are {len(self.ids)} bytes; "
@@ -385,7 +364,7 @@ class Table:
 
     @classmethod
     def of(cls, ids: npt.ArrayLike, first: int = 0) -> "Table":
-        """The table with these entries, of which the first has the number `first`."""
+        """The table of entries `first`, `first + 1`, ...; absent ones in front are dropped."""
         array = np.asarray(ids, dtype="<i4")
         present = np.flatnonzero(array != ABSENT)
         num_absent = int(present[0]) if len(present) else len(array)
@@ -393,30 +372,27 @@ class Table:
 
     @property
     def block_ids(self) -> BlockIds:
-        """The entries from number `first` on."""
         return np.frombuffer(self.ids, dtype="<i4")
 
     @property
     def num_ids(self) -> int:
-        """How many entries it has from number `first` on."""
         return len(self.ids) // 4
 
     @property
     def num_present(self) -> int:
-        """How many entries are not ABSENT."""
         return int(np.count_nonzero(self.block_ids != ABSENT))
 
 
 @dataclass(frozen=True)
 class TokenSegment:
-    """`length` tokens of a rank, of which token `start` is the first, in each later period too."""
+    """`length` tokens of a rank, the first of which is token `start` of every period."""
 
     start: int
     length: int
     period: int
 
     def starts(self, tokens: range) -> range:
-        """Where the segments within these tokens begin; `tokens` begins at a block's edge."""
+        """Where its repetitions within `tokens` begin; `tokens` begins at a block's edge."""
         first = tokens.start + (self.start - tokens.start) % self.period
         return range(first, tokens.stop, self.period)
 
@@ -434,7 +410,7 @@ def token_segments(local: Group, remote: Group) -> list[TokenSegment]:
 
 
 def num_token_segments(local: Group, remote: Group) -> int:
-    """The number of segments in one period, or more, without a list of them."""
+    """The number of segments in one period, or an upper bound if counting them is expensive."""
     unit, period = _unit_and_period(local, remote)
     if local.stripe.count == remote.stripe.count == 1:
         return local.block_size // unit + remote.block_size // unit - 1
@@ -447,7 +423,7 @@ def num_token_segments(local: Group, remote: Group) -> int:
 def _cuts(
     local: Group, remote: Group, unit: int, period: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Every `unit`th token of a period, of those that both sides keep; where segments begin."""
+    """Every `unit`th token of a period that both sides keep, and whether a segment begins there."""
     tokens = np.arange(0, period, unit)
     tokens = tokens[local.stripe.holds(tokens) & remote.stripe.holds(tokens)]
     is_cut = np.zeros(len(tokens), dtype=bool)
@@ -459,7 +435,7 @@ def _cuts(
 
 
 def _unit_and_period(local: Group, remote: Group) -> tuple[int, int]:
-    """Of so many tokens nothing comes between; after so many it all repeats."""
+    """The tokens between two possible cuts, and the tokens after which all cuts repeat."""
     sizes, periods = [], []
     for group in (local, remote):
         widths = [group.stripe.width] if group.stripe.count > 1 else []
@@ -470,9 +446,9 @@ def _unit_and_period(local: Group, remote: Group) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A request's block table of one group on one side: `ids[0]` is its entry number `first`.
+    """A request's block table with its group: `ids[0]` is entry number `first`.
 
-    Those before are absent.
+    The entries before it are absent.
     """
 
     ids: BlockIds
@@ -481,14 +457,12 @@ class BlockTable:
 
     @classmethod
     def of(cls, table: Table, group: Group) -> "BlockTable":
-        """What was kept or sent, of this group."""
         return cls(table.block_ids, group, table.first)
 
     def piece_numbers(self, tokens: range, per_block: int) -> BlockIds:
-        """For each token, the number of the piece that holds it.
+        """For each token, the number of the piece that holds it; negative if its entry is absent.
 
-        Each block has `per_block` pieces; they are numbered through all blocks of the cache. Where
-        the table's entry is absent, the number is negative.
+        Each block has `per_block` pieces, numbered through all blocks of the cache.
 
         Raises:
             ValueError: for a token behind the table's end, or an id that the cache does not have.
@@ -507,7 +481,6 @@ class BlockTable:
         return ids * np.int32(per_entry) + within.astype(np.int32)
 
     def _ids_of(self, tokens: range) -> BlockIds:
-        """For each token, the id in its entry of the table."""
         size = self.group.entry_size
         if not tokens:
             return self.ids[:0]
@@ -521,7 +494,7 @@ class BlockTable:
             return self.ids[first : last + 1 : tokens.step // size]
         positions = np.arange(tokens.start, tokens.stop, tokens.step) // size - self.first
         ids = self.ids
-        if first < 0:  # the last one of these stands for all that are absent before the first
+        if first < 0:  # an appended ABSENT stands for all entries before `self.first`
             ids = np.append(ids, np.int32(ABSENT))
             positions = np.maximum(positions, -1)
         found: BlockIds = ids[positions]

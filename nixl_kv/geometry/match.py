@@ -1,19 +1,15 @@
-"""Which ranks exchange KV with which, from nothing but what each rank holds.
+"""Which ranks of two engines exchange KV, and why two engines cannot.
 
-A rank holds, for each of its layers, a range of the model's KV heads, of all tokens or of a stripe
-of them. Tensor parallelism divides the heads, and copies them where there are more ranks than
-heads. Pipeline parallelism divides the layers, context parallelism the tokens. No function here
-distinguishes them: a reader covers its own heads from those that the remote ranks hold, for each
-stripe of the remote ranks that meets its own.
+A rank holds, for each of its layers, a range of the model's KV heads, of all tokens or of a stripe.
+Tensor parallelism divides the heads, and copies them if there are more ranks than heads. Pipeline
+parallelism divides the layers, decode context parallelism the tokens. Nothing here distinguishes
+them: `routes` covers the heads of a reader with those of the remote ranks, for each stripe that
+both have.
 
-Ranks are numbered `pp_rank * tp + tp_rank`.
-
-Why two engines cannot exchange KV.
-
-Each field that differs is named with both values, so that the person who reads the log knows which
-flag to change. Nothing is guessed, and nothing is hidden in a hash. What may differ: tensor and
-pipeline parallel sizes, block sizes, physical orders, the grouping of layers. The remote engine may
-have more than the local one, which reads: what this one lacks is not read.
+`layout_mismatches` and the functions beside it name each field that differs, with both values, so
+that an operator knows which flag to change. The engines may differ in tensor and pipeline parallel
+size, block size, physical order and grouping of layers. The remote engine may have more layers than
+the local one, which reads. Ranks are numbered `pp_rank * tp + tp_rank`.
 """
 
 import itertools
@@ -34,16 +30,23 @@ from nixl_kv.geometry.layout import (
 from nixl_kv.geometry.plan import Heads
 from nixl_kv.ids import Rank
 
+SHOWN_CHARACTERS: Final = 100
+"""Of a value that differs: it may be a peer's, and as long as a message may be."""
+MAX_TOKEN_SEGMENTS: Final = 512
+"""Per period of two block sizes. Each segment has rows of its own, so more make a plan slow."""
+MAX_STRIPED_SEGMENTS: Final = 4096
+"""The same if ranks divide the tokens, perhaps one by one."""
+
 
 class Holding(NamedTuple):
-    """What one rank holds of a layer: a half-open range of the model's KV heads, a token stripe."""
+    """What one rank holds of a layer: a half-open range of the model's KV heads, and a stripe."""
 
     heads: Heads
     stripe: Stripe = ALL_TOKENS
 
 
 Holdings: TypeAlias = Mapping[str, Holding]
-"""What one rank holds, by layer."""
+"""By layer."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,13 @@ class ParallelShape:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.tp * self.pp
 
 
 def holdings(layout: CacheLayout) -> Holdings:
-    """What a rank with this cache holds."""
     held: dict[str, Holding] = {}
     for group in layout.groups:
-        # Layers that are alike share one record: `assign` tells by it that they are.
+        # Layers with the same heads share one record, which `assign` recognizes by identity.
         by_heads: dict[tuple[int, int], Holding] = {}
         for region in group.regions:
             key = region.first_head, region.num_heads
@@ -80,24 +81,24 @@ def holdings(layout: CacheLayout) -> Holdings:
 
 @dataclass(frozen=True)
 class Route:
-    """A remote rank that has readers, or that one reader must release because it has none."""
+    """A remote rank and its readers. If it has none, the rank with this route must release it."""
 
     remote_rank: Rank
-    readers: tuple[Rank, ...]  # none: release it
-    share: Mapping[str, Heads] = field(default_factory=dict)  # what is read, by layer
+    readers: tuple[Rank, ...]
+    share: Mapping[str, Heads] = field(default_factory=dict)  # what this rank reads, by layer
 
 
 def routes(
     reader: Rank, readers: Sequence[Holdings], remotes: Sequence[Holdings]
 ) -> tuple[Route, ...]:
-    """What one rank of a decode engine does with each rank of a prefill engine.
+    """The routes of one rank of a decode engine to the ranks of a prefill engine.
 
-    Every rank of the decode engine computes the same assignment from the same records, so that
-    each of them can tell a remote rank who its readers are. A remote rank that nobody reads (an
-    extra copy) is released by the reader `remote rank mod number of readers`.
+    Every rank of the decode engine computes the same assignment from the same records, so each can
+    tell a remote rank who its readers are. Extra copies have no reader: the rank `remote rank mod
+    number of readers` releases them.
 
     Args:
-        reader: the rank that asks.
+        reader: this rank.
         readers: what each rank of its engine holds.
         remotes: what each rank of the other engine holds.
 
@@ -120,15 +121,14 @@ def assign(
 ) -> list[dict[Rank, dict[str, Heads]]]:
     """For each reader, which heads of which layers it reads from which remote rank.
 
-    Each head of each token is read once by each reader that holds it. Of what it is to read from a
-    rank, a reader reads the tokens that both hold. Readers of the same heads are spread over the
-    remote ranks that hold copies of them. A reader reads from as few remote ranks as it can.
+    A reader reads each head of each of its tokens once, from as few remote ranks as it can. Readers
+    of the same heads are spread over the remote ranks that have copies of them.
 
     Raises:
         ValueError: if a reader holds heads that no remote rank holds.
     """
-    # Layers that all ranks of both engines hold alike are assigned together. Their records are
-    # compared by identity first: to hash 4,000 of them takes milliseconds.
+    # Layers that all ranks of both engines hold in the same way are assigned together. Compare
+    # records by identity first: hashing 4,000 of them takes milliseconds.
     alike: dict[tuple[int, ...], list[str]] = {}
     engines = [*readers, *remotes]
     for layer in sorted(set().union(*readers)):
@@ -152,7 +152,7 @@ def assign(
 
 
 def _num_copies(held: Sequence[Holding | None]) -> float:
-    """How many remote ranks hold each of a layer's ranges, on average."""
+    """How many remote ranks hold the same range of a layer, on average."""
     ranges = [holding for holding in held if holding]
     return len(ranges) / len(set(ranges)) if ranges else 0
 
@@ -164,7 +164,7 @@ def _cover_stripes(
     already_read: Container[Rank],
     num_readers: Mapping[Rank, int],
 ) -> Iterator[tuple[Rank, Heads]]:
-    """Cover what a reader holds, for each stripe of the remote ranks that has tokens of its own."""
+    """Cover the heads of a reader, for each remote stripe that shares tokens with its own."""
     stripes = {holding.stripe for holding in held if holding}
     for stripe in sorted(stripes or {ALL_TOKENS}, key=lambda stripe: stripe.place):
         if stripe.meets(wanted.stripe):
@@ -181,8 +181,8 @@ def _cover(
 ) -> list[tuple[Rank, Heads]]:
     """Cover a range from left to right, each time by the best remote rank for the next head.
 
-    Best is a rank that is read anyway, then the one whose range ends last, then the one with the
-    fewest readers. Of equal copies the first reader chooses the first, the second the second.
+    The best is a rank that is read anyway, then the one whose range ends last, then the one with
+    the fewest readers. Among equal copies, reader number n starts with copy number n.
     """
     cover: list[tuple[Rank, Heads]] = []
     head = wanted[0]
@@ -200,17 +200,12 @@ def _cover(
     return cover
 
 
-SHOWN_CHARACTERS: Final = 100
-"""Of a value that differs."""
-MAX_TOKEN_SEGMENTS: Final = 512
-"""Into how many token segments two block sizes may cut one period."""
-MAX_STRIPED_SEGMENTS: Final = 4096
-"""The same where ranks divide the tokens, perhaps one by one."""
+# --- what differs
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One field that differs."""
+    """A field that differs."""
 
     field: str
     local: object
@@ -221,13 +216,12 @@ class Mismatch:
 
 
 def _short(value: object) -> str:
-    """It may be a peer's, and as long as a message may be."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
 def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:
-    """Compare two engines' facts about their models, field by field."""
+    """Compare the facts about two models, field by field."""
     names = sorted(set(local) | set(remote))
     return [
         Mismatch(name, local.get(name), remote.get(name))
@@ -237,7 +231,7 @@ def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> lis
 
 
 def extra_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:
-    """Compare what two engines keep KV of besides their models: local needs all that it has."""
+    """Compare what two engines cache besides their models: prefill needs all that decode has."""
     return [
         Mismatch(name, text, remote.get(name))
         for name, text in sorted(local.items())
@@ -251,11 +245,11 @@ def layout_mismatches(
     *,
     local_pieces: "Pieces | None" = None,
 ) -> list[Mismatch]:
-    """Every reason why one engine cannot read another; what explains most comes first.
+    """Every reason why this engine cannot read another one, the most general first.
 
     Args:
-        local: the layouts of all ranks of this engine, which reads.
-        remote: the layouts of all ranks of the other engine, which may have more layers.
+        local: the layouts of all ranks of this engine.
+        remote: the layouts of all ranks of the other engine.
         local_pieces: `pieces` of the local layouts, if the caller keeps them.
     """
     mine = pieces(local) if local_pieces is None else local_pieces
@@ -267,7 +261,7 @@ def layout_mismatches(
     shared = [_shorten(sorted(_shared(side))) for side in (local, remote)]
     if shared != ["nothing", "nothing"]:
         mismatches.append(Mismatch("layer that several pipeline stages have", *shared))
-    # Most layers of a model are alike, so that one comparison does for all of them.
+    # Most layers of a model are alike, so one comparison covers all of them.
     alike: dict[tuple[tuple[_Piece, ...], tuple[_Piece, ...]], list[str]] = {}
     for layer in sorted(mine.keys() & theirs.keys()):
         alike.setdefault((tuple(mine[layer]), tuple(theirs[layer])), []).append(layer)
@@ -283,20 +277,19 @@ def layout_mismatches(
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a layer is on one rank; the ranks of an engine should agree, but need not."""
+    """What a layer is on one rank. The ranks of an engine should agree, but a peer's may not."""
 
     lengths: tuple[int, ...]
-    group: Group
-    """Without what may be different on each rank."""
+    group: Group  # without whatever may differ between ranks
 
 
 _Segment: TypeAlias = tuple[int, int, str]
-"""A half-open range of heads, and what is said of all of them."""
+"""A half-open range of heads, and a text that applies to all of them."""
 
 
 @dataclass
 class _Layer:
-    """A layer in one engine, from all of its ranks."""
+    """A layer in one engine, collected from all ranks."""
 
     kinds: set[_Kind] = field(default_factory=set)
     elements: set[str] = field(default_factory=set)
@@ -320,13 +313,13 @@ class _Layer:
 
     @property
     def heads(self) -> tuple[Heads, ...]:
-        """The heads that the engine has of some token, as few ranges."""
+        """The heads that the engine has of any token, merged."""
         held = set().union(*self.held.values())
         return tuple((first, last) for first, last, _ in _merge(held))
 
     @property
     def stripes(self) -> str:
-        """What is wrong with the ranks' token stripes, in words; 'complete' if nothing is."""
+        """What is wrong with the ranks' token stripes; 'complete' if nothing is."""
         number, width = next((stripe.count, stripe.width) for stripe in self.held)
         heads = {tuple(_merge(held)) for held in self.held.values()}
         if {Stripe(number, place, width) for place in range(number)} != self.held.keys():
@@ -335,7 +328,7 @@ class _Layer:
 
 
 def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
-    """The same, in as few segments as possible: however ranks divide or copy the heads."""
+    """The same in as few segments as possible, however ranks divide or copy the heads."""
     merged: list[_Segment] = []
     for first, last, text in sorted(segments):
         if merged and first <= merged[-1][1] and text == merged[-1][2]:
@@ -346,7 +339,7 @@ def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
 
 
 class _Sizes:
-    """What a group says of the blocks of its layers. Equal ones are one object, quick to hash."""
+    """The block sizes of a group. `pieces` makes equal ones one object, which hashes fast."""
 
     def __init__(self, group: Group) -> None:
         self.block_size = group.block_size
@@ -356,16 +349,16 @@ class _Sizes:
 
 
 _Piece: TypeAlias = tuple[int, int, tuple[int, ...], str, tuple[str, ...], _Sizes]
-"""What one rank has of a layer, without addresses: the range of heads, the lengths of the parts,
-the element, the scales, the blocks."""
+"""A layer on one rank, without addresses: first and last head, lengths of the parts, element type,
+scales, block sizes."""
 
 
 Pieces: TypeAlias = Mapping[str, Sequence[_Piece]]
-"""For each layer, what each rank that has it has of it."""
+"""By layer: a piece for each rank that has it."""
 
 
 def pieces(layouts: Sequence[CacheLayout]) -> Pieces:
-    """Sum up an engine's caches for `layout_mismatches`. 16 ranks of 126 layers take 4 ms."""
+    """Summarize an engine's caches for `layout_mismatches`. 16 ranks of 126 layers take 4 ms."""
     result: dict[str, list[_Piece]] = {}
     known: dict[tuple[int, int, int, Stripe], _Sizes] = {}
     for layout in layouts:
@@ -381,9 +374,9 @@ def pieces(layouts: Sequence[CacheLayout]) -> Pieces:
 
 
 def _shared(layouts: Sequence[CacheLayout]) -> set[str]:
-    """Layers of one name that are not copies: ranks with copies have all their layers in common.
+    """Layer names that different pipeline stages use: ranks with copies have all layers in common.
 
-    vLLM counts the layers of some draft models from those of the last stage on.
+    vLLM numbers the layers of some draft models like layers of another stage.
     """
     held = {frozenset(r.layer for g in layout.groups for r in g.regions) for layout in layouts}
     counts = Counter(itertools.chain.from_iterable(held))
@@ -391,7 +384,7 @@ def _shared(layouts: Sequence[CacheLayout]) -> set[str]:
 
 
 def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
-    # Ranks that lie would leave tokens that nobody reads.
+    # With an incomplete set of stripes, some tokens would be read by no rank.
     if not mine.stripes == theirs.stripes == "complete":
         return [Mismatch("tokens that ranks hold", mine.stripes, theirs.stripes)]
     if len(mine.kinds) > 1 or len(theirs.kinds) > 1:
@@ -410,7 +403,7 @@ def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
 
 
 def _scale_mismatches(mine: Iterable[_Segment], theirs: Iterable[_Segment]) -> list[Mismatch]:
-    """What is said of the heads whose scales differ; both sides have the same heads."""
+    """Compare scales per head; both sides have the same heads."""
     here, there = set(_merge(mine)), set(_merge(theirs))
     return _compare("KV scales", _words(here - there), _words(there - here))
 
@@ -427,7 +420,7 @@ def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
 
 def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
     mismatches = []
-    # Prefill must keep all tokens that decode looks back at.
+    # Prefill must keep all tokens that decode's window reaches.
     if theirs.window and not 0 < mine.window <= theirs.window:
         mismatches.append(Mismatch("sliding window", mine.window or None, theirs.window))
     is_striped = max(mine.stripe.count, theirs.stripe.count) > 1
@@ -444,7 +437,6 @@ def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
 
 
 def _block_words(group: Group) -> object:
-    """The block size, and which tokens are in a block, if not all."""
     if group.stripe == ALL_TOKENS:
         return group.block_size
     return f"{group.block_size}, of {_stripe_words(group.stripe)}"
@@ -456,11 +448,10 @@ def _stripe_words(stripe: Stripe) -> str:
 
 
 def _count_heads(heads: tuple[Heads, ...]) -> object:
-    """The number of heads; or, where some are missing, the ranges of those that are there."""
+    """The number of heads; if some are missing, the ranges of the others."""
     return heads[0][1] if len(heads) == 1 and heads[0][0] == 0 else heads
 
 
 def _shorten(layers: Sequence[str]) -> str:
-    """The name of the first layer, and the number of the others."""
     more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
     return f"{layers[0]}{more}" if layers else "nothing"

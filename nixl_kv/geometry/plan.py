@@ -1,25 +1,20 @@
-"""Runs: pieces that are contiguous on both sides, and how two ranks' regions overlap in them.
+"""What to copy from one remote rank to this one, as maximal contiguous runs.
 
-Pairs are (local, remote).
+`plan(local, remote)` intersects two ranks' caches, once per remote rank. `Plan.pieces` is called
+once per request and only turns block ids into numbers, because the transfer thread waits for it.
+Wherever two things come as a pair, it is (local, remote).
 
-What to copy from one remote rank, as maximal contiguous runs.
-
-`plan(local, remote)` is called once per remote rank. It finds the runs that every block consists
-of, and describes all blocks at once by one strided row per run and side. `Plan.pieces` is called
-once per request. It only turns block ids into numbers of pieces of those rows.
-
-A row is (address, length, device, stride, count): `count` pieces of `length` bytes, `stride` bytes
+The cache has many blocks alike, so a run that recurs in every block is one *row* per side:
+(address, length, device, stride, count) stands for `count` pieces of `length` bytes, `stride` bytes
 apart, one piece per block. The pieces of all rows are numbered in row order, and a request names
-the pieces that it reads by number. Where a row is dense (stride == length) on both sides, pieces of
-neighbouring blocks are neighbours in memory, and merge.
+the pieces that it reads by number. NIXL takes such rows and numbers as they are. If a row is dense
+(stride == length) on both sides, pieces of neighbouring blocks are contiguous and merge.
 
-A plan is put together in three steps. The local and the remote region of a layer have an `Overlap`.
-Layers of a group whose blocks are equally far apart make an `OverlapGroup`. The rows of an overlap
-group for one token segment are `PagedRows`.
-
-Where the two sides have different block sizes, each token segment (`blocks.token_segments`) has
-rows of its own. But where all tokens of the cache are in one line, one dense row of smaller pieces,
-several for each block, is enough.
+A plan is made in three steps. The two regions of a layer have an `Overlap`: the runs of one block.
+Layers of a group whose blocks are equally far apart form an `OverlapGroup`, in which runs of
+different layers can merge. Its rows for one token segment are `PagedRows`. Different block sizes
+have several token segments (`layout.token_segments`) with rows of their own. If all tokens of the
+cache are in one line, one dense row of smaller pieces, several per block, is enough.
 """
 
 import math
@@ -47,8 +42,21 @@ Ints = npt.NDArray[np.int64]
 Heads = tuple[int, int]
 """A half-open range of the model's KV heads."""
 
+Rows = npt.NDArray[np.uint64]
+"""Shape (n, 5), uint64; the columns are ADDRESS, LENGTH, DEVICE, STRIDE, COUNT."""
+
+ADDRESS, LENGTH, DEVICE, STRIDE, COUNT = range(5)
+"""The columns of rows: the address of the first piece, the bytes of a piece, the device's ordinal,
+the bytes from one piece to the next, the number of pieces."""
+
+Share = Mapping[str, Heads]
+"""What one rank reads from another: for each layer a range of heads that both have."""
+
 MAX_PIECES: Final = 1 << 22
-"""How many pieces one block may have: of one layer before they merge, of all layers after."""
+"""In one block: of one layer before they merge, of all layers after."""
+MAX_INDEX: Final = 2**31 - 1
+MAX_ROWS: Final = 1 << 20
+"""In one list. With few common block edges, a small cache would have more rows than blocks."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +68,12 @@ class Runs:
     length: Ints
 
     def repeated(self, count: int, local_stride: int, remote_stride: int) -> "Runs":
-        """The runs at `count` equally spaced places, in ascending order of the places."""
+        """The runs at `count` places that are equally far apart, in ascending order."""
         steps = np.arange(count, dtype=np.int64)
         return self.shifted(steps * local_stride, steps * remote_stride)
 
     def shifted(self, local: Ints, remote: Ints) -> "Runs":
-        """The runs at each of these m distances, shape (m,) on both sides: m times as many."""
+        """The runs at each of m distances, given as arrays of shape (m,)."""
         return Runs(
             (local[:, None] + self.local).ravel(),
             (remote[:, None] + self.remote).ravel(),
@@ -73,7 +81,7 @@ class Runs:
         )
 
     def merged(self) -> "Runs":
-        """The same bytes in as few runs as possible, in ascending order of local addresses."""
+        """The same bytes in as few runs as possible, by ascending local address."""
         order = np.argsort(self.local, kind="stable")
         local, remote, length = self.local[order], self.remote[order], self.length[order]
         follows = local[:-1] + length[:-1] == local[1:]
@@ -83,17 +91,12 @@ class Runs:
 
 
 def concatenate(parts: Iterable[Runs]) -> Runs:
-    """All of these runs, in the given order."""
     columns = zip(*((runs.local, runs.remote, runs.length) for runs in parts), strict=True)
     return Runs(*map(np.concatenate, columns))
 
 
 def _pieces(region: Region) -> tuple[Ints, Ints, Ints]:
-    """The pieces of one head of one token.
-
-    Returns:
-        For each piece where it begins in the content, its offset in memory, its token stride.
-    """
+    """For each piece of one head and token: its offset in the content and in memory, its stride."""
     count = [part.count for part in region.parts]
     length = np.repeat([part.length for part in region.parts], count)
     step = np.concatenate([np.arange(part.count) * part.stride for part in region.parts])
@@ -104,17 +107,17 @@ def _pieces(region: Region) -> tuple[Ints, Ints, Ints]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a layer's local and remote regions overlap, in a range of heads that both of them have.
+    """How a layer's local and remote regions overlap in a range of heads that both have.
 
-    Name and base of the regions do not matter. Without them (see `_anywhere`), overlaps of many
-    layers are equal; equal ones are planned once.
+    `_anywhere` removes the regions' names and bases. Then the overlaps of most layers are equal,
+    and equal ones are planned once.
     """
 
     sides: tuple[Region, Region]
     heads: Heads
 
     def runs(self, num_tokens: int, slots: tuple[int, int]) -> Runs:
-        """The runs of `num_tokens` tokens from these slots of a block on, relative to the bases.
+        """The runs of `num_tokens` tokens from two slots of a block on, relative to the bases.
 
         Raises:
             IncompatiblePeer: if a block has too many pieces.
@@ -127,7 +130,7 @@ class Overlap:
         ).merged()
 
     def _common_pieces(self) -> dict[tuple[int, int], Runs]:
-        """One head of one token, cut where either side is cut, by the token strides of both."""
+        """The pieces of one head and token, cut where either side is cut, by both token strides."""
         local, remote = map(_pieces, self.sides)
         edges = np.union1d(local[0], remote[0])
         length = np.diff(edges, append=self.sides[0].content)
@@ -147,15 +150,12 @@ class Overlap:
     def _repeat(
         self, pieces: Runs, strides: tuple[int, int], num_tokens: int, *, slots: tuple[int, int]
     ) -> Runs:
-        """These pieces for all tokens and heads.
-
-        The smaller stride is repeated first, then the other. A merge after each step keeps the
-        arrays as small as the layout allows.
-        """
+        """Repeat the pieces for all tokens and heads."""
         local, remote = self.sides
         tokens = (num_tokens, *strides)
         heads = (self.heads[1] - self.heads[0], local.head_stride, remote.head_stride)
         runs = pieces
+        # The smaller stride comes first. A merge after each keeps the arrays small.
         for count, local_stride, remote_stride in sorted([tokens, heads], key=lambda s: s[1]):
             runs = runs.repeated(count, local_stride, remote_stride).merged()
         return Runs(
@@ -167,10 +167,9 @@ class Overlap:
 
 @dataclass(frozen=True)
 class OverlapGroup:
-    """Layers of one group whose blocks have the same strides: runs of different layers may merge.
+    """Layers of one group whose blocks have the same strides, so that their runs can merge.
 
-    `bases` has, for each overlap, the base addresses of all layers that overlap like this: shape
-    (2, layers), local and remote.
+    `bases` has, for each overlap, the base addresses of its layers: shape (2, layers).
     """
 
     groups: tuple[Group, Group]
@@ -178,7 +177,7 @@ class OverlapGroup:
     bases: dict[Overlap, Ints]
 
     def runs(self, num_tokens: int, slots: tuple[int, int]) -> Runs:
-        """The runs of `num_tokens` tokens in block 0, from these slots on.
+        """The runs of `num_tokens` tokens in block 0, from two slots on.
 
         Raises:
             IncompatiblePeer: if a block has too many pieces.
@@ -193,10 +192,7 @@ class OverlapGroup:
         return concatenate(layers).merged()
 
     def is_linear(self, num_tokens: int) -> bool:
-        """Whether all tokens of the cache are in one line on both sides, across blocks.
-
-        Then neighbouring token segments merge, in whatever blocks they are.
-        """
+        """Whether all tokens of both caches are in one line, so that token segments merge."""
         lengths = set(self.runs(num_tokens, (0, 0)).length.tolist())
         return all(
             stride * group.block_size == block_stride and lengths == {num_tokens * stride}
@@ -211,7 +207,7 @@ class OverlapGroup:
 def group_overlaps(
     groups: tuple[Group, Group], pairs: Iterable[tuple[Region, Region, Heads]]
 ) -> list[OverlapGroup]:
-    """Sort pairs of regions of two groups, each with the heads to read, by their block strides."""
+    """Group pairs of regions, each with the heads to read, by their block strides."""
     by_strides: dict[tuple[int, int], dict[Overlap, list[tuple[int, int]]]] = {}
     for local, remote, heads in pairs:
         same_strides = by_strides.setdefault((local.block_stride, remote.block_stride), {})
@@ -224,7 +220,6 @@ def group_overlaps(
 
 
 def _anywhere(region: Region) -> Region:
-    """The region, whatever its layer's name and its base are."""
     return replace(region, layer="", base=1)
 
 
@@ -233,23 +228,8 @@ def _check_num_pieces(pieces: int) -> None:
         raise IncompatiblePeer(f"a block has {pieces} pieces or more; allowed: {MAX_PIECES}")
 
 
-Rows = npt.NDArray[np.uint64]
-"""Shape (n, 5), uint64; the columns are ADDRESS, LENGTH, DEVICE, STRIDE, COUNT."""
-
-ADDRESS, LENGTH, DEVICE, STRIDE, COUNT = range(5)
-"""The columns of rows: the address of the first piece, the bytes of a piece, the device's ordinal,
-the bytes from one piece to the next, the number of pieces."""
-
-Share = Mapping[str, Heads]
-"""What one rank reads from another: for each layer a range of heads that both have."""
-
-MAX_INDEX = 2**31 - 1
-MAX_ROWS = 1 << 20
-"""In one list. Where block sizes have few common edges, a small cache has more rows than blocks."""
-
-
 class IndexBuffer:
-    """Memory for the indices of one request after another.
+    """Memory that the indices of successive requests share.
 
     For thousands of blocks, fresh pages from the kernel cost ten times as much as the arithmetic.
     """
@@ -258,7 +238,7 @@ class IndexBuffer:
         self._memory = np.empty(0, dtype=np.int32)
 
     def reserve(self, count: int) -> BlockIds:
-        """Room for `count` indices. It overwrites the indices of the last call."""
+        """Room for `count` indices, which overwrites those of the last call."""
         if count > len(self._memory):
             self._memory = np.empty(2 * count, dtype=np.int32)
         return self._memory[:count]
@@ -266,17 +246,17 @@ class IndexBuffer:
 
 @dataclass(frozen=True)
 class Reads:
-    """One request's transfer: int32 index arrays of equal length into the two lists of rows."""
+    """One request's transfer: two index arrays of equal length into the two lists of rows."""
 
     local: BlockIds
     remote: BlockIds
     num_bytes: int
-    num_runs: int  # maximal contiguous runs: what the link transfers
+    num_runs: int  # maximal contiguous runs
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of some rows that a request reads: (local[i], remote[i]) of each row."""
+    """What a request reads of some rows: pieces (local[i], remote[i]) of each row."""
 
     local: BlockIds
     remote: BlockIds
@@ -284,19 +264,19 @@ class Pieces:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Rows that move the same token segment. Pairs are (local, remote)."""
+    """Rows that move the same token segment."""
 
     groups: tuple[int, int]  # the numbers of the groups
     segment: TokenSegment
-    per_block: tuple[int, int]  # pieces of a row for each block
-    first: tuple[BlockIds, BlockIds]  # for each row the number of its first piece
+    per_block: tuple[int, int]  # pieces of a row in each block
+    first: tuple[BlockIds, BlockIds]  # for each row, the number of its first piece
     segment_bytes: int
     dense_rows: int  # how many of the rows are dense on both sides
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to read one rank's share of what a remote rank and this one have in common."""
+    """How to read from one remote rank."""
 
     local: Rows
     remote: Rows
@@ -306,20 +286,18 @@ class Plan:
     def pieces(
         self, local: Sequence[Table], remote: Sequence[Table], tokens: range
     ) -> tuple[Pieces, ...]:
-        """The pieces of each of `paged_rows` for one request, which needs these tokens.
+        """The pieces of each of `paged_rows` for one request.
 
         Args:
-            local: for each local group, the block table; an entry is absent where nothing is to be
-                read, as where a sliding window has passed.
-            remote: for each remote group, likewise.
-            tokens: they begin at the edge of an entry in each local group's table. Tokens after the
-                end, up to the next block edge of either side, are read too: they belong to the same
-                request on both sides.
+            local: the block table of each local group. What is absent is not read.
+            remote: the block table of each remote group.
+            tokens: what to read. It begins at an entry's edge in each local table. Tokens after its
+                end, up to the next block edge of either side, are read as well, since they belong
+                to the same request on both sides.
 
         Raises:
-            ValueError: for a table that is too short, a block id that the caches do not have
-                (it would name a piece of another row), or a remote block that is absent while the
-                local one is there.
+            ValueError: for a table that is too short, a block id that a cache does not have (it
+                would name a piece of another row), or an absent remote block for a local one.
         """
         for side, tables in enumerate((local, remote)):
             if len(tables) != len(self.groups[side]):
@@ -329,22 +307,18 @@ class Plan:
         return tuple(self._pieces(rows, (local, remote), tokens) for rows in self.paged_rows)
 
     def num_bytes(self, pieces: Sequence[Pieces]) -> int:
-        """How many bytes these pieces of all rows have."""
         pairs = zip(self.paged_rows, pieces, strict=True)
         return sum(rows.segment_bytes * len(each.local) for rows, each in pairs)
 
     def num_runs(self, pieces: Sequence[Pieces]) -> int:
-        """How many contiguous runs they are."""
+        """The number of maximal contiguous runs."""
         pairs = zip(self.paged_rows, pieces, strict=True)
         return sum(_count_runs(rows, each) for rows, each in pairs)
 
     def indices(
         self, pieces: Sequence[Pieces], buffer: IndexBuffer | None = None
     ) -> tuple[BlockIds, BlockIds]:
-        """These pieces of all rows by their numbers in the two lists, one after the other.
-
-        They are in `buffer`, if one is given, and valid until its next use.
-        """
+        """The numbers of these pieces in the two lists, in `buffer` until its next use."""
         pairs = list(zip(self.paged_rows, pieces, strict=True))
         count = sum(len(rows.first[0]) * len(each.local) for rows, each in pairs)
         local, remote = (buffer or IndexBuffer()).reserve(2 * count).reshape(2, count)
@@ -360,7 +334,7 @@ class Plan:
         *,
         buffer: IndexBuffer | None = None,
     ) -> Reads:
-        """One request's pieces by number, and their sum: see `pieces`."""
+        """What one request reads; see `pieces`."""
         pieces = self.pieces(local, remote, tokens)
         indices = self.indices(pieces, buffer)
         return Reads(*indices, self.num_bytes(pieces), self.num_runs(pieces))
@@ -368,11 +342,6 @@ class Plan:
     def _pieces(
         self, rows: PagedRows, tables: tuple[Sequence[Table], Sequence[Table]], tokens: range
     ) -> Pieces:
-        """The pieces of these rows that a request reads.
-
-        Where pieces can merge, they are in ascending order of the local ones: an allocator hands
-        out neighbouring blocks, but often backwards.
-        """
         mine, theirs = (
             BlockTable.of(tables[side][number], self.groups[side][number])
             for side, number in enumerate(rows.groups)
@@ -390,6 +359,7 @@ class Plan:
             raise ValueError(f"the remote block of token {missing} is absent; it is wanted here")
         if not rows.dense_rows or (local[1:] > local[:-1]).all():
             return Pieces(local, remote)
+        # Pieces merge only in ascending order, and an allocator often hands out blocks backwards.
         # A sort of pairs, each in one word, is several times faster than an argsort.
         pairs = (local.astype(np.int64) << 32) | remote
         pairs.sort()
@@ -397,7 +367,7 @@ class Plan:
 
 
 def _fill(indices: BlockIds, rows: list[tuple[BlockIds, BlockIds]]) -> None:
-    """Write indices row by row: NIXL merges neighbours only in this order."""
+    """Write indices row by row: only in this order does NIXL merge neighbours."""
     start = 0
     for first, pieces in rows:
         end = start + len(first) * len(pieces)
@@ -416,17 +386,12 @@ def _count_runs(rows: PagedRows, pieces: Pieces) -> int:
 
 
 def plan(local: CacheLayout, remote: CacheLayout, share: Share | None = None) -> Plan:
-    """Find what two ranks' caches have in common, and how to read it.
+    """Plan what to read of a remote rank's cache: `share`, or all that both ranks have.
 
-    `compat.layout_mismatches` must have found no difference between their engines.
-
-    Args:
-        local: the layout of this rank.
-        remote: the layout of the remote rank.
-        share: what to read; by default all that both ranks have.
+    `match.layout_mismatches` must have found no difference between their engines.
 
     Raises:
-        IncompatiblePeer: if int32 cannot number all pieces, or the lists of rows are too long.
+        IncompatiblePeer: if there are too many pieces or rows.
     """
     lists = _RowList(local.device), _RowList(remote.device)
     paged_rows = tuple(
@@ -441,7 +406,7 @@ def plan(local: CacheLayout, remote: CacheLayout, share: Share | None = None) ->
 def _common_layers(
     local: CacheLayout, remote: CacheLayout, share: Share | None
 ) -> Iterator[tuple[tuple[int, int], list[tuple[Region, Region, Heads]]]]:
-    """For each pair of groups with layers in common: their regions, and the heads to read."""
+    """For each pair of groups with common layers: the pairs of regions, and the heads to read."""
     remote_regions = remote.regions
     for number, group in enumerate(local.groups):
         by_group: dict[int, list[tuple[Region, Region, Heads]]] = {}
@@ -459,10 +424,7 @@ def _common_heads(mine: Region, theirs: Region) -> Heads:
 
 
 def _segments(overlaps: OverlapGroup) -> Iterator[tuple[TokenSegment, tuple[int, int]]]:
-    """The token segments that have rows, or one for all where all tokens are in one line.
-
-    With each, how many pieces of a row each block has, on both sides.
-    """
+    """The token segments that get rows, each with the number of pieces per block on both sides."""
     segments = token_segments(*overlaps.groups)
     sizes = [group.block_size for group in overlaps.groups]
     step = math.gcd(*sizes)
@@ -481,7 +443,7 @@ def _place(
     per_block: tuple[int, int],
     lists: "tuple[_RowList, _RowList]",
 ) -> PagedRows:
-    """Add the rows of a token segment to the lists of both sides."""
+    """Add the rows of a token segment to both lists."""
     slots = [g.stripe.position(segment.start) % g.block_size for g in overlaps.groups]
     runs = overlaps.runs(segment.length, (slots[0], slots[1]))
     strides = [overlaps.block_strides[side] // per_block[side] for side in (0, 1)]
@@ -497,7 +459,7 @@ def _place(
 
 @dataclass
 class _RowList:
-    """One side's list of rows while it grows. Equal sets of rows are in it once."""
+    """One side's list of rows while it grows. Equal sets of rows share their place."""
 
     device: int
     num_pieces: int = 0
@@ -506,7 +468,7 @@ class _RowList:
     places: dict[bytes, BlockIds] = field(default_factory=dict)
 
     def place(self, address: Ints, length: Ints, stride: int, count: int) -> BlockIds:
-        """Add rows. Returns for each the number of its first piece, counted over all rows."""
+        """Add rows; returns for each the number of its first piece."""
         columns = np.broadcast_arrays(address, length, self.device, stride, count)
         rows = np.stack(columns, axis=1, dtype=np.int64)
         key = rows.tobytes()
@@ -527,6 +489,5 @@ class _RowList:
         return self.places[key]
 
     def rows(self) -> Rows:
-        """All rows."""
         rows: Ints = np.concatenate([np.empty((0, 5), dtype=np.int64), *self.chunks])
         return rows.astype(np.uint64)

@@ -1,15 +1,14 @@
-"""Where KV is on its way, if its runs are too short to be read one by one.
+"""The layout of KV in a staging slot, for reads whose runs are too short to read one by one.
 
-Prefill packs what a reader wants into one slot of a ring of registered memory, the reader reads it
-there in one run into a slot of a ring of its own, and scatters it into its blocks. What is in a
-slot has a layout like any other: one group of prefill's cache, cut to the layers and heads that are
-read (a `Crop`), entry behind entry without a gap. So `plan(staged, prefill's layout)` says how to
-pack, and `plan(reader's layout, staged)` how to scatter, for all shapes that `plan` knows.
+Prefill packs a part of a request into one slot of a ring of registered memory. Decode reads the
+slot in one run into a slot of its own ring, and scatters it into its blocks. A slot has a layout
+like a cache: one group of prefill's cache, cut to the layers and heads that are read (a `Crop`),
+entry after entry without gaps. So `plan(staged, prefill's layout)` says how to pack, and
+`plan(decode's layout, staged)` how to scatter, for every shape that `plan` knows.
 
-Both sides find that layout by themselves, from prefill's layout and the crop. Inside an entry all
-bytes are in prefill's order, as far as strides can say it: prefill packs in runs as long as can be.
-
-A prompt is read in chunks, each of which has one crop and fits into a slot of both rings.
+Both sides derive that layout from prefill's layout and the crop, so it is never sent. Within an
+entry the bytes stay in prefill's order as far as strides can express it: then prefill packs in long
+runs. A prompt is read in chunks, each of which has one crop and fits into a slot of both rings.
 """
 
 import math
@@ -23,35 +22,34 @@ from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Memory, Part, Re
 from nixl_kv.geometry.plan import Heads, Share
 
 NUM_SLOTS: Final[dict[Memory, int]] = {"VRAM": 4, "DRAM": 16}
-"""Of a ring. What a slot costs besides its bytes is a matter of 0.2 ms: of GPU memory, a link
-carries tens of MiB in that time, of host memory one."""
+"""In a ring. A slot costs about 0.2 ms besides its bytes. In that time a link carries tens of MiB
+of GPU memory, so GPUs need few large slots, but only one MiB of host memory."""
 
 LEAST_CHUNK: Final[dict[Memory, int]] = {"VRAM": 16 << 20, "DRAM": 1 << 20}
-"""Bytes of a chunk, for the same reason: of a read that has several times as many."""
+"""Bytes of a chunk, for the same reason, unless the whole read is not much longer."""
 
 LEAST_CHUNKS: Final = 4
-"""That a read is cut into, if it is long enough: while one is read, others are packed and
+"""In a read that is long enough, so that one chunk is read while others are packed and
 scattered."""
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Some layers and heads that a group of one side and a group of the other have in common."""
+    """Layers and heads that a local and a remote group have in common."""
 
-    groups: tuple[int, int]  # their numbers: local, remote
+    groups: tuple[int, int]  # the numbers of the local and the remote group
     share: Share
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Memory in equal slots, in which entries of a staged layout are counted from its beginning."""
+    """Memory in equal slots. A staged layout counts its entries from the ring's beginning."""
 
     span: Span
     num_slots: int
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return self.span.length // self.num_slots
 
     def first_entry(self, slot: int, entry_bytes: int) -> int:
@@ -59,27 +57,27 @@ class Ring:
         return -(-slot * self.slot_bytes // entry_bytes)
 
     def capacity(self, entry_bytes: int) -> int:
-        """How many entries there is room for in any slot."""
+        """How many entries fit into every slot, whatever its alignment."""
         return max(0, (self.slot_bytes + 1) // entry_bytes - 1)
 
 
 def may_take(held: int, free: int) -> bool:
-    """Whether who holds so many slots of a ring may take one more, of so many that are free.
+    """Whether a reader that holds `held` slots of a ring may take one of the `free` ones.
 
-    One alone gets two thirds of a ring, two get two fifths each, and there is always some room for
-    another: dynamic thresholds with a factor of 2, after Choudhury and Hahne, "Dynamic Queue Length
-    Thresholds for Shared-Memory Packet Switches", 1998.
+    One reader gets two thirds of the ring, two get two fifths each, and some room always remains
+    for another. These are dynamic thresholds with a factor of 2, after Choudhury and Hahne,
+    "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998.
     """
     return held < 2 * free
 
 
 def most_slots(num_slots: int) -> int:
-    """How many slots of a ring `may_take` gives to one alone."""
+    """How many slots of a ring `may_take` gives to a single reader."""
     return -(-2 * num_slots // 3)
 
 
 def crops(local: CacheLayout, remote: CacheLayout, share: Share) -> list[Crop]:
-    """What is read, in parts that each have one group on either side."""
+    """Divide a share into parts that each have one group on either side."""
     found: dict[tuple[int, int], dict[str, Heads]] = {}
     theirs = remote.regions
     for layer, (number, _) in local.regions.items():
@@ -98,10 +96,10 @@ def entry_bytes(staged: CacheLayout) -> int:
 def staged_layout(
     source: Group, share: Share, ring: Span, *, memory: Memory, device: int
 ) -> CacheLayout:
-    """Cut a group of prefill's to these layers and heads, dense, as often as a ring has room.
+    """Cut a group of prefill's cache to a share, without gaps, with as many entries as fit.
 
     Raises:
-        ValueError: if the group lacks some of them, or there is no room for one entry.
+        ValueError: if the group lacks a layer or head of the share, or no entry fits.
     """
     regions = {region.layer: region for region in source.regions}
     for layer, heads in share.items():
@@ -116,7 +114,7 @@ def staged_layout(
     cut, size = _cut(wanted, share, source.block_size)
     num_entries = ring.length // (size * source.blocks_per_entry)
     if not cut or not num_entries:
-        raise ValueError(f"a block has {size} bytes; allowed: what a ring has room for")
+        raise ValueError(f"a block has {size} bytes; allowed: at most {ring.length}, the ring's")
     group = Group(
         source.block_size,
         num_entries * source.blocks_per_entry,
@@ -129,17 +127,14 @@ def staged_layout(
 
 
 def staged_entries(table: Table, group: Group, tokens: range) -> range:
-    """Which entries of prefill's block table a chunk of these tokens has."""
+    """The entries of prefill's block table that hold a chunk's tokens."""
     size = group.entry_size
     first = max(tokens.start // size, table.first)
     return range(first, max(first, min(-(-tokens.stop // size), table.first + table.num_ids)))
 
 
 def staged_table(table: Table, entries: range, first: int) -> Table:
-    """The block table in a slot: entry number `first` is there for the first of these entries.
-
-    What prefill does not have is not there either.
-    """
+    """The block table of a slot, whose first entry is block `first`; ABSENT stays absent."""
     start = entries.start - table.first
     theirs = table.block_ids[start : start + len(entries)]
     ids = np.arange(first, first + len(entries), dtype=np.int32)
@@ -150,13 +145,13 @@ def staged_table(table: Table, entries: range, first: int) -> Table:
 def split_tokens(
     groups: tuple[Group, Group], table: Table, tokens: range, max_entries: int
 ) -> Iterator[range]:
-    """Cut what is read of a group into chunks of at most `max_entries` of prefill's entries.
+    """Cut a read of a group into chunks of at most `max_entries` of prefill's entries.
 
     Args:
         groups: local and remote.
-        table: the local block table; what is absent at its beginning is not read.
-        tokens: what is read; it begins with a local entry.
-        max_entries: that a slot has room for.
+        table: the local block table; absent entries at its beginning are not read.
+        tokens: what to read, from the edge of a local entry on.
+        max_entries: what a slot has room for.
 
     Raises:
         ValueError: if one local entry does not fit.
@@ -179,7 +174,7 @@ def split_tokens(
 
 
 def _cut(regions: Sequence[Region], share: Share, block_size: int) -> tuple[list[Region], int]:
-    """The regions, as if the first block began at address 1, and the bytes of a block."""
+    """The dense regions of a block at address 1 (0 is not an address), and the block's bytes."""
     cut: list[Region] = []
     size = 0
     for region in regions:
@@ -191,7 +186,7 @@ def _cut(regions: Sequence[Region], share: Share, block_size: int) -> tuple[list
         head_stride = cut[0].head_stride
         outside = head_stride * cut[0].num_heads == size // len(cut)
         if outside and regions[-1].base - regions[0].base < regions[0].head_stride:
-            # Prefill has all layers of a head before the next head.
+            # In prefill's cache, all layers of one head come before the next head.
             return [
                 replace(region, base=1 + number * head_stride, head_stride=head_stride * len(cut))
                 for number, region in enumerate(cut)
@@ -200,7 +195,7 @@ def _cut(regions: Sequence[Region], share: Share, block_size: int) -> tuple[list
 
 
 def _dense(region: Region, heads: Heads, block_size: int) -> tuple[Region, int]:
-    """One layer's block without gaps, and its bytes; what is inside what is as in the region."""
+    """One layer's block without gaps, nested as in the region, and its bytes."""
     num_heads = heads[1] - heads[0]
     size = region.content * block_size * num_heads
     strides = [region.token_stride_of(part) for part in region.parts]
@@ -221,7 +216,7 @@ def _dense(region: Region, heads: Heads, block_size: int) -> tuple[Region, int]:
     if is_equal and not has_heads_inside and apart >= region.head_stride:
         offsets = range(0, size, size // len(region.parts))
         head_stride = each * block_size
-    else:  # all parts of a head before the next head
+    else:  # all parts of one head come before the next head
         offsets = np.cumsum([0, *(part.content * block_size for part in region.parts)]).tolist()
         head_stride = region.content * block_size
     parts = [
@@ -232,7 +227,7 @@ def _dense(region: Region, heads: Heads, block_size: int) -> tuple[Region, int]:
 
 
 def _dense_part(part: Part, offset: int, token_stride: int, block_size: int) -> Part:
-    """One head's tokens of it without gaps."""
+    """One head's tokens of a part without gaps."""
     if part.count > 1 and token_stride < part.stride:
         return Part(offset, part.length, part.count, part.length * block_size, part.length)
     stride = part.length if part.count > 1 else 0
@@ -240,7 +235,7 @@ def _dense_part(part: Part, offset: int, token_stride: int, block_size: int) -> 
 
 
 def _is_in_one_piece(region: Region) -> bool:
-    """Whether one head's content of a token is."""
+    """Whether the content of one head and token is contiguous."""
     ordered = sorted(region.parts, key=lambda part: part.offset)
     edges = [part.offset + part.length for part in ordered[:-1]]
     return (

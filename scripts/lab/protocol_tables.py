@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from nixl_kv.protocol import peers, prefill
-from nixl_kv.protocol.decode import load
+from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"

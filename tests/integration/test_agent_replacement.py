@@ -22,7 +22,7 @@ from support.processes import (
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
 pytestmark = pytest.mark.nixl
-SILENT = "prefill fell silent while it was read"
+SILENT = "prefill fell silent during the read"
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from nixl_kv.ids import RequestId
 from nixl_kv.keys import write_key_file
-from nixl_kv.protocol.decode.load import State
 from nixl_kv.protocol.events import FailureKind, OfferEnd
+from nixl_kv.protocol.load import State
 from nixl_kv.transport.memory import Fabric
 from support.pair import MakeTransport
 from support.scheduled_engine import TABLE, ScheduledEngine
@@ -43,10 +43,10 @@ class Pair:
 
     def wait_for(self, request: str, state: State) -> None:
         """Until decode's read is in this state."""
-        loads = self.decode.local.ranks[0].parts.decode.loads
+        machine = self.decode.local.ranks[0].parts.decode
 
         def is_there() -> bool:
-            load = loads.get(RequestId(request))
+            load = machine.load_of(RequestId(request))
             return load is not None and [read.state for read in load.rank_reads] == [state]
 
         self.decode.local.wait(is_there, WAIT_S)

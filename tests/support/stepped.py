@@ -19,7 +19,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import EngineId, Nonce, Rank, RequestId, new_claim
 from nixl_kv.protocol import events
-from nixl_kv.protocol.decode.load import Load
+from nixl_kv.protocol.load import Load
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.copying.host import HostCopier
@@ -193,7 +193,7 @@ class Stepped:
 
     def load(self, number: int) -> Load | None:
         """What its machine knows of request `d<number>`."""
-        return self.parts.decode.loads.get(RequestId(f"d{number}"))
+        return self.parts.decode.load_of(RequestId(f"d{number}"))
 
     def prepare_load(self, number: int, ticket: Ticket) -> None:
         """Request `d<number>` has arrived."""
@@ -233,7 +233,7 @@ class World:
     def close(self) -> None:
         """Release all, and check both machines."""
         for rank in (self.prefill, self.decode):
-            rank.parts.decode.loads.validate()
+            rank.parts.decode.validate()
             rank.parts.prefill.validate()
             rank.loop.close()
             rank.directory.stop()

@@ -52,8 +52,7 @@ from nixl_kv.ids import (
     endpoint_at,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode.loads import LoadBook
-from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agents import Agents
@@ -170,15 +169,13 @@ class Decode:
         """So many requests of engines of `tp` ranks have been asked for, in second 0."""
         one = cls(
             DecodeMachine(
-                LoadBook(
-                    READER,
-                    lambda _event: None,
-                    timeout_s=30,
-                    renew_interval_s=RENEW_S,
-                    bytes_per_token=1,
-                ),
+                READER,
+                lambda _event: None,
                 PeerBook(lambda _event: None),
                 lambda _peer, _rank, _load: (),
+                timeout_s=30,
+                renew_interval_s=RENEW_S,
+                bytes_per_token=1,
             )
         )
         for request in range(num_requests):

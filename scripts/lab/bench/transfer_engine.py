@@ -356,7 +356,7 @@ def wait_until_granted(engine: LocalEngine, request: RequestId) -> None:
         TimeoutError: if it does not come to that.
     """
     deadline = time.monotonic() + TIMEOUT_S
-    while not all(_is_granted(rank.parts.decode.loads.get(request)) for rank in engine.ranks):
+    while not all(_is_granted(rank.parts.decode.load_of(request)) for rank in engine.ranks):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{request} is not granted after {TIMEOUT_S:g} s")
         time.sleep(NAP_S)

@@ -191,7 +191,7 @@ class RankUnderTest:
             raise BrokenPromiseError("what is called verified is not what prefill has")
         if (np.delete(self.cache, BLOCKS, axis=1) != UNTOUCHED).any():
             raise BrokenPromiseError("blocks of another request were written")
-        self._parts.decode.loads.validate()
+        self._parts.decode.validate()
         self._parts.prefill.validate()
 
     def _named(self, payload: bytes) -> bytes:

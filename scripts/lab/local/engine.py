@@ -259,7 +259,7 @@ class LocalEngine:
             rank.engine.stop()
         self.directory.stop()
         for rank in self.ranks:
-            rank.parts.decode.loads.validate()
+            rank.parts.decode.validate()
             rank.parts.prefill.validate()
 
 

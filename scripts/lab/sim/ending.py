@@ -26,7 +26,7 @@ from lab.sim.repeatable import Violation
 from lab.sim.steps import perform, round_lines
 from lab.sim.world import World
 from nixl_kv.engine.loop import LINGER_S, LINK_KEPT_S, Parts
-from nixl_kv.protocol.decode.load import DRAIN_S
+from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.agents import TRY_AGAIN_S
@@ -198,7 +198,7 @@ def _left_on(rank: RankLife) -> Iterator[str]:
         yield "a valid slot"
     if parts.prefill.all():
         yield repr(parts.prefill)
-    for load in parts.decode.loads.all():
+    for load in parts.decode.loads:
         yield f"a load that waits for {load.waits_for}"
     for peer in parts.decode.peers.all():
         if peer.state is not State.READY:

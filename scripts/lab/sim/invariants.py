@@ -254,6 +254,6 @@ def _validate(rank: RankLife) -> None:
         return
     try:
         rank.parts.prefill.validate()
-        rank.parts.decode.loads.validate()
+        rank.parts.decode.validate()
     except LocalProtocolError as error:
         raise Violation("machine invalid", f"{rank.seat.name}: {error}") from error

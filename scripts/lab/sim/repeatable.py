@@ -9,7 +9,7 @@ from unittest.mock import patch
 from nixl_kv import ids
 from nixl_kv.connector import paging
 from nixl_kv.geometry import digest
-from nixl_kv.protocol.decode import read_queue
+from nixl_kv.protocol import read_queue
 from nixl_kv.reading import peers as remote_peers
 
 WINDOW_EDGE: Final = 4

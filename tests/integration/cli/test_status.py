@@ -78,7 +78,7 @@ def test_loads_and_offers_say_what_they_wait_for(
     prefill.offer("p-unclaimed", [TABLE], TOKENS)
 
     expected = {
-        "no-blocks": ([[0, "GRANTED"]], "blocks of its own"),
+        "no-blocks": ([[0, "GRANTED"]], "local blocks"),
         "hanging": ([[0, "READING"]], "data"),
     }
     ranks = wait_status(
@@ -124,7 +124,7 @@ def test_loads_and_offers_say_what_they_wait_for(
         "hanging",
     ] * 2
     assert {tuple(row[3:5]) for row in table_rows(shown.stdout, "load of request")} == {
-        ("0 GRANTED", "blocks of its own"),
+        ("0 GRANTED", "local blocks"),
         ("0 READING", "data"),
     }
     fabric.reads_hang = False
@@ -193,7 +193,7 @@ def test_peer_that_cannot_be_reached_says_why(make_engine: MakeEngine) -> None:
     (rank,) = wait_status(decode, lambda rank: rank["peers"][0]["state"] == "BACKOFF")
     endpoint = f"tcp://{address(prefill)}"
     assert rank["peers"][0]["detail"] == f"{endpoint}: cannot connect"
-    assert rank["loads"][0]["waits_for"] == "its caller, to start or to cancel it"
+    assert rank["loads"][0]["waits_for"] == "the scheduler, to start or cancel it"
     decode.cancel_load("d1")
 
 

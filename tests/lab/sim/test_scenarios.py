@@ -12,7 +12,7 @@ from lab.sim.world import Shape
 from nixl_kv.protocol.events import FailureKind
 
 OFFER_TTL_S, LEASE_S, HOLD_S, TIMEOUT_S = 3.0, 1.0, 2.0, 4.0
-FENCED = "prefill rank 0 took its blocks back while they were read (fenced)"
+FENCED = "prefill rank 0 took its blocks back during the read (fenced)"
 DENIED = "prefill rank 0 denied (denied)"
 
 
@@ -188,7 +188,7 @@ def test_what_waits_for_blocks_of_decode_for_too_long_is_recalled(one: Scenario)
     one.do("vacate d0")
     one.end()
     assert one.failures == [
-        "prefill rank 0 wanted its blocks back before there were any here (recalled)"
+        "prefill rank 0 recalled its blocks before decode had its own (recalled)"
     ]
 
 
@@ -388,7 +388,7 @@ def test_a_late_read_is_given_up_when_it_has_ended(one: Scenario) -> None:
     one.do(f"wait {TIMEOUT_S}", "turn d0.0")
     assert one.failures == []
     one.do("land 0 0", "turn d0.0")
-    assert one.failures == ["nothing of it has moved for 4 s (late)"]
+    assert one.failures == ["nothing moved for 4 s (late)"]
 
 
 def test_a_grant_after_the_cancellation_is_released_at_once(one: Scenario) -> None:

@@ -134,7 +134,7 @@ def test_a_rank_describes_itself(planes: Planes, step: Step, *, is_prefill: bool
     assert described.layout == CACHE.layout()
     assert (described.slots.address, described.slots.count) == (parts.slots.address, MIN_SLOTS)
     assert described.agent == (parts.serving.metadata() if parts.serving is not None else b"")
-    assert described.incarnation == parts.decode.loads.reader.incarnation
+    assert described.incarnation == parts.decode.reader.incarnation
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_the_configuration_reaches_the_machines(step: Step) -> None:
     config = Config(offer_ttl_s=3.0, lease_s=4.0, request_timeout_s=7.0)
     engine = step(config=config)
     assert engine.loop is not None
-    offers, loads = engine.loop.parts.prefill, engine.loop.parts.decode.loads
+    offers, decode = engine.loop.parts.prefill, engine.loop.parts.decode
     assert (offers._lease_s, offers._offer_ttl_s) == (4.0, 3.0)
-    assert (loads.timeout_s, loads._renew_interval_s) == (7.0, 4.0 / 5)
+    assert (decode._timeout_s, decode._renew_interval_s) == (7.0, 4.0 / 5)
 
 
 def test_what_a_rank_needs_of_its_peers_reaches_their_check(step: Step) -> None:

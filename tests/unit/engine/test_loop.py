@@ -171,7 +171,7 @@ def test_blocks_that_are_freed_during_the_read_are_not_accepted(world: World) ->
     world.fabric.reads_hang = False
     world.run()
     failure = world.decode.failed_load()
-    assert failure.detail == "prefill rank 0 took its blocks back while they were read"
+    assert failure.kind is FailureKind.FENCED
 
 
 def test_a_peer_that_dies_fails_the_read(world: World) -> None:
@@ -193,9 +193,9 @@ def test_a_read_that_hangs_is_reported_only_when_its_agent_is_gone(world: World)
     world.fabric.closes_fail = False
     world.clock.now += 1.0
     world.run()
-    assert world.decode.failed_load().detail == (
-        f"nothing of it has moved for {world.config.request_timeout_s:g} s"
-    )
+    failure = world.decode.failed_load()
+    assert failure.kind is FailureKind.LATE
+    assert f"{world.config.request_timeout_s:g} s" in failure.detail
     assert world.prefill.ended_offer()[0] == "p1"
     world.fabric.reads_hang = False
     before = world.decode.cache.view.copy()
@@ -257,8 +257,9 @@ def test_a_load_that_is_not_known_has_no_story(
 ) -> None:
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.decode.turn()
-    words = "it was not prepared, or forgotten since (internal)"
-    assert caplog.messages == [f"request d1: KV not loaded: {words}"]
+    (message,) = caplog.messages
+    assert message.startswith("request d1: KV not loaded: ")
+    assert message.endswith("(internal)")
 
 
 def test_a_load_that_nobody_wants_any_more_is_no_warning(
@@ -845,7 +846,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     world.prefill.offer(3, [6], 4)
     world.prefill.turn()
     slot_page = world.prefill.parts.slots
-    grant = world.decode.parts.decode.loads.all()[0].rank_reads[0].grant
+    grant = world.decode.parts.decode.loads[0].rank_reads[0].grant
     assert grant is not None
     assert slot_page.read(grant.slot) == grant.generation
     world.prefill.loop.restart()

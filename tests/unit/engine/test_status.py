@@ -58,7 +58,7 @@ def test_a_load_says_what_it_waits_for(world: World) -> None:
     (load,) = status(world.decode).loads
     peer = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
     assert (load.request, load.peer, load.reads) == ("d1", peer, ((0, "GRANTED"),))
-    assert load.waits_for == "blocks of its own"
+    assert load.waits_for == "local blocks"
     assert load.late_in_s is None  # it may queue for as long as it likes
     world.fabric.reads_hang = True
     world.decode.start_load(1, OTHER_TABLE, 11)

@@ -225,7 +225,7 @@ def test_a_stripe_checks_its_numbers(stripe: tuple[int, int, int], message: str)
     [
         pytest.param(
             {"stripe": Stripe(2, 0, 3)},
-            "stripe width is 3; allowed: what divides an entry of 16 slots",
+            "stripe width is 3; allowed: a divisor of the 16 slots of an entry",
             id="width",
         ),
         pytest.param(

@@ -17,8 +17,8 @@ from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Nonce, Rank
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.decode.load import ASK_AGAIN_S
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk, Reply
+from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import PackReply
 from nixl_kv.reading.copying import host as host_copy
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World
@@ -484,7 +484,7 @@ def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
         "incarnation": world.prefill.parts.description.incarnation,
         "nonce": Nonce("0" * 32),
         "claim": Claim("1" * 32),
-        "reader": world.decode.parts.decode.loads.reader,
+        "reader": world.decode.parts.decode.reader,
         "number": 1,
         "chunk": 0,
         "begin": 0,

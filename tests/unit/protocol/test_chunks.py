@@ -3,7 +3,6 @@
 import pytest
 
 from nixl_kv.geometry.match import Rank
-from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S
 from nixl_kv.protocol.events import (
     AbandonRead,
     Chunk,
@@ -18,6 +17,7 @@ from nixl_kv.protocol.events import (
     StopRead,
     Tick,
 )
+from nixl_kv.protocol.load import ASK_AGAIN_S, DRAIN_S
 from support.records import (
     CLAIM,
     D1,
@@ -73,10 +73,10 @@ ANSWERED: Script = after(
     ASKED, (answered(pack_reply(0, slot=5)), to_read(0, 5)), (answered(pack_reply(1)), to_read(1))
 )
 GOOD = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
-DENIED = failed(FailureKind.DENIED, "prefill rank 0 denied")
-LOST_LEASE = failed(FailureKind.LEASE_LOST, "prefill rank 0 let the lease run out")
-UNREACHABLE = failed(FailureKind.UNREACHABLE, "prefill rank 0 is unreachable: closed")
-LATE = failed(FailureKind.LATE, f"nothing of it has moved for {TIMEOUT_S:g} s")
+DENIED = failed(FailureKind.DENIED, "rank 0")
+LOST_LEASE = failed(FailureKind.LEASE_LOST, "rank 0")
+UNREACHABLE = failed(FailureKind.UNREACHABLE, "closed")
+LATE = failed(FailureKind.LATE, f"{TIMEOUT_S:g} s")
 
 SCRIPTS: dict[str, Script] = {
     "what is packed is read, and the slot proves it as ever": after(
@@ -148,7 +148,7 @@ SCRIPTS: dict[str, Script] = {
 
 @each_of(SCRIPTS)
 def test_a_read_by_chunks(script: Script) -> None:
-    loading(script).loads.validate()
+    loading(script).validate()
 
 
 def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
@@ -167,6 +167,6 @@ def test_a_broken_link_asks_for_the_digest_when_all_chunks_are_there() -> None:
 @pytest.mark.parametrize("states", [ASKED, ANSWERED])
 def test_who_reads_by_chunks_is_known_to_read(states: Script) -> None:
     machine = loading(states)
-    assert machine.loads.renew(RANK_0, 111.0) == [
-        Send(RANK_0, renew(machine.loads.last_number, CLAIM, reading=1))
+    assert machine._renew(RANK_0, 111.0) == [
+        Send(RANK_0, renew(machine.numbers.last, CLAIM, reading=1))
     ]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_kv.ids import Claim, Endpoint, Rank
-from nixl_kv.protocol.decode import read_queue
-from nixl_kv.protocol.decode.read_queue import MAX_BYTES, STALL_S, Key, ReadQueue
+from nixl_kv.protocol import read_queue
+from nixl_kv.protocol.read_queue import MAX_BYTES, STALL_S, Key, ReadQueue
 from support.records import at, hex32
 
 HALF = MAX_BYTES // 2
@@ -35,7 +35,7 @@ def test_as_many_begin_as_fit_and_the_next_when_one_has_ended() -> None:
     queue = queue_of(*[(number, at(0), HALF) for number in range(5)])
     assert started(queue) == [0, 1]
     assert started(queue) == []
-    queue.remove(key(1), 1.0, has_progressed=True)
+    queue.remove(key(1), 1.0, has_landed=True)
     assert started(queue, 1.0) == [2]
 
 
@@ -43,7 +43,7 @@ def test_a_read_longer_than_all_that_is_allowed_goes_alone() -> None:
     queue = queue_of((0, at(0), 10), (1, at(0), 2 * MAX_BYTES), (2, at(1), 10))
     assert started(queue) == [0, 2]
     for number in (0, 2):
-        queue.remove(key(number), 1.0, has_progressed=True)
+        queue.remove(key(number), 1.0, has_landed=True)
     assert started(queue) == [1]
 
 
@@ -52,17 +52,17 @@ def test_the_reads_of_one_load_from_several_ranks_go_together() -> None:
     queue.add((key(0)[0], Rank(1)), at(1), MAX_BYTES)
     queue.add(key(1), at(1), 1)
     assert started(queue) == [0, 0]
-    queue.remove(key(0), 1.0, has_progressed=True)
+    queue.remove(key(0), 1.0, has_landed=True)
     assert started(queue, 1.0) == []
-    queue.remove((key(0)[0], Rank(1)), 2.0, has_progressed=True)
+    queue.remove((key(0)[0], Rank(1)), 2.0, has_landed=True)
     assert started(queue, 2.0) == [1]
 
 
 def test_ranks_take_turns() -> None:
     queue = queue_of(*[(number, at(number // 3), HALF) for number in range(6)])
     assert started(queue) == [0, 3]
-    queue.remove(key(0), 1.0, has_progressed=True)
-    queue.remove(key(3), 1.0, has_progressed=True)
+    queue.remove(key(0), 1.0, has_landed=True)
+    queue.remove(key(3), 1.0, has_landed=True)
     assert started(queue, 1.0) == [1, 4]
 
 
@@ -71,7 +71,7 @@ def test_a_rank_that_hangs_holds_up_nobody_else_for_long() -> None:
     assert started(queue) == [0]
     assert queue.next_due == STALL_S
     assert started(queue, STALL_S) == [2]
-    queue.remove(key(2), 3.0, has_progressed=True)
+    queue.remove(key(2), 3.0, has_landed=True)
     assert started(queue, 3.0) == []  # of the rank that hangs, nothing more is begun
     assert queue.next_due is None or queue.next_due > 3.0
 
@@ -82,7 +82,7 @@ def test_ranks_that_hang_lose_their_turns_alone() -> None:
     for number in (4, 5):
         queue.add(key(number), at(number), 1)
     assert started(queue, 2 * STALL_S) == [4, 5]
-    queue.remove(key(3), 2 * STALL_S, has_progressed=False)
+    queue.remove(key(3), 2 * STALL_S, has_landed=False)
     for number in (6, 7):
         queue.add(key(number), at(number), 1)
     assert started(queue, 2 * STALL_S) == [6, 7]
@@ -93,16 +93,16 @@ def test_a_rank_that_goes_on_counts_again() -> None:
     assert started(queue) == [0, 2]
     queue.add(key(4), at(2), HALF)
     assert started(queue, STALL_S) == [1, 4] or started(queue, STALL_S) == []
-    queue.remove(key(0), STALL_S, has_progressed=True)
+    queue.remove(key(0), STALL_S, has_landed=True)
     queue.validate()
 
 
 def test_a_read_that_waits_costs_nothing_to_remove() -> None:
     queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), 1), (2, at(0), 1))
     assert started(queue) == [0]
-    queue.remove(key(1), 1.0, has_progressed=False)
-    queue.remove(key(1), 1.0, has_progressed=False)
-    queue.remove(key(0), 1.0, has_progressed=False)
+    queue.remove(key(1), 1.0, has_landed=False)
+    queue.remove(key(1), 1.0, has_landed=False)
+    queue.remove(key(0), 1.0, has_landed=False)
     assert started(queue, 1.0) == [2]
     assert key(1) not in queue
 
@@ -110,26 +110,26 @@ def test_a_read_that_waits_costs_nothing_to_remove() -> None:
 def test_what_waits_advances_with_what_is_before_it() -> None:
     queue = queue_of((0, at(0), HALF), (1, at(0), HALF), (2, at(0), HALF), (3, at(1), HALF))
     assert started(queue) == [0, 3]
-    assert queue.progressed_at(key(2)) == 0.0
-    queue.remove(key(3), 5.0, has_progressed=True)
-    assert queue.progressed_at(key(2)) == 0.0  # another rank's end says nothing of this one
-    queue.remove(key(0), 7.0, has_progressed=True)
+    assert queue.moved_at(key(2)) == 0.0
+    queue.remove(key(3), 5.0, has_landed=True)
+    assert queue.moved_at(key(2)) == 0.0  # another rank's end says nothing of this one
+    queue.remove(key(0), 7.0, has_landed=True)
     started(queue, 7.0)
-    assert {queue.progressed_at(key(number)) for number in (1, 2)} == {7.0}
+    assert {queue.moved_at(key(number)) for number in (1, 2)} == {7.0}
 
 
 def test_what_waits_for_others_alone_advances_with_them() -> None:
     queue = queue_of((0, at(0), MAX_BYTES), (1, at(1), MAX_BYTES), (2, at(2), MAX_BYTES))
     assert started(queue) == [0]
-    queue.remove(key(0), 5.0, has_progressed=True)
+    queue.remove(key(0), 5.0, has_landed=True)
     assert started(queue, 5.0) == [1]
-    assert queue.progressed_at(key(2)) == 5.0
+    assert queue.moved_at(key(2)) == 5.0
 
 
 def test_however_short_they_are_only_so_many_are_under_way() -> None:
     queue = queue_of(*[(number, at(0), 0) for number in range(read_queue.MAX_READS + 3)])
     assert len(started(queue)) == read_queue.MAX_READS
-    queue.remove(key(0), 1.0, has_progressed=True)
+    queue.remove(key(0), 1.0, has_landed=True)
     assert started(queue, 1.0) == [read_queue.MAX_READS]
 
 
@@ -164,7 +164,7 @@ def test_the_bounds_hold_and_each_read_begins_once_in_its_turn(steps: list[objec
             case ("end", int(which), bool(good)) if known:
                 ended = list(known)[which % len(known)]
                 endpoint, _ = known.pop(ended)
-                queue.remove(ended, now, has_progressed=good)
+                queue.remove(ended, now, has_landed=good)
                 if ended in under_way:
                     del under_way[ended]
                     if good:

@@ -7,9 +7,7 @@ from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Incarnation, Rank, RequestId
-from nixl_kv.protocol.decode.load import ASK_AGAIN_S, DRAIN_S, MOST_TIMEOUTS, SILENCE_S, State
-from nixl_kv.protocol.decode.loads import MIN_RENEW_INTERVAL_S, LoadBook
-from nixl_kv.protocol.decode.read_queue import MAX_BYTES
+from nixl_kv.protocol.decode import MIN_RENEW_INTERVAL_S
 from nixl_kv.protocol.events import (
     AbandonRead,
     Failure,
@@ -23,6 +21,8 @@ from nixl_kv.protocol.events import (
     StopRead,
     Tick,
 )
+from nixl_kv.protocol.load import ASK_AGAIN_S, DRAIN_S, MAX_TIMEOUTS, SILENCE_S, State
+from nixl_kv.protocol.read_queue import MAX_BYTES
 from support.records import (
     CLAIM,
     D1,
@@ -32,7 +32,6 @@ from support.records import (
     OTHER_LIFE,
     PEER,
     RANK_0,
-    READER,
     RENEW_S,
     RIVAL,
     TIMEOUT_S,
@@ -49,7 +48,6 @@ from support.records import (
     grant,
     hex32,
     lost,
-    no_record,
     prepare_load,
     read_done,
     read_failed,
@@ -82,8 +80,8 @@ from support.scripts import (
 )
 
 GIVEN_UP = Send(RANK_0, release(complete=False))
-LATE = LoadEnded(D1, 7, Failure(FailureKind.LATE, "nothing of it has moved for 30 s"), PEER)
-SILENT = replace(LATE, failure=Failure(FailureKind.LATE, "prefill fell silent while it was read"))
+LATE = LoadEnded(D1, 7, Failure(FailureKind.LATE, f"{TIMEOUT_S:g} s"), PEER)
+SILENT = replace(LATE, failure=Failure(FailureKind.LATE, "silent"))
 ABANDON = AbandonRead(D1, Rank(0))
 ASK_AGAIN = Send(RANK_0, ask(number=2))
 SECOND = prepare_load(D2, RIVAL, nonce=NONCE2)
@@ -208,7 +206,6 @@ TIMES: dict[str, Script] = {
     ),
 }
 LOADED = LoadEnded(D1, 7, None, PEER, reads=(read_done(),))
-READING_FAILED = "reading prefill rank 0 failed: reset"
 RENEWED = Send(RANK_0, renew(2, CLAIM))
 RENEWED_READING = Send(RANK_0, renew(2, CLAIM, reading=1))
 OTHER_RANK_LIFE = Incarnation(hex32(0xB2))
@@ -293,7 +290,7 @@ RENEWALS: dict[str, Script] = {
 
 @each_of(TIMES)
 def test_time(script: Script) -> None:
-    loading(script).loads.validate()
+    loading(script).validate()
 
 
 @each_of(RENEWALS)
@@ -302,7 +299,7 @@ def test_renewals(script: Script) -> None:
 
 
 def test_a_peer_that_connects_does_not_extend_the_time_of_a_load() -> None:
-    late = replace(LATE, failure=Failure(FailureKind.LATE, "nothing of it has moved for 0.5 s"))
+    late = replace(LATE, failure=Failure(FailureKind.LATE, "0.5 s"))
     steps: Script = [(100.25, START), (100.7, Tick()), (100.75, Tick(), late), (100.8, fits())]
     play(decode_machine(timeout_s=0.5), [*PREPARED, *steps])
 
@@ -325,8 +322,8 @@ TURNS: dict[str, Script] = {
         (
             read_failed("reset"),
             GIVEN_UP,
+            replace(LATE, failure=Failure(FailureKind.BROKEN, "rank 0 failed: reset")),
             READ_2,
-            replace(LATE, failure=Failure(FailureKind.BROKEN, READING_FAILED)),
         ),
     ),
     "what waits for its turn is not late while others land": after(
@@ -339,7 +336,7 @@ TURNS: dict[str, Script] = {
     "what waits is cancelled, not abandoned, with what is stuck before it": after(
         QUEUED,
         (END, Tick(), STOP),
-        (111.0 + TIMEOUT_S, Tick(), GIVEN_UP_2, LATE_2, ABANDON),
+        (111.0 + TIMEOUT_S, Tick(), ABANDON, GIVEN_UP_2, LATE_2),
     ),
     "what waits is given back for the asking, but for one that has blocks": after(
         QUEUED, (answered(recall()), Send(RANK_0, renew(3, CLAIM, RIVAL, reading=2)))
@@ -359,13 +356,13 @@ TURNS: dict[str, Script] = {
 def test_turns(script: Script) -> None:
     machine = decode_machine(bytes_per_token=LARGE)
     play(machine, script)
-    machine.loads.validate()
+    machine.validate()
 
 
 def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
     machine = loading(READING)
     now, number = 110.0, 2
-    while machine.loads.all()[0].failure is None:
+    while machine.loads[0].failure is None:
         now, number = now + TIMEOUT_S / 2, number + 1
         claim, request = Claim(hex32(number)), RequestId(f"other {number}")
         machine.handle(prepare_load(request, claim), now)
@@ -373,7 +370,7 @@ def test_however_much_else_lands_a_stuck_read_is_late_in_the_end() -> None:
         machine.handle(start_load(request), now)
         machine.handle(read_done(request=request), now)
         machine.handle(Tick(), now)
-    assert now == 110.0 + MOST_TIMEOUTS * TIMEOUT_S
+    assert now == 110.0 + MAX_TIMEOUTS * TIMEOUT_S
 
 
 def test_a_late_read_is_abandoned_in_its_time_whatever_lands_beside_it() -> None:
@@ -397,7 +394,7 @@ def test_the_book_has_loads_whose_reads_are_in_states() -> None:
     seen = []
     for step in (*steps, answered(grant(claim=RIVAL))):
         machine.handle(step, 100.0)
-        reads = [[read.state for read in load.rank_reads] for load in machine.loads.all()]
+        reads = [[read.state for read in load.rank_reads] for load in machine.loads]
         seen.append((len(machine.loads), reads))
     assert seen == [
         (1, [[]]),
@@ -410,23 +407,24 @@ def test_the_book_has_loads_whose_reads_are_in_states() -> None:
 
 def test_a_peer_is_in_use_while_a_read_of_it_may_start_or_go_on() -> None:
     machine = loading(GRANTED)
-    used = [machine.loads.is_in_use(PEER)]
+    used = [machine._is_in_use(PEER)]
     for step in (START, read_done(), cancel_load(), slot_read()):
         machine.handle(step, 101.0)
-        used.append(machine.loads.is_in_use(PEER))
+        used.append(machine._is_in_use(PEER))
     assert used == [True, True, True, True, False]
 
 
-def test_the_book_checks_its_loads() -> None:
-    book = LoadBook(
-        READER, no_record, timeout_s=TIMEOUT_S, renew_interval_s=RENEW_S, bytes_per_token=1
-    )
-    load = book.add(prepare_load(), PEER, 100.0)
-    load.open(description(), routes(0), fits())
+def test_the_machine_checks_its_loads() -> None:
+    machine = loading(ASKING)
+    machine.validate()
+    kept = dict(machine._unfinished)
+    machine._unfinished.clear()
     with pytest.raises(LocalProtocolError, match="found by endpoint"):
-        book.validate()
-    book.settle(load, 100.0)
-    book.validate()
-    load.rank_reads[0].state = State.FAILED
+        machine.validate()
+    machine._unfinished |= kept
+    machine._by_peer.clear()
+    with pytest.raises(LocalProtocolError, match="by peer"):
+        machine.validate()
+    machine.loads[0].rank_reads[0].state = State.FAILED
     with pytest.raises(LocalProtocolError, match="FAILED without a reason"):
-        book.validate()
+        machine.validate()

@@ -1,13 +1,12 @@
-"""Which reads may be under way: as many bytes as keep a link busy, and not more.
+"""Limits the bytes in flight: enough to keep a link busy, few enough that a late read is stuck.
 
-What is read from one prefill rank is its lane. The lanes take turns, first come first served in
-each. Of one lane, and of all together, at most MAX_BYTES are under way, or one load if that is
-larger: its reads from several ranks go together, so that the link is not idle between them. So a
-read that is under way gets a fair part of the link, and one that is late is stuck, not one of very
-many. What has not begun costs nothing to cancel.
+Each prefill rank has a lane, first come first served, and the lanes take turns. At most MAX_BYTES
+are in flight per lane and in all lanes together, or one load if that is larger: its reads from
+several ranks start together, so that the link is not idle between them. A queued read has not
+begun, so it costs nothing to cancel.
 
-A lane in which nothing has ended for STALL_S does not count for the others: a prefill rank that
-hangs holds up nobody else.
+A lane in which no read has ended for STALL_S no longer counts toward the total, so a prefill rank
+that hangs or is slow does not block the others.
 """
 
 from collections import OrderedDict, deque
@@ -19,8 +18,9 @@ from nixl_kv.ids import Claim, Endpoint, Rank
 from nixl_kv.protocol.machine import Deadlines
 
 MAX_BYTES: Final = 1 << 30
+"""1 GiB: 10 ms of a 100 GB/s link, and 8.6 s of one of 1 Gbit/s."""
 MAX_READS: Final = 2048
-"""Of all lanes together, however short: each also needs a slot to read into."""
+"""In all lanes together, however short: each read needs local memory for its fence slot."""
 STALL_S: Final = 2.0
 
 Key: TypeAlias = tuple[Claim, Rank]
@@ -29,7 +29,7 @@ Key: TypeAlias = tuple[Claim, Rank]
 
 @dataclass
 class _Lane:
-    progressed_at: float = 0.0  # when a read ended here, or began with no other under way
+    moved_at: float = 0.0  # when bytes landed here, or a read began with no other under way
     waiting: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # bytes
     under_way: dict[Key, int] = field(default_factory=dict)
     num_bytes: int = 0  # under way
@@ -37,7 +37,7 @@ class _Lane:
 
 
 class ReadQueue:
-    """Reads by key. `now` is monotonic, in seconds."""
+    """Queued and posted reads of one decode rank. `now` is monotonic, in seconds."""
 
     def __init__(self) -> None:
         self._lanes: dict[Endpoint, _Lane] = {}
@@ -46,7 +46,7 @@ class ReadQueue:
         self._stalls = Deadlines[Endpoint]()
         self._num_bytes = 0  # under way, but for stalled lanes
         self._num_reads = 0
-        self._progressed_at = 0.0
+        self._moved_at = 0.0
 
     @property
     def next_due(self) -> float | None:
@@ -57,7 +57,6 @@ class ReadQueue:
         return key in self._where
 
     def add(self, key: Key, endpoint: Endpoint, num_bytes: int) -> None:
-        """A read waits for its turn."""
         lane = self._lanes.setdefault(endpoint, _Lane())
         if not lane.waiting:
             self._turns.append(endpoint)
@@ -65,7 +64,7 @@ class ReadQueue:
         self._where[key] = endpoint
 
     def pop_startable(self, now: float) -> list[Key]:
-        """Those whose turn it is; they count as under way from now on."""
+        """The reads whose turn it is; from now on they count as under way."""
         startable: list[Key] = []
         for endpoint in self._stalls.pop_due(now):
             lane = self._lanes[endpoint]
@@ -92,11 +91,8 @@ class ReadQueue:
             startable.append(key)
         return startable
 
-    def remove(self, key: Key, now: float, *, has_progressed: bool) -> None:
-        """It has ended, or is not wanted any more; one that is not known is ignored.
-
-        `has_progressed`: it was read.
-        """
+    def remove(self, key: Key, now: float, *, has_landed: bool) -> None:
+        """A read has ended, or was cancelled while it was queued. An unknown one is ignored."""
         endpoint = self._where.pop(key, None)
         if endpoint is None:
             return
@@ -105,17 +101,25 @@ class ReadQueue:
             if not lane.waiting:
                 self._turns.remove(endpoint)
         else:
-            self._end(endpoint, lane, key, now=now, has_progressed=has_progressed)
+            self._end(endpoint, lane, key, now=now, has_landed=has_landed)
         if not lane.waiting and not lane.under_way:
             del self._lanes[endpoint]
 
-    def progressed_at(self, key: Key) -> float:
-        """When something last moved that this read waits for, or is."""
+    def note_progress(self, key: Key, now: float) -> None:
+        """Bytes of a read have landed. An unknown read is ignored.
+
+        This does not end a stall: a slow lane that counted toward the total would block the others.
+        """
+        endpoint = self._where.get(key)
+        if endpoint is not None:
+            self._lanes[endpoint].moved_at = self._moved_at = now
+
+    def moved_at(self, key: Key) -> float:
+        """When something last moved in this read's lane, or in any lane if its own is idle."""
         lane = self._lanes[self._where[key]]
-        return lane.progressed_at if lane.under_way else self._progressed_at
+        return lane.moved_at if lane.under_way else self._moved_at
 
     def clear(self) -> None:
-        """Forget all reads."""
         self._lanes.clear()
         self._where.clear()
         self._turns.clear()
@@ -123,7 +127,7 @@ class ReadQueue:
         self._num_bytes = self._num_reads = 0
 
     def validate(self) -> None:
-        """Check the sums."""
+        """Raise LocalProtocolError if a sum is not that of its parts."""
         moving = [lane for lane in self._lanes.values() if not lane.is_stalled]
         waiting = sorted(endpoint for endpoint, lane in self._lanes.items() if lane.waiting)
         if any(lane.num_bytes != sum(lane.under_way.values()) for lane in self._lanes.values()):
@@ -136,7 +140,7 @@ class ReadQueue:
             raise LocalProtocolError(f"lanes {waiting} wait, the turns are {self._turns}")
 
     def _is_alone(self, key: Key) -> bool:
-        """Whether all that is under way is of the same load, but in lanes that are stalled."""
+        """Whether nothing but reads of the same load is under way in lanes that are not stalled."""
         lanes = (lane for lane in self._lanes.values() if not lane.is_stalled)
         return all(claim == key[0] for lane in lanes for claim, _ in lane.under_way)
 
@@ -144,7 +148,7 @@ class ReadQueue:
         self, endpoint: Endpoint, lane: _Lane, key: Key, num_bytes: int, *, now: float
     ) -> None:
         if not lane.under_way:
-            self._progress(endpoint, lane, now)
+            self._advance(endpoint, lane, now)
         lane.under_way[key] = num_bytes
         lane.num_bytes += num_bytes
         self._num_reads += 1
@@ -152,11 +156,11 @@ class ReadQueue:
             self._num_bytes += num_bytes
 
     def _end(
-        self, endpoint: Endpoint, lane: _Lane, key: Key, *, now: float, has_progressed: bool
+        self, endpoint: Endpoint, lane: _Lane, key: Key, *, now: float, has_landed: bool
     ) -> None:
         num_bytes = lane.under_way.pop(key)
-        if has_progressed:
-            self._progress(endpoint, lane, now)
+        if has_landed:
+            self._advance(endpoint, lane, now)
         lane.num_bytes -= num_bytes
         self._num_reads -= 1
         if not lane.is_stalled:
@@ -164,8 +168,8 @@ class ReadQueue:
         if not lane.under_way:
             self._stalls.set(endpoint, None)
 
-    def _progress(self, endpoint: Endpoint, lane: _Lane, now: float) -> None:
-        lane.progressed_at = self._progressed_at = now
+    def _advance(self, endpoint: Endpoint, lane: _Lane, now: float) -> None:
+        lane.moved_at = self._moved_at = now
         self._stalls.set(endpoint, now + STALL_S)
         if lane.is_stalled:
             lane.is_stalled = False

@@ -1,0 +1,631 @@
+"""One load on a decode rank: what it reads from each prefill rank, and the one report it owes.
+
+vLLM's request needs KV that a prefill engine holds. The load asks each prefill rank that has a part
+of it, reads what the rank grants, and proves each part by the rank's fence slot. It is prepared
+when the request arrives, before vLLM has given it blocks, so that the grants are here by then.
+
+For each prefill rank it has a `RankRead`:
+
+    ASKING     the rank was asked for its blocks
+    GRANTED    the rank holds them; local blocks are missing, or earlier reads come first
+    READING    data is landing in the local blocks
+    CHECKING   all data has landed; the fence slot is being read
+    VERIFYING  the fence token was still there; digests of both sides are being compared
+    DRAINING   cancelled, but a read may still write
+    DONE       the bytes are proven
+    FAILED     no read writes any more, and the bytes must not be used
+
+READING and CHECKING are left only by the end of the read itself: NIXL has no abort, so the blocks
+go back to the caller only when no read can write into them. One failure cancels the reads from all
+other ranks. When every read has ended, the load is over: it reports `LoadEnded` if it was started,
+and nothing if it was cancelled before.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import auto
+from typing import Final, TypeAlias
+
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.match import Route
+from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.machine import Machine, MachineState, Table
+from nixl_kv.protocol.read_queue import ReadQueue
+from nixl_kv.protocol.ticket import Ticket
+
+Actions: TypeAlias = list[events.Action]
+
+ASK_AGAIN_S: Final = 1.0
+"""An unanswered message is repeated after this long: ZMQ may have dropped it."""
+
+SILENCE_S: Final = 3.0
+"""A read from an unreachable rank is late after this long, although NIXL reports no error."""
+
+DRAIN_S: Final = 1.0
+"""A late read that has not ended after this long is abandoned: its agent is replaced."""
+
+MAX_TIMEOUTS: Final = 4
+"""A read that does not move is late after this many timeouts, whatever moves beside it."""
+
+DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The load's own event: it was dropped, is late, or the read from another rank failed."""
+
+    failure: Failure
+
+
+class State(MachineState):
+    """The state of a `RankRead`; the head of this file describes each."""
+
+    ASKING = auto()
+    GRANTED = auto()
+    READING = auto()
+    CHECKING = auto()
+    VERIFYING = auto()
+    DRAINING = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+_FAILED: Final = (State.FAILED,)
+
+TRANSITIONS: Final[Table[State]] = {
+    State.ASKING: {
+        messages.Grant: (State.GRANTED,),
+        messages.Deny: _FAILED,
+        messages.Recall: _FAILED,
+        events.EndpointLost: _FAILED,
+        Cancelled: _FAILED,
+    },
+    State.GRANTED: {
+        events.StartLoad: (State.READING,),
+        messages.Deny: _FAILED,
+        messages.Recall: _FAILED,
+        messages.Renewed: _FAILED,
+        events.EndpointLost: _FAILED,
+        Cancelled: _FAILED,
+    },
+    State.READING: {
+        events.ReadDone: (State.CHECKING,),
+        events.ReadFailed: _FAILED,
+        Cancelled: (State.DRAINING,),
+    },
+    State.CHECKING: {
+        events.SlotRead: (State.DONE, State.VERIFYING, State.FAILED),
+        events.ReadFailed: _FAILED,
+        Cancelled: (State.DRAINING,),
+    },
+    State.VERIFYING: {
+        events.DigestCompared: (State.DONE, State.FAILED),
+        messages.Deny: _FAILED,
+        messages.Renewed: _FAILED,
+        events.EndpointLost: _FAILED,
+        Cancelled: _FAILED,
+    },
+    State.DRAINING: {
+        events.ReadDone: _FAILED,
+        events.SlotRead: _FAILED,
+        events.ReadFailed: _FAILED,
+    },
+    State.DONE: {},
+    State.FAILED: {},
+}
+
+MACHINE: Final = Machine("load", TRANSITIONS)
+
+POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
+"""States in which a read may write into local memory."""
+
+HOLDING: Final = POSTED | {State.ASKING, State.GRANTED, State.VERIFYING}
+"""States in which the prefill rank may hold blocks for this rank: the claim is renewed."""
+
+_WAITS_FOR: Final[Mapping[State, str]] = {
+    State.ASKING: "a grant",
+    State.GRANTED: "its turn in the read queue",
+    State.READING: "data",
+    State.CHECKING: "the fence slot",
+    State.VERIFYING: "a digest",
+    State.DRAINING: "the end of a cancelled read",
+}
+
+
+class Numbers:
+    """Counts the asks, pack requests and renews of a rank, which number them all alike.
+
+    So prefill can tell which of two messages is newer, whichever arrives first.
+    """
+
+    last = 0
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
+@dataclass
+class RankRead:
+    """What one load reads from one prefill rank. `readers`: all ranks of this engine that read it.
+
+    All times are monotonic, in seconds.
+    """
+
+    rank: Rank
+    incarnation: Incarnation
+    endpoint: Endpoint
+    readers: tuple[Rank, ...]
+    state: State = State.ASKING
+    ask_again_at: float = -math.inf
+    moved_at: float = -math.inf  # the last step forward, or the last bytes that are known to land
+    unreachable_since: float | None = None  # its connection broke, and it has not answered since
+    abandoned: bool = False
+    grant: messages.Grant | None = None
+    granted_at: int = 0  # the number of this rank's last message when the grant came
+    done: events.ReadDone | None = None
+    slices: tuple[KVSlice, ...] = ()  # to be verified; known once there are local blocks
+    digest: messages.DigestReply | None = None  # prefill's, of these slices
+    chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
+    holds: tuple[int, ...] = ()  # see `messages.PackRequest`
+    name: str = field(init=False)  # for the event log
+
+    def __post_init__(self) -> None:
+        self.name = f"rank {self.rank} at {self.endpoint}"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (State.DONE, State.FAILED)
+
+    @property
+    def lacks_answer(self) -> bool:
+        """Whether its rank owes an answer: a grant, packed chunks, or a digest."""
+        match self.state:
+            case State.READING:
+                return bool(self.chunks)
+            case State.VERIFYING:
+                return self.digest is None
+        return self.state is State.ASKING
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether a refusal by prefill ends it.
+
+        A posted read goes on: its fence slot decides. A comparison goes on as well once both
+        digests are here, because the fence has already proven those bytes.
+        """
+        return self.state in HOLDING - POSTED and not (
+            self.state is State.VERIFYING and self.digest is not None
+        )
+
+
+@dataclass
+class Load:
+    """One load. `reads` is None until the peer is known. All times are monotonic, in seconds."""
+
+    reader: messages.Reader
+    request: RequestId
+    ticket: Ticket
+    claim: Claim
+    peer: events.PeerKey
+    timeout_s: float
+    since: float  # when it was prepared, and from then on when it was started
+    record: events.Record = field(repr=False)
+    queue: ReadQueue = field(repr=False)
+    numbers: Numbers = field(repr=False)
+    reads: dict[Rank, RankRead] | None = None
+    start: events.StartLoad | None = None  # with the local blocks
+    is_cancelled: bool = False
+    failure: Failure | None = None  # the first one: the others follow from it
+    overdue_since: float | None = None
+
+    def __post_init__(self) -> None:
+        cause = f"PrepareLoad: offer {short(self.ticket.nonce)}"
+        self.record(events.Transition(self.request, str(self.peer), "", "PREPARED", cause))
+
+    @property
+    def rank_reads(self) -> list[RankRead]:
+        """Empty before the peer is known."""
+        return list(self.reads.values()) if self.reads else []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no read can write any more, and none will start."""
+        if self.reads is None:
+            return self.failure is not None
+        return all(read.has_ended for read in self.reads.values())
+
+    @property
+    def waits_for(self) -> str:
+        """What happens next, for `nixl-kv status`."""
+        if self.is_over:
+            return "the scheduler, to start or cancel it"
+        if self.reads is None:
+            return f"the description of {self.peer}"
+        waits = [
+            "local blocks" if self._lacks_blocks(read) else _WAITS_FOR[read.state]
+            for read in self.rank_reads
+            if not read.has_ended
+        ]
+        return ", ".join(dict.fromkeys(waits))
+
+    def is_reading(self, read: RankRead) -> bool:
+        """Whether prefill must keep the blocks of this read: it has local blocks to read into."""
+        is_queued = read.state is State.GRANTED and self.start is not None
+        return is_queued or read.state in POSTED or read.state is State.VERIFYING
+
+    def fail(self, failure: Failure) -> None:
+        """Keep the first failure. `cancel` ends what still goes on."""
+        if self.failure is None:
+            self.failure = failure
+
+    # --- time
+
+    @property
+    def lacks_only_blocks(self) -> bool:
+        """Whether every rank has granted and local blocks are missing: then it is never late."""
+        return self.reads is not None and all(map(self._lacks_blocks, self.rank_reads))
+
+    def _lacks_blocks(self, read: RankRead) -> bool:
+        return self.start is None and read.state is State.GRANTED
+
+    @property
+    def next_due(self) -> float | None:
+        """When a tick changes something; None for never."""
+        if self.is_over:
+            return None
+        times = [read.ask_again_at for read in self.rank_reads if read.lacks_answer]
+        if self.overdue_since is None:
+            times.append(self.deadline)
+        elif any(read.state in POSTED and not read.abandoned for read in self.rank_reads):
+            times.append(self.overdue_since + DRAIN_S)
+        return min((when for when in times if when < math.inf), default=None)
+
+    @property
+    def deadline(self) -> float:
+        """When it is late unless something moves before; infinity for never."""
+        if self.start is None or not self.reads:
+            return math.inf if self.lacks_only_blocks else self.since + self.timeout_s
+        unfinished = [read for read in self.rank_reads if not read.has_ended]
+        return min([self._silent_at, *map(self._read_late_at, unfinished)])
+
+    @property
+    def _silent_at(self) -> float:
+        """When the first rank that is being read has been unreachable for too long."""
+        broken = [read.unreachable_since for read in self.rank_reads if read.state in POSTED]
+        return min((when + SILENCE_S for when in broken if when is not None), default=math.inf)
+
+    def _read_late_at(self, read: RankRead) -> float:
+        """When one read is late. A read that moves never is.
+
+        A queued read has not begun: it is late only if nothing moves that it waits for. A posted
+        read shares the link with the rest of its load and its lane. While those move, it may be
+        starved rather than stuck, so it gets more time, but not without end.
+        """
+        moved_at = max(self.since, read.moved_at)
+        late_at = moved_at + self.timeout_s
+        key = (self.claim, read.rank)
+        if key not in self.queue:
+            return late_at
+        others_moved_at = self.queue.moved_at(key)
+        if read.state is State.GRANTED:
+            return max(late_at, others_moved_at + self.timeout_s)
+        others_moved_at = max(others_moved_at, *(one.moved_at for one in self.rank_reads))
+        longest = moved_at + MAX_TIMEOUTS * self.timeout_s
+        return max(late_at, min(others_moved_at + self.timeout_s, longest))
+
+    def late_failure(self, now: float) -> Failure | None:
+        """Why it is late; None if it is not. A late load stays late, whatever moves afterwards."""
+        if self.overdue_since is None and now < self.deadline:
+            return None
+        if self._silent_at <= now:
+            return Failure(FailureKind.LATE, "prefill fell silent during the read")
+        return Failure(FailureKind.LATE, f"nothing moved for {self.timeout_s:g} s")
+
+    def on_late(self, failure: Failure, now: float) -> Actions:
+        """Fail it; if that does not end a read in time, abandon the read, once."""
+        self.fail(failure)
+        if self.overdue_since is None:
+            self.overdue_since = now
+        actions: Actions = []
+        for read in self.rank_reads if now >= self.overdue_since + DRAIN_S else ():
+            if read.state in POSTED and not read.abandoned:
+                read.abandoned = True
+                actions.append(events.AbandonRead(self.request, read.rank))
+        return actions
+
+    # --- from arrival to the grant
+
+    def open(
+        self, description: messages.Description, routes: Iterable[Route], cause: str
+    ) -> Actions:
+        """The peer is known. Some ranks are read; this rank releases others that have no reader."""
+        self.reads = {}
+        actions: Actions = []
+        for route in routes:
+            remote = description.ranks[route.remote_rank]
+            read = RankRead(
+                rank=route.remote_rank,
+                incarnation=remote.incarnation,
+                endpoint=remote.endpoint,
+                readers=route.readers,
+            )
+            if route.readers:
+                self.reads[read.rank] = read
+                self.record(events.Transition(self.request, read.name, "", read.state.name, cause))
+            else:
+                actions.append(self._release(read, complete=True))
+        return actions
+
+    def ask(self, read: RankRead, now: float) -> Actions:
+        """Ask a rank for what it owes: a grant, packed chunks, or a digest."""
+        match read.state:
+            case State.ASKING:
+                read.ask_again_at = now + ASK_AGAIN_S
+                context, number = self.ticket.context, self.numbers.next()
+                fields = {"context": context, "number": number, "readers": read.readers}
+                return [self._send(read, messages.Ask, **fields)]
+            case State.READING:
+                return self._ask_chunks(read, read.chunks.values(), now)
+        return self.ask_digest(read, now)
+
+    def on_grant(self, read: RankRead, grant: messages.Grant, now: float) -> Actions:
+        """A repeated or late grant changes nothing."""
+        if read.state is State.FAILED:
+            return [self._release(read, complete=False)]
+        if read.state is State.ASKING:
+            read.grant, read.granted_at = grant, self.numbers.last
+            self._move(read, State.GRANTED, grant, now)
+        return []
+
+    def on_blocks(self, start: events.StartLoad, now: float) -> None:
+        """There are local blocks to read into, so its time begins again."""
+        self.start, self.since = start, now
+        cause = f"StartLoad: tokens {start.begin} to {start.end - 1}"
+        self.record(events.Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
+
+    def on_recall(self, read: RankRead, recall: messages.Recall, now: float) -> Actions:
+        """Prefill needs its blocks, and this rank does not read them: release them."""
+        if read.state in (State.ASKING, State.GRANTED):
+            detail = f"prefill rank {read.rank} recalled its blocks before decode had its own"
+            self.fail(Failure(FailureKind.RECALLED, detail))
+            self._move(read, State.FAILED, recall, now)
+        return [self._release(read, complete=False)]
+
+    def on_refusal(
+        self,
+        read: RankRead,
+        event: messages.Deny | messages.Renewed | events.EndpointLost,
+        failure: Failure,
+        now: float,
+    ) -> None:
+        """The rank does not grant, or no longer does."""
+        if read.needs_prefill:
+            self.fail(failure)
+            self._move(read, State.FAILED, event, now)
+        elif read.state is State.READING and read.chunks:  # prefill will not pack them
+            self.fail(failure)
+
+    # --- a read and its proof
+
+    def start_read(self, read: RankRead, now: float) -> Actions:
+        """The read queue lets it begin."""
+        if self.start is None or read.grant is None:
+            return []
+        self._move(read, State.READING, self.start, now)
+        return [events.StartRead(self.peer, read.rank, read.grant, self.start, read.slices)]
+
+    def on_progress(self, read: RankRead, event: events.ChunksWanted, now: float) -> Actions:
+        """A read under way has moved; it may want prefill to pack further chunks.
+
+        A read that has moved is not late. So every path sends this event, and those that do not
+        read packed chunks send it without any.
+        """
+        read.holds = event.holds
+        self._note_progress(read, now)
+        if not event.chunks:
+            return []
+        if read.state is not State.READING:
+            return [events.StopRead(self.request, read.rank)]
+        read.chunks |= {chunk.number: chunk for chunk in event.chunks}
+        return self._ask_chunks(read, event.chunks, now)
+
+    def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
+        read.ask_again_at = now + ASK_AGAIN_S
+        number = self.numbers.next()
+        return [
+            self._send(
+                read,
+                messages.PackRequest,
+                number=number,
+                chunk=chunk.number,
+                begin=chunk.begin,
+                end=chunk.end,
+                layers=chunk.layers,
+                holds=read.holds,
+            )
+            for chunk in chunks
+        ]
+
+    def on_packed(self, read: RankRead, reply: messages.PackReply, now: float) -> Actions:
+        """Prefill has packed a chunk, or will not. A repeated or late reply changes nothing."""
+        if read.state is not State.READING or read.chunks.pop(reply.chunk, None) is None:
+            return []
+        self._note_progress(read, now)
+        return [events.ReadChunk(self.request, read.rank, reply.chunk, reply.slot)]
+
+    def on_read_done(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
+        """All data has landed. The fence slot tells whether prefill held its blocks until now."""
+        if read.state is State.DRAINING or read.grant is None:
+            self._move(read, State.FAILED, event, now)
+            return [self._release(read, complete=False)]
+        self._move(read, State.CHECKING, event, now)
+        read.done = event
+        actions: Actions = [events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)]
+        if self.start is not None and read.slices:  # digest while prefill's digest is on its way
+            actions.append(
+                events.DigestLanded(read.rank, read.slices, self.start, claim=self.claim)
+            )
+        return actions
+
+    def on_slot(self, read: RankRead, event: events.SlotRead, now: float) -> Actions:
+        """The token that was granted proves that prefill held its blocks while they were read."""
+        slot_valid = read.grant is not None and event.generation == read.grant.generation
+        if not slot_valid:
+            detail = f"prefill rank {read.rank} took its blocks back during the read"
+            self.fail(Failure(FailureKind.FENCED, detail))
+        if read.state is State.DRAINING or not slot_valid:
+            self._move(read, State.FAILED, event, now)
+            return [self._release(read, complete=False)]
+        if self._is_verified(read):
+            self._move(read, State.VERIFYING, event, now)
+            return self._compare(read)
+        self._move(read, State.DONE, event, now)
+        return [self._release(read, complete=True)]
+
+    def on_read_failed(self, read: RankRead, event: events.ReadFailed, now: float) -> Actions:
+        detail = f"reading prefill rank {read.rank} failed: {event.reason}"
+        self.fail(Failure(FailureKind.BROKEN, detail))
+        self._move(read, State.FAILED, event, now)
+        return [self._release(read, complete=False)]
+
+    # --- the comparison of digests
+
+    def _is_verified(self, read: RankRead) -> bool:
+        # Bytes without a named slice cannot be compared: the load must then be late, not good.
+        has_data = read.done is not None and read.done.num_bytes > 0
+        return self.start is not None and self.start.verify and (has_data or bool(read.slices))
+
+    def ask_digest(self, read: RankRead, now: float) -> Actions:
+        if self.start is None or not read.slices:
+            return []
+        read.ask_again_at = now + ASK_AGAIN_S
+        fields = {"end": self.start.end, "slices": read.slices}
+        return [self._send(read, messages.DigestRequest, **fields)]
+
+    def on_digest(self, read: RankRead, reply: messages.DigestReply) -> Actions:
+        """Prefill's digest is here. A repeated or unexpected one changes nothing."""
+        if not read.slices or read.digest is not None:
+            return []
+        read.digest = reply
+        return self._compare(read)
+
+    def _compare(self, read: RankRead) -> Actions:
+        """Compare once the fence has proven the bytes and prefill's digest is here."""
+        if read.state is not State.VERIFYING or self.start is None:
+            return []
+        if read.digest is None:
+            return []
+        return [events.CompareDigest(read.rank, read.slices, self.start, read.digest)]
+
+    def is_digest_wanted(self, action: events.DigestLanded | events.CompareDigest) -> bool:
+        read = (self.reads or {}).get(action.rank)
+        if isinstance(action, events.CompareDigest):
+            claim, states = action.digest_reply.claim, {State.VERIFYING}
+        else:
+            claim, states = action.claim, {State.CHECKING, State.VERIFYING}
+        return self.claim == claim and read is not None and read.state in states
+
+    def on_compared(self, read: RankRead, event: events.DigestCompared, now: float) -> Actions:
+        """A comparison for an earlier claim, or one that ends too late, changes nothing."""
+        if read.state is not State.VERIFYING or event.claim != self.claim:
+            return []
+        subject = f"what was read from prefill rank {read.rank}"
+        if event.refusal is not None:
+            detail = f"{subject} cannot be verified: {event.refusal}"
+            self.fail(Failure(FailureKind.INTERNAL, detail))
+        elif event.difference is not None:
+            detail = f"{subject} is not what it has: {event.difference}"
+            self.fail(Failure(FailureKind.CORRUPT, detail))
+        is_equal = event.refusal is None and event.difference is None
+        self._move(read, State.DONE if is_equal else State.FAILED, event, now)
+        return [self._release(read, complete=is_equal)]
+
+    # --- the end
+
+    def cancel(self, failure: Failure, now: float) -> Actions:
+        """End every read: what was asked is released now, what is posted when it has drained."""
+        actions: Actions = []
+        for read in self.rank_reads:
+            if read.has_ended or read.state is State.DRAINING:
+                continue
+            if read.state in POSTED:
+                if read.state is State.READING:
+                    actions.append(events.StopRead(self.request, read.rank))
+                self._move(read, State.DRAINING, Cancelled(failure), now)
+            else:
+                self._move(read, State.FAILED, Cancelled(failure), now)
+                actions.append(self._release(read, complete=False))
+        return actions
+
+    def end(self) -> Actions:
+        """Record its end. Returns its report, if it was started."""
+        before = "PREPARED" if self.start is None else "STARTED"
+        after = "LOADED" if self.failure is None else "FAILED"
+        cause = "" if self.failure is None else str(self.failure)
+        self.record(events.Transition(self.request, str(self.peer), before, after, cause))
+        if self.start is None:
+            return []
+        reads = tuple(read.done for read in self.rank_reads if read.done is not None)
+        return [
+            events.LoadEnded(
+                self.request,
+                self.start.num_tokens,
+                self.failure,
+                self.peer,
+                verified=self.start.verify and self.failure is None,
+                reads=reads if self.failure is None else (),
+            )
+        ]
+
+    def validate(self) -> None:
+        """Check what must hold between any two events.
+
+        Raises:
+            LocalProtocolError: if it does not.
+        """
+        for read in self.rank_reads:
+            if read.state in POSTED and (self.start is None or read.grant is None):
+                raise LocalProtocolError(f"{read.state.name} without blocks or grant")
+            if read.state is State.FAILED and self.failure is None:
+                raise LocalProtocolError("FAILED without a reason")
+
+    def _note_progress(self, read: RankRead, now: float) -> None:
+        read.moved_at = now
+        self.queue.note_progress((self.claim, read.rank), now)
+
+    def _move(self, read: RankRead, after: State, event: object, now: float) -> None:
+        read.state = MACHINE.move(
+            self.record,
+            (read.state, after),
+            event,
+            request=self.request,
+            peer=read.name,
+            detail=event.failure.kind.value if isinstance(event, Cancelled) else "",
+            num_bytes=event.num_bytes if isinstance(event, events.ReadDone) else 0,
+        )
+        if after not in (State.DRAINING, State.FAILED):
+            read.moved_at = now
+
+    def _release(self, read: RankRead, *, complete: bool) -> events.Send:
+        """Tell prefill that this reader has ended. If the message is lost, the lease expires."""
+        return self._send(read, messages.Release, complete=complete)
+
+    def _send(
+        self, read: RankRead, message: Callable[..., messages.Message], **fields: object
+    ) -> events.Send:
+        """A message about this load's claim to one rank."""
+        return events.Send(
+            read.endpoint,
+            message(
+                incarnation=read.incarnation,
+                nonce=self.ticket.nonce,
+                claim=self.claim,
+                reader=self.reader,
+                **fields,
+            ),
+        )
