@@ -22,11 +22,11 @@ import msgspec
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.huge_pages import use_huge_pages
-from nixl_kv.engine.loop import STOPPED, Loop, Parts
+from nixl_kv.engine.loop import STOPPED, Digests, Loop, Parts
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import StatusReporter
 from nixl_kv.engine.thread import TransferThread
-from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
+from nixl_kv.errors import LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
@@ -45,7 +45,7 @@ from nixl_kv.reading.staged.copier import Copier, HostMemory, Staging, StagingMe
 from nixl_kv.reading.staged.packs import PackQueue
 from nixl_kv.transport.base import ControlPlane, Transport
 from nixl_kv.transport.slots import SlotPage
-from nixl_kv.verify.queue import Digester, DigestQueue, HostDigester, NoDigester
+from nixl_kv.verify.queue import open_digests
 
 if TYPE_CHECKING:  # needs CUDA
     from nixl_kv.reading.gather.memory import Exported
@@ -234,11 +234,18 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         use_huge_pages(layout.spans)
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
-    digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
+    digests: Digests | None = open_digests(
+        layout,
+        counts,
+        spec.clock,
+        is_prefill=spec.is_prefill,
+        verifies=spec.is_decode and config.verify > 0,
+    )
+    if digests is not None:
+        undo.callback(digests.close)
     control = spec.make_control()
     undo.callback(control.close)
     packing, reading = _make_staging(spec)
-    digests = DigestQueue(layout, digester, counts, spec.clock)
     peers = RemotePeers(
         layout,
         spec.rank,
@@ -249,7 +256,6 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             _make_gather(spec, control.wake) if spec.is_decode else None,
             config.path,
             reading,
-            digests,
         ),
     )
     agents = Agents(
@@ -271,7 +277,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             bytes_per_token=layout.bytes_per_token,
         ),
         PeerBook(event_log.record, config.warm if spec.is_decode else ()),
-        peers.name_slices,
+        None if digests is None else digests.name_slices,
     )
     if spec.engine_layouts is not None:
         peers.engine_layouts = spec.engine_layouts
@@ -385,8 +391,7 @@ def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
     try:
         from nixl_kv.reading.gather.path import GpuGather  # noqa: PLC0415 - Triton: GPUs only
 
-        digested = spec.layout if spec.config.verify else None
-        return GpuGather(spec.layout.device, wake, digested)
+        return GpuGather(spec.layout.device, wake)
     except (ImportError, TransportError) as error:
         logger.warning("no GPU memory of other processes is read by a kernel: %s", error)
         return None
@@ -403,20 +408,3 @@ def _export(spec: RankSpec) -> "Exported | None":
     except (ImportError, TransportError) as error:
         logger.info("this rank's cache cannot be mapped by others: %s", error)
         return None
-
-
-def _make_digester(layout: CacheLayout, *, is_needed: bool) -> Digester:
-    """How this rank digests. That it cannot is an error only if it verifies what it reads."""
-    if layout.memory == "DRAM":
-        return HostDigester()
-    try:
-        from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - Triton: GPUs only
-
-        return GpuDigester(layout)
-    except (ImportError, DigestError) as error:
-        if is_needed:
-            raise ConfigError(
-                f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
-            ) from error
-        logger.warning("no load can be verified that is read from here: %s", error)
-        return NoDigester(str(error))

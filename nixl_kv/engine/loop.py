@@ -6,7 +6,7 @@ this rank, and uses no CPU otherwise.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -19,7 +19,7 @@ from nixl_kv.errors import ForeignVersion, RemoteProtocolError, TransportError
 from nixl_kv.ids import Endpoint, RequestId, new_incarnation, short
 from nixl_kv.log_limit import LimitedLog, get_logger
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode.machine import DecodeMachine
+from nixl_kv.protocol.decode.machine import DecodeMachine, SliceNames
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.agents import Agents
@@ -32,7 +32,6 @@ from nixl_kv.transport.base import (
     Received,
 )
 from nixl_kv.transport.slots import SlotPage
-from nixl_kv.verify.queue import DigestQueue
 
 if TYPE_CHECKING:  # needs CUDA
     from nixl_kv.reading.gather.memory import Exported
@@ -60,6 +59,29 @@ MAX_QUESTIONS: Final = 8
 """Status questions that wait, over all connections."""
 
 
+class Digests(Protocol):
+    """Computes the digests that prove what loads have read; see `verify`."""
+
+    @property
+    def name_slices(self) -> SliceNames: ...
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long the thread may wait before it polls again, in seconds; None while idle."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, action: events.DigestAction) -> events.DigestEvent | None: ...
+
+    def poll(
+        self, is_wanted: Callable[[events.DigestAction], bool]
+    ) -> Sequence[events.DigestEvent]: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Parts:
     """What one rank consists of. Made on the transfer thread, by `engine.build_parts`.
@@ -71,7 +93,7 @@ class Parts:
     prefill: PrefillMachine
     decode: DecodeMachine
     agents: Agents
-    digests: DigestQueue
+    digests: Digests | None  # of loads that are verified
     packs: PackQueue
     serving: Serving | None  # lets peers read this rank; None if it only decodes
     exported: "Exported | None"  # memory that readers on this host may map
@@ -144,9 +166,9 @@ class Loop:
         parts = self.parts
         parts.slots.clear_all()
         if self._to_close is None:
-            own = (parts.exported, parts.serving)
-            self._to_close = [parts.control, parts.packs, parts.digests, parts.agents]
-            self._to_close += [part for part in own if part is not None]
+            all_parts = (parts.control, parts.packs, parts.digests, parts.agents)
+            own = (*all_parts, parts.exported, parts.serving)
+            self._to_close = [part for part in own if part is not None]
         errors: list[Exception] = []
         for part in list(self._to_close):
             try:
@@ -178,8 +200,9 @@ class Loop:
                 break
         for event in self.parts.agents.poll():
             self._handle(event)
-        for digest_event in self.parts.digests.poll(self._is_wanted):
-            self._handle(digest_event)
+        if self.parts.digests is not None:
+            for digest_event in self.parts.digests.poll(self._is_wanted):
+                self._handle(digest_event)
         for packed in self.parts.packs.poll():
             self._handle(packed)
         for orphan in self.outstanding.drained(self.parts.agents.is_read):
@@ -202,7 +225,8 @@ class Loop:
         self._questions.clear()
         self.parts.decode.clear()
         self.parts.prefill.clear(self.parts.packs.writing)
-        self.parts.digests.clear()
+        if self.parts.digests is not None:
+            self.parts.digests.clear()
         self.parts.agents.forget_peers()
         for link in self.parts.control.links():
             self.parts.control.disconnect(link.endpoint)
@@ -219,7 +243,8 @@ class Loop:
         """How long this turn may wait, in seconds; None for ever."""
         if self._commands or self._questions:
             return 0
-        digests_wait_s = self.parts.digests.wait_s
+        digests = self.parts.digests
+        digests_wait_s = None if digests is None else digests.wait_s
         if digests_wait_s == 0:
             return 0
         if self.parts.packs or digests_wait_s is not None:
@@ -407,11 +432,20 @@ class Loop:
             case events.PackChunk():
                 packed = self.parts.packs.add(action)
                 self._follow_up.extend([] if packed is None else [packed])
-            case events.MakeDigest() | events.DigestLanded() | events.CompareDigest():
-                event = self.parts.digests.add(action)
-                self._follow_up.extend([] if event is None else [event])
+            case events.MakeDigest() | events.CompareDigest():
+                self._digest(action)
             case _:
                 self._follow_up.extend(self.parts.agents.execute(action))
+
+    def _digest(self, action: events.DigestAction) -> None:
+        event: events.DigestEvent | None = None
+        if self.parts.digests is not None:
+            event = self.parts.digests.add(action)
+        elif isinstance(action, events.MakeDigest):  # a reader that verifies may ask any rank
+            refusal = "this rank computes no digests"
+            event = events.DigestMade(action.route, action.digest_request, refusal=refusal)
+        if event is not None:
+            self._follow_up.append(event)
 
     def _warn(self, action: events.Notice) -> None:
         match action:

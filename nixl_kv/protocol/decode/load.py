@@ -29,7 +29,6 @@ from typing import Final
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.match import Route
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.read_queue import ReadQueue
@@ -143,7 +142,7 @@ class RankRead:
     grant: messages.Grant | None = None
     granted_at: int = 0  # the number of the latest ask or renew then
     done: events.ReadDone | None = None  # what was read, once all data has landed
-    slices: tuple[KVSlice, ...] = ()  # what is to be compared, once there are blocks
+    slices: tuple[messages.KVSlice, ...] = ()  # what is to be compared, once there are blocks
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # the chunks that it waits for, or still reads
@@ -351,7 +350,7 @@ class Load:
             return []
         read.started_at = now
         self._move(read, State.READING, self.start)
-        return [events.StartRead(self.peer, read.rank, read.grant, self.start, read.slices)]
+        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
 
     def on_recall(self, read: RankRead, recall: messages.Recall) -> list[events.Action]:
         """Prefill wants its blocks back, and nobody reads them: release them."""
@@ -430,10 +429,9 @@ class Load:
         actions: list[events.Action] = [
             events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)
         ]
-        if self.start is not None and read.slices:  # by when prefill's digest is here
-            actions.append(
-                events.DigestLanded(read.rank, read.slices, self.start, claim=self.claim)
-            )
+        if self.start is not None and read.slices:
+            # Prefill's digest and the slot are on their way: this side's is ready by then.
+            actions.append(events.CompareDigest(read.rank, read.slices, self.start, self.claim))
         return actions
 
     def on_slot(self, read: RankRead, event: events.SlotRead) -> list[events.Action]:
@@ -493,16 +491,14 @@ class Load:
             return []
         if read.digest is None:
             return []
-        return [events.CompareDigest(read.rank, read.slices, self.start, read.digest)]
+        sums = read.digest.rows, read.digest.columns
+        return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
 
-    def is_digest_wanted(self, action: events.DigestLanded | events.CompareDigest) -> bool:
-        """Whether anything depends on this digest, or will."""
+    def is_digest_wanted(self, action: events.CompareDigest) -> bool:
+        """Whether this load still waits for a comparison, or will."""
         read = (self.reads or {}).get(action.rank)
-        if isinstance(action, events.CompareDigest):
-            claim, states = action.digest_reply.claim, {State.VERIFYING}
-        else:
-            claim, states = action.claim, {State.CHECKING, State.VERIFYING}
-        return self.claim == claim and read is not None and read.state in states
+        is_open = read is not None and read.state in (State.CHECKING, State.VERIFYING)
+        return is_open and self.claim == action.claim
 
     def on_compared(self, read: RankRead, event: events.DigestCompared) -> list[events.Action]:
         """The bytes were compared; perhaps nobody wants to know any more."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from nixl_kv.errors import PeerLost
-from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Endpoint, EngineId, Incarnation, Rank
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.load import DROPPED, Load
@@ -15,7 +15,9 @@ from nixl_kv.protocol.peers import State as PeerState
 
 NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
 
-SliceNames: TypeAlias = Callable[[events.PeerKey, Rank, events.StartLoad], tuple[KVSlice, ...]]
+SliceNames: TypeAlias = Callable[
+    [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
+]
 
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL, f"{messages.MAX_CLAIMS} loads from one prefill rank; allowed: no more"
@@ -25,11 +27,13 @@ TOO_MANY: Final = Failure(
 class DecodeMachine:
     """One decode rank. `handle` alone changes its state; nothing here waits."""
 
-    def __init__(self, loads: LoadBook, peers: PeerBook, name_slices: SliceNames) -> None:
+    def __init__(
+        self, loads: LoadBook, peers: PeerBook, name_slices: SliceNames | None = None
+    ) -> None:
         """Start with no load and no peer.
 
-        `name_slices` tells what a load reads from a rank of a peer that fits; it raises PeerLost if
-        that peer was dropped since, and ValueError for tables that this cache cannot have.
+        `name_slices` names what a load reads from one rank, so that it can be verified; it raises
+        ValueError for block tables that do not fit this cache. Without it no load can be verified.
         """
         self.loads = loads
         self.peers = peers
@@ -106,13 +110,20 @@ class DecodeMachine:
         for read in load.rank_reads:
             if load.start is not None and load.start.verify and not read.has_ended:
                 try:
-                    read.slices = self._name_slices(load.peer, read.rank, load.start)
-                except PeerLost as error:
-                    load.fail(Failure(FailureKind.UNREACHABLE, str(error)))
+                    read.slices = self._slices_of(load.peer, read.rank, load.start)
                 except ValueError as error:
                     load.fail(Failure(FailureKind.INTERNAL, str(error)))
                 actions += load.ask_digest(read, now)
         return actions
+
+    def _slices_of(
+        self, key: events.PeerKey, rank: Rank, start: events.StartLoad
+    ) -> tuple[messages.KVSlice, ...]:
+        peer = self.peers.get(key)
+        if self._name_slices is None or peer is None or peer.description is None:
+            raise ValueError("this rank cannot verify loads, or no longer knows its peer")
+        route = next(route for route in peer.routes if route.remote_rank == rank)
+        return self._name_slices(key, route, peer.description.ranks[rank].layout, start)
 
     def _cancel(self, command: events.CancelLoad, now: float) -> list[events.Action]:
         load = self.loads.get(command.request)
@@ -332,8 +343,8 @@ class DecodeMachine:
 
     # --- time
 
-    def is_digest_wanted(self, action: events.DigestLanded | events.CompareDigest) -> bool:
-        """Whether any load waits for this digest, or will."""
+    def is_digest_wanted(self, action: events.CompareDigest) -> bool:
+        """Whether a load still waits for this comparison, or will."""
         load = self.loads.get(action.load.request)
         return load is not None and load.is_digest_wanted(action)
 

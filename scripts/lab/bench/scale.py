@@ -178,7 +178,7 @@ class Decode:
                     bytes_per_token=1,
                 ),
                 PeerBook(lambda _event: None),
-                lambda _peer, _rank, _load: (),
+                lambda *_: (),
             )
         )
         for request in range(num_requests):
