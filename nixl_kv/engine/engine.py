@@ -21,10 +21,10 @@ import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
-from nixl_kv.engine.loop import STOPPED, Loop, Parts, TransferThread
+from nixl_kv.engine.loop import STOPPED, Digests, Loop, Parts, TransferThread
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import StatusReporter
-from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError, get_logger
+from nixl_kv.errors import LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
@@ -41,7 +41,7 @@ from nixl_kv.reading.staged.copier import Copier, HostMemory, Staging, StagingMe
 from nixl_kv.reading.staged.packs import PackQueue
 from nixl_kv.transport.base import ControlPlane, Transport
 from nixl_kv.transport.slots import SlotPage
-from nixl_kv.verify.queue import Digester, DigestQueue, HostDigester, NoDigester
+from nixl_kv.verify.queue import open_digests
 
 if TYPE_CHECKING:  # needs CUDA
     from nixl_kv.reading.gather.memory import Exported
@@ -222,13 +222,20 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     config, layout = spec.config, spec.layout
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
-    digester = _make_digester(layout, is_needed=spec.is_decode and config.verify > 0)
+    digests: Digests | None = open_digests(
+        layout,
+        counts,
+        spec.clock,
+        is_prefill=spec.is_prefill,
+        verifies=spec.is_decode and config.verify > 0,
+    )
+    if digests is not None:
+        undo.callback(digests.close)
     control = spec.make_control()
     undo.callback(control.close)
     background = spec.make_background(1)
     undo.callback(background.shutdown)
     packing, reading = _make_staging(spec)
-    digests = DigestQueue(layout, digester, counts, spec.clock)
     peers = RemotePeers(
         layout,
         spec.rank,
@@ -239,7 +246,6 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             _make_gather(spec, control.wake) if spec.is_decode else None,
             config.path,
             reading,
-            digests,
         ),
     )
     agents = Agents(
@@ -256,7 +262,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
         event_log.record,
         PeerBook(event_log.record),
-        peers.name_slices,
+        None if digests is None else digests.name_slices,
         timeout_s=config.request_timeout_s,
         renew_interval_s=config.renew_interval_s,
         bytes_per_token=layout.bytes_per_token,
@@ -370,8 +376,7 @@ def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
     try:
         from nixl_kv.reading.gather.path import GpuGather  # noqa: PLC0415 - Triton: GPUs only
 
-        digested = spec.layout if spec.config.verify else None
-        return GpuGather(spec.layout.device, wake, digested)
+        return GpuGather(spec.layout.device, wake)
     except (ImportError, TransportError) as error:
         logger.warning("gather is off: %s; KV is read over NIXL", error)
         return None
@@ -388,20 +393,3 @@ def _export(spec: RankSpec) -> "Exported | None":
     except (ImportError, TransportError) as error:
         logger.info("processes on this host cannot map this rank's cache: %s", error)
         return None
-
-
-def _make_digester(layout: CacheLayout, *, is_needed: bool) -> Digester:
-    """How this rank digests. That it cannot is an error only if it verifies what it reads."""
-    if layout.memory == "DRAM":
-        return HostDigester()
-    try:
-        from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - Triton: GPUs only
-
-        return GpuDigester(layout)
-    except (ImportError, DigestError) as error:
-        if is_needed:
-            raise ConfigError(
-                f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
-            ) from error
-        logger.warning("no load can be verified that is read from here: %s", error)
-        return NoDigester(str(error))

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
@@ -29,7 +29,7 @@ from nixl_kv.errors import (
 )
 from nixl_kv.ids import Endpoint, Nonce, RequestId, new_incarnation, short
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode import DecodeMachine
+from nixl_kv.protocol.decode import DecodeMachine, NameSlices
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.agents import Agents
@@ -42,7 +42,6 @@ from nixl_kv.transport.base import (
     Received,
 )
 from nixl_kv.transport.slots import SlotPage
-from nixl_kv.verify.queue import DigestQueue
 
 if TYPE_CHECKING:  # needs CUDA
     from nixl_kv.reading.gather.memory import Exported
@@ -83,6 +82,29 @@ MAX_QUESTIONS: Final = 8
 """Status requests that wait for an answer, over all connections."""
 
 
+class Digests(Protocol):
+    """Computes the digests that prove what loads have read; see `verify`."""
+
+    @property
+    def name_slices(self) -> NameSlices: ...
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long the thread may wait before it polls again, in seconds; None while idle."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, action: events.DigestAction) -> events.DigestEvent | None: ...
+
+    def poll(
+        self, is_wanted: Callable[[events.DigestAction], bool]
+    ) -> Sequence[events.DigestEvent]: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Parts:
     """Everything that the transfer thread owns. `engine.build_parts` makes it on that thread.
@@ -95,7 +117,7 @@ class Parts:
     prefill: PrefillMachine
     decode: DecodeMachine
     agents: Agents
-    digests: DigestQueue
+    digests: Digests | None  # of loads that are verified
     packs: PackQueue
     serving: Serving | None  # lets peers read this rank; None if it only decodes
     exported: "Exported | None"  # memory that readers on this host may map
@@ -274,9 +296,9 @@ class Loop:
         parts = self.parts
         parts.slots.clear_all()  # first of all, so that readers of this rank notice
         if self._to_close is None:
-            own = (parts.exported, parts.serving)
-            self._to_close = [parts.control, parts.packs, parts.digests, parts.agents]
-            self._to_close += [part for part in own if part is not None]
+            all_parts = (parts.control, parts.packs, parts.digests, parts.agents)
+            own = (*all_parts, parts.exported, parts.serving)
+            self._to_close = [part for part in own if part is not None]
         parts.background.shutdown(cancel_futures=True)
         errors: list[Exception] = []
         for part in list(self._to_close):
@@ -310,18 +332,23 @@ class Loop:
                 break
         if self._has_decoded:  # one in a turn: to check one takes milliseconds
             self._on_received(self._decoding.popleft())
-        for event in self.parts.agents.poll():
-            self._handle(event)
-        for digest_event in self.parts.digests.poll(self._is_wanted):
-            self._handle(digest_event)
-        for packed in self.parts.packs.poll():
-            self._handle(packed)
-        for orphan in self.outstanding.drained(self.parts.agents.is_read):
-            self._report(orphan)
+        self._poll_parts()
         self._tick()
         self._serve()
         self._answer_question()
         self._publish_counts()
+
+    def _poll_parts(self) -> None:
+        """Handle the events of reads, digests and packs since the last turn."""
+        for event in self.parts.agents.poll():
+            self._handle(event)
+        if self.parts.digests is not None:
+            for digest_event in self.parts.digests.poll(self._is_wanted):
+                self._handle(digest_event)
+        for packed in self.parts.packs.poll():
+            self._handle(packed)
+        for orphan in self.outstanding.drained(self.parts.agents.is_read):
+            self._report(orphan)
 
     def restart(self) -> None:
         """The machines are in doubt: empty them, and fail all that they held.
@@ -336,7 +363,8 @@ class Loop:
         self._questions.clear()
         self.parts.decode.clear()
         self.parts.prefill.clear(self.parts.packs.writing)
-        self.parts.digests.clear()
+        if self.parts.digests is not None:
+            self.parts.digests.clear()
         self.parts.agents.forget_peers()
         for link in self.parts.control.links():
             self.parts.control.disconnect(link.endpoint)
@@ -353,7 +381,8 @@ class Loop:
         """How long this turn may wait, in seconds; None: without a limit."""
         if self._commands or self._questions or self._has_decoded:
             return 0
-        digests_wait_s = self.parts.digests.wait_s
+        digests = self.parts.digests
+        digests_wait_s = None if digests is None else digests.wait_s
         if digests_wait_s == 0:
             return 0
         if self.parts.packs or digests_wait_s is not None:
@@ -552,11 +581,20 @@ class Loop:
             case events.PackChunk():
                 packed = self.parts.packs.add(action)
                 self._follow_up.extend([] if packed is None else [packed])
-            case events.MakeDigest() | events.DigestLanded() | events.CompareDigest():
-                event = self.parts.digests.add(action)
-                self._follow_up.extend([] if event is None else [event])
+            case events.MakeDigest() | events.CompareDigest():
+                self._digest(action)
             case _:
                 self._follow_up.extend(self.parts.agents.execute(action))
+
+    def _digest(self, action: events.DigestAction) -> None:
+        event: events.DigestEvent | None = None
+        if self.parts.digests is not None:
+            event = self.parts.digests.add(action)
+        elif isinstance(action, events.MakeDigest):  # a reader that verifies may ask any rank
+            refusal = "this rank computes no digests"
+            event = events.DigestMade(action.route, action.digest_request, refusal=refusal)
+        if event is not None:
+            self._follow_up.append(event)
 
     def _warn(self, action: events.Notice) -> None:
         match action:

@@ -42,7 +42,7 @@ class StatusReporter:
                 "reads": sum(
                     not read.warms_up for agent in parts.agents.polled for read in agent.reads
                 ),
-                "digests": len(parts.digests),
+                "digests": 0 if parts.digests is None else len(parts.digests),
                 "packs": len(parts.packs),
                 "events": len(parts.event_log),
             },

@@ -15,8 +15,9 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from nixl_kv.errors import LocalProtocolError, PeerLost
-from nixl_kv.geometry.slices import KVSlice
+from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Rank, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Failure, FailureKind
@@ -38,11 +39,12 @@ TOO_MANY: Final = Failure(
     "lower max_num_seqs, or add prefill engines",
 )
 
-NameSlices: TypeAlias = Callable[[events.PeerKey, Rank, events.StartLoad], tuple[KVSlice, ...]]
-"""Names what a load reads from a rank of a peer that fits.
+NameSlices: TypeAlias = Callable[
+    [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
+]
+"""Names the slices that a load reads from one rank, so that it can be verified.
 
-It raises PeerLost if that peer was dropped since, and ValueError for block tables that this rank's
-cache cannot have.
+It raises ValueError for block tables that do not fit this rank's cache.
 """
 
 
@@ -50,6 +52,7 @@ class DecodeMachine:
     """All loads of one decode rank. Only `handle` changes their state, and it never waits.
 
     `reader` is this rank as prefill knows it, and `bytes_per_token` counts all layers on this rank.
+    Without `name_slices` it can verify no load.
     Times are monotonic, in seconds.
     """
 
@@ -58,7 +61,7 @@ class DecodeMachine:
         reader: messages.Reader,
         record: events.Record,
         peers: PeerBook,
-        name_slices: NameSlices,
+        name_slices: NameSlices | None,
         *,
         timeout_s: float,
         renew_interval_s: float,
@@ -138,7 +141,7 @@ class DecodeMachine:
         """Whether something is held over the link to an endpoint, or asked for and not answered."""
         return endpoint in self._unfinished or self.peers.is_describing(endpoint)
 
-    def is_digest_wanted(self, action: events.DigestLanded | events.CompareDigest) -> bool:
+    def is_digest_wanted(self, action: events.CompareDigest) -> bool:
         load = self.load_of(action.load.request)
         return load is not None and load.is_digest_wanted(action)
 
@@ -253,13 +256,20 @@ class DecodeMachine:
         for read in load.rank_reads:
             if load.start is not None and load.start.verify and not read.has_ended:
                 try:
-                    read.slices = self._name_slices(load.peer, read.rank, load.start)
-                except PeerLost as error:
-                    load.fail(Failure(FailureKind.UNREACHABLE, str(error)))
+                    read.slices = self._slices_of(load.peer, read.rank, load.start)
                 except ValueError as error:
                     load.fail(Failure(FailureKind.INTERNAL, str(error)))
                 actions += load.ask_digest(read, now)
         return actions
+
+    def _slices_of(
+        self, key: events.PeerKey, rank: Rank, start: events.StartLoad
+    ) -> tuple[messages.KVSlice, ...]:
+        peer = self.peers.get(key)
+        if self._name_slices is None or peer is None or peer.description is None:
+            raise ValueError("this rank cannot verify loads, or no longer knows its peer")
+        route = next(route for route in peer.routes if route.remote_rank == rank)
+        return self._name_slices(key, route, peer.description.ranks[rank].layout, start)
 
     def _cancel(self, command: events.CancelLoad) -> Actions:
         load = self._of_request(command.request)

@@ -13,7 +13,6 @@ import msgspec
 
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import Route
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.ticket import Ticket
@@ -359,13 +358,12 @@ class DropPeer(msgspec.Struct, frozen=True):
 
 
 class StartRead(msgspec.Struct, frozen=True):
-    """Read the data; answered by ReadDone or ReadFailed. `slices` are to be verified."""
+    """Read the data; answered by ReadDone or ReadFailed."""
 
     peer: PeerKey
     rank: Rank
     grant: messages.Grant
     load: StartLoad
-    slices: tuple[KVSlice, ...] = ()
 
 
 class ReadChunk(msgspec.Struct, frozen=True):
@@ -417,22 +415,19 @@ class PackChunk(msgspec.Struct, frozen=True):
     slot: int
 
 
-class DigestLanded(msgspec.Struct, frozen=True):
-    """Digest what has landed, of the load's tokens: a comparison will follow, unless it fails."""
+class CompareDigest(msgspec.Struct, frozen=True):
+    """Digest what a load has read from a rank, and compare it with prefill's digest.
+
+    Sent when the data has landed, without prefill's sums, to start the digest. Sent again with
+    them when the slot was valid too, and then answered by DigestCompared.
+    """
 
     rank: Rank
-    slices: tuple[KVSlice, ...]
+    slices: tuple[messages.KVSlice, ...]
     load: StartLoad
     claim: Claim
-
-
-class CompareDigest(msgspec.Struct, frozen=True):
-    """Compare what landed, of the load's tokens, with prefill's; answered by DigestCompared."""
-
-    rank: Rank
-    slices: tuple[KVSlice, ...]
-    load: StartLoad
-    digest_reply: messages.DigestReply
+    rows: bytes = b""
+    columns: bytes = b""
 
 
 class WriteSlot(msgspec.Struct, frozen=True):
@@ -559,7 +554,8 @@ DataAction: TypeAlias = (
     JoinPeer | DropPeer | StartRead | ReadChunk | StopRead | AbandonRead | ReadSlot
 )
 Notice: TypeAlias = PeerUnreadable | PeerReadable | AskDenied
-DigestAction: TypeAlias = MakeDigest | DigestLanded | CompareDigest
+DigestAction: TypeAlias = MakeDigest | CompareDigest
+DigestEvent: TypeAlias = DigestMade | DigestCompared
 Action: TypeAlias = (
     Send
     | Reply

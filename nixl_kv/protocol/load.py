@@ -29,7 +29,6 @@ from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.match import Route
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Failure, FailureKind
@@ -168,7 +167,7 @@ class RankRead:
     grant: messages.Grant | None = None
     granted_at: int = 0  # the number of this rank's last message when the grant came
     done: events.ReadDone | None = None
-    slices: tuple[KVSlice, ...] = ()  # to be verified; known once there are local blocks
+    slices: tuple[messages.KVSlice, ...] = ()  # to be verified; known once there are local blocks
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # see `messages.PackRequest`
@@ -417,7 +416,7 @@ class Load:
         if self.start is None or read.grant is None:
             return []
         self._move(read, State.READING, self.start, now)
-        return [events.StartRead(self.peer, read.rank, read.grant, self.start, read.slices)]
+        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
 
     def on_progress(self, read: RankRead, event: events.ChunksWanted, now: float) -> Actions:
         """A read under way has moved; it may want prefill to pack further chunks.
@@ -466,10 +465,9 @@ class Load:
         self._move(read, State.CHECKING, event, now)
         read.done = event
         actions: Actions = [events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)]
-        if self.start is not None and read.slices:  # digest while prefill's digest is on its way
-            actions.append(
-                events.DigestLanded(read.rank, read.slices, self.start, claim=self.claim)
-            )
+        if self.start is not None and read.slices:
+            # Prefill's digest and the slot are on their way: this side's is ready by then.
+            actions.append(events.CompareDigest(read.rank, read.slices, self.start, self.claim))
         return actions
 
     def on_slot(self, read: RankRead, event: events.SlotRead, now: float) -> Actions:
@@ -520,15 +518,14 @@ class Load:
             return []
         if read.digest is None:
             return []
-        return [events.CompareDigest(read.rank, read.slices, self.start, read.digest)]
+        sums = read.digest.rows, read.digest.columns
+        return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
 
-    def is_digest_wanted(self, action: events.DigestLanded | events.CompareDigest) -> bool:
+    def is_digest_wanted(self, action: events.CompareDigest) -> bool:
+        """Whether this load still waits for a comparison, or will."""
         read = (self.reads or {}).get(action.rank)
-        if isinstance(action, events.CompareDigest):
-            claim, states = action.digest_reply.claim, {State.VERIFYING}
-        else:
-            claim, states = action.claim, {State.CHECKING, State.VERIFYING}
-        return self.claim == claim and read is not None and read.state in states
+        is_open = read is not None and read.state in (State.CHECKING, State.VERIFYING)
+        return is_open and self.claim == action.claim
 
     def on_compared(self, read: RankRead, event: events.DigestCompared, now: float) -> Actions:
         """A comparison for an earlier claim, or one that ends too late, changes nothing."""

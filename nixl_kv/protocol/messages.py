@@ -21,6 +21,7 @@ and the reader. `ticket` has the history of WIRE_VERSION.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -28,10 +29,8 @@ from msgspec import Meta
 
 from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
-from nixl_kv.geometry.digest import MAX_COLUMNS
-from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.geometry.layout import CacheLayout, Stripe, Table, check_range
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank
 from nixl_kv.protocol.ticket import HEX32, NAME, WIRE_VERSION, Context
 
@@ -39,6 +38,7 @@ MAX_CLAIMS = 65536
 MAX_ALLOCATIONS = 1 << 14
 MAX_RANKS = 1024
 MAX_ROWS = 1 << 17
+MAX_COLUMNS = 1 << 12
 MAX_SLICES = 1 << 12
 MAX_CHUNKS = 1 << 20
 MAX_RING_SLOTS = 1 << 10
@@ -273,17 +273,42 @@ class Deny(_OfClaim, frozen=True, kw_only=True):
     """No blocks, no digest and no chunk for this claim. Only prefill's log has the reason."""
 
 
+@dataclass(frozen=True)
+class KVSlice:
+    """Some heads of one layer, from token `begin` on. Heads are counted over the model.
+
+    Of these tokens it has those that all `stripes` keep.
+    """
+
+    layer: str
+    first_head: int
+    end_head: int
+    begin: int
+    stripes: tuple[Stripe, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the numbers, which come from peers."""
+        if not 0 <= self.first_head < self.end_head <= 1 << 17:
+            raise ValueError(
+                f"heads of {self.layer!r} are {self.first_head} to {self.end_head}; "
+                "allowed: a half-open range"
+            )
+        if not 0 <= self.begin < 1 << 31:
+            raise ValueError(f"begin of {self.layer!r} is {self.begin}; allowed: a token")
+        check_range(f"number of stripes of {self.layer!r}", len(self.stripes), low=0, high=3)
+
+
 class DigestRequest(_OfClaim, frozen=True, kw_only=True):
-    """What the reader reads under its claim, up to token `end`: which digest does it have?"""
+    """Asks prefill for the digest of these slices up to token `end`; the reader holds the claim."""
 
     end: Annotated[int, Meta(ge=1, lt=1 << 31)]
     slices: Annotated[tuple[KVSlice, ...], Meta(min_length=1, max_length=MAX_SLICES)]
 
 
 class DigestReply(_OfClaim, frozen=True, kw_only=True):
-    """The digest (`geometry.digest`, its key is the claim) of just that, as little-endian uint64.
+    """The digest of these slices: sums of rows and of columns, as little-endian uint64.
 
-    The blocks were held while it was made.
+    Its secret is the claim. The blocks were held while it was computed.
     """
 
     rows: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_ROWS)]

@@ -18,13 +18,11 @@ from typing import Final
 import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError, get_logger
-from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, block_ids
 from nixl_kv.geometry.plan import IndexBuffer
-from nixl_kv.geometry.slices import LocalSlice
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.gather.base import GatherRead, MappedPlan, Wanted
+from nixl_kv.reading.gather.base import GatherRead, MappedPlan
 from nixl_kv.reading.paths import Link, Path
 from nixl_kv.reading.peers import PreparedPeers, PreparedRank, RemotePeers
 from nixl_kv.reading.probes import Prober
@@ -33,7 +31,6 @@ from nixl_kv.reading.staged.copier import Staging
 from nixl_kv.reading.staged.read import STOPPED, StagedRead
 from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
-from nixl_kv.verify.queue import DigestQueue
 
 logger = get_logger(__name__)
 
@@ -113,25 +110,6 @@ class _Data:
     goes_on_alone: bool  # who reads has nothing to do before its end
 
 
-@dataclass(frozen=True)
-class _Digested:
-    """What is digested while it is read, for whom."""
-
-    digests: DigestQueue
-    landing: events.DigestLanded
-    slices: list[LocalSlice]
-
-    @property
-    def wanted(self) -> Wanted:
-        """As a gather is asked for it."""
-        return Wanted(Key(self.landing.claim), self.slices)
-
-    def keep(self, made: Digest | None) -> None:
-        """All of it has landed."""
-        if made is not None:
-            self.digests.keep(self.landing, self.slices, made)
-
-
 @dataclass(eq=False)
 class _Probing:
     """A rank of which it is being measured how fast it is read."""
@@ -159,7 +137,6 @@ class ActiveRead:
     started_at: float
     data: _Data | None = None
     slot: int | None = None
-    digested: _Digested | None = None
     mapped: MappedPlan | None = None  # of a gather
     probing: _Probing | None = None
     is_unwanted: bool = False  # its end is waited for, not its bytes
@@ -219,7 +196,7 @@ class ReadAgent:
         self._free_slots = list(range(self._slots.count))
         self._slot_list = self.transport.prepare(self._slots.rows(), "DRAM", None)
         self._indices = IndexBuffer()
-        self._gather, self._digests = peers.means.gather, peers.means.digests
+        self._gather = peers.means.gather
         self._num_ended = 0  # of `Gather.num_ended`, what has been dealt with
         self._to_probe: deque[_Probing] = deque()
         self._at_once_bytes = AT_ONCE_BYTES  # left of this turn
@@ -278,30 +255,27 @@ class ReadAgent:
             num_bytes, num_runs = prepared.plan.num_bytes(pieces), prepared.plan.num_runs(pieces)
             if not num_bytes:
                 return [events.ReadDone(request, rank)]
-            paths, is_digested = self._paths(prepared), self._is_digested(prepared, action)
-            size = num_runs, num_bytes
-            path = prepared.link.choose(paths, *size, is_digested=is_digested)
+            paths, size = self._paths(prepared), (num_runs, num_bytes)
+            path = prepared.link.choose(paths, *size)
             staged = self._staged_read(prepared, action) if path == "staged" else None
             if path == "staged" and staged is None:
                 if self.peers.is_planning(action.peer, rank):
                     return None
                 # It cannot be cut so that it fits.
                 paths.remove("staged")
-                path = prepared.link.choose(paths, *size, is_digested=is_digested)
+                path = prepared.link.choose(paths, *size)
             estimate = prepared.link.estimate(path).seconds(*size)
             is_alone = all(read.warms_up and not read.probing for read in self.reads)
             self._disturb_probes()
             goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
             data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
-            digested = mapped = None
+            mapped = None
             started_at = self._clock()
             if staged is not None:
                 handle = staged
             elif path == "gather" and self._gather is not None:
-                digested = self._digested(action) if is_digested else None
-                wanted = None if digested is None else digested.wanted
                 mapped = prepared.mapped
-                handle = self._gather.read(mapped, pieces, wanted)
+                handle = self._gather.read(mapped, pieces)
             else:
                 indices = prepared.plan.indices(pieces, self._indices)
                 handle = self.transport.read(prepared.local, prepared.remote_list, indices)
@@ -309,7 +283,7 @@ class ReadAgent:
             self._note(error, action.peer)
             return [events.ReadFailed(request, rank, str(error))]
         read = ActiveRead(handle, action.peer, request, rank, started_at, data)
-        read.digested, read.mapped = digested, mapped
+        read.mapped = mapped
         self.reads.append(read)
         known = self._look_at(read) if num_bytes <= self._at_once_bytes else self._advance(read)
         self._at_once_bytes -= num_bytes
@@ -600,23 +574,7 @@ class ReadAgent:
         """All that was read has landed."""
         if read.is_cut:
             return events.ReadFailed(read.request, read.rank, STOPPED)
-        if read.digested is not None and self._gather is not None:
-            read.digested.keep(self._gather.digest(read.handle))
         return _read_done(read, self._clock() - read.started_at)
-
-    def _is_digested(self, prepared: PreparedRank, action: events.StartRead) -> bool:
-        """Whether it is digested while it is gathered, if it is gathered."""
-        gather, mapped = self._gather, prepared.mapped
-        if not action.slices or gather is None or mapped is None or self._digests is None:
-            return False
-        return gather.can_digest(mapped)
-
-    def _digested(self, action: events.StartRead) -> _Digested | None:
-        """What is digested while it is gathered."""
-        if self._digests is None:
-            return None
-        landing = events.DigestLanded(action.rank, action.slices, action.load, action.grant.claim)
-        return _Digested(self._digests, landing, self._digests.find_slices(landing))
 
     def _poll_handle(self, read: ActiveRead) -> bool:
         if isinstance(read.handle, StagedRead):

@@ -255,7 +255,7 @@ class Agents:
             self.current.peers.prepare(peer, description, routes)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
-        self.peers.add(peer, description, routes)
+        self.peers.add(peer, description)
         self._joining[peer] = self._clock()
         return events.PeerFits(peer, description, routes)
 

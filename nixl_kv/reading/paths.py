@@ -35,8 +35,6 @@ FIRST: Final[dict[tuple[Path, Memory], tuple[float, float, float]]] = {
 }
 """Seconds for a read, for a run of it, for a byte: between two GPUs on NVLink, or two processes."""
 
-DIGEST_S: Final = 600e-6
-"""A digest of what has landed, which a kernel that gathers makes as it copies: on an H200."""
 
 KEPT: Final = 0.9
 """What an observation still weighs after the next one of the same path."""
@@ -154,19 +152,9 @@ class Link:
         direct.expect((start, run, byte))
         staged.expect((1.0, 1.0, max(1.0, costs[2] / staged.first[2])))
 
-    def choose(
-        self, paths: Collection[Path], num_runs: int, num_bytes: int, *, is_digested: bool = False
-    ) -> Path:
-        """Of these paths the one that is wanted, or takes least time; the first one of equals.
-
-        If it `is_digested` where it is gathered, it is to be digested where it is not, too.
-        """
+    def choose(self, paths: Collection[Path], num_runs: int, num_bytes: int) -> Path:
+        """Of these paths the one that is wanted, or takes least time; the first one of equals."""
         paths = [path for path in paths if path == self._wanted] or paths
         if len(paths) == 1:
             return next(iter(paths))
-
-        def seconds(path: Path) -> float:
-            digest_s = DIGEST_S if is_digested and path != "gather" else 0.0
-            return digest_s + self.estimate(path).seconds(num_runs, num_bytes)
-
-        return min(paths, key=seconds)
+        return min(paths, key=lambda path: self.estimate(path).seconds(num_runs, num_bytes))

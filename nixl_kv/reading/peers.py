@@ -7,7 +7,7 @@ thread; what takes long of a preparation runs beside it, on threads of the agent
 
 import concurrent.futures
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -15,15 +15,14 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from nixl_kv.config import AllowedHosts
-from nixl_kv.errors import IncompatiblePeer, NixlKVError, PeerLost, TransportError, get_logger
+from nixl_kv.errors import IncompatiblePeer, NixlKVError, TransportError, get_logger
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.plan import LENGTH, Plan, Share, plan
-from nixl_kv.geometry.slices import KVSlice, SliceNamer
 from nixl_kv.ids import Endpoint, Rank, endpoint_host
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.events import PeerKey, StartLoad
+from nixl_kv.protocol.events import PeerKey
 from nixl_kv.reading.gather.base import MappedPlan, Means
 from nixl_kv.reading.paths import Link
 from nixl_kv.reading.staged.read import (
@@ -35,7 +34,6 @@ from nixl_kv.reading.staged.read import (
 )
 from nixl_kv.transport.base import ListHandle, PeerName, Rows, Transport
 from nixl_kv.transport.slots import slot_rows
-from nixl_kv.verify.queue import block_tables
 
 logger = get_logger(__name__)
 
@@ -81,7 +79,6 @@ class RemotePeers:
         self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
         self.descriptions: dict[PeerKey, messages.Description] = {}
         """Of the peers that were checked, and fit."""
-        self._namers: dict[PeerKey, dict[Rank, SliceNamer]] = {}  # of their ranks that are read
         self.means = means or Means()
         staging = self.means.staging
         self.free_slots = None if staging is None else FreeSlots(staging.ring)
@@ -124,37 +121,13 @@ class RemotePeers:
             [match.holdings(rank.layout) for rank in description.ranks],
         )
 
-    def add(
-        self, peer: PeerKey, description: messages.Description, routes: Iterable[Route]
-    ) -> None:
-        """A peer fits, and is read by these routes."""
+    def add(self, peer: PeerKey, description: messages.Description) -> None:
+        """A peer fits."""
         self.descriptions[peer] = description
-        self._namers[peer] = {
-            route.remote_rank: SliceNamer(
-                self.layout,
-                route.share,
-                match.holdings(description.ranks[route.remote_rank].layout),
-            )
-            for route in routes
-            if route.readers
-        }
 
     def forget(self, peer: PeerKey) -> None:
         """It is not read any more."""
         self.descriptions.pop(peer, None)
-        self._namers.pop(peer, None)
-
-    def name_slices(self, peer: PeerKey, rank: Rank, load: StartLoad) -> tuple[KVSlice, ...]:
-        """What a load reads from a rank of a peer that fits, for digests.
-
-        Raises:
-            PeerLost: if it was forgotten since, as one is that could not be joined.
-            ValueError: for tables that this cache cannot have.
-        """
-        namers = self._namers.get(peer)
-        if namers is None:
-            raise PeerLost(f"engine {peer.engine!r} is gone")
-        return namers[rank].name(block_tables(self.layout, load.tables))
 
     def link(self, endpoint: Endpoint) -> Link:
         """The way to a rank's host, of the `MAX_LINKS` hosts that were met last."""

@@ -1,373 +1,275 @@
-"""Digests of a cache in GPU memory: one Triton kernel, on a stream of its own.
+"""Digests of a cache in GPU memory, by the array program of `digest.py` on torch tensors.
 
-The sums are those of `geometry.digest`, which says what they mean. This module is imported only
-where the cache is in GPU memory: Triton is only there.
+One tensor of integers covers the whole cache. Rows are heads; the heads of all layers whose content
+lies in equal strides are one batch, and their words are gathered from that tensor by index. So any
+layout is digested: K transposed in pieces of two bytes, states, content of odd length.
+
+`torch.compile` makes one kernel of the gather and the sums; without it the same program runs
+operation by operation, several times slower. Both run in chunks: one takes at most 64 MiB beside
+the cache, or 24 bytes for each integer of the longest content if that is more.
+
+This module is imported only where the cache is in GPU memory: it needs torch.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import triton
-import triton.language as tl
 
-from nixl_kv.errors import DigestError
-from nixl_kv.geometry import digest
-from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Region, Stripe
-from nixl_kv.geometry.plan import Ints
-from nixl_kv.geometry.slices import LocalSlice, SlicePlace
+from nixl_kv.errors import DigestError, get_logger
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.gpu import on, translated
-from nixl_kv.verify.gpu_sums import mixed, position
-from nixl_kv.verify.queue import Digester, Steps
+from nixl_kv.verify import digest
+from nixl_kv.verify.digest import Digest, Digester, Ints, Key, Steps
+from nixl_kv.verify.slices import LocalSlice
 
-TILE: Final = digest.MIN_COLUMN
-"""Tokens of a program, where they are short: a column of the digest is a whole number of them."""
+logger = get_logger(__name__)
 
-CHUNK: Final = 64
-"""Words that such a program takes at a time: 256 bytes, K or V of one head and token of most
-models."""
+MAX_TERMS: Final = 1 << 21
+"""Terms that a call of the compiled program takes: 16 MiB, which are written once."""
+MAX_UNITS: Final = 1 << 28
+"""Integers that a call of the compiled program reads: below 2^31, so that one version of it does,
+and 1 GiB, which takes less than 1 ms."""
+MAX_EAGER_UNITS: Final = 1 << 21
+"""Integers that the program reads at a time uncompiled. Its index, integers and products take 24
+bytes each."""
 
-MAX_UNROLLED: Final = 128
-"""Loads of a short token, at most: 2 KiB where they are of VECTOR bytes. The kernel is compiled for
-each number of words, in a time that grows with the loads, here up to some seconds. A longer token
-has a program to itself, which is compiled once for all lengths; and so has a group's only token,
-however short: in a tile, the place of 63 others would idle."""
+DTYPES: Final = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
-LOOPED: Final = 0
-"""In the place of the number of words: the rows say how many."""
+SAMPLE: Final = 509, 4001
+"""Rows and tokens for which the program is compiled: about as many as a call takes. They differ
+from each other and from any number of units, since torch.compile assumes that what is equal stays
+equal."""
 
-LOOP_CHUNK: Final = 1 << 10
-"""Words that a program of one token takes at a time."""
-
-VECTOR: Final = 16
-"""Bytes that a thread loads at a time, where a row is aligned to so many; else it is one word."""
-
-MAX_TABLES: Final = 64
-"""That are kept: each is of the places of one set of slices."""
-
-NUM_HEADER: Final = 9
-BEGIN: Final = 3
-END: Final = 4
-BLOCKS_AT: Final = 5
-WORDS: Final = 7
-"""Columns of a row."""
+Program: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-# Triton reads these annotations, and takes no others.
-def _products(first, inside, factors, start, num_words, chunk: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Some words of each token, each times its multiplier; shape (tokens, chunk)."""
-    word = start + tl.arange(0, chunk)
-    factor = tl.load(factors + word, mask=word < num_words, other=0)
-    known = inside[:, None] & (word < num_words)[None, :]
-    value = tl.load(first[:, None] + word[None, :], mask=known, other=0)
-    wide = value.to(tl.uint32, bitcast=True).to(tl.uint64)
-    return wide * factor.to(tl.uint64, bitcast=True)[None, :]
+def gathered_sums(
+    memory: torch.Tensor,
+    bases: torch.Tensor,
+    places: torch.Tensor,
+    units: torch.Tensor,
+    *numbers: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`digest.sums` of the integers of `memory` at base + place + unit.
 
-
-@triton.jit(do_not_specialize=["first_row", "first_tile", "num_tiles"])  # type: ignore[untyped-decorator]
-def _digest(numbers, first_row, first_tile, num_tiles, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Add one tile of tokens of one row to the sums. `numbers` is an `_KernelInput`, all int64."""
-    tokens: tl.constexpr = cut[0]
-    unrolled: tl.constexpr = cut[1]
-    chunk: tl.constexpr = cut[2]
-    unit: tl.constexpr = cut[3]
-    is_striped: tl.constexpr = cut[4]
-    tile = first_tile + tl.program_id(0) % num_tiles
-    row = numbers + tl.load(numbers + 3) + (first_row + tl.program_id(0) // num_tiles) * 10
-    begin, end = tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32)
-    token = tile * tokens + tl.arange(0, tokens)
-    inside = (token >= begin) & (token < end)
-    place = token
-    if is_striped:  # `geometry.layout.Stripe`, of this rank and of the other side
-        stripes = numbers + tl.load(numbers + 8) + tl.load(row + 8) * 6
-        count, number = tl.load(stripes).to(tl.int32), tl.load(stripes + 1).to(tl.int32)
-        width, other = tl.load(stripes + 2).to(tl.int32), tl.load(stripes + 3).to(tl.int32)
-        inside &= token // width % count == number
-        inside &= token // tl.load(stripes + 5).to(tl.int32) % other == tl.load(stripes + 4)
-        place = token // (count * width) * width + token % width
-    # Where the content of each token begins.
-    size = tl.load(row + 6).to(tl.int32)
-    block_at = tl.load(row + 5) + place // size
-    block = tl.load(numbers + tl.load(numbers + 4) + block_at, mask=inside, other=0)
-    address = tl.load(row) + block * tl.load(row + 1) + place % size * tl.load(row + 2)
-    first = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), unit)
-    factors = numbers + tl.load(numbers + 5)
-    if unrolled:
-        terms = tl.zeros([tokens], dtype=tl.uint64)
-        for start in tl.static_range(0, unrolled, chunk):
-            products = _products(first, inside, factors, start, unrolled, chunk)
-            terms += tl.sum(products, axis=1)
-    else:
-        num_words = tl.multiple_of(tl.load(row + 7).to(tl.int32), unit // 4)
-        sums = tl.zeros([tokens, chunk], dtype=tl.uint64)
-        for start in range(0, num_words, chunk):
-            sums += _products(first, inside, factors, start, num_words, chunk)
-        terms = tl.sum(sums, axis=1)
-    terms = mixed(terms + position(tl.load(numbers), tl.load(numbers + 1), token))
-    total = tl.sum(tl.where(inside, terms.to(tl.int64, bitcast=True), 0))
-    which = tl.load(row + 9)
-    column = tile * tokens // tl.load(numbers + 2).to(tl.int32)
-    tl.atomic_add(numbers + tl.load(numbers + 6) + which, total)
-    # `geometry.digest.weight`.
-    tl.atomic_add(numbers + tl.load(numbers + 7) + column, total * (2 * which + 1))
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """Rows of a group, whose tokens are the same, that the same compiled kernel takes."""
-
-    first_row: int
-    num_rows: int
-    first_tile: int
-    num_tiles: int
-    cut: tuple[int, int, int, int, bool]
-    """Tokens, words or LOOPED, words at a time, alignment in bytes, whether tokens are divided."""
-
-    def run(self, numbers: torch.Tensor) -> None:
-        """Add its rows to the sums that `numbers`, a `_KernelInput`, has room for."""
-        grid = (self.num_rows * self.num_tiles,)
-        num_warps = 4 if self.cut[1] == LOOPED else 2
-        places = self.first_row, self.first_tile, self.num_tiles
-        _digest[grid](numbers, *places, self.cut, num_warps=num_warps)
-
-
-@dataclass(frozen=True)
-class _KernelInput:
-    """What the kernel is given, and room for its sums: one array of int64.
-
-    The header: offset, step, tokens of a column, and where these begin: rows, block numbers,
-    multipliers, sums of rows, sums of columns, stripes. A row: address, block stride, token stride,
-    first token, end, where the number of its block 0 would be, block size, words, which stripes,
-    which sum. Stripes: count, place and width of both sides.
+    `numbers` are the multipliers, offsets and weights. Shapes: bases (rows,), places (tokens,),
+    units (units of a head's token,).
     """
+    at = (bases[:, None] + places)[:, :, None] + units
+    mask = (1 << 8 * memory.element_size()) - 1
+    return digest.sums(memory[at].to(torch.int64) & mask, *numbers)
 
-    numbers: Ints
-    launches: list[_Launch]
-    sums_at: tuple[int, int]
 
-    @classmethod
-    def of(cls, key: Key, local_slices: Sequence[LocalSlice], table: "_Table") -> "_KernelInput":
-        """For these slices, one row for each head; `table` is theirs."""
-        end = digest.last_end(local_slices)
-        rows, blocks, launches = table.fill(local_slices)
-        # For the 64 KiB of a recurrent state that is 0.4 ms of hashing, once in a digest: less than
-        # a step of `digest.digest_steps`, of which as many bytes in host memory take dozens.
-        offset, step, multipliers = key.numbers(table.max_words)
-        sums = Digest.empty(local_slices, end)
-        parts = [table.stripes, rows, blocks, multipliers, sums.rows, sums.columns]
-        places = NUM_HEADER + np.cumsum([0, *(part.size for part in parts)])
-        header = [offset, step, digest.column_tokens(end), *places[1:-1], places[0]]
-        flat = [np.array(header, np.uint64), *(part.ravel() for part in parts)]
-        numbers = np.concatenate([part.view(np.int64) for part in flat])
-        return cls(numbers, launches, (int(places[4]), int(places[5])))
+class TorchDigester:
+    """Digests a cache through one tensor of bytes, on the current stream."""
+
+    def __init__(self, memory: torch.Tensor, address: int) -> None:
+        """`memory` is uint8, and its first byte is at `address`. 4 divides address and length."""
+        self._memory = {unit: memory.view(dtype) for unit, dtype in DTYPES.items()}
+        self._address = address
+        self._compiled: Program | None = None
+
+    def compile(self, num_units: int) -> None:
+        """Compile the program, for content of about so many 4-byte words.
+
+        Raises:
+            Exception: whatever torch, Triton or the C compiler raise.
+        """
+        program: Program = torch.compile(gathered_sums, dynamic=True)
+        rows, tokens = SAMPLE
+        sizes = rows, tokens, num_units, num_units, tokens, rows
+        zeros = [self._put(np.zeros(size, np.int64)) for size in sizes]
+        for result in program(self._memory[digest.WORD], *zeros):
+            result.cpu()
+        self._compiled = program
+
+    def digest(self, key: Key, slices: Sequence[LocalSlice]) -> Digest:
+        end = digest.last_end(slices)
+        num_rows = sum(local.place.num_heads for local in slices)
+        rows, columns = (
+            self._put(np.zeros(size, np.int64)) for size in (num_rows, digest.num_columns(end))
+        )
+        for batch in _batches(slices):
+            self._add(key, batch, rows, columns, column=digest.column_tokens(end))
+        return Digest(*(sums.cpu().numpy().view(np.uint64) for sums in (rows, columns)))
+
+    def _add(
+        self, key: Key, batch: "_Batch", rows: torch.Tensor, columns: torch.Tensor, *, column: int
+    ) -> None:
+        """Add the sums of a batch. `column` is the number of tokens of a column."""
+        first = batch[0][1]
+        place, part, positions = first.place, first.place.part, first.positions
+        numbers = np.concatenate([row + np.arange(one.place.num_heads) for row, one in batch])
+        bases = np.concatenate([one.place.head_bases for _, one in batch]) - self._address
+        own = np.arange(positions.start, positions.stop)
+        tokens, is_kept = first.tokens(own)
+        own, tokens = own[is_kept], tokens[is_kept]
+        block, within = np.divmod(own - first.first_position, place.group.block_size)
+        block_stride = place.region.block_stride
+        places = first.ids[block].astype(np.int64) * block_stride + within * place.token_stride
+        strides = [part.length, part.stride, block_stride, place.token_stride]
+        divisor = int(np.gcd.reduce(np.concatenate([bases, strides])))
+        unit = next(unit for unit in DTYPES if divisor % unit == 0)
+        pieces = np.arange(part.count)[:, None] * part.stride
+        units = (pieces + np.arange(0, part.length, unit)).ravel()
+        # A word's product is the sum of its units' products, each with the shifted multiplier.
+        word, shift = np.divmod(np.arange(0, part.content, unit), digest.WORD)
+        offset, step, multipliers = key.numbers(digest.num_words(part.content))
+        factors = multipliers[word] << (8 * shift)
+
+        # torch.compile would make another version for a size of 1, or for shorter integers. A
+        # chunk of the longest contents could have a size of 1.
+        is_usual = unit == digest.WORD and min(len(bases), len(places), len(units)) > 1
+        is_usual = is_usual and len(units) <= MAX_UNITS // 16
+        compiled = self._compiled if is_usual else None
+        program = compiled or gathered_sums
+        by_unit = [self._put(one) for one in (units // unit, factors)]
+        by_row = [self._put(one) for one in (bases // unit, digest.weights_of(numbers), numbers)]
+        by_token = [
+            self._put(one) for one in (places // unit, tokens * step + offset, tokens // column)
+        ]
+        for r, t in _chunks(len(bases), len(places), len(units), is_compiled=compiled is not None):
+            # A view may begin anywhere; for that torch.compile would make further versions.
+            base, weight, row_at = (one[r].clone() for one in by_row)
+            place_at, offsets, column_at = (one[t].clone() for one in by_token)
+            row_sums, token_sums = program(
+                self._memory[unit], base, place_at, *by_unit, offsets, weight
+            )
+            rows.index_add_(0, row_at, row_sums)
+            columns.index_add_(0, column_at, token_sums)
+
+    def _put(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._memory[1].device)
+
+
+_Batch: TypeAlias = list[tuple[int, LocalSlice]]
+"""Slices, each behind the number of its first row."""
+
+
+def _batches(slices: Sequence[LocalSlice]) -> Iterator[_Batch]:
+    """Slices that have the same tokens in the same blocks and strides."""
+    alike: dict[tuple[object, ...], _Batch] = {}
+    row = 0
+    for local in slices:
+        place, part = local.place, local.place.part
+        strides = place.region.block_stride, place.token_stride
+        shape = part.length, part.count, part.stride
+        kind = (place.table_number, local.begin, local.end, place.other, *strides, *shape)
+        alike.setdefault(kind, []).append((row, local))
+        row += place.num_heads
+    return (batch for batch in alike.values() if len(batch[0][1].positions))
+
+
+def _chunks(
+    num_rows: int, num_tokens: int, num_units: int, *, is_compiled: bool
+) -> Iterator[tuple[slice, slice]]:
+    """Ranges of rows and of tokens that one call takes."""
+    limit = min(MAX_TERMS, MAX_UNITS // num_units) if is_compiled else MAX_EAGER_UNITS // num_units
+    most_rows = min(num_rows, max(1, limit // 4))
+    most_tokens = max(1, limit // most_rows)
+    return itertools.product(_split(num_rows, most_rows), _split(num_tokens, most_tokens))
+
+
+def _split(total: int, most: int) -> list[slice]:
+    """Ranges of about equal size, so that none is of size 1 if `most` is 3 or more."""
+    count = -(-total // most)
+    edges = [total * number // count for number in range(count)]
+    return [slice(*pair) for pair in itertools.pairwise([*edges, total])]
+
+
+class _Memory:
+    """GPU memory as torch takes it from other libraries."""
+
+    def __init__(self, address: int, length: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (length,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 class GpuDigester(Digester):
-    """Digests memory of the GPU that holds the cache."""
+    """Digests the cache of one GPU on a thread and a stream of its own.
+
+    The thread keeps the transfer thread free while torch works, or compiles again should it ever
+    want to. It sleeps while no digest is wanted.
+    """
 
     pause_s = 0.0001
 
     def __init__(self, layout: CacheLayout) -> None:
-        """Make a stream, and compile the kernel, which needs seconds the first time.
+        """Compile the program, and wait for that.
+
+        The caller registers its cache meanwhile. To go on compiling behind its back is not safe:
+        vLLM captures CUDA graphs next, which a synchronization by another thread would break.
 
         Raises:
-            DigestError: if this cache cannot be digested, or the kernel not be compiled here.
+            DigestError: if this GPU cannot digest the cache at all.
         """
-        for group in layout.groups:
-            for region in group.regions:
-                _check(region)
         self._device = torch.device("cuda", layout.device)
-        self._tables: dict[tuple[SlicePlace, ...], _Table] = {}
-        with translated(DigestError, "making a stream"):
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._warm_up(layout)
+        self._thread = ThreadPoolExecutor(1, "nixl-kv-digest")
+        try:
+            self._thread.submit(self._open, layout).result()
+        except DigestError:
+            self._thread.shutdown()
+            raise
 
     def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        """The digest, when the GPU has made it.
+        """Digest slices; each step looks whether the GPU is done.
 
         Raises:
-            DigestError: in a step, if the GPU fails, or has no memory left.
+            DigestError: in a step, if the GPU fails or has no memory left.
         """
-        places = tuple(local.place for local in local_slices)
-        table = self._tables.pop(places, None) or _Table(local_slices)
-        self._tables[places] = table  # the last one used is the last one to go
-        if len(self._tables) > MAX_TABLES:
-            del self._tables[next(iter(self._tables))]
-        return self._steps(_KernelInput.of(key, local_slices, table))
+        made = self._thread.submit(self._digest, key, local_slices)
+        try:
+            while not made.done():
+                yield
+            return made.result()
+        finally:
+            made.cancel()
 
     def close(self) -> None:
-        """Wait until nothing reads the cache any more."""
-        self._stream.synchronize()
+        self._thread.shutdown()
 
-    def _warm_up(self, layout: CacheLayout) -> None:
-        """Compile as for a request."""
-        for _ in self(Key("none"), _first_tokens(layout)):
-            self._stream.synchronize()
+    def _digest(self, key: Key, local_slices: Sequence[LocalSlice]) -> Digest:
+        with translated(DigestError, "digesting"), on(self._stream):
+            return self._digester.digest(key, local_slices)
 
-    def _steps(self, kernel_input: _KernelInput) -> Steps:
-        rows_at, columns_at = kernel_input.sums_at
-        with translated(DigestError, "starting a digest"), on(self._stream):
-            there = (
-                torch.from_numpy(kernel_input.numbers)
-                .pin_memory()
-                .to(self._device, non_blocking=True)
-            )
-            for launch in kernel_input.launches:
-                launch.run(there)
-            sums = torch.empty(len(there) - rows_at, dtype=there.dtype, pin_memory=True)
-            sums.copy_(there[rows_at:], non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        while not _has_happened(done):
-            yield
-        result = sums.numpy().view(np.uint64)
-        split = columns_at - rows_at
-        return Digest(result[:split].copy(), result[split:].copy())
-
-
-def _has_happened(event: torch.cuda.Event) -> bool:
-    with translated(DigestError, "digesting"):
-        return bool(event.query())  # type: ignore[no-untyped-call]
-
-
-def _check(region: Region) -> None:
-    """Whether the kernel can read it."""
-    for part in region.parts:
-        strides = region.block_stride, region.head_stride, region.token_stride
-        places = (region.base, part.offset, part.length, part.token_stride, *strides)
-        if part.count > 1 or any(place % digest.WORD for place in places):
-            raise DigestError(
-                f"the KV cache of layer {region.layer!r} has {part.count} pieces of "
-                f"{part.length} bytes for each head and token, which cannot be digested on a "
-                f"GPU; allowed: one piece of whole {digest.WORD}-byte words"
-            )
-
-
-def _first_tokens(layout: CacheLayout) -> list[LocalSlice]:
-    """A token of everything that this cache has, for peers that have all tokens, or a part."""
-    block = np.zeros(1, np.int32)
-    return [
-        LocalSlice(SlicePlace(region, group, number, region.heads, other), 0, 1, block)
-        for group in layout.groups
-        for region in group.regions
-        for number in range(len(region.parts))
-        for other in (ALL_TOKENS, Stripe(2))[: 1 if group.keeps_states else 2]
-    ]
-
-
-class _Table:
-    """The rows of slices, but for their tokens and blocks, in the order of their launches.
-
-    Hundreds of rows take a millisecond; most requests are of the same few sets of slices.
-    """
-
-    def __init__(self, local_slices: Sequence[LocalSlice]) -> None:
-        pairs = [(local.group.stripe, local.other) for local in local_slices]
-        stripes = list(dict.fromkeys(pairs))
-        numbers_of = [(s.count, s.place, s.width) for pair in stripes for s in pair]
-        self.stripes: Ints = np.array(numbers_of, np.int64)
-        rows = np.array(
-            [
-                _row(local, stripes.index(pair))
-                for local, pair in zip(local_slices, pairs, strict=True)
-            ],
-            np.int64,
+    def _open(self, layout: CacheLayout) -> None:
+        with (
+            translated(DigestError, "opening the cache for digests"),
+            torch.cuda.device(self._device),
+        ):
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with on(self._stream):
+                address, memory = self._map(layout)
+                self._digester = TorchDigester(memory, address)
+        num_units = max(
+            (part.content // 4 for g in layout.groups for r in g.regions for part in r.parts),
+            default=2,
         )
-        heads = np.array([local.num_heads for local in local_slices])
-        slices = np.repeat(np.arange(len(heads)), heads)
-        rows = rows[slices]
-        numbers = np.arange(len(rows))
-        within = numbers - np.repeat(np.cumsum(heads) - heads, heads)
-        rows[:, 0] += within * rows[:, -1]
-        rows[:, -1] = numbers
-        kinds = _kinds(rows, local_slices, slices)
-        order = np.lexsort(kinds.T)
-        self._rows, self._slices, kinds = rows[order], slices[order], kinds[order]
-        edges = np.flatnonzero(np.diff(kinds, axis=0, prepend=-1).any(axis=1)).tolist()
-        self._launches = [
-            (range(first, stop), kinds[first].tolist())
-            for first, stop in itertools.pairwise([*edges, len(rows)])
-        ]
-        self.max_words = int(rows[:, WORDS].max())
+        began = time.monotonic()
+        try:
+            with on(self._stream):
+                self._digester.compile(max(2, min(num_units, 128)))
+        except Exception as error:  # noqa: BLE001 - compilers raise many kinds
+            logger.warning(
+                "digests run without torch.compile, several times slower: %s: %s",
+                type(error).__name__,
+                str(error).strip().split("\n")[0],
+            )
+        else:
+            logger.info("compiled the digest in %.1f s", time.monotonic() - began)
 
-    def fill(
-        self, local_slices: Sequence[LocalSlice]
-    ) -> tuple[Ints, npt.NDArray[np.int64], list[_Launch]]:
-        """A request's rows, the block numbers that they point into, and the launches.
-
-        Layers of a group share their block numbers.
-        """
-        places: dict[tuple[int, int], int] = {}
-        """By block numbers and first token: where the number of the region's block 0 would be."""
-        blocks: list[npt.NDArray[np.int32]] = []
-        tokens = np.empty((len(local_slices), 3), dtype=np.int64)
-        num_blocks = 0
-        for number, (place, begin, end, ids) in enumerate(local_slices):
-            if (id(ids), begin) not in places:
-                first = local_slices[number].first_position // place.group.block_size
-                places[id(ids), begin] = num_blocks - first
-                blocks.append(ids)
-                num_blocks += len(ids)
-            tokens[number] = begin, end, places[id(ids), begin]
-        rows = self._rows.copy()
-        rows[:, [BEGIN, END, BLOCKS_AT]] = tokens[self._slices]
-        launches = [_launch(numbers, rows, *kind) for numbers, kind in self._launches]
-        return rows, np.concatenate(blocks).astype(np.int64), launches
-
-
-def _row(local: LocalSlice, stripes_at: int) -> tuple[int, ...]:
-    """Of the slice's first head; the head stride is where the row's number will be.
-
-    BEGIN, END and BLOCKS_AT are those of a request.
-    """
-    return (
-        local.base,
-        local.region.block_stride,
-        local.token_stride,
-        0,
-        0,
-        0,
-        local.group.block_size,
-        digest.num_words(local.part.content),
-        stripes_at,
-        local.region.head_stride,
-    )
-
-
-def _kinds(rows: Ints, local_slices: Sequence[LocalSlice], slices: Ints) -> Ints:
-    """Of each row what is compiled for it, and its group: rows of a kind share a launch.
-
-    What is compiled does not depend on the other rows, or on where a row begins and ends: so it is
-    compiled before the first request.
-    """
-    is_alone = np.array([local.group.window == 1 for local in local_slices])[slices]
-    words = rows[:, WORDS]
-    places = np.column_stack([rows[:, :3], words * digest.WORD])  # address, strides and length
-    units = np.where((places % VECTOR).any(axis=1), digest.WORD, VECTOR)
-    is_looped = is_alone | (words * digest.WORD > MAX_UNROLLED * units)
-    unrolled = np.where(is_looped, LOOPED, words)
-    divided = [local.group.stripe.count > 1 or local.other.count > 1 for local in local_slices]
-    groups = np.array([local.place.table_number for local in local_slices])[slices]
-    kinds: Ints = np.column_stack([unrolled, units, groups, np.array(divided)[slices]])
-    return kinds
-
-
-def _launch(
-    numbers: range, rows: Ints, num_words: int, unit: int, _group: int, is_striped: int
-) -> _Launch:
-    """Of the rows with these numbers, which are of one kind."""
-    begin = int(rows[numbers.start : numbers.stop, BEGIN].min())
-    if num_words == LOOPED:
-        cut = 1, LOOPED, LOOP_CHUNK, unit, bool(is_striped)
-    else:
-        chunk = min(CHUNK, 1 << (num_words - 1).bit_length())
-        cut = TILE, num_words, chunk, unit, bool(is_striped)
-    first_tile = begin // cut[0]
-    last = int(rows[numbers.start : numbers.stop, END].max())
-    return _Launch(numbers.start, len(numbers), first_tile, -(-last // cut[0]) - first_tile, cut)
+    def _map(self, layout: CacheLayout) -> tuple[int, torch.Tensor]:
+        """One tensor from the first span to the last one; nothing reads what is between them."""
+        begin = min(span.address for span in layout.spans) // 4 * 4
+        end = max(span.address + span.length for span in layout.spans)
+        memory: Any = _Memory(begin, -(-(end - begin) // 4) * 4)
+        return begin, torch.as_tensor(memory, device=self._device)

@@ -1,94 +1,60 @@
-"""Digests of this rank's cache: for readers who verify what they read, and of what was read here.
+"""Computes and compares the digests of one rank, one after the other, on its transfer thread.
 
-They are made one after the other, each in short steps, so that the transfer thread stays free for
-messages and reads. A digest that nobody waits for any more is dropped, so that under overload those
-behind it are still in time; what it has read until it is dropped does no harm.
+Prefill digests what its readers ask for. Decode digests what a load has read, as soon as that has
+landed, and keeps the digest until prefill's has arrived and the fence was valid. Each digest is
+computed in short steps, so that messages and reads go on between them. A digest that no reader or
+load waits for any more is dropped, so that under overload those behind it are still in time. The
+steps only read memory: a dropped one does no harm.
 
-What was read here is digested while it is copied, where a kernel of ours copies it, else as soon as
-it has landed; and kept until there is something to compare it with.
+`open_digests` is all that the engine needs of this folder.
 """
 
-import ctypes
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.errors import DigestError
-from nixl_kv.geometry import digest
-from nixl_kv.geometry.digest import Bytes, Digest, Key
-from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
-from nixl_kv.geometry.slices import LocalSlice, SliceFinder, count_bytes
-from nixl_kv.ids import Claim
+from nixl_kv.errors import ConfigError, DigestError, get_logger
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol import events
+from nixl_kv.verify.digest import U64, Digest, Digester, Key, Steps, describe_difference
+from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
 
-Steps: TypeAlias = Generator[None, None, Digest]
-DigestEvent: TypeAlias = events.DigestMade | events.DigestCompared
+logger = get_logger(__name__)
 
-
-class Digester(ABC):
-    """Digests memory where the cache is."""
-
-    pause_s: float = 0.0
-    """How long to wait between two steps, in seconds; 0 where each step is work."""
-
-    @abstractmethod
-    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        """The digest, at the end of the steps.
-
-        Raises:
-            DigestError: if that cannot be digested; also in a step.
-        """
-
-    def close(self) -> None:  # noqa: B027 - most read in their steps only
-        """Return when the cache is not read any more."""
-
-
-class HostDigester(Digester):
-    """Digests memory that this process can read itself."""
-
-    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        """See `geometry.digest.digest_steps`."""
-        return digest.digest_steps(key, local_slices, _memory_view)
+EMPTY: Final = Digest(np.empty(0, np.uint64), np.empty(0, np.uint64))
 
 
 class NoDigester(Digester):
-    """Digests nothing: here it cannot be done."""
+    """Refuses every digest."""
 
     def __init__(self, reason: str) -> None:
-        """`reason` is the answer to everybody who wants a digest."""
         self._reason = reason
 
     def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        """Refuse.
-
-        Raises:
-            DigestError: always.
-        """
         del key, local_slices
         raise DigestError(self._reason)
 
 
-@dataclass(frozen=True)
-class _Made:
-    slices: Sequence[LocalSlice]
-    digest: Digest
+_Requester: TypeAlias = tuple[object, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
-    actions: list[events.DigestAction]  # all want the same digest
+    """A digest under way, or of what a load has read and cannot compare yet."""
+
+    actions: dict[_Requester, events.DigestAction]  # that wait for it
     slices: Sequence[LocalSlice]
     steps: Steps
     started_at: float | None = None
+    digest: Digest = EMPTY
 
 
 class DigestQueue:
-    """See the module's head. Runs on the transfer thread alone."""
+    """Digests in the order in which they were asked for."""
 
     def __init__(
         self,
@@ -97,13 +63,14 @@ class DigestQueue:
         counts: defaultdict[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with none to make. What is made is added to `counts`."""
+        """`counts` get the number of digests, their bytes and seconds."""
+        self.name_slices = SliceNamer(layout)
         self._layout = layout
         self._finder = SliceFinder(layout)
         self._digester = digester
         self._clock = clock
         self._jobs: deque[_Job] = deque()
-        self._landed: dict[events.DigestLanded, _Made] = {}
+        self._landed: dict[_Requester, _Job] = {}
         self._counts = counts
 
     def __repr__(self) -> str:
@@ -114,43 +81,38 @@ class DigestQueue:
 
     @property
     def wait_s(self) -> float | None:
-        """How long the thread may wait before the next step, in seconds; None for ever."""
+        """How long the thread may wait before the next step, in seconds; None without jobs."""
         return self._digester.pause_s if self._jobs else None
 
-    def add(self, action: events.DigestAction) -> DigestEvent | None:
-        """Queue a digest; an event if it cannot be made.
+    def add(self, action: events.DigestAction) -> events.DigestEvent | None:
+        """Queue a digest or a comparison; an event if it has ended at once.
 
-        One that is asked for again while it is made is made once, for each claim and rank.
+        Readers of the same heads share a digest. A reader has one digest per claim at a time, so
+        that it cannot keep this rank busy by asking again.
         """
-        if isinstance(action, events.CompareDigest):
-            made = self._landed.pop(_landed(action), None)
-            if made is not None:
-                return _finished(action, made)
-        if action in self._landed:
-            return None
-        pending = [(job, one) for job in self._jobs for one in job.actions]
-        if any(_is_repeated(action, one) for _, one in pending):
-            return None
-        for job, one in pending:
-            if _subject(one) == _subject(action):
-                job.actions.append(action)
+        requester = _requester(action)
+        if requester in self._landed:
+            if _awaits_reply(action):
+                return None
+            return _finished(action, self._landed.pop(requester))
+        for job in self._jobs:
+            if requester in job.actions:
+                if _awaits_reply(job.actions[requester]):
+                    job.actions[requester] = action
+                return None
+        for job in self._jobs:
+            if any(_subject(other) == _subject(action) for other in job.actions.values()):
+                job.actions[requester] = action
                 return None
         try:
-            local_slices = self.find_slices(action)
+            local_slices = self._find_slices(action)
             steps = self._digester(Key(_claim(action)), local_slices)
         except (DigestError, ValueError) as error:
-            if isinstance(action, events.DigestLanded):
-                return None  # the comparison tries again
             return _refused(action, str(error))
-        self._jobs.append(_Job([action], local_slices, steps))
+        self._jobs.append(_Job({requester: action}, local_slices, steps))
         return None
 
-    def find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
-        """What is to be digested.
-
-        Raises:
-            ValueError: if it is not in this rank's cache.
-        """
+    def _find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
         if isinstance(action, events.MakeDigest):
             request = action.digest_request
             end, wanted, tables = request.end, request.slices, action.tables
@@ -158,138 +120,136 @@ class DigestQueue:
             end, wanted, tables = action.load.end, action.slices, action.load.tables
         return self._finder.find(wanted, block_tables(self._layout, tables), end=end)
 
-    def keep(
-        self, landed: events.DigestLanded, local_slices: Sequence[LocalSlice], made: Digest
-    ) -> None:
-        """It has landed, and was digested by what has copied it."""
-        self._landed[landed] = _Made(local_slices, made)
-        self._count(local_slices, 0.0)
-
-    def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[DigestEvent]:
-        """Do one step of the next digest that is wanted; what has ended."""
-        for landed in [landed for landed in self._landed if not is_wanted(landed)]:
-            del self._landed[landed]
+    def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[events.DigestEvent]:
+        """Do one step of the first digest that is still wanted; return what has ended."""
+        for requester, landed in list(self._landed.items()):
+            if not is_wanted(landed.actions[requester]):
+                del self._landed[requester]
         if not self._jobs:
             return []
         job = self._jobs[0]
-        if not any(map(is_wanted, job.actions)):
-            return self._fail_job("nobody waits for it any more")
+        if not any(map(is_wanted, job.actions.values())):
+            return self._fail_job("no reader waits for it any longer")
         job.started_at = job.started_at or self._clock()
         try:
             next(job.steps)
         except StopIteration as end:
-            self._jobs.popleft()
-            self._count(job.slices, self._clock() - job.started_at)
-            return self._finish(job, _Made(job.slices, end.value))
+            job.digest = end.value
+            return self._finish_job(self._clock() - job.started_at)
         except (DigestError, MemoryError) as error:
             return self._fail_job(str(error) or type(error).__name__)
         return []
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._jobs.clear()
         self._landed.clear()
 
     def close(self) -> None:
-        """Return when the cache is not read any more."""
+        """Return when nothing reads the cache any longer."""
         self._digester.close()
 
-    def _finish(self, job: _Job, made: _Made) -> list[DigestEvent]:
-        ended = [
-            _finished(action, made)
-            for action in job.actions
-            if not isinstance(action, events.DigestLanded)
-        ]
-        if not ended:  # what landed is compared later
-            self._landed |= {
-                one: made for one in job.actions if isinstance(one, events.DigestLanded)
-            }
-        return ended
-
-    def _fail_job(self, reason: str) -> list[DigestEvent]:
-        """Of what has landed, a comparison tries again."""
+    def _finish_job(self, seconds: float) -> list[events.DigestEvent]:
         job = self._jobs.popleft()
-        return [
-            _refused(action, reason)
-            for action in job.actions
-            if not isinstance(action, events.DigestLanded)
-        ]
-
-    def _count(self, local_slices: Sequence[LocalSlice], seconds: float) -> None:
         self._counts["digests"] += 1
-        self._counts["digest_bytes"] += count_bytes(local_slices)
+        self._counts["digest_bytes"] += count_bytes(job.slices)
         self._counts["digest_seconds"] += seconds
+        self._landed |= {key: job for key, one in job.actions.items() if _awaits_reply(one)}
+        return [_finished(one, job) for one in job.actions.values() if not _awaits_reply(one)]
+
+    def _fail_job(self, reason: str) -> list[events.DigestEvent]:
+        refused = [_refused(action, reason) for action in self._jobs.popleft().actions.values()]
+        return [event for event in refused if event is not None]
 
 
-def block_tables(layout: CacheLayout, tables: Sequence[Table]) -> list[BlockTable]:
-    """The block table of each group of this cache."""
-    pairs = zip(tables, layout.groups, strict=True)
-    return [BlockTable.of(table, group) for table, group in pairs]
+def open_digests(
+    layout: CacheLayout,
+    counts: defaultdict[str, float],
+    clock: Callable[[], float],
+    *,
+    is_prefill: bool,
+    verifies: bool,
+) -> DigestQueue:
+    """Open the digests of a rank.
+
+    On a GPU this compiles the program, which takes seconds: on every rank that prefills, since any
+    reader may ask, and on one that decodes if it `verifies`.
+
+    Raises:
+        ConfigError: if this rank is to verify loads and cannot digest them.
+    """
+    try:
+        digester = open_digester(layout, is_used=is_prefill or verifies)
+    except (ImportError, DigestError) as error:
+        if verifies:
+            raise ConfigError(
+                f"verify is on, but KV cannot be digested here: {error}; allowed: 'off'"
+            ) from error
+        logger.warning("loads that read from this rank cannot be verified: %s", error)
+        digester = NoDigester(str(error))
+    return DigestQueue(layout, digester, counts, clock)
 
 
-def _landed(action: events.CompareDigest) -> events.DigestLanded:
-    """The same, before there was anything to compare it with."""
-    claim = action.digest_reply.claim
-    return events.DigestLanded(action.rank, action.slices, action.load, claim)
+def open_digester(layout: CacheLayout, *, is_used: bool) -> Digester:
+    """Open a digester for the memory that holds the cache.
+
+    Raises:
+        ImportError, DigestError: if it cannot be digested here.
+    """
+    if layout.memory == "DRAM":
+        return Digester()
+    if not is_used:
+        return NoDigester("verify is off on this rank")
+    from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - torch: GPUs only
+
+    return GpuDigester(layout)
 
 
-def _is_repeated(action: events.DigestAction, earlier: events.DigestAction) -> bool:
-    """Whether the same is asked for by the same one."""
-    return type(action) is type(earlier) and _requester(action) == _requester(earlier)
+def _awaits_reply(action: events.DigestAction) -> bool:
+    """Whether decode cannot compare this yet."""
+    return isinstance(action, events.CompareDigest) and not action.rows
 
 
-def _requester(action: events.DigestAction) -> tuple[object, ...]:
+def _requester(action: events.DigestAction) -> _Requester:
     if isinstance(action, events.MakeDigest):
         return action.digest_request.reader, action.digest_request.claim
-    return action.load.request, action.rank, _claim(action)
+    return action.load.request, action.rank, action.claim
 
 
 def _subject(action: events.DigestAction) -> tuple[object, ...]:
-    """Several readers of the same heads get the same digest."""
-    if not isinstance(action, events.MakeDigest):
+    if isinstance(action, events.CompareDigest):
         return _requester(action)
     request = action.digest_request
     return request.claim, request.end, request.slices, action.tables
 
 
-def _claim(action: events.DigestAction) -> Claim:
-    """It is random, and both sides know it: the digest's secret."""
-    match action:
-        case events.MakeDigest():
-            return action.digest_request.claim
-        case events.CompareDigest():
-            return action.digest_reply.claim
-        case events.DigestLanded():
-            return action.claim
+def _claim(action: events.DigestAction) -> str:
+    """The secret of a digest: it is random, both sides know it, and no stranger does."""
+    return action.claim if isinstance(action, events.CompareDigest) else action.digest_request.claim
 
 
-def _finished(action: events.MakeDigest | events.CompareDigest, made: _Made) -> DigestEvent:
+def _finished(action: events.DigestAction, job: _Job) -> events.DigestEvent:
+    made = job.digest
     if isinstance(action, events.MakeDigest):
-        rows, columns = _to_bytes(made.digest.rows), _to_bytes(made.digest.columns)
+        rows, columns = _to_bytes(made.rows), _to_bytes(made.columns)
         return events.DigestMade(action.route, action.digest_request, rows, columns)
-    reply = action.digest_reply
-    remote = Digest(_from_bytes(reply.rows), _from_bytes(reply.columns))
-    difference = digest.describe_difference(made.digest, remote, made.slices)
-    return events.DigestCompared(
-        action.load.request, action.rank, reply.claim, difference=difference
-    )
+    remote = Digest(_from_bytes(action.rows), _from_bytes(action.columns))
+    difference = describe_difference(made, remote, job.slices)
+    return events.DigestCompared(action.load.request, action.rank, action.claim, difference)
 
 
-def _refused(action: events.MakeDigest | events.CompareDigest, reason: str) -> DigestEvent:
+def _refused(action: events.DigestAction, reason: str) -> events.DigestEvent | None:
+    """An event that says so; None without prefill's digest, since its arrival tries again."""
     if isinstance(action, events.MakeDigest):
         return events.DigestMade(action.route, action.digest_request, refusal=reason)
-    claim = action.digest_reply.claim
-    return events.DigestCompared(action.load.request, action.rank, claim, refusal=reason)
+    if not action.rows:
+        return None
+    return events.DigestCompared(action.load.request, action.rank, action.claim, refusal=reason)
 
 
-def _to_bytes(sums: digest.U64) -> bytes:
+def _to_bytes(sums: U64) -> bytes:
     return sums.astype("<u8", copy=False).tobytes()
 
 
-def _from_bytes(payload: bytes) -> digest.U64:
-    """A payload that is no whole number of sums is cut, and so differs."""
+def _from_bytes(payload: bytes) -> U64:
+    """Sums of a peer; an incomplete last one is cut off, so that the digests differ in length."""
     return np.frombuffer(payload[: len(payload) // 8 * 8], dtype="<u8").astype(np.uint64)
-
-
-def _memory_view(address: int, length: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from nixl_kv.geometry.digest import Key
-from nixl_kv.geometry.slices import LocalSlice
-from nixl_kv.verify.queue import Digester, HostDigester, Steps
+from nixl_kv.verify.digest import Digester, Key, Steps
+from nixl_kv.verify.slices import LocalSlice
 
 
 class SlowDigester(Digester):
@@ -20,7 +19,7 @@ class SlowDigester(Digester):
         for _ in range(self.steps):
             self.keys.append(key.secret)
             yield
-        return (yield from HostDigester()(key, local_slices))
+        return (yield from Digester()(key, local_slices))
 
     def close(self) -> None:
         self.is_closed = True

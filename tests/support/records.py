@@ -8,11 +8,18 @@ from typing import Any, Final
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Table
 from nixl_kv.geometry.match import ParallelShape, Route
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Claim, Endpoint, EngineId, Generation, Incarnation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey, Transition
-from nixl_kv.protocol.messages import Answer, Description, Message, RankDescription, Reader, ToRank
+from nixl_kv.protocol.messages import (
+    Answer,
+    Description,
+    KVSlice,
+    Message,
+    RankDescription,
+    Reader,
+    ToRank,
+)
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 
 DECODERS: Final[Mapping[bytes, Callable[[bytes], Message]]] = {

@@ -6,13 +6,11 @@ from typing import Any, Protocol, TypeAlias
 import pytest
 from msgspec.structs import replace
 
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.events import (
     Action,
     CompareDigest,
-    DigestLanded,
     Failure,
     LoadEnded,
     PeerJoined,
@@ -22,7 +20,7 @@ from nixl_kv.protocol.events import (
     StartRead,
     StopRead,
 )
-from nixl_kv.protocol.messages import Reader
+from nixl_kv.protocol.messages import KVSlice, Reader
 from nixl_kv.protocol.peers import PeerBook
 from support.records import (
     CLAIM,
@@ -110,7 +108,7 @@ def decode_machine(
         reader,
         record,
         PeerBook(record),
-        lambda _peer, _rank, _load: slices,
+        lambda *_: slices,
         timeout_s=timeout_s,
         renew_interval_s=renew_interval_s,
         bytes_per_token=bytes_per_token,
@@ -140,13 +138,15 @@ VERIFIED: Script = [
     *GRANTED,
     (
         *(110.0, START_VERIFIED, Send(RANK_0, digest_request())),
-        StartRead(PEER, Rank(0), GRANT, START_VERIFIED, SLICES),
+        StartRead(PEER, Rank(0), GRANT, START_VERIFIED),
     ),
 ]
 """Prefill's digest was asked for when there were blocks."""
-TO_DIGEST = DigestLanded(Rank(0), SLICES, START_VERIFIED, CLAIM)
+TO_DIGEST = CompareDigest(Rank(0), SLICES, START_VERIFIED, CLAIM)
 LANDED_VERIFIED = (*LANDED, TO_DIGEST)
 VERIFYING: Script = [*VERIFIED, LANDED_VERIFIED, (slot_read(),)]
 """The slot was valid; prefill's digest is not here yet."""
-COMPARE = CompareDigest(Rank(0), SLICES, START_VERIFIED, digest_reply())
+COMPARE = CompareDigest(
+    *(Rank(0), SLICES, START_VERIFIED, CLAIM), digest_reply().rows, digest_reply().columns
+)
 """What follows when it comes."""

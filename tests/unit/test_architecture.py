@@ -22,7 +22,6 @@ EXEMPT = frozenset(
         "reading/gather/memory.py",
         "reading/gpu_scratch.py",
         "reading/staged/gpu_copier.py",
-        "verify/gpu_sums.py",
         "transport/nixl.py",  # names of UCX's own settings
         "transport/tcp/detect.py",
     }

@@ -6,27 +6,17 @@ whatever becomes of its owner, and nothing stops it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.plan import Pieces, Plan
-from nixl_kv.geometry.slices import LocalSlice
 from nixl_kv.protocol import messages
 from nixl_kv.reading.staged.copier import Staging
-from nixl_kv.verify.queue import DigestQueue
 
 MappedPlan: TypeAlias = Any
 """A plan whose remote rows are mapped, opaque, of use only to the gather that made it."""
 
 GatherRead: TypeAlias = Any
 """A read under way, opaque, of use only to the gather that started it."""
-
-
-class Wanted(NamedTuple):
-    """A digest, of what is read, wherever it is put."""
-
-    key: Key
-    slices: Sequence[LocalSlice]
 
 
 class Gather(Protocol):
@@ -51,13 +41,8 @@ class Gather(Protocol):
     def is_mapped(self, mapped: MappedPlan) -> bool:
         """Whether the memory's owner is alive: what a dead process leaves is not to be kept."""
 
-    def can_digest(self, mapped: MappedPlan) -> bool:
-        """Whether what is read by this plan can be digested while it is copied."""
-
-    def read(
-        self, mapped: MappedPlan, pieces: Sequence[Pieces], wanted: Wanted | None = None
-    ) -> GatherRead:
-        """Start to copy remote pieces into local ones, and to digest them if that is wanted.
+    def read(self, mapped: MappedPlan, pieces: Sequence[Pieces]) -> GatherRead:
+        """Start to copy remote pieces into local ones.
 
         Raises:
             TransportError: if it cannot be started; then nothing is under way.
@@ -70,9 +55,6 @@ class Gather(Protocol):
             TransportError: if it cannot be told: it may go on.
         """
 
-    def digest(self, read: GatherRead) -> Digest | None:
-        """The digest of a read that has landed, if it was wanted."""
-
     def wait(self) -> None:
         """Wait for what is under way; may run on any thread."""
 
@@ -84,10 +66,9 @@ class Gather(Protocol):
 class Means:
     """What a rank reads with besides NIXL; `wanted` is one of `config.PATHS`.
 
-    `staging` is where it reads what prefill has packed, `digests` get what is digested meanwhile.
+    `staging` is where it reads what prefill has packed.
     """
 
     gather: Gather | None = None
     wanted: str = "auto"
     staging: Staging | None = None
-    digests: DigestQueue | None = None

@@ -10,19 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nixl_kv.errors import TransportError, get_logger
-from nixl_kv.geometry.digest import Digest
-from nixl_kv.geometry.layout import CacheLayout, Span
+from nixl_kv.errors import TransportError
+from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import Pieces, Plan
 from nixl_kv.protocol import messages
-from nixl_kv.reading.copying.contents import Contents, content_size
 from nixl_kv.reading.copying.kernel import TILE_BYTES, CopyRun, KernelStream
 from nixl_kv.reading.copying.tiles import Tiling
-from nixl_kv.reading.gather.base import Wanted
 from nixl_kv.reading.gather.memory import Exported, Mapping
 from nixl_kv.reading.gather.owner_watch import OwnerWatch
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,32 +25,24 @@ class _MappedPlan:
     mapping: Mapping
     tiling: Tiling
     rows: torch.Tensor
-    contents: Contents | None
 
 
 class GpuGather:
     """See `gather.Gather`. Kernels run one after the other, on a stream of their own."""
 
-    def __init__(
-        self,
-        device: int,
-        on_owner_ended: Callable[[], None],
-        digested: CacheLayout | None = None,
-    ) -> None:
+    def __init__(self, device: int, on_owner_ended: Callable[[], None]) -> None:
         """Make a stream, and compile the kernels, which needs seconds the first time.
 
         Args:
             device: the ordinal of this rank's GPU.
             on_owner_ended: called on another thread when a process has ended whose memory is
                 mapped, after it was counted in `num_ended`.
-            digested: this rank's cache, where what is read is to be verified.
 
         Raises:
             TransportError: if that cannot be done here.
         """
         self._device = device
-        self._stream = KernelStream(device, content_size(digested) if digested else 0)
-        self._layout = digested if self._stream.size else None
+        self._stream = KernelStream(device)
         mine = self._stream.to_device(np.zeros(1, dtype=np.int64))
         with contextlib.suppress(TransportError):  # no handles: what counts is who is asked first
             Exported([Span(mine.data_ptr(), mine.nbytes)], device).close()
@@ -74,15 +61,14 @@ class GpuGather:
             tiling = Tiling(plan, mapping.locate)
             if not len(tiling.rows):
                 raise TransportError("nothing of it is read")
-            contents = self._contents(tiling, plan)
-            rows = self._stream.to_device(tiling.rows if contents is None else contents.numbers)
+            rows = self._stream.to_device(tiling.rows)
             self._check(exported.proof, mapping)
             try:
                 self._owners.add(mapping.owner)
             except OSError as error:
                 raise TransportError(f"watching process {exported.pid}: {error}") from error
             undo.pop_all()
-        return _MappedPlan(mapping, tiling, rows, contents)
+        return _MappedPlan(mapping, tiling, rows)
 
     def unmap(self, mapped: _MappedPlan) -> None:
         """Unmap it: its owner's descriptor is closed, and so no longer watched."""
@@ -92,27 +78,13 @@ class GpuGather:
         """Ask the kernel for the owner."""
         return not mapped.mapping.has_owner_ended
 
-    def can_digest(self, mapped: _MappedPlan) -> bool:
-        """Where all its runs are of whole heads and tokens."""
-        return mapped.contents is not None
-
-    def read(
-        self, mapped: _MappedPlan, pieces: Sequence[Pieces], wanted: Wanted | None = None
-    ) -> CopyRun:
+    def read(self, mapped: _MappedPlan, pieces: Sequence[Pieces]) -> CopyRun:
         """One launch per alignment of the plan's rows: one for most."""
-        launches = mapped.tiling.launches(pieces, TILE_BYTES)
-        contents, digested = mapped.contents, None
-        if wanted is not None and contents is not None:
-            digested = contents.request(*wanted, pieces, launches[0]), contents.size
-        return self._stream.copy(launches, mapped.rows, digested)
+        return self._stream.copy(mapped.tiling.launches(pieces, TILE_BYTES), mapped.rows)
 
     def poll(self, read: CopyRun) -> bool:
         """Ask for the event behind its kernels."""
         return self._stream.has_ended(read, "reading mapped memory")
-
-    def digest(self, read: CopyRun) -> Digest | None:
-        """What the kernel has summed up."""
-        return read.digest
 
     def wait(self) -> None:
         """Wait for all kernels."""
@@ -132,11 +104,3 @@ class GpuGather:
                 "the mapped memory does not hold the 16 bytes that its description names: it is "
                 "other memory, or this GPU cannot read that one"
             )
-
-    def _contents(self, tiling: Tiling, plan: Plan) -> Contents | None:
-        """What a digest needs; None where none is wanted, or it cannot be made so."""
-        try:
-            return None if self._layout is None else Contents(tiling, plan, self._layout)
-        except ValueError as error:
-            logger.info("what is read is digested after it has landed: %s", error)
-            return None

@@ -19,17 +19,20 @@ from lab.bench.memory import RemoteMemory
 from lab.bench.models import MODELS
 from lab.local.caches import layout_at
 from lab.results import Figures, Results
-from nixl_kv.geometry.digest import Key
-from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
-from nixl_kv.geometry.match import holdings
+from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.geometry.match import Route, holdings
 from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import plan
-from nixl_kv.geometry.slices import LocalSlice, SliceFinder, SliceNamer
+from nixl_kv.ids import EngineId, Incarnation, Rank, RequestId, endpoint_at
+from nixl_kv.protocol.events import PeerKey, StartLoad
 from nixl_kv.reading.agent import READING_PAUSE_S
-from nixl_kv.verify.queue import Digester, HostDigester
+from nixl_kv.verify.digest import Key
+from nixl_kv.verify.queue import open_digester
+from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
 
 WARM_UP: Final = 2
 KEY: Final = Key("ab" * 16)
+PEER: Final = PeerKey(EngineId("prefill"), Incarnation("0" * 32), endpoint_at("127.0.0.1", 1))
 
 
 class Prompt:
@@ -47,16 +50,17 @@ class Prompt:
         )
         self._plan = plan(self._layout, layout_at(layout, remote.address))
         self._read = remote.prepare(self._plan.local, self._plan.remote)
-        self._digester = build_digester(self._layout)
-        held = holdings(self._layout)
-        heads = {layer: holding.heads for layer, holding in held.items()}
-        self._namer = SliceNamer(self._layout, heads, held)
+        self._digester = open_digester(self._layout, is_used=True)
+        held = holdings(self._layout).items()
+        self._route = Route(Rank(0), (Rank(0),), {layer: one.heads for layer, one in held})
+        self._load = StartLoad(RequestId("bench"), 0, num_tokens, (self._local,), verify=True)
+        self._namer = SliceNamer(self._layout)
         self._finder = SliceFinder(self._layout)
 
     @property
     def num_bytes(self) -> int:
         """Of its KV."""
-        return sum(one.num_bytes for one in self._slices())
+        return count_bytes(self._slices())
 
     def read(self) -> float:
         """Read all of it, from the block tables on; in seconds."""
@@ -80,17 +84,9 @@ class Prompt:
         return time.perf_counter() - begin
 
     def _slices(self) -> list[LocalSlice]:
-        tables = [BlockTable.of(self._local, self._layout.groups[0])]
-        return self._finder.find(self._namer.name(tables), tables, end=self._num_tokens)
-
-
-def build_digester(layout: CacheLayout) -> Digester:
-    """As the transfer engine does it."""
-    if layout.memory == "DRAM":
-        return HostDigester()
-    from nixl_kv.verify.gpu import GpuDigester  # noqa: PLC0415 - Triton: on GPUs only
-
-    return GpuDigester(layout)
+        slices = self._namer(PEER, self._route, self._layout, self._load)
+        tables = block_tables(self._layout, self._load.tables)
+        return self._finder.find(slices, tables, end=self._num_tokens)
 
 
 def measure(

@@ -172,7 +172,7 @@ class Decode:
                 READER,
                 lambda _event: None,
                 PeerBook(lambda _event: None),
-                lambda _peer, _rank, _load: (),
+                lambda *_: (),
                 timeout_s=30,
                 renew_interval_s=RENEW_S,
                 bytes_per_token=1,

@@ -34,15 +34,15 @@ from lab.fuzz.rank import (
 )
 from lab.fuzz.samples import KINDS, CacheMemory, sample
 from nixl_kv.config import Config
-from nixl_kv.geometry import digest
-from nixl_kv.geometry.digest import Digest, Key
 from nixl_kv.geometry.layout import CacheLayout, Part, Span, Table
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.geometry.slices import KVSlice, SliceFinder
 from nixl_kv.ids import Rank
 from nixl_kv.protocol import messages
+from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.verify.queue import block_tables
+from nixl_kv.verify import digest
+from nixl_kv.verify.digest import Digest, Key
+from nixl_kv.verify.slices import SliceFinder, block_tables
 
 Conversation = Sequence[tuple[int, messages.Message]]
 

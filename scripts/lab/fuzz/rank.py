@@ -210,6 +210,6 @@ class RankUnderTest:
                 if isinstance(result, events.LoadEnded):
                     self.loads.append(result)
             parts = self._parts
-            if not (parts.agents.is_busy or len(parts.digests) or len(parts.packs)):
+            if not (parts.agents.is_busy or parts.digests or len(parts.packs)):
                 return
         raise BrokenPromiseError(f"something under way has not ended after {MAX_TURNS} turns")

@@ -8,8 +8,7 @@ from typing import Any, Final, TypeVar, get_args
 from msgspec import inspect
 
 from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region, Span, Table
-from nixl_kv.geometry.slices import KVSlice
-from nixl_kv.protocol.messages import Message
+from nixl_kv.protocol.messages import KVSlice, Message
 
 T = TypeVar("T")
 

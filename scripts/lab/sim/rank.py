@@ -255,8 +255,9 @@ class RankLife:
         parts = self.loop.parts
         self.faults.guard(parts.prefill, "handle")
         self.faults.guard(parts.decode, "handle")
-        self.faults.guard(parts.digests, "add")
-        self.faults.guard(parts.digests, "poll")
+        if parts.digests is not None:
+            self.faults.guard(parts.digests, "add")
+            self.faults.guard(parts.digests, "poll")
         if parts.description.ring is not None:
             self.faults.guard(parts.packs, "add")
             self.faults.guard(parts.packs, "poll")

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 from nixl_kv import ids
 from nixl_kv.connector import paging
-from nixl_kv.geometry import digest
 from nixl_kv.protocol import read_queue
 from nixl_kv.reading import peers as remote_peers
+from nixl_kv.verify import digest
 
 WINDOW_EDGE: Final = 4
 """In place of 256 tokens: prompts are short here."""

@@ -40,11 +40,8 @@ def test_plan_measures_each_case_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize(
-    ("shape", "status", "words"),
-    [("tiny", 0, "4/4 rows are good"), ("deepseek", 1, "deepseek in LBHNC: not all runs are of")],
-)
-def test_gather_runs_its_kernel(shape: str, status: int, words: str) -> None:
+@pytest.mark.parametrize("shape", ["tiny", "deepseek"])
+def test_gather_runs_its_kernel(shape: str) -> None:
     """By Triton's interpreter, which is asked for when a kernel is defined."""
     command = [sys.executable, "-m", "lab.bench", "gather", "--device", "cpu", "--shape", shape]
     command += ["--tokens", "32", "--orders", "LBHNC", "--blocks", "16-32"]
@@ -57,8 +54,8 @@ def test_gather_runs_its_kernel(shape: str, status: int, words: str) -> None:
         check=False,
         timeout=300,
     )
-    assert ended.returncode == status, ended.stderr[-2000:]
-    assert words in ended.stdout + ended.stderr
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "2/2 rows are good" in ended.stdout
 
 
 @pytest.mark.slow

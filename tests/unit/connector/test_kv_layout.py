@@ -1,7 +1,7 @@
 """Where a rank's KV is, by its tensors; and what a backend's own kernel writes into its blocks."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry import digest
-from nixl_kv.geometry.digest import Digest, Key
-from nixl_kv.geometry.layout import BlockTable, CacheLayout, Group, Region, Span, Stripe
-from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder
+from nixl_kv.geometry.layout import Region, Span, Stripe
 from support import recorded_vllm as recorded
 from support.recorded_vllm import torch
 
@@ -48,54 +45,6 @@ def element(region: Region, size: int, place: tuple[int, int, int]) -> bytes:
             content += ctypes.string_at(start + piece * part.stride, part.length)
     assert len(content) == size
     return content
-
-
-def test_what_only_a_kernel_knows_is_digested_in_whole_blocks() -> None:
-    """Nothing is said of these blocks; each byte that vLLM's kernel writes into them counts."""
-    from vllm._custom_ops import cpu_attn_reshape_and_cache  # noqa: PLC0415
-
-    size, tokens, end = 64, 32, 10
-    spec = FullAttentionSpec(
-        block_size=tokens, num_kv_heads=HEADS, head_size=size, dtype=torch.float32
-    )
-    cache = torch.zeros(1, HEADS, tokens, 2 * size)
-    backends: Any = SimpleNamespace(
-        is_transposed=lambda *_: False,
-        shards=SimpleNamespace(first_head=lambda *_, **__: 0),
-    )
-    region = replace(kv_layout._bytes_of("layers.0", cache, spec, backends), opaque=True)
-    span = Span(cache.data_ptr(), cache.nbytes)
-    group = Group(tokens, 1, 1, (region,))
-    layout = CacheLayout((group,), "DRAM", 0, (span,))
-    table = BlockTable(np.zeros(1, np.int32), group)
-    slices = SliceFinder(layout).find([KVSlice("layers.0", 0, HEADS, 0)], [table], end=end)
-    content = cache.view(-1).view(torch.uint8).numpy()
-    key, value = torch.randn(2, end, HEADS, size)
-    halves = cache.view(1, HEADS, 2 * tokens, size).chunk(2, dim=2)
-    cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(end), "vec")
-    before = rows_of(slices, content)
-    written = np.flatnonzero(content)
-    assert len(written) > end * HEADS * 2 * size
-    for place in np.random.default_rng(1).choice(written, 300, replace=False):
-        content[place] ^= 1
-        assert rows_of(slices, content) != before
-        content[place] ^= 1
-
-
-def rows_of(slices: list[LocalSlice], content: np.ndarray) -> list[int]:
-    """Of a digest of what is in this memory."""
-    start = content.ctypes.data
-    digests: list[Digest] = []
-
-    def window(address: int, length: int) -> np.ndarray:
-        return content[address - start :][:length]
-
-    def keep() -> Iterator[None]:
-        digests.append((yield from digest.digest_steps(Key("secret"), slices, window)))
-
-    list(keep())
-    rows: list[int] = digests[0].rows.tolist()
-    return rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

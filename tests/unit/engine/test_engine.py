@@ -1,6 +1,5 @@
 """A rank's transfer engine, as it is put together from its specification."""
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,14 +19,13 @@ from nixl_kv.engine.engine import (
     _make_gather,
     slots_for,
 )
-from nixl_kv.errors import ConfigError, IncompatiblePeer, LocalProtocolError, TransportError
+from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
-from nixl_kv.verify.queue import HostDigester, NoDigester
 from support.records import description
 from support.stepped import Background, StepControl
 
@@ -271,24 +269,8 @@ def test_a_start_that_fails_says_why(planes: Planes) -> None:
         TransferEngine(spec_of(planes, make_transport=refuse)).start()
 
 
-# --- where KV cannot be digested
-
-
 def spec_in(planes: Planes, memory: Memory, **changed: Any) -> RankSpec:
     return spec_of(planes, layout=replace(CACHE.layout(), memory=memory), **changed)
-
-
-def digester_of(spec: RankSpec) -> object:
-    loop = TransferEngine(spec).start_stepped()
-    loop.close()
-    return loop.parts.digests._digester
-
-
-@pytest.mark.parametrize("verify", [0.0, 1.0])
-def test_memory_of_this_process_is_digested_on_the_host(planes: Planes, verify: float) -> None:
-    assert isinstance(
-        digester_of(spec_in(planes, "DRAM", config=Config(verify=verify))), HostDigester
-    )
 
 
 @pytest.mark.parametrize("path", ["auto", "gather", "direct", "staged"])
@@ -299,48 +281,3 @@ def test_mapped_memory_is_read_by_who_may_read_it_so(
     monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.path", fake)
     gather = _make_gather(spec_in(planes, "VRAM", config=Config(path=path)), lambda: None)
     assert (gather is not None) == (path in {"auto", "gather"})
-
-
-@pytest.mark.parametrize("verify", [0.0, 0.5])
-def test_what_is_gathered_is_digested_where_loads_are_verified(
-    planes: Planes, verify: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.path", fake)
-    spec = spec_in(planes, "VRAM", config=Config(verify=verify))
-
-    def wake() -> None:
-        pass
-
-    digested = spec.layout if verify else None
-    assert _make_gather(spec, wake) == (spec.layout.device, wake, digested)
-
-
-@pytest.fixture
-def _no_gpu_digester(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no Triton."""
-    monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", None)
-
-
-@pytest.mark.usefixtures("_no_gpu_digester")
-def test_a_rank_that_verifies_does_not_start_where_it_cannot(planes: Planes) -> None:
-    spec = spec_in(planes, "VRAM", config=Config(verify=0.5))
-    with pytest.raises(ConfigError, match=r"verify is on, but .* cannot .* here: .*allowed: 'off'"):
-        TransferEngine(spec).start_stepped()
-
-
-@pytest.mark.usefixtures("_no_gpu_digester")
-@pytest.mark.parametrize(
-    "changed",
-    [
-        pytest.param({}, id="verify is off"),
-        pytest.param({"config": Config(verify=1.0), "is_decode": False}, id="it only prefills"),
-    ],
-)
-def test_a_rank_that_does_not_verify_starts_and_warns(
-    planes: Planes, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="nixl_kv"):
-        digester = digester_of(spec_in(planes, "VRAM", **changed))
-    assert isinstance(digester, NoDigester)
-    assert "no load can be verified that is read from here" in caplog.text

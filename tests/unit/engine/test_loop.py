@@ -23,8 +23,12 @@ from nixl_kv.protocol.events import (
     CancelLoad,
     Counts,
     DecodeEvent,
+    DigestAction,
+    DigestEvent,
+    DigestMade,
     FailureKind,
     LoadEnded,
+    MakeDigest,
     OfferEnd,
     OfferEnded,
     ReadFailed,
@@ -32,12 +36,14 @@ from nixl_kv.protocol.events import (
     RevokeOffer,
     SetEngine,
     StartLoad,
+    Transition,
 )
 from nixl_kv.protocol.messages import (
     Answer,
     Ask,
     Deny,
     Grant,
+    KVSlice,
     Status,
     StatusRequest,
     VersionRefusal,
@@ -53,9 +59,7 @@ from nixl_kv.reading.agents import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.transport.memory import MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl
-from nixl_kv.verify.queue import NoDigester
-from support.digesters import SlowDigester
-from support.records import HOME, ask, description
+from support.records import HOME, ask, description, digest_request
 from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -117,18 +121,17 @@ class Stranger:
 # --- a whole transfer
 
 
-@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
 @pytest.mark.parametrize("polls", [0, 3], ids="lands at poll {}".format)
 def test_a_load_takes_a_few_turns_and_no_time(
-    world: World, polls: int, caplog: pytest.LogCaptureFixture, *, verify: bool
+    world: World, polls: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.fabric.polls = polls
     granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11, verify=verify)
+    world.decode.start_load(1, OTHER_TABLE, 11)
     world.run(20)
     assert caplog.messages == [], "a good load has nothing to say"
     load = world.decode.ended_load()
-    assert (load.failure, load.verified, load.num_tokens) == (None, verify, 11)
+    assert (load.failure, load.verified, load.num_tokens) == (None, False, 11)
     assert world.prefill.ended_offer() == ("p1", OfferEnd.READ)
     read, expected = world.decode.cache.blocks(OTHER_TABLE), world.prefill.cache.blocks(TABLE)
     assert np.array_equal(read, expected)
@@ -239,12 +242,12 @@ def test_a_failed_load_logs_its_story_once(world: World, caplog: pytest.LogCaptu
 def test_a_long_story_is_cut_to_eleven_lines(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.prefill.parts.digests._digester = NoDigester("no compiler")
     granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11, verify=True)
-    for _ in range(10):  # prefill is asked for its digest more than once
-        world.clock.now += 1.0
-        world.run(2)
+    for number in range(10):
+        event = Transition(RequestId("d1"), "rank 9", "", "GRANTED", f"Grant {number}")
+        world.decode.parts.event_log.record(event)
+    world.decode.start_load(1, [2], 11)  # too few blocks
+    world.run()
     detail = world.decode.failed_load().detail
     lines = caplog.messages[-11:]
     assert lines[0].startswith(f"request d1: KV not loaded: {detail} (")
@@ -691,7 +694,7 @@ def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.Mo
     parts, errors = world.decode.parts, [KeyError("a bug")]
 
     def fail_once() -> None:
-        closed.append("digests")
+        closed.append("packs")
         if errors:
             raise errors.pop()
 
@@ -701,14 +704,14 @@ def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.Mo
         closed.append("control")
         control_close()
 
-    monkeypatch.setattr(parts.digests, "close", fail_once)
+    monkeypatch.setattr(parts.packs, "close", fail_once)
     monkeypatch.setattr(parts.control, "close", close_control)
     with pytest.raises(KeyError, match="a bug"):
         world.decode.engine.stop()
-    assert closed == ["control", "digests"]
+    assert closed == ["control", "packs"]
     assert not parts.agents.polled
     world.decode.engine.stop()
-    assert closed == ["control", "digests", "digests"]
+    assert closed == ["control", "packs", "packs"]
 
 
 def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
@@ -735,6 +738,31 @@ def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
     assert link.endpoint == world.prefill.parts.description.endpoint, "and was not described anew"
 
 
+class BusyDigests:
+    """A digest under way, of which each step may come after a pause."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+        self.is_closed = False
+
+    def name_slices(self, *_: object) -> tuple[KVSlice, ...]:
+        return ()
+
+    def __len__(self) -> int:
+        return 1
+
+    def add(self, action: DigestAction) -> None: ...
+
+    def poll(self, is_wanted: object) -> list[DigestEvent]:
+        del is_wanted
+        return []
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 @pytest.mark.parametrize(
     ("pause_s", "wait_s"),
     [
@@ -745,17 +773,20 @@ def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
 def test_a_digest_is_stepped_as_often_as_its_maker_needs(
     world: World, pause_s: float, wait_s: float
 ) -> None:
-    world.prefill.parts.digests._digester = SlowDigester(3, pause_s)
-    world.fabric.reads_hang = True
-    granted(world)
-    world.decode.start_load(1, OTHER_TABLE, 11, verify=True)
-    world.decode.turn()
-    world.prefill.turn()
-    assert len(world.prefill.parts.digests) == 1
+    world.prefill.parts.digests = digests = BusyDigests(pause_s)
     assert world.prefill.turn() == wait_s
-    world.fabric.reads_hang = False
-    world.run()
-    assert world.decode.ended_load().verified
+    world.prefill.engine.stop()
+    assert digests.is_closed
+
+
+def test_without_digests_prefill_refuses_to_make_one(world: World) -> None:
+    world.prefill.parts.digests = None
+    request = digest_request(incarnation=world.prefill.parts.description.incarnation)
+    world.prefill.loop._execute(MakeDigest(b"nobody", request, ()))
+    (event,) = world.prefill.loop._follow_up
+    assert isinstance(event, DigestMade)
+    assert event.refusal is not None
+    world.prefill.engine.stop()
 
 
 def test_prefill_serves_while_it_may_be_read_and_a_while_longer(

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import pytest
 from msgspec.structs import replace
 
-from nixl_kv.errors import LocalProtocolError, PeerLost
+from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import (
@@ -33,6 +33,7 @@ from nixl_kv.protocol.load import (
     RankRead,
     State,
 )
+from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.protocol.read_queue import ReadQueue
 from support.records import (
     CLAIM,
@@ -215,7 +216,7 @@ LOSSES: dict[str, tuple[Any, LoadEnded]] = {
     "a denial": (answered(deny()), DENIED),
 }
 DIGESTS: dict[str, Script] = {"without a digest": [], "with a digest": [DIGEST]}
-READ_VERIFIED = StartRead(PEER, Rank(0), GRANT, START_VERIFIED, SLICES)
+READ_VERIFIED = StartRead(PEER, Rank(0), GRANT, START_VERIFIED)
 SOME_TOKENS = StartLoad(D1, 4, 7, (Table.of([5], first=1),), verify=True)
 VERIFICATION: dict[str, Script] = {
     "prefill's digest comes last": after(VERIFYING, TO_COMPARE, EQUAL),
@@ -376,7 +377,7 @@ TWO_READING: Script = [
     *TWO_ASKED[:-1],
     (START_VERIFIED, *(Send(at(rank), digest_request()) for rank in (0, 1))),
     *[
-        (answered(GRANT, at(rank)), StartRead(PEER, Rank(rank), GRANT, START_VERIFIED, SLICES))
+        (answered(GRANT, at(rank)), StartRead(PEER, Rank(rank), GRANT, START_VERIFIED))
         for rank in (0, 1)
     ],
     LANDED_VERIFIED,
@@ -388,10 +389,11 @@ TWO_VERIFYING: Script = after(
     (read_done(1), *(replace(action, rank=Rank(1)) for action in LANDED_VERIFIED[1:])),
     (slot_read(rank=1),),
 )
+COMPARE_OTHER = replace(COMPARE, rank=Rank(1), rows=OTHER_DIGEST.rows, columns=OTHER_DIGEST.columns)
 SEVERAL_VERIFIED: dict[str, Script] = {
     "each rank is compared with its own digest": after(
         TWO_VERIFYING,
-        (answered(OTHER_DIGEST, at(1)), replace(COMPARE, rank=Rank(1), digest_reply=OTHER_DIGEST)),
+        (answered(OTHER_DIGEST, at(1)), COMPARE_OTHER),
         TO_COMPARE,
         (digest_compared(rank=1), RELEASED_1),
         (digest_compared(), RELEASED, replace(GOOD_VERIFIED, reads=(read_done(0), read_done(1)))),
@@ -449,39 +451,54 @@ def test_a_load_of_which_nothing_is_named(script: Script) -> None:
     play(decode_machine(slices=()), script)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (ValueError("block table: 2 groups"), FailureKind.INTERNAL),
-        (PeerLost("engine 'prefill' is gone"), FailureKind.UNREACHABLE),
-    ],
-    ids=["tables that are none of this cache", "a peer that was dropped"],
-)
-def test_a_load_that_cannot_be_named_fails(error: Exception, kind: FailureKind) -> None:
+def test_a_load_that_cannot_be_named_fails() -> None:
     def refuse(*_: object) -> NoReturn:
-        raise error
+        raise ValueError("block table: 2 groups")
 
     machine = loading(GRANTED)
     machine._name_slices = refuse
-    play(machine, [(START_VERIFIED, GIVEN_UP, failed(kind, str(error)))])
+    failure = failed(FailureKind.INTERNAL, "block table: 2 groups")
+    play(machine, [(START_VERIFIED, GIVEN_UP, failure)])
+
+
+def test_without_digests_a_load_that_is_to_be_verified_fails() -> None:
+    machine = loading(GRANTED)
+    machine._name_slices = None
+    released, end = machine.handle(START_VERIFIED, 100.5)
+    assert released == GIVEN_UP
+    assert isinstance(end, LoadEnded)
+    assert end.failure is not None
+    assert end.failure.kind is FailureKind.INTERNAL
+
+
+def test_slices_are_named_by_what_is_known_of_the_rank() -> None:
+    """Its peer, the route to it, its layout and the load's block tables."""
+    asked: list[tuple[object, ...]] = []
+
+    def name(*arguments: object) -> tuple[KVSlice, ...]:
+        asked.append(arguments)
+        return SLICES
+
+    machine = loading(GRANTED)
+    machine._name_slices = name
+    machine.handle(START_VERIFIED, 100.5)
+    (route,) = routes(0)
+    assert asked == [(PEER, route, description().ranks[0].layout, START_VERIFIED)]
 
 
 def test_a_comparison_is_of_use_until_its_load_is_over() -> None:
     machine = loading([*VERIFYING, TO_COMPARE])
     assert machine.is_digest_wanted(COMPARE)
-    assert not machine.is_digest_wanted(replace(COMPARE, digest_reply=digest_reply(claim=RIVAL)))
+    assert not machine.is_digest_wanted(replace(COMPARE, claim=RIVAL))
     assert not machine.is_digest_wanted(replace(COMPARE, rank=Rank(1)))
     assert machine.is_digest_wanted(TO_DIGEST)
-    assert not machine.is_digest_wanted(replace(TO_DIGEST, claim=RIVAL))
     machine.handle(cancel_load(), 110.8)
     assert not machine.is_digest_wanted(COMPARE)
-    assert not machine.is_digest_wanted(TO_DIGEST)
 
 
 def test_what_has_landed_is_digested_before_the_slot_was_read() -> None:
     machine = loading([*VERIFIED, LANDED_VERIFIED])
     assert machine.is_digest_wanted(TO_DIGEST)
-    assert not machine.is_digest_wanted(COMPARE)
 
 
 @each_of({"no load": [], "no peer": PREPARED, "data under way": READING})

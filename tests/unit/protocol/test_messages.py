@@ -11,16 +11,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
-from nixl_kv.geometry.digest import MAX_COLUMNS
 from nixl_kv.geometry.layout import Table
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import ANY_INCARNATION, Claim
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import (
+    MAX_COLUMNS,
     MAX_LISTED,
     Drain,
     Draining,
     EventRecord,
+    KVSlice,
     LinkStatus,
     LoadStatus,
     Message,

@@ -13,16 +13,10 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Memory, Table
-from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.geometry.staging import Ring
 from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
-    CompareDigest,
     DataEvent,
-    DigestCompared,
-    DigestLanded,
-    DigestMade,
-    MakeDigest,
     PeerKey,
     ReadDone,
     ReadFailed,
@@ -40,10 +34,9 @@ from nixl_kv.reading.gather.base import Means
 from nixl_kv.reading.peers import PreparedPeers, RemotePeers
 from nixl_kv.reading.staged.copier import HostMemory, Staging
 from nixl_kv.transport.memory import Fabric, MemoryTransport
-from nixl_kv.verify.queue import DigestEvent, DigestQueue, HostDigester
 from support.memory_gather import EXPORT, MemoryGather
 from support.readable import ReadableRank, engine_of
-from support.records import CLAIM, D1, PEER, digest_reply, digest_request, grant
+from support.records import D1, PEER, grant
 from support.stepped import Background, Clock
 
 SIZES = Sizes()
@@ -70,7 +63,7 @@ class Reading:
         engine = engine_of(self.prefill)
         ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
         described = replace(engine, ranks=ranks)
-        self.peers.add(PEER, described, self.peers.routes(described))
+        self.peers.add(PEER, described)
         opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
@@ -94,14 +87,12 @@ class Reading:
         remote: list[int],
         tokens: range,
         *,
-        verify: bool = False,
         peer: PeerKey = PEER,
     ) -> list[DataEvent]:
         """What is known at once of a read."""
-        load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
+        load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),))
         granted = grant(tables=(Table.of(remote),))
-        slices = self.peers.name_slices(PEER, R0, load) if verify else ()
-        events = self.agent.start_read(StartRead(peer, R0, granted, load, slices))
+        events = self.agent.start_read(StartRead(peer, R0, granted, load))
         assert events is not None
         return events
 
@@ -174,14 +165,6 @@ def test_a_read_of_nothing_is_done_at_once(reading: Reading) -> None:
     """A window has passed all of it."""
     assert reading.start([-1, -1], [7, 3], range(8)) == [ReadDone(D1, R0)]
     assert reading.agent.reads == []
-
-
-def test_what_is_to_be_verified_has_a_name(reading: Reading) -> None:
-    load = StartLoad(D1, 0, 8, (Table.of([-1, 2]),), verify=True)
-    slices = tuple(KVSlice(f"layer.{layer}", 0, 2, 4) for layer in range(SIZES.layers))
-    assert reading.peers.name_slices(PEER, R0, load) == slices
-    with pytest.raises(ValueError, match="zip"):
-        reading.peers.name_slices(PEER, R0, StartLoad(D1, 0, 8, load.tables * 2, verify=True))
 
 
 @pytest.mark.parametrize(
@@ -445,92 +428,6 @@ def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
     assert not reading.gather.is_closed, "other agents use it"
     assert reading.gather.mapped == []
     assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
-
-
-class Digesting(Reading):
-    """What is gathered is digested meanwhile, or after it has landed."""
-
-    def __init__(self, *, meanwhile: bool = True) -> None:
-        self.made: defaultdict[str, float] = defaultdict(float)
-        self.gather = MemoryGather()
-
-        def means(layout: CacheLayout) -> Means:
-            self.digests = DigestQueue(layout, HostDigester(), self.made)
-            self.gather.digested = layout if meanwhile else None
-            return Means(self.gather, "gather", digests=self.digests)
-
-        super().__init__(means, Sizes(key=32, value=32))
-        self.load = StartLoad(D1, 0, 7, (Table.of([2, 9]),), verify=True)
-
-    def read_slices(self) -> tuple[KVSlice, ...]:
-        """What a read was to read, when it has landed."""
-        assert self.start([2, 9], [7, 3], range(7), verify=True) == []
-        (done,) = self.agent.poll()
-        assert isinstance(done, ReadDone)
-        return self.peers.name_slices(PEER, R0, self.load)
-
-    def compare(self, slices: tuple[KVSlice, ...]) -> DigestCompared:
-        """With prefill's digest, as the machine does."""
-        landed = DigestLanded(R0, slices, self.load, CLAIM)
-        assert self.digests.add(landed) is None
-        theirs = DigestQueue(self.prefill.cache.layout(), HostDigester(), defaultdict(float))
-        wanted = digest_request(end=7, slices=slices)
-        assert theirs.add(MakeDigest(b"", wanted, (Table.of([7, 3]),))) is None
-        made = digest_event(theirs)
-        assert isinstance(made, DigestMade)
-        reply = digest_reply(rows=made.rows, columns=made.columns)
-        compared = self.digests.add(CompareDigest(R0, slices, self.load, reply))
-        if compared is None:
-            compared = digest_event(self.digests)
-        assert isinstance(compared, DigestCompared)
-        assert compared.refusal is None
-        return compared
-
-
-def digest_event(digests: DigestQueue) -> DigestEvent:
-    while True:
-        for event in digests.poll(lambda _: True):
-            return event
-
-
-@pytest.mark.parametrize("meanwhile", [True, False])
-def test_what_is_gathered_has_prefills_digest(meanwhile: bool) -> None:  # noqa: FBT001
-    reading = Digesting(meanwhile=meanwhile)
-    slices = reading.read_slices()
-    assert reading.made["digests"] == meanwhile
-    reading.digests.add(DigestLanded(R0, slices, reading.load, CLAIM))
-    assert len(reading.digests) == (not meanwhile), "it was digested again"
-    assert reading.compare(slices).difference is None
-    assert reading.made["digests"] == 1
-    assert reading.made["digest_bytes"] == 7 * SIZES.layers * SIZES.heads * 64
-
-
-def test_what_was_digested_meanwhile_is_not_read_again() -> None:
-    reading = Digesting()
-    slices = reading.read_slices()
-    reading.cache.memory[:] = 0
-    assert reading.compare(slices).difference is None
-    reading.prefill.cache.view[1, 7, 0, 2, 0] += 1
-    slices = reading.read_slices()
-    reading.prefill.cache.view[1, 7, 0, 2, 0] -= 1
-    difference = reading.compare(slices).difference
-    assert difference is not None
-    assert difference.startswith("K of head 0 of layer layer.1 differs in tokens 0 to 6")
-
-
-def test_the_digest_of_a_read_that_nobody_waits_for_is_forgotten() -> None:
-    reading = Digesting()
-    slices = reading.read_slices()
-    assert reading.digests.poll(lambda _: False) == []
-    reading.cache.memory[:] = 0
-    assert reading.compare(slices).difference is not None
-
-
-def test_what_is_not_verified_is_not_digested() -> None:
-    reading = Digesting()
-    assert reading.start([2, 9], [7, 3], range(7)) == []
-    assert len(reading.agent.poll()) == 1
-    assert reading.made["digests"] == 0
 
 
 class Probing(Reading):

@@ -15,8 +15,6 @@ def test_many_small_runs_are_gathered_and_long_ones_are_not() -> None:
     assert link.choose(BOTH, 1024, 1152 * MIB) == "gather"
     assert link.choose(BOTH, 36, 1152 * MIB) == "direct"
     assert link.choose(BOTH[1:], 36864, 1152 * MIB) == "direct"
-    assert link.choose(BOTH, 36, 1152 * MIB, is_digested=True) == "gather"
-    assert link.choose(BOTH[1:], 36, 1152 * MIB, is_digested=True) == "direct"
 
 
 @pytest.mark.parametrize("wanted", ["gather", "direct"])

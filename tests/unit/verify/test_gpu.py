@@ -1,142 +1,245 @@
-"""The kernel for GPUs, run by Triton's interpreter: its sums are those of the numpy reference."""
+"""The program for GPUs, on tensors of this process: in chunks, compiled or not, and on its thread.
 
-import importlib.util
-import os
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
+That its sums are right for any two engines shows test_digest.py.
+"""
+
+import contextlib
+import logging
+import shutil
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-TESTS = Path(__file__).resolve().parents[2]
-PATHS = f"{TESTS.parent}:{TESTS}:{TESTS / 'gpu'}"
+from nixl_kv.errors import DigestError
+from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Stripe
+from nixl_kv.verify.digest import Digest, Key
+from nixl_kv.verify.slices import LocalSlice
+from support.digest_caches import (
+    KEY,
+    ORDERS,
+    Sizes,
+    finished,
+    hybrid_layout,
+    hybrid_slices,
+    is_equal,
+    layout_of,
+    reference,
+    slices_of,
+    window,
+    with_opaque_layer,
+)
+
+torch = pytest.importorskip("torch")
+gpu = pytest.importorskip("nixl_kv.verify.gpu", exc_type=ImportError)
+
+KINDS = (
+    Sizes(layers=2, blocks=8, heads=2),
+    Sizes(layers=2, blocks=8, heads=1, parts=(1152,)),
+    Sizes(layers=1, blocks=8, heads=1, parts=(1154,)),
+    Sizes(layers=2, blocks=8, heads=2, parts=(127, 64)),
+    Sizes(layers=2, blocks=130, heads=2, tokens=1, parts=(4, 12)),
+    Sizes(layers=2, blocks=3, heads=2, tokens=43, parts=(8192, 16388)),
+)
 
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+class Calls:
+    """The program as it is when it is compiled, with the sizes of each call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[tuple[bool, int, int, int]] = []  # compiled?, rows, tokens, units
+        self._program = gpu.gathered_sums
+        monkeypatch.setattr(gpu, "gathered_sums", lambda *tensors: self(*tensors, compiled=False))
+
+    def __call__(self, *tensors: Any, compiled: bool = True) -> Any:
+        rows, tokens, units = map(len, tensors[1:4])
+        self.sizes.append((compiled, rows, tokens, units))
+        return self._program(*tensors)
 
 
-@pytest.fixture(scope="module")
-def said() -> list[str]:
-    """By a process of its own: Triton asks for the interpreter when a kernel is defined."""
-    ended = subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return ended.stdout.splitlines()
+def digester_of(layout: CacheLayout, compiled: Any = None) -> Any:
+    """Through a tensor of the memory that the layout says."""
+    (span,) = layout.spans
+    tensor = torch.from_numpy(window(span.address, -(-span.length // 4) * 4))
+    digester = gpu.TorchDigester(tensor, span.address)
+    digester._compiled = compiled
+    return digester
 
 
-def test_the_kernel_makes_the_sums_of_the_reference(said: list[str]) -> None:
-    assert "19 caches, 19 alike" in said
+def noise(num_bytes: int) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, 256, num_bytes + 4, dtype=np.uint8)
 
 
-def test_what_a_request_needs_was_compiled_before(said: list[str]) -> None:
-    """Two kernels for KV, one of them for divided tokens; two for states, one of them unaligned."""
-    assert "4 compiled, none later" in said
+@pytest.mark.parametrize("sizes", KINDS, ids=str)
+@pytest.mark.parametrize("limits", [(1 << 21, 1 << 28), (16, 1024)], ids=["usual", "many chunks"])
+def test_the_sums_are_those_of_the_reference(
+    sizes: Sizes, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a layer ends at another token than the others."""
+    terms, units = limits
+    monkeypatch.setattr(gpu, "MAX_TERMS", terms)
+    monkeypatch.setattr(gpu, "MAX_UNITS", units)
+    calls = Calls(monkeypatch)
+    for order in ("LBHNC", "BLNHC"):
+        host = noise(int(np.prod(sizes.shape(order))))
+        layout = with_opaque_layer(layout_of(host.ctypes.data, sizes, order))
+        digester = digester_of(layout, calls)
+        for end, begin in ((127, 0), (65, 64), (1, 0)):
+            slices = slices_of(layout, end, begin)
+            assert is_equal(digester.digest(KEY, slices), reference(slices))
+    for compiled, rows, tokens, num_units in calls.sizes:
+        if compiled:
+            assert min(rows, tokens, num_units) > 1, "another version would be compiled"
+            assert rows * tokens <= terms
+        assert rows * tokens * num_units <= max(
+            units if compiled else gpu.MAX_EAGER_UNITS, 16 * num_units
+        )
 
 
-def sums_alike(gpu: Any) -> str:
-    """Caches of six kinds in two orders, each with heads, beginnings and ends of its own, and some
-    with states beside KV.
-    """
-    kinds = (
-        gpu.Sizes(layers=2, blocks=8, heads=2),
-        gpu.Sizes(layers=2, blocks=8, heads=1, parts=(1152,)),
-        gpu.Sizes(layers=2, blocks=8, heads=2, parts=(128, 64)),
-        gpu.Sizes(layers=2, blocks=130, heads=2, tokens=1, parts=(4, 12)),
-        gpu.Sizes(layers=2, blocks=8, heads=2, tokens=2, parts=(8192, 16388)),
-        gpu.Sizes(layers=2, blocks=3, heads=2, tokens=3, parts=(1 << 16, 4)),
-    )
-    cases = [(sizes, order) for sizes in kinds for order in ("LBHNC", "BLNHC")]
-    ends = (1, 64, 65, 127)
-    alike = sum(_kv_is_alike(gpu, sizes, order) for sizes, order in cases)
-    alike += sum(_hybrid_is_alike(gpu, end) for end in ends)
-    stripes = (((1, 0, 1), (2, 1, 3)), ((4, 2, 16), (1, 0, 1)), ((2, 0, 1), (4, 2, 2)))
-    alike += sum(_kv_is_alike(gpu, kinds[1], "LBHNC", pair) for pair in stripes)
-    return f"{len(cases) + len(ends) + len(stripes)} caches, {alike} alike"
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        ((1, 0, 1), (2, 1, 3)),
+        ((4, 2, 16), (1, 0, 1)),
+        ((2, 0, 1), (4, 2, 2)),
+    ],
+)
+def test_tokens_that_one_side_does_not_have_are_left_out(
+    own: tuple[int, int, int], other: tuple[int, int, int]
+) -> None:
+    sizes = KINDS[1]
+    host = noise(int(np.prod(sizes.shape("LBHNC"))))
+    layout = layout_of(host.ctypes.data, sizes, "LBHNC", stripe=Stripe(*own))
+    slices = slices_of(layout, 125, 3, other=Stripe(*other) if other[0] > 1 else ALL_TOKENS)
+    assert is_equal(digester_of(layout).digest(KEY, slices), reference(slices))
 
 
-def _kv_is_alike(gpu: Any, sizes: Any, order: str, stripes: Any = ((1, 0, 1), (1, 0, 1))) -> bool:
-    from nixl_kv.geometry.layout import BlockTable, Stripe  # noqa: PLC0415 - as the kernel
-    from nixl_kv.geometry.slices import KVSlice, SliceFinder  # noqa: PLC0415
-
-    rng = np.random.default_rng(5)
-    host = rng.integers(0, 256, sizes.shape(order), dtype=np.uint8)
-    layout = gpu.layout_of(host.ctypes.data, sizes, order, gpu=False)
-    own, other = (Stripe(*one) for one in stripes)
-    group = replace(layout.groups[0], stripe=own)
-    if order == "LBHNC":  # then the two layers end at different tokens
-        regions = (replace(group.regions[0], opaque=True), *group.regions[1:])
-        group = replace(group, regions=regions)
-    layout = replace(layout, groups=(group,))
-    table = BlockTable(rng.permutation(sizes.blocks).astype(np.int32), group)
-    wanted = [
-        KVSlice("layer.1", 0, sizes.heads, 5, (other,)),
-        KVSlice("layer.0", sizes.heads - 1, sizes.heads, 0, (other,)),
-    ]
-    end = min(121, sizes.blocks * sizes.tokens - 1)
-    earlier = BlockTable(table.ids[::-1].copy(), group)  # of another request, which was shorter
-    finder = SliceFinder(layout)
-    return _is_alike(
-        gpu,
-        finder.find(wanted, [table], end=end),
-        finder.find([replace(kv, begin=6 - kv.begin) for kv in wanted], [earlier], end=7),
-    )
+@pytest.mark.parametrize("end", [1, 64, 127])
+def test_states_are_digested_beside_kv(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By few rows at a time, since one token of a state is long."""
+    (span,) = hybrid_layout(4).spans
+    host = noise(span.length)
+    slices = hybrid_slices(hybrid_layout(host.ctypes.data), end)
+    monkeypatch.setattr(gpu, "MAX_EAGER_UNITS", 1 << 14)
+    calls = Calls(monkeypatch)
+    digester = digester_of(hybrid_layout(host.ctypes.data), calls)
+    assert is_equal(digester.digest(KEY, slices), reference(slices))
+    assert is_equal(digester.digest(KEY, slices[5:-1]), reference(slices[5:-1]))
+    sizes = [rows * tokens * units for compiled, rows, tokens, units in calls.sizes if not compiled]
+    assert max(sizes) <= 1 << 14
 
 
-def _hybrid_is_alike(gpu: Any, end: int) -> bool:
-    length = gpu.hybrid_layout(1, gpu=False).spans[0].length
-    host = np.random.default_rng(5).integers(0, 256, length, dtype=np.uint8)
-    slices = gpu.hybrid_slices(gpu.hybrid_layout(host.ctypes.data, gpu=False), end)
-    return _is_alike(gpu, slices, slices)
+def test_long_columns_are_summed() -> None:
+    """Of a prompt so long that a column has more than 64 tokens."""
+    sizes = Sizes(layers=1, heads=1, blocks=64, tokens=8192, parts=(8,))
+    host = noise(int(np.prod(sizes.shape("LBHNC"))))
+    slices = slices_of(layout_of(host.ctypes.data, sizes, "LBHNC"), 64 * 8192 - 5, 100)
+    made = digester_of(layout_of(host.ctypes.data, sizes, "LBHNC")).digest(KEY, slices)
+    assert is_equal(made, reference(slices))
+    assert len(made.columns) == 4096
 
 
-def _is_alike(gpu: Any, slices: Any, earlier: Any) -> bool:
-    """By a table that was made for an earlier request of slices like these."""
-    import torch  # noqa: PLC0415 - slow
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's own modules, when they are imported
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_the_program_is_compiled_once_for_all_sizes() -> None:
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - slow
 
-    from nixl_kv.geometry import digest  # noqa: PLC0415 - beside it
-    from nixl_kv.verify import gpu as gpu_digests  # noqa: PLC0415 - only under the interpreter
-
-    expected = gpu.run(digest.digest_steps(gpu.KEY, slices, gpu.window))
-    table = gpu_digests._Table(earlier)
-    kernel_input = gpu_digests._KernelInput.of(gpu.KEY, slices, table)
-    numbers = torch.from_numpy(kernel_input.numbers)
-    for launch in kernel_input.launches:
-        launch.run(numbers)
-    rows_at, columns_at = kernel_input.sums_at
-    sums = numbers.numpy().view(np.uint64)
-    same_rows = np.array_equal(sums[rows_at:columns_at], expected.rows)
-    return same_rows and np.array_equal(sums[columns_at:], expected.columns)
-
-
-def kernels_compiled(gpu: Any) -> str:
-    """When a digester is made, and for requests of its cache."""
-    from nixl_kv.verify import gpu as gpu_digests  # noqa: PLC0415 - as above
-
-    def needed(slices: Any) -> set[Any]:
-        return {one.cut for one in gpu_digests._Table(slices).fill(slices)[2]}
-
-    layout = gpu.hybrid_layout(1 << 20, gpu=True)
-    before = needed(gpu_digests._first_tokens(layout))
-    requests = [gpu.hybrid_slices(layout, end) for end in (1, 64, 127)]
-    some = [slices[first:] for slices in requests for first in range(len(slices))]
-    later = set().union(*map(needed, some)) - before
-    return f"{len(before)} compiled, {len(later) or 'none'} later"
+    sizes = Sizes(layers=3, blocks=40, heads=4)
+    host = noise(int(np.prod(sizes.shape("LBHNC"))))
+    layout = layout_of(host.ctypes.data, sizes, "LBHNC")
+    digester = digester_of(layout)
+    digester.compile(64)
+    compiled = counters["stats"]["unique_graphs"]
+    for order in ORDERS:
+        layout = layout_of(host.ctypes.data, sizes, order)
+        for end, begin in ((640, 0), (639, 1), (65, 64), (2, 0)):
+            for heads in ((0, 4), (1, 2)):
+                slices = slices_of(layout, end, begin, heads=heads)
+                assert is_equal(digester.digest(KEY, slices), reference(slices))
+    assert counters["stats"]["unique_graphs"] == compiled > 0
 
 
-def main() -> None:
-    import test_digest as gpu  # type: ignore[import-not-found]  # noqa: PLC0415 - it imports the kernel
-
-    sys.stdout.write(f"{sums_alike(gpu)}\n{kernels_compiled(gpu)}\n")
+# --- on a thread of its own
 
 
-if __name__ == "__main__":
-    main()
+class Memory(gpu.GpuDigester):  # type: ignore[misc,name-defined] # torch may be missing
+    """The same on this process's memory."""
+
+    def _map(self, layout: CacheLayout) -> tuple[int, Any]:
+        (span,) = layout.spans
+        return span.address, torch.from_numpy(window(span.address, span.length))
+
+
+@pytest.fixture
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "on", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+
+
+@pytest.fixture
+def host() -> np.ndarray:
+    return noise(int(np.prod(KINDS[0].shape("LBHNC"))))
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_without_a_compiler_the_program_runs_uncompiled(
+    host: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nMore")
+
+    monkeypatch.setattr(gpu.TorchDigester, "compile", fail)
+    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
+    with caplog.at_level(logging.WARNING, logger="nixl_kv"):
+        digester = Memory(layout)
+    assert "Failed to find C compiler." in caplog.text
+    slices = slices_of(layout, 100)
+    assert is_equal(finished(digester(KEY, slices)), reference(slices))
+    digester.close()
+    digester.close()
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_each_step_looks_whether_the_thread_is_done(
+    host: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A digest that is dropped before it has begun is never made; one that fails says why."""
+    monkeypatch.setattr(gpu.TorchDigester, "compile", lambda *_: None)
+    may_end, made = threading.Event(), []
+
+    def digest(_: object, key: Key, slices: Sequence[LocalSlice]) -> Digest:
+        assert may_end.wait(60)
+        made.append(key)
+        if key == Key("fails"):
+            raise torch.OutOfMemoryError("no memory")
+        return reference(slices, key)
+
+    monkeypatch.setattr(gpu.TorchDigester, "digest", digest)
+    layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
+    digester, slices = Memory(layout), slices_of(layout, 100)
+    first, dropped, fails = (digester(Key(name), slices) for name in ("first", "dropped", "fails"))
+    for steps in (first, dropped, fails):
+        next(steps)
+    dropped.close()
+    may_end.set()
+    assert is_equal(finished(first), reference(slices, Key("first")))
+    with pytest.raises(DigestError, match="no memory"):
+        finished(fails)
+    digester.close()
+    assert made == [Key("first"), Key("fails")]
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_a_cache_that_cannot_be_opened_leaves_no_thread(host: np.ndarray) -> None:
+    class Refused(Memory):
+        def _map(self, layout: CacheLayout) -> tuple[int, Any]:
+            raise RuntimeError(f"no CUDA device {layout.device}")
+
+    before = threading.active_count()
+    with pytest.raises(DigestError, match="no CUDA"):
+        Refused(layout_of(host.ctypes.data, KINDS[0], "LBHNC"))
+    assert threading.active_count() == before

@@ -1,42 +1,42 @@
 """Digests that a rank makes: in which order, of what, and why not."""
 
+import logging
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import ANY
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nixl_kv.errors import DigestError
-from nixl_kv.geometry import digest
-from nixl_kv.geometry.digest import Key
-from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Table
-from nixl_kv.geometry.slices import KVSlice, LocalSlice
+from nixl_kv.errors import ConfigError, DigestError
+from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Memory, Part, Region, Span, Table
 from nixl_kv.ids import Claim, Rank
 from nixl_kv.protocol.events import (
     CompareDigest,
     DigestAction,
     DigestCompared,
-    DigestLanded,
+    DigestEvent,
     DigestMade,
     MakeDigest,
     StartLoad,
 )
-from nixl_kv.protocol.messages import DigestRequest, Reader
+from nixl_kv.protocol.messages import DigestRequest, KVSlice, Reader
+from nixl_kv.verify import digest
+from nixl_kv.verify.digest import Digester, Key, Steps
 from nixl_kv.verify.queue import (
-    Digester,
-    DigestEvent,
     DigestQueue,
-    HostDigester,
     NoDigester,
-    Steps,
-    block_tables,
+    open_digests,
 )
+from nixl_kv.verify.slices import LocalSlice, block_tables
 from support.digesters import SlowDigester
-from support.records import CLAIM, D1, RIVAL, digest_reply, digest_request
+from support.records import CLAIM, D1, RIVAL, digest_request
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -112,12 +112,12 @@ def cache() -> Cache:
 
 
 def queue_of(cache: Cache, digester: Digester | None = None) -> DigestQueue:
-    return DigestQueue(cache.layout, digester or HostDigester(), defaultdict(float))
+    return DigestQueue(cache.layout, digester or Digester(), defaultdict(float))
 
 
 @pytest.fixture
 def digests(cache: Cache, counts: defaultdict[str, float]) -> DigestQueue:
-    return DigestQueue(cache.layout, HostDigester(), counts, Clock())
+    return DigestQueue(cache.layout, Digester(), counts, Clock())
 
 
 def always(action: DigestAction) -> bool:
@@ -152,15 +152,16 @@ def routes(ended: Sequence[DigestEvent]) -> list[bytes]:
 
 def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
     ended = digest_of(digests, order())
-    numbers = Key(CLAIM).numbers(1)
+    offset, step, multipliers = Key(CLAIM).numbers(1)
     rows = []
     for layer, table, begin in ((0, TABLE, 0), (1, WINDOWED, 4)):
         tokens = cache.bytes[layer, list(table)].swapaxes(0, 1).reshape(HEADS, -1, CONTENT)
         for part in (slice(0, 4), slice(4, 8)):
             positions = np.arange(begin, END)
-            terms = digest.terms(numbers, positions, tokens[:, begin:END, part])
-            rows += list(terms.sum(axis=1, dtype=np.uint64))
-    sums = np.array(rows, "<u8")
+            content = np.ascontiguousarray(tokens[:, begin:END, part])
+            terms = digest.terms(content.view("<u4"), multipliers, positions * step + offset)
+            rows += list(terms.sum(axis=1))
+    sums = np.array(rows).view(np.uint64)
     column = (sums * np.arange(1, 16, 2, np.uint64)).sum(dtype=np.uint64).tobytes()
     assert ended == DigestMade(b"route", asked(), sums.tobytes(), column)
 
@@ -196,8 +197,8 @@ def comparison(
     begin: int = 0,
     tables: tuple[Table, ...] = DECODE_SENT,
 ) -> CompareDigest:
-    reply = digest_reply(rows=remote.rows, columns=remote.columns)
-    return CompareDigest(Rank(3), slices, StartLoad(D1, begin, END, tables, True), reply)  # noqa: FBT003
+    load = StartLoad(D1, begin, END, tables, verify=True)
+    return CompareDigest(Rank(3), slices, load, CLAIM, remote.rows, remote.columns)
 
 
 @pytest.fixture
@@ -277,15 +278,16 @@ def test_a_digest_of_another_size_differs(
     assert difference.startswith("digests of (8, 1) heads and columns here and (")
 
 
-def landing(wanted: CompareDigest) -> DigestLanded:
-    return DigestLanded(wanted.rank, wanted.slices, wanted.load, wanted.digest_reply.claim)
+def landing(wanted: CompareDigest) -> CompareDigest:
+    """The same before prefill's digest is here."""
+    return msgspec.structs.replace(wanted, rows=b"", columns=b"")
 
 
 def test_what_has_landed_is_digested_before_there_is_something_to_compare(
     digests: DigestQueue, landed: Cache, counts: defaultdict[str, float]
 ) -> None:
     wanted = comparison(digest_of(digests, order()))
-    here = DigestQueue(landed.layout, HostDigester(), counts)
+    here = DigestQueue(landed.layout, Digester(), counts)
     counts.clear()
     assert here.add(landing(wanted)) is None
     assert here.add(landing(wanted)) is None
@@ -305,7 +307,7 @@ def test_a_comparison_waits_for_the_digest_that_is_being_made(
     digests: DigestQueue, landed: Cache, counts: defaultdict[str, float]
 ) -> None:
     wanted = comparison(digest_of(digests, order()))
-    here = DigestQueue(landed.layout, HostDigester(), counts)
+    here = DigestQueue(landed.layout, Digester(), counts)
     counts.clear()
     assert here.add(landing(wanted)) is None
     assert here.add(wanted) is None
@@ -394,7 +396,7 @@ def test_a_digest_that_is_asked_for_again_meanwhile_is_made_once(cache: Cache) -
 @pytest.mark.parametrize(
     ("digester", "pause_s"),
     [
-        pytest.param(HostDigester(), 0.0, id="host"),
+        pytest.param(Digester(), 0.0, id="host"),
         pytest.param(SlowDigester(1), 0.5, id="another"),
     ],
 )
@@ -435,7 +437,7 @@ class FailingDigester(SlowDigester):
         yield from super().__call__(key, local_slices)
         if key.secret == RIVAL:
             raise self.error
-        return (yield from HostDigester()(key, local_slices))
+        return (yield from Digester()(key, local_slices))
 
 
 @pytest.mark.parametrize(
@@ -504,7 +506,7 @@ def test_a_digest_that_nobody_waits_for_is_dropped(
         return action.digest_request.claim == RIVAL or len(slow.keys) < 2
 
     dropped, kept = (event for _ in range(10) for event in digests.poll(is_wanted))
-    assert dropped == DigestMade(b"gone", asked(), refusal="nobody waits for it any more")
+    assert dropped == DigestMade(b"gone", asked(), refusal=ANY)
     assert isinstance(kept, DigestMade)
     assert (kept.route, kept.refusal) == (b"here", None)
     assert slow.keys == [CLAIM] * 2 + [RIVAL] * 3
@@ -591,3 +593,51 @@ def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: Di
     assert refused == DigestCompared(
         D1, Rank(3), CLAIM, refusal="layer 'layer.9' is not on this rank"
     )
+
+
+# --- what a rank opens
+
+
+def opened(memory: Memory, *, is_prefill: bool, verifies: bool) -> object:
+    layout = replace(Cache(1).layout, memory=memory)
+    made = open_digests(
+        layout, defaultdict(float), Clock(), is_prefill=is_prefill, verifies=verifies
+    )
+    return made._digester
+
+
+@pytest.fixture
+def _no_gpu_digester(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no torch."""
+    monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", None)
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_memory_of_this_process_is_digested_on_the_host(*, verifies: bool) -> None:
+    assert type(opened("DRAM", is_prefill=False, verifies=verifies)) is Digester
+
+
+@pytest.mark.usefixtures("_no_gpu_digester")
+def test_a_rank_that_verifies_does_not_start_where_it_cannot() -> None:
+    with pytest.raises(ConfigError, match=r"^verify is on, .*allowed: 'off'$"):
+        opened("VRAM", is_prefill=True, verifies=True)
+
+
+@pytest.mark.usefixtures("_no_gpu_digester")
+def test_a_rank_that_only_prefills_starts_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="nixl_kv"):
+        digester = opened("VRAM", is_prefill=True, verifies=False)
+    assert isinstance(digester, NoDigester)
+    assert "loads that read from this rank cannot be verified" in caplog.text
+
+
+def test_a_rank_that_digests_nothing_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[CacheLayout] = []
+    fake = SimpleNamespace(GpuDigester=made.append)
+    monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", fake)
+    assert isinstance(opened("VRAM", is_prefill=False, verifies=False), NoDigester)
+    assert (made, caplog.messages) == ([], [])
+    opened("VRAM", is_prefill=True, verifies=False)
+    assert len(made) == 1

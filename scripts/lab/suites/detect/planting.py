@@ -18,7 +18,6 @@ from lab.suites.detect.fields import Content, Field, fields_of
 from nixl_kv.geometry import plan as plans
 from nixl_kv.geometry.layout import CacheLayout, Memory, Span
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Plan
-from nixl_kv.geometry.slices import part_name
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.reading.copying.host import HostCopier
@@ -30,6 +29,7 @@ from nixl_kv.transport.base import (
     Rows,
     Transport,
 )
+from nixl_kv.verify.slices import part_name
 
 Pieces = npt.NDArray[np.int64]
 """(address, length) of what a read writes, shape (n, 2), sorted by address."""

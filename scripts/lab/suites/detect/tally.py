@@ -17,7 +17,7 @@ REASON: Final = re.compile(
     r"( and (?P<more>\d+) more heads)? "
     r"differs in tokens (?P<first>\d+) to (?P<last>\d+) .*"
 )
-"""Why a load is corrupt, in the words of `geometry.digest` and `protocol.decode`."""
+"""Why a load is corrupt, in the words of `verify.digest` and `protocol.decode`."""
 
 
 @dataclass

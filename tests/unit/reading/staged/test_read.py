@@ -42,9 +42,9 @@ def staged_world(make_world: MakeWorld, **changed: Any) -> World:
     return make_world(config, ("prefill and decode", "prefill and decode"))
 
 
-def start(world: World, number: int = 1, table: list[int] = OTHER, *, verify: bool = False) -> None:
+def start(world: World, number: int = 1, table: list[int] = OTHER) -> None:
     world.decode.prepare_load(number, world.prefill.offer(number, TABLE, TOKENS))
-    world.decode.start_load(number, table, TOKENS, verify=verify)
+    world.decode.start_load(number, table, TOKENS)
 
 
 def start_long(world: World) -> None:
@@ -103,15 +103,12 @@ def sent_packs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[PackChunk]
     return added
 
 
-@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
-def test_a_prompt_arrives_by_chunks(
-    world: World, monkeypatch: pytest.MonkeyPatch, *, verify: bool
-) -> None:
+def test_a_prompt_arrives_by_chunks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     packs = sent_packs(world, monkeypatch)
-    start(world, verify=verify)
+    start(world)
     world.until(has_ended(world))
     end = world.decode.ended_load()
-    assert (end.failure, end.verified) == (None, verify)
+    assert end.failure is None
     assert [(read.path, read.num_bytes) for read in end.reads] == [("staged", 6 * 288)]
     assert blocks_are_there(world)
     assert [pack.pack_request.chunk for pack in packs] == list(range(CHUNKS))

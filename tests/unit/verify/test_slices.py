@@ -20,14 +20,12 @@ from nixl_kv.geometry.layout import (
     Table,
     block_ids,
 )
-from nixl_kv.geometry.match import holdings
-from nixl_kv.geometry.slices import (
-    KVSlice,
-    SliceFinder,
-    SliceNamer,
-    count_bytes,
-    part_name,
-)
+from nixl_kv.geometry.match import Route
+from nixl_kv.ids import Rank
+from nixl_kv.protocol.events import StartLoad
+from nixl_kv.protocol.messages import KVSlice
+from nixl_kv.verify.slices import SliceFinder, SliceNamer, count_bytes, part_name
+from support.records import D1, PEER
 
 BASE = 1 << 20
 SIZE = 1 << 16
@@ -50,7 +48,15 @@ def layout(*, windowed: bool = False) -> CacheLayout:
 
 
 FULL, WINDOWED = layout(windowed=True).groups
-HELD = holdings(layout())
+
+
+def named(
+    cache: CacheLayout, share: dict[str, tuple[int, int]], tables: Sequence[BlockTable]
+) -> tuple[KVSlice, ...]:
+    """What a load with these tables reads from a rank that holds the same as this one."""
+    sent = tuple(Table.of(table.ids, table.first) for table in tables)
+    route = Route(Rank(0), (Rank(0),), share)
+    return SliceNamer(cache)(PEER, route, layout(), StartLoad(D1, 0, 1, sent))
 
 
 def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list[BlockTable]:
@@ -65,21 +71,19 @@ def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list
 
 def test_all_tokens_of_the_shared_heads_are_read() -> None:
     share = {"a": (2, 4), "c": (3, 4)}
-    slices = SliceNamer(layout(), share, HELD).name(tables([5, 3], [7, 8, 1, 2]))
+    slices = named(layout(), share, tables([5, 3], [7, 8, 1, 2]))
     assert slices == (KVSlice("a", 2, 4, 0), KVSlice("c", 3, 4, 0))
 
 
 def test_after_a_prefix_hit_slices_begin_with_the_tables() -> None:
-    slices = SliceNamer(layout(), {"a": (2, 6), "c": (2, 6)}, HELD).name(
-        tables([5], [7, 8], first=3)
-    )
+    slices = named(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], [7, 8], first=3))
     assert [kv.begin for kv in slices] == [3 * BLOCK * PER_ENTRY, 6 * BLOCK]
 
 
 def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
     share = {"a": (2, 6), "c": (2, 6)}
     passed = [ABSENT, 4, ABSENT, ABSENT, 7, 8]
-    slices = SliceNamer(layout(windowed=True), share, HELD).name(tables([5, 3, 1], passed))
+    slices = named(layout(windowed=True), share, tables([5, 3, 1], passed))
     assert slices == (KVSlice("a", 2, 6, 0), KVSlice("c", 2, 6, 16))
 
 
@@ -97,7 +101,7 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
     alone = replace(layout(), groups=(group,))
     found = []
     for table in (BlockTable.of(cut, group), BlockTable(block_ids(whole[begin:]), group, begin)):
-        slices = SliceNamer(alone, share, HELD).name([table])
+        slices = named(alone, share, [table])
         end = len(whole) * group.entry_size
         places = SliceFinder(alone).find(slices, [table], end=end) if slices else []
         found.append((slices, [(kv.begin, kv.end, kv.ids.tolist()) for kv in places]))
@@ -106,7 +110,7 @@ def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], 
 
 @pytest.mark.parametrize("windowed", [[ABSENT, ABSENT], []], ids=["all absent", "empty table"])
 def test_a_group_without_blocks_is_not_read(windowed: list[int]) -> None:
-    slices = SliceNamer(layout(), {"a": (2, 6), "c": (2, 6)}, HELD).name(tables([5], windowed))
+    slices = named(layout(), {"a": (2, 6), "c": (2, 6)}, tables([5], windowed))
     assert slices == (KVSlice("a", 2, 6, 0),)
 
 
@@ -122,7 +126,7 @@ def test_a_finder_keeps_places_and_nothing_of_a_request() -> None:
     assert [kv.end for kv in again] == [12] * 3
     alone = SliceFinder(layout()).find(wanted, tables([9, 4], [1, 2, 3, 4]), end=12)
     assert [kv.ids.tolist() for kv in again] == [kv.ids.tolist() for kv in alone]
-    assert count_bytes(again) == sum(kv.num_bytes for kv in alone) > 0
+    assert count_bytes(again) == sum(count_bytes([kv]) for kv in alone) > 0
     later = [KVSlice("c", 3, 5, 8), KVSlice("a", 2, 6, 8)]
     after_a_hit = finder.find(later, tables([9, 4], [1, 2, 3, 4]), end=12)
     assert after_a_hit[0].begin == 8
@@ -130,27 +134,36 @@ def test_a_finder_keeps_places_and_nothing_of_a_request() -> None:
 
 
 def test_a_namer_names_what_each_request_reads() -> None:
-    share = {"a": (2, 6), "c": (2, 6)}
-    namer = SliceNamer(layout(), share, HELD)
-    for first in (0, 3, 0):
-        blocks = tables([5], [7, 8, 1, 2], first=first)
-        assert namer.name(blocks) == SliceNamer(layout(), share, HELD).name(blocks)
-    assert namer.name(tables([5], [7], first=3)) != namer.name(tables([5], [7]))
+    """Also of peers and loads of which it has kept the slices."""
+    route = Route(Rank(0), (Rank(0),), {"a": (2, 6), "c": (2, 6)})
+    other = Route(Rank(1), (Rank(0),), {"a": (2, 3)})
+    namer = SliceNamer(layout())
+    for _ in range(2):
+        for first in (0, 3):
+            blocks = tables([5], [7, 8, 1, 2], first=first)
+            load = StartLoad(D1, 0, 1, tuple(Table.of(one.ids, one.first) for one in blocks))
+            assert namer(PEER, route, layout(), load) == named(layout(), {**route.share}, blocks)
+            assert namer(PEER, other, layout(), load) == (KVSlice("a", 2, 3, first * 8),)
+
+
+def test_tables_that_do_not_fit_the_cache_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        named(layout(), {"a": (2, 6)}, tables([5], [7])[:1])
 
 
 def test_each_part_has_a_local_slice() -> None:
     wanted = [KVSlice("c", 3, 5, 4), KVSlice("a", 2, 6, 8)]
     slices = SliceFinder(layout()).find(wanted, tables([5, 3], [7, 8, 1, 2]), end=14)
-    assert [(kv.region.layer, kv.place.part_number) for kv in slices] == [
+    assert [(kv.place.region.layer, kv.place.part_number) for kv in slices] == [
         ("c", 0),
         ("a", 0),
         ("a", 1),
     ]
     assert [kv.ids.tolist() for kv in slices] == [[8, 1, 2], [6, 7], [6, 7]]
     assert [kv.first_position for kv in slices] == [4, 8, 8]
-    assert [kv.num_heads for kv in slices] == [2, 4, 4]
-    assert [kv.num_bytes for kv in slices] == [2 * 10 * 6, 4 * 6 * 2, 4 * 6 * 2]
-    assert [kv.base - BASE for kv in slices] == [2 * 4096 + 24, 0, 2]
+    assert [kv.place.num_heads for kv in slices] == [2, 4, 4]
+    assert [count_bytes([kv]) for kv in slices] == [2 * 10 * 6, 4 * 6 * 2, 4 * 6 * 2]
+    assert [kv.place.base - BASE for kv in slices] == [2 * 4096 + 24, 0, 2]
 
 
 def test_a_slice_that_begins_inside_a_block_has_the_whole_block() -> None:
@@ -198,7 +211,7 @@ def test_the_bytes_of_divided_tokens_are_those_of_both_sides() -> None:
     cache = replace(layout(), groups=(group,))
     table = BlockTable(block_ids([5, 3]), group)
     wanted = [KVSlice("a", 2, 3, 0, (Stripe(2, 0, 4), Stripe(4, 0, 1)))]
-    sizes = [kv.num_bytes for kv in SliceFinder(cache).find(wanted, [table], end=20)]
+    sizes = [count_bytes([kv]) for kv in SliceFinder(cache).find(wanted, [table], end=20)]
     kept = [t for t in range(20) if t // 4 % 2 == 0 and t % 4 == 0]
     assert sizes == [len(kept) * part.content for part in group.regions[0].parts]
 
@@ -215,8 +228,8 @@ def test_a_part_may_have_a_token_stride_of_its_own() -> None:
     slices = SliceFinder(replace(layout(), groups=(transposed, WINDOWED))).find(
         [KVSlice("a", 2, 3, 0)], tables([5], []), end=4
     )
-    assert [kv.token_stride for kv in slices] == [1, 6]
-    assert [kv.part.content for kv in slices] == [2, 2]
+    assert [kv.place.token_stride for kv in slices] == [1, 6]
+    assert [kv.place.part.content for kv in slices] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +245,7 @@ def test_each_head_has_a_name(count: int, names: list[str]) -> None:
     slices = SliceFinder(replace(layout(), groups=(group,))).find(
         [KVSlice("x", 3, 5, 0)], [BlockTable(block_ids([1]), group)], end=8
     )
-    assert [kv.names for kv in slices] == [
+    assert [kv.place.names for kv in slices] == [
         [f"{name} of head 3 of layer x", f"{name} of head 4 of layer x"] for name in names
     ]
 

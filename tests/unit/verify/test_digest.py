@@ -1,5 +1,7 @@
 """The digest is that of its formula in plain integers, however two engines are divided.
 
+Both programs compute it: numpy's, and torch's on tensors of this process's memory.
+
 NIXL_KV_EXAMPLES and NIXL_KV_SEED are those of test_any_shape.py.
 """
 
@@ -18,14 +20,17 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from nixl_kv.geometry import digest
-from nixl_kv.geometry.digest import Digest, Key, describe_difference, digest_steps
-from nixl_kv.geometry.layout import ABSENT, BlockTable, CacheLayout, block_ids
+from nixl_kv.geometry.layout import ABSENT, Table, extent
 from nixl_kv.geometry.match import holdings, routes
-from nixl_kv.geometry.slices import KVSlice, LocalSlice, SliceFinder, SliceNamer
 from nixl_kv.ids import Rank
+from nixl_kv.protocol.events import StartLoad
+from nixl_kv.protocol.messages import KVSlice
+from nixl_kv.verify import digest
+from nixl_kv.verify.digest import Digest, Key, describe_difference, digest_steps
+from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
 from support.cases import Case, cases, typical
 from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
+from support.records import D1, PEER
 
 EXAMPLES = int(os.environ.get("NIXL_KV_EXAMPLES", "40"))
 SEED = int(os.environ.get("NIXL_KV_SEED", "1"))
@@ -71,8 +76,10 @@ def formula(secret: str, position: int, content: bytes) -> int:
 
 def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) -> digest.U64:
     """The terms that the digest computes."""
-    numbers = Key(secret).numbers(digest.num_words(content.shape[-1]))
-    return digest.terms(numbers, positions, content)
+    offset, step, multipliers = Key(secret).numbers(digest.num_words(content.shape[-1]))
+    offsets = positions * step + offset
+    found: digest.U64 = digest.terms(digest._words(content), multipliers, offsets).view(np.uint64)
+    return found
 
 
 class Sums(NamedTuple):
@@ -129,17 +136,25 @@ def digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
     return run(slices, secret)[0]
 
 
+def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
+    """By torch, through one tensor of all the memory that these slices may be in."""
+    torch, gpu = (pytest.importorskip(name) for name in ("torch", "nixl_kv.verify.gpu"))
+    places = [local.place for local in slices]
+    begin = min(place.region.base for place in places) // 4 * 4
+    end = max(place.region.base + extent(place.region, place.group) for place in places)
+    view = torch.from_numpy(memory(begin, -(-(end - begin) // 4) * 4))
+    made: Digest = gpu.TorchDigester(view, begin).digest(Key(secret), slices)
+    return made
+
+
 def equal(one: Digest, two: Digest) -> bool:
     return np.array_equal(one.rows, two.rows) and np.array_equal(one.columns, two.columns)
 
 
-def block_tables(cut: Cut, layout: CacheLayout, start: int) -> list[BlockTable]:
+def tables_of(cut: Cut, start: int) -> tuple[Table, ...]:
     """From the entry of token `start` on."""
-    tables = []
-    for cache_group, group in zip(cut.groups, layout.groups, strict=True):
-        first = start // group.entry_size
-        tables.append(BlockTable(block_ids(cache_group.table[first:]), group, first))
-    return tables
+    firsts = [(group.table, start // group.entry_size) for group in cut.groups]
+    return tuple(Table.of(table[first:], first) for table, first in firsts)
 
 
 class Pair:
@@ -174,19 +189,23 @@ class Pair:
         ]
         start, end = self.case.tokens.start, self.case.tokens.stop
         for number, rank in enumerate(self.decode.ranks):
-            tables = block_tables(self.case.decode, rank.layout, start)
+            tables = tables_of(self.case.decode, start)
             for route in routes(Rank(number), *held):
                 if not route.readers:
                     continue
                 remote = self.prefill.ranks[route.remote_rank].layout
-                slices = SliceNamer(rank.layout, route.share, holdings(remote)).name(tables)
-                remote_tables = block_tables(self.case.prefill, remote, 0)
+                load = StartLoad(D1, start, end, tables)
+                slices = SliceNamer(rank.layout)(PEER, route, remote, load)
+                remote_tables = tables_of(self.case.prefill, 0)
                 if slices:
-                    local_slices = SliceFinder(rank.layout).find(slices, tables, end=end)
+                    found = block_tables(rank.layout, tables)
+                    local_slices = SliceFinder(rank.layout).find(slices, found, end=end)
                     yield (
                         slices,
                         local_slices,
-                        SliceFinder(remote).find(slices, remote_tables, end=end),
+                        SliceFinder(remote).find(
+                            slices, block_tables(remote, remote_tables), end=end
+                        ),
                     )
 
     def first_read(self) -> list[LocalSlice]:
@@ -199,11 +218,13 @@ def check(case: Case) -> int:
     pair, count = Pair(case), 0
     for slices, local, remote in pair.reads():
         expected = expected_sums(pair.dense, slices, case.tokens.stop, 64)
-        digests = digest_of(local), digest_of(remote)
+        digests = tuple(
+            made for side in (local, remote) for made in (digest_of(side), torch_digest_of(side))
+        )
         for digest_of_side in digests:
             assert digest_of_side.rows.tolist() == expected.rows
             assert digest_of_side.columns.tolist() == expected.columns
-        assert describe_difference(*digests, local) is None
+        assert describe_difference(digests[0], digests[-1], local) is None
         weighted = sum((2 * number + 1) * row for number, row in enumerate(expected.rows))
         assert weighted & MASK == sum(expected.columns) & MASK
         count += 1
@@ -290,7 +311,7 @@ def test_short_slices_share_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt of many layers must not need a turn of the thread for each layer."""
     pair = Pair(typical(tokens=range(8, 150)))
     slices = pair.first_read()
-    num_bytes = sum(kv.num_bytes for kv in slices)
+    num_bytes = count_bytes(slices)
     monkeypatch.setattr(digest, "STEP_BYTES", num_bytes // 3)
     _, steps = run(slices)
     assert 1 <= steps <= 3 < len(slices)
@@ -327,11 +348,11 @@ KNOWN_COLUMNS: Final = [17773966784058714653, 18006609157387819542]
 
 def test_numbers_terms_and_mix_have_the_values_of_the_wire_protocol() -> None:
     offset, step, multipliers = Key(KNOWN).numbers(2)
-    assert [int(offset), int(step), *multipliers.tolist()] == KNOWN_NUMBERS
+    assert [number % 2**64 for number in map(int, (offset, step, *multipliers))] == KNOWN_NUMBERS
     content = np.arange(6, dtype=np.uint8)
     both = terms(KNOWN, np.array([0, 7]), np.stack([content, content + 250]))
     assert both.tolist() == KNOWN_TERMS
-    assert digest.mix(np.array([0, 1, MASK], dtype=np.uint64)).tolist() == KNOWN_MIXED
+    assert digest.mix(np.array([0, 1, -1])).view(np.uint64).tolist() == KNOWN_MIXED
 
 
 def test_the_digest_of_a_cache_has_the_values_of_the_wire_protocol() -> None:
@@ -353,7 +374,7 @@ def test_the_last_word_is_padded_with_zeros() -> None:
 
 @given(st.integers(0, MASK))
 def test_mix_is_a_bijection(value: int) -> None:
-    mixed = int(digest.mix(np.array([value], dtype=np.uint64))[0])
+    (mixed,) = digest.mix(np.array([value], np.uint64).view(np.int64)).view(np.uint64).tolist()
     assert mixed == mix(value)
     assert unmix(mixed) == value
     assert mix(unmix(value)) == value
@@ -596,8 +617,8 @@ def test_two_sign_flips_are_hidden_by_one_pair_of_multipliers_in_2_to_the_32(
     monkeypatch: pytest.MonkeyPatch, second: int, *, hidden: bool
 ) -> None:
     """The bound in the module's docstring is reached: if their sum is a multiple of 2^33."""
-    multipliers = np.array([1, second], dtype=np.uint64)
-    monkeypatch.setattr(Key, "numbers", lambda *_: (np.uint64(7), np.uint64(9), multipliers))
+    multipliers = np.array([1, second])
+    monkeypatch.setattr(Key, "numbers", lambda *_: (np.int64(7), np.int64(9), multipliers))
     content = np.zeros((2, 8), dtype=np.uint8)
     content[1, [3, 7]] = 0x80
     one, other = terms(SECRET, np.array([5, 5]), content)

@@ -1,0 +1,159 @@
+"""Caches to digest, of many shapes, and what a request has in them."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nixl_kv.geometry.layout import (
+    ALL_TOKENS,
+    BlockTable,
+    CacheLayout,
+    Group,
+    Part,
+    Region,
+    Span,
+    Stripe,
+)
+from nixl_kv.protocol.messages import KVSlice
+from nixl_kv.verify.digest import Digest, Key, Steps, digest_steps
+from nixl_kv.verify.slices import LocalSlice, SliceFinder
+
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+KEY = Key("ab" * 16)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`parts` are the bytes of K and V, or of one part, of a head's token."""
+
+    layers: int = 3
+    blocks: int = 40
+    heads: int = 4
+    tokens: int = 16
+    parts: tuple[int, ...] = (256, 256)
+
+    def shape(self, order: str) -> list[int]:
+        letters = (self.layers, self.blocks, self.heads, self.tokens, sum(self.parts))
+        return [dict(zip("LBHNC", letters, strict=True))[letter] for letter in order]
+
+
+def layout_of(
+    base: int, sizes: Sizes, order: str, *, gpu: bool = False, stripe: Stripe = ALL_TOKENS
+) -> CacheLayout:
+    """Layers of one size in one piece of memory, in this physical order."""
+    shape = sizes.shape(order)
+    strides = {letter: int(np.prod(shape[at + 1 :])) for at, letter in enumerate(order)}
+    ends = np.cumsum(sizes.parts)
+    parts = tuple(Part(int(end) - n, n) for end, n in zip(ends, sizes.parts, strict=True))
+    regions = tuple(
+        Region(
+            f"layer.{layer}",
+            base + layer * strides["L"],
+            strides["B"],
+            strides["H"],
+            strides["N"],
+            0,
+            sizes.heads,
+            parts,
+        )
+        for layer in range(sizes.layers)
+    )
+    group = Group(sizes.tokens, sizes.blocks, 1, regions, stripe=stripe)
+    spans = (Span(base, int(np.prod(shape))),)
+    return CacheLayout((group,), "VRAM" if gpu else "DRAM", 0, spans)
+
+
+STATE_BLOCKS = 6
+STATE_BYTES = 1 << 19
+"""Of a layer's block, in which a few bytes stay unused."""
+STATES = {
+    "state": (2, 1 << 18, (Part(0, 1 << 16),)),
+    "odd state": (2, 16388, (Part(1 << 17, 16388),)),
+    "query": (4, 256, tuple(Part((1 << 18) + row * 1152, 256) for row in range(3))),
+    "odd query": (3, 20, tuple(Part((1 << 18) + (1 << 14) + row * 60, 20) for row in range(3))),
+    "pieces": (3, 2, (Part((1 << 18) + (1 << 15), 2, 7, 6),)),
+}
+"""Heads, head stride and parts: a temporal state, and rows of a convolution's in both orders."""
+
+
+def hybrid_layout(base: int, *, gpu: bool = False) -> CacheLayout:
+    """Layers with KV, and two with states, of which a block has all."""
+    sizes = Sizes(layers=2, blocks=8, heads=2)
+    kv = layout_of(base, sizes, "LBHNC", gpu=gpu)
+    (span,) = kv.spans
+    first, stride = base + span.length, 2 * STATE_BYTES
+    regions = tuple(
+        Region(f"layer.{layer} {name}", at, stride, head_stride, stride, 0, heads, parts)
+        for layer, at in enumerate((first, first + STATE_BYTES))
+        for name, (heads, head_stride, parts) in STATES.items()
+    )
+    states = Group(1, STATE_BLOCKS, 1, regions, window=1)
+    spans = (Span(base, span.length + STATE_BLOCKS * stride),)
+    return CacheLayout((*kv.groups, states), kv.memory, 0, spans)
+
+
+def hybrid_slices(layout: CacheLayout, end: int) -> list[LocalSlice]:
+    """All KV up to a token, and the states before it."""
+    kv, states = layout.groups
+    tables = [
+        BlockTable(np.array([5, 0, 7, 3, 1, 2, 6, 4], np.int32), kv),
+        BlockTable(np.array([end % STATE_BLOCKS], np.int32), states, end - 1),
+    ]
+    wanted = [
+        KVSlice(region.layer, 0, region.num_heads, begin)
+        for group, begin in zip(layout.groups, (0, end - 1), strict=True)
+        for region in group.regions
+    ]
+    return SliceFinder(layout).find(wanted, tables, end=end)
+
+
+def slices_of(
+    layout: CacheLayout,
+    end: int,
+    begin: int = 0,
+    *,
+    heads: tuple[int, int] | None = None,
+    other: Stripe = ALL_TOKENS,
+) -> list[LocalSlice]:
+    """Tokens of all layers, in blocks at random."""
+    (group,) = layout.groups
+    ids = np.random.default_rng(1).permutation(group.num_blocks).astype(np.int32)
+    stripes = tuple(one for one in (group.stripe, other) if one != ALL_TOKENS)
+    wanted = [
+        KVSlice(region.layer, *(heads or region.heads), begin, stripes) for region in group.regions
+    ]
+    return SliceFinder(layout).find(wanted, [BlockTable(ids, group)], end=end)
+
+
+def with_opaque_layer(layout: CacheLayout) -> CacheLayout:
+    """The first layer ends with a block, so it ends at another token than the others."""
+    (group,) = layout.groups
+    regions = (replace(group.regions[0], opaque=True), *group.regions[1:])
+    return replace(layout, groups=(replace(group, regions=regions),))
+
+
+def finished(steps: Steps) -> Digest:
+    """The digest that these steps make."""
+
+    def to_the_end() -> Iterator[None]:
+        results.append((yield from steps))
+
+    results: list[Digest] = []
+    for _ in to_the_end():
+        pass
+    return results[0]
+
+
+def window(address: int, length: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+
+
+def reference(slices: Sequence[LocalSlice], key: Key = KEY) -> Digest:
+    """By numpy, of memory of this process."""
+    return finished(digest_steps(key, slices, window))
+
+
+def is_equal(one: Digest, other: Digest) -> bool:
+    return np.array_equal(one.rows, other.rows) and np.array_equal(one.columns, other.columns)
