@@ -19,7 +19,6 @@ IMPORTED: Final = (
     "nixl_kv.geometry.plan",
     "nixl_kv.protocol.decode.machine",
     "nixl_kv.protocol.prefill.machine",
-    "nixl_kv.transport.memory",
     "nixl_kv.transport.zmq",
     "nixl_kv.engine.engine",
     "nixl_kv.connector",

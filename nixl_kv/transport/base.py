@@ -1,7 +1,6 @@
 """The two interfaces to the world: `Transport` moves bytes, `ControlPlane` carries messages.
 
-NIXL is one transport and ZMQ one control plane; `memory` and `memory_control` are both of them
-inside one process.
+NIXL implements `Transport` and ZMQ implements `ControlPlane`.
 
 A list of a transport holds rows as `geometry.plan.Rows` describes them, shape (n, 5): address,
 length, device, stride, count. A read names pieces of a local and of a remote list by number, in

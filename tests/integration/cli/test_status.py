@@ -13,10 +13,10 @@ import pytest
 
 from lab.local.caches import Sizes
 from lab.local.engine import LocalEngine
+from lab.local.memory import Fabric
 from nixl_kv.cli import running
 from nixl_kv.ids import Endpoint
 from nixl_kv.keys import read_key_file, write_key_file
-from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.zmq import ZmqControl
 from support.local_engines import MakeEngine, address
 from support.nixl_kv_command import nixl_kv

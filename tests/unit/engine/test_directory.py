@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.engine.directory import (
     BOUNDS,
     MAX_DECLINED,
@@ -41,7 +42,6 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Received
-from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import (
     ENGINE_LIFE,
     NONCE,

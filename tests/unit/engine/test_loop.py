@@ -4,6 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from lab.local.memory import MemoryTransport
+from lab.local.memory_control import MemoryControl
 from nixl_kv.config import Config
 from nixl_kv.engine.loop import (
     LINGER_S,
@@ -50,8 +52,6 @@ from nixl_kv.protocol.prefill.offers import RECALL_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.agents import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
-from nixl_kv.transport.memory import MemoryTransport
-from nixl_kv.transport.memory_control import MemoryControl
 from nixl_kv.verify.queue import NoDigester
 from support.digesters import SlowDigester
 from support.records import ask
