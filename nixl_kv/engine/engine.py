@@ -24,7 +24,7 @@ from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.serving import Serving
-from nixl_kv.engine.status import StatusReporter
+from nixl_kv.engine.status import build_status
 from nixl_kv.engine.thread import TransferThread
 from nixl_kv.errors import ConfigError, DigestError, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout
@@ -204,13 +204,14 @@ class TransferEngine:
         """On the transfer thread, which owns all of it."""
         spec = self.spec
         parts = build_parts(spec)
-        status = StatusReporter(parts, spec.rank, spec.roles, spec.clock)
         return Loop(
             parts,
             self._commands,
             self._results,
             clock=spec.clock,
-            report_status=status.report,
+            report_status=partial(
+                build_status, parts, spec.rank, spec.roles, spec.clock, spec.clock()
+            ),
             on_load_ended=self._load_ended.set,
         )
 

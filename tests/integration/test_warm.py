@@ -26,7 +26,7 @@ def test_an_engine_to_be_known_is_joined_and_warmed_up_before_its_first_load(
         decode.wait_count("joins", 1)
         decode.wait_count("warm_ups", 2)
         exchange((prefill, decode))
-        states = [event.after for event in decode.parts.event_log.story("d1")]
+        states = [event.after for _, event in decode.parts.event_log.story("d1")]
         assert "ASKING" in states
         assert not {"CONNECTING", "JOINING", "READY"} & set(states), "it was known before"
         decode.wait_count("joins", 1)

@@ -18,11 +18,11 @@ from lab.bench.link import BASE
 from lab.bench.memory import RemoteMemory
 from lab.bench.models import MODELS
 from lab.local.caches import layout_at
+from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from lab.results import Figures, Results
 from nixl_kv.geometry.digest import Key
 from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
 from nixl_kv.geometry.match import holdings
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import plan
 from nixl_kv.geometry.slices import LocalSlice, SliceFinder, SliceNamer
 from nixl_kv.reading.agent import READING_PAUSE_S

@@ -24,11 +24,11 @@ from lab.bench.models import MODELS
 from lab.bench.timing import share
 from lab.bench.transfer_cells import Blocks, Cut, parse_blocks
 from lab.local.caches import layout_at
+from lab.local.model_layouts import ORDERS
 from lab.results import Figures, Results, verdict_of
 from nixl_kv.geometry.digest import Key
 from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
 from nixl_kv.geometry.match import holdings
-from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.geometry.plan import plan
 from nixl_kv.geometry.slices import SliceFinder, SliceNamer
 from nixl_kv.reading.copying.contents import Contents, DigestInput

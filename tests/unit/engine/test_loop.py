@@ -471,7 +471,7 @@ def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
     assert world.prefill.turn() is None  # it does not wait for the tool to read
     status = decode_to_tool(tool.answer())
     assert isinstance(status, Status)
-    assert status.engine == "prefill"
+    assert status.facts["engine"] == "prefill"
     assert not world.prefill.results
 
 

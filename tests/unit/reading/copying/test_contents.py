@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.local.model_layouts import ORDERS
 from nixl_kv.geometry import digest
 from nixl_kv.geometry.layout import (
     ABSENT,
@@ -19,7 +20,6 @@ from nixl_kv.geometry.layout import (
     Span,
     Stripe,
 )
-from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces
 from nixl_kv.reading.copying.contents import UNIT, Contents, content_size
 from nixl_kv.reading.copying.tiles import Tiling
