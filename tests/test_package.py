@@ -12,14 +12,11 @@ import pytest
 REPO: Final = Path(__file__).resolve().parent.parent
 LIGHT: Final = {"msgspec", "numpy", "psutil", "pyzmq", "rich", "typer"}
 ABSENT: Final = ("vllm", "torch", "nixl", "matplotlib")
-MODEL: Final = ("--layers=36", "--kv-heads=8", "--head-size=128", "--dtype=bfloat16")
-SIDES: Final = ("--prefill=tp=2,block=16", "--decode=tp=4,block=64")
 
 IMPORTED: Final = (
     "nixl_kv.geometry.plan",
     "nixl_kv.protocol.decode",
     "nixl_kv.protocol.prefill",
-    "nixl_kv.transport.memory",
     "nixl_kv.transport.zmq",
     "nixl_kv.engine.engine",
     "nixl_kv.connector",
@@ -109,12 +106,7 @@ def test_vllm_finds_the_plugin(said: Any) -> None:
 def test_the_command_says_what_it_can_do(installed: Path) -> None:
     lines = run(installed, "./nixl-kv", "--help").splitlines()
     first_words = {(line.strip("│ ").split() or [""])[0] for line in lines}
-    assert {"plan", "status", "drain", "keygen"} <= first_words
-
-
-def test_a_transfer_is_planned(installed: Path) -> None:
-    planned = json.loads(run(installed, "./nixl-kv", "plan", *MODEL, *SIDES, "--json"))
-    assert len(planned["links"]) == 4
+    assert {"plan", "status", "drain", "set-weights", "keygen"} <= first_words
 
 
 def test_it_is_imported_without_vllm(installed: Path) -> None:

@@ -1,1 +1,1 @@
-"""The command `nixl-kv`: what a person asks of engines, without starting one."""
+"""The command-line tool `nixl-kv`."""

@@ -23,7 +23,7 @@ from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.loop import STOPPED, Digests, Loop, Parts, TransferThread
 from nixl_kv.engine.serving import Serving
-from nixl_kv.engine.status import StatusReporter
+from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
@@ -194,13 +194,14 @@ class TransferEngine:
         """Runs on the transfer thread, which owns everything here."""
         spec = self.spec
         parts = build_parts(spec)
-        status = StatusReporter(parts, spec.rank, spec.roles, spec.clock)
         return Loop(
             parts,
             self._commands,
             self._results,
             clock=spec.clock,
-            report_status=status.report,
+            report_status=partial(
+                build_status, parts, spec.rank, spec.roles, spec.clock, spec.clock()
+            ),
             on_load_ended=self._load_ended.set,
         )
 

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from nixl_kv.errors import get_logger, printable
 from nixl_kv.protocol import events
-from nixl_kv.protocol.messages import MAX_LISTED, EventRecord
+from nixl_kv.protocol.messages import MAX_LISTED
 
 logger = get_logger(__name__)
 
@@ -67,7 +67,7 @@ class EventLog:
 
     def story(
         self, request: str, *, exact: bool = False, limit: int = MAX_LISTED
-    ) -> list[EventRecord]:
+    ) -> list[tuple[float, events.Transition]]:
         """The events of requests whose id contains this text (or, if `exact`, equals it).
 
         They include those of the engines that the requests read from, meanwhile. The result has
@@ -84,15 +84,12 @@ class EventLog:
         begin, end = own[0][0], own[-1][0] if are_over else math.inf
         for peer in {transition.peer for _, _, transition in own}:
             own += [event for event in self._of_peer.get(peer, ()) if begin < event[0] < end]
-        return [
-            EventRecord(time=when, **transition._asdict())
-            for _, when, transition in sorted(own)[-limit:]
-        ]
+        return [(when, transition) for _, when, transition in sorted(own)[-limit:]]
 
     def story_lines(self, request: str, limit: int) -> list[str]:
         """The events of one request in at most `limit` lines, with seconds since the first."""
         story = self.story(request, exact=True)
-        lines = [f"{event.time - story[0].time:9.3f} s  {describe(event)}" for event in story]
+        lines = [f"{when - story[0][0]:9.3f} s  {describe(event)}" for when, event in story]
         if len(lines) <= limit:
             return lines
         left_out = len(lines) - limit + 1  # one line counts them
@@ -114,7 +111,7 @@ def _is_end(transition: events.Transition) -> bool:
     return transition.after == events.OVER or (is_load and transition.after in ("LOADED", "FAILED"))
 
 
-def describe(event: events.Transition | EventRecord) -> str:
+def describe(event: events.Transition) -> str:
     """A transition as a line of text."""
     states = f"{event.before} -> {event.after}" if event.before else event.after
     cause = f" ({event.cause})" if event.cause else ""

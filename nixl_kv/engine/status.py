@@ -1,4 +1,7 @@
-"""What a rank is doing, for `nixl-kv status`: put together on the transfer thread, when asked."""
+"""Builds the status of a rank for `nixl-kv status`, on the transfer thread.
+
+The status is an open record: `nixl-kv status` shows every key of it. Add a key here to show more.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -7,82 +10,95 @@ from typing import TypeVar
 
 from nixl_kv.engine.loop import Parts
 from nixl_kv.ids import Rank, short
-from nixl_kv.protocol import messages
+from nixl_kv.protocol.messages import MAX_LISTED, Status, StatusRequest
 
 _Item = TypeVar("_Item")
 
 
-class StatusReporter:
-    """Answers a tool from what the machines hold. Nothing of it changes them."""
+def build_status(
+    parts: Parts,
+    rank: Rank,
+    roles: str,
+    clock: Callable[[], float],
+    started_at: float,
+    question: StatusRequest,
+) -> Status:
+    """Read the state of the machines without changing it.
 
-    def __init__(self, parts: Parts, rank: Rank, roles: str, clock: Callable[[], float]) -> None:
-        """`roles` is for people; `clock` is in monotonic seconds."""
-        self._parts = parts
-        self._rank = rank
-        self._roles = roles
-        self._clock = clock
-        self._started_at = clock()
-
-    def report(self, request: messages.StatusRequest) -> messages.Status:
-        """The answer."""
-        now, parts = self._clock(), self._parts
-        peers, links = parts.decode.peers.all(), parts.control.links()
-        offers, loads = parts.prefill.all(), parts.decode.loads
-        return messages.Status(
-            incarnation=parts.description.incarnation,
-            engine=parts.decode.reader.engine,
-            rank=self._rank,
-            roles=self._roles,
-            uptime_s=now - self._started_at,
-            totals={
-                "peers": len(peers),
-                "links": len(links),
-                "offers": len(offers),
-                "loads": len(loads),
-                "reads": sum(
-                    not read.warms_up for agent in parts.agents.polled for read in agent.reads
-                ),
-                "digests": 0 if parts.digests is None else len(parts.digests),
-                "packs": len(parts.packs),
-                "events": len(parts.event_log),
-            },
-            peers=tuple(
-                messages.PeerStatus(
-                    engine=peer.key.engine,
-                    incarnation=short(peer.key.incarnation),
-                    endpoint=peer.key.endpoint,
-                    state=peer.state.name,
-                    detail="" if peer.failure is None else peer.failure.detail,
-                )
+    Args:
+        parts: everything that the transfer thread owns.
+        rank: the number of the rank in its engine.
+        roles: the roles of the rank, for people.
+        clock: monotonic seconds, as the machines count them.
+        started_at: when the rank started, by `clock`.
+        question: the request of the tool; it may ask for the events of some requests.
+    """
+    now = clock()
+    peers, links = parts.decode.peers.all(), parts.control.links()
+    offers, loads = parts.prefill.all(), parts.decode.loads
+    reads = [read for agent in parts.agents.polled for read in agent.reads if not read.warms_up]
+    return Status(
+        incarnation=parts.description.incarnation,
+        facts={
+            "engine": parts.decode.reader.engine,
+            "rank": rank,
+            "roles": roles,
+            "uptime_s": now - started_at,
+            "events_since": parts.event_log.since,  # seconds since the epoch; None if no events
+        },
+        totals={
+            "peers": len(peers),
+            "links": len(links),
+            "offers": len(offers),
+            "loads": len(loads),
+            "reads": len(reads),
+            "digests": 0 if parts.digests is None else len(parts.digests),
+            "packs": len(parts.packs),
+            "events": len(parts.event_log),
+        },
+        lists={
+            "peers": [
+                {
+                    "engine": peer.key.engine,
+                    "incarnation": short(peer.key.incarnation),
+                    "endpoint": peer.key.endpoint,
+                    "state": peer.state.name,
+                    "detail": "" if peer.failure is None else peer.failure.detail,
+                }
                 for peer in _first(peers)
-            ),
-            links=tuple(messages.LinkStatus(**asdict(link)) for link in _first(links)),
-            offers=tuple(
-                messages.OfferStatus(
-                    request=offer.request,
-                    nonce=short(offer.nonce),
-                    state=offer.state.name,
-                    num_tokens=offer.prepared.num_tokens,
-                    waits_for=offer.waits_for,
-                    ends_in_s=None if offer.expires_at is None else offer.expires_at - now,
-                )
+            ],
+            "links": [asdict(link) for link in _first(links)],
+            "offers": [
+                {
+                    "request": offer.request,
+                    "nonce": short(offer.nonce),
+                    "num_tokens": offer.prepared.num_tokens,
+                    "state": offer.state.name,
+                    "waits_for": offer.waits_for,
+                    # None: the offer does not expire by itself
+                    "ends_in_s": None if offer.expires_at is None else offer.expires_at - now,
+                }
                 for offer in _first(offers)
-            ),
-            loads=tuple(
-                messages.LoadStatus(
-                    request=load.request,
-                    nonce=short(load.ticket.nonce),
-                    peer=str(load.peer),
-                    reads=tuple((read.rank, read.state.name) for read in load.rank_reads),
-                    waits_for=load.waits_for,
-                    late_in_s=None if load.lacks_only_blocks else load.deadline - now,
-                )
+            ],
+            "loads": [
+                {
+                    "request": load.request,
+                    "nonce": short(load.ticket.nonce),
+                    "peer": str(load.peer),
+                    "reads": [[read.rank, read.state.name] for read in load.rank_reads],
+                    "waits_for": load.waits_for,
+                    # None: the load waits for local blocks, without a deadline
+                    "late_in_s": None if load.lacks_only_blocks else load.deadline - now,
+                }
                 for load in _first(loads)
-            ),
-            events_since=parts.event_log.since,
-            story=tuple(parts.event_log.story(request.request)),
-        )
+            ],
+            "story": [
+                {"time": time, **transition._asdict()}  # seconds since the epoch
+                for time, transition in parts.event_log.story(question.request)
+            ],
+        },
+    )
 
 
 def _first(items: Iterable[_Item]) -> Iterable[_Item]:
-    return itertools.islice(items, messages.MAX_LISTED)
+    return itertools.islice(items, MAX_LISTED)

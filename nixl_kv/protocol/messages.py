@@ -392,80 +392,16 @@ class StatusRequest(_Message, frozen=True, kw_only=True):
     request: _Text = ""
 
 
-class PeerStatus(_Record, frozen=True, kw_only=True):
-    """A remote engine that this rank reads; `detail` says why it cannot, if so."""
-
-    engine: str
-    incarnation: str
-    endpoint: str
-    state: str
-    detail: str
-
-
-class LinkStatus(_Record, frozen=True, kw_only=True):
-    """A link: the messages in both directions, and the seconds since the last one."""
-
-    endpoint: str
-    sent: int
-    received: int
-    idle_s: float
-
-
-class OfferStatus(_Record, frozen=True, kw_only=True):
-    """An offer, what it waits for, and the seconds until it expires (None: it does not)."""
-
-    request: str
-    nonce: str
-    state: str
-    num_tokens: int
-    waits_for: str
-    ends_in_s: float | None
-
-
-class LoadStatus(_Record, frozen=True, kw_only=True):
-    """A load, what it waits for, and the seconds until it is late (negative: it is late).
-
-    `late_in_s` is None while it lacks only local blocks, for which it may wait without a limit.
-    """
-
-    request: str
-    nonce: str
-    peer: str
-    reads: tuple[tuple[int, str], ...]  # prefill rank, state
-    waits_for: str
-    late_in_s: float | None
-
-
-class EventRecord(_Record, frozen=True, kw_only=True):
-    """One transition of a machine. `time` is in seconds since the epoch."""
-
-    time: float
-    request: str
-    peer: str
-    before: str
-    after: str
-    cause: str
-    num_bytes: int
-
-
 class Status(_Message, frozen=True, kw_only=True):
-    """What one rank is doing, with at most MAX_LISTED entries of a kind; `totals` counts all.
+    """The status of one rank, as open records: engine/status.py has the keys.
 
-    `story` has the transitions of the named request. The rank keeps transitions from `events_since`
-    on, in seconds since the epoch (None: there was none).
+    `facts` are about the rank itself; `totals` counts everything; `lists` has at most MAX_LISTED
+    records of each kind. Their texts are not bounded.
     """
 
-    engine: str
-    rank: int
-    roles: str
-    uptime_s: float
+    facts: dict[str, str | int | float | None]
     totals: dict[str, int]
-    peers: Annotated[tuple[PeerStatus, ...], _LISTED]
-    links: Annotated[tuple[LinkStatus, ...], _LISTED]
-    offers: Annotated[tuple[OfferStatus, ...], _LISTED]
-    loads: Annotated[tuple[LoadStatus, ...], _LISTED]
-    events_since: float | None
-    story: Annotated[tuple[EventRecord, ...], _LISTED]
+    lists: dict[str, Annotated[list[dict[str, Any]], _LISTED]]
 
 
 ToEngine: TypeAlias = Describe | Drain | SetWeights

@@ -7,7 +7,7 @@ If the engines share a key, a MAC over the whole ticket proves that one of them 
 The ticket is one string in its own field. The fields beside it are for routers. Some routers
 overwrite them, so decode never reads them.
 
-    nixl_kv_ticket = "8.0f5c...e2.l6kxMC4w..."
+    nixl_kv_ticket = "9.0f5c...e2.l6kxMC4w..."
                       |    |         |
              wire version  |         array in msgpack and base64url (no padding):
                            |         [host, port, nonce, and what this version has behind them]
@@ -32,6 +32,8 @@ WIRE_VERSION history (of tickets and messages alike)
 8  a ticket says with which weights its KV was computed, and how often prefill's cache was reset
    before; a tool can change the label of an engine's weights, and undo draining; a description
    names bytes that prove a mapping of GPU memory
+9  a status is an open record; nothing declines an offer; a rank's NIXL metadata ends with its host,
+   its PID namespace and whether it has RDMA
 """
 
 import base64
@@ -49,7 +51,7 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 8
+WIRE_VERSION: Final = 9
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_kv.cli.running import describe
+from nixl_kv.cli.client import describe
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file

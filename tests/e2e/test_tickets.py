@@ -92,7 +92,7 @@ def test_what_a_router_does_beside_the_ticket_does_not_matter(
         pytest.param(beside(FIELD), "lacks the field 'nixl_kv_ticket'", id="no ticket"),
         pytest.param(lambda _: {"do_remote_prefill": True}, "lacks the field", id="nothing else"),
         pytest.param(lambda _: {"do_remote_decode": True}, "do_remote_decode", id="for prefill"),
-        pytest.param(beside(nixl_kv_ticket="8..AA"), FIELD, id="no array"),
+        pytest.param(beside(nixl_kv_ticket="9..AA"), FIELD, id="no array"),
         pytest.param(having(nonce="../etc/passwd"), "nonce", id="bad nonce"),
         pytest.param(having(port="5600"), "$.port", id="port as text"),
         pytest.param(having(port=-1), "$.port", id="negative port"),

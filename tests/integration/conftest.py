@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nixl_kv.transport.memory import Fabric, MemoryTransport
+from lab.local.memory import Fabric, MemoryTransport
 from support.pair import MakePair, MakeTransport, Pair, new_pair
 
 

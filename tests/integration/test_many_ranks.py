@@ -10,10 +10,10 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import LocalEngine
+from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.geometry.layout import CacheLayout, Stripe
 from nixl_kv.protocol.events import OfferEnd, SetEngine
 from nixl_kv.transport.base import ControlPlane
-from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.transport.zmq import ZmqControl
 from support.pair import CONFIG, MakeTransport
 

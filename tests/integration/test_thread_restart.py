@@ -2,8 +2,8 @@
 
 import pytest
 
+from lab.local.memory import Fabric
 from nixl_kv.protocol.events import FailureKind, Tick
-from nixl_kv.transport.memory import Fabric
 from support.pair import MakePair, MakeTransport, exchange
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 import pytest
 
-from nixl_kv.cli import running
+from nixl_kv.cli import client
 from nixl_kv.errors import ForeignVersion
 from nixl_kv.ids import Nonce, endpoint_at
 from nixl_kv.keys import read_key_file, write_key_file
@@ -120,7 +120,7 @@ def test_a_tool_says_that_a_rank_is_of_another_version(
     described = ours.local.description
     rank = msgspec.structs.replace(described.ranks[0], endpoint=theirs.about()["rank"])
     described = msgspec.structs.replace(described, ranks=(rank,))
-    ((_, status),) = running.rank_statuses(described, read_key_file(key_file))
+    ((_, status),) = client.rank_statuses(described, read_key_file(key_file))
     assert str(status) == f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
 
 
@@ -129,7 +129,7 @@ def test_a_tool_says_that_an_engine_is_of_another_version(
 ) -> None:
     endpoint = endpoint_at(HOST, theirs.about()["port"])
     with pytest.raises(ForeignVersion) as refused:
-        running.describe(endpoint, read_key_file(key_file))
+        client.describe(endpoint, read_key_file(key_file))
     assert str(refused.value) == (
         f"it speaks wire version {OTHER_VERSION}; this side speaks {WIRE_VERSION}"
     )

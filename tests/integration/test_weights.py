@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 import pytest
 
+from lab.local.memory import Fabric
 from nixl_kv.ids import RequestId
 from nixl_kv.keys import write_key_file
 from nixl_kv.protocol.events import FailureKind, OfferEnd
 from nixl_kv.protocol.load import State
-from nixl_kv.transport.memory import Fabric
 from support.pair import MakeTransport
 from support.scheduled_engine import TABLE, ScheduledEngine
 

@@ -2,14 +2,36 @@
 
 import json
 import shlex
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
+from unittest.mock import patch
 
 from typer.testing import CliRunner, Result
 
+from lab.local.model_layouts import EngineShape, ModelShape, StatePart, build_layouts
+from nixl_kv.cli import client
 from nixl_kv.cli.main import app
+from nixl_kv.engine.directory import describe_engine
+from nixl_kv.geometry.match import ParallelShape
+from nixl_kv.ids import Endpoint, EngineId, Incarnation
+from nixl_kv.protocol.messages import Description, RankDescription, Slots
 
-QWEN3_8B = "--layers 36 --kv-heads 8 --head-size 128 --dtype bfloat16"
+QWEN3_8B: Final = ModelShape(layers=36, kv_heads=8, content=(256, 256), element="bfloat16")
+
+HYBRID: Final = ModelShape(  # three layers with a state of 262 KiB, one with 1 KiB per token
+    layers=4,
+    kv_heads=4,
+    content=(128, 128),
+    element="bfloat16",
+    without_kv=(0, 1, 2),
+    recurrent=(0, 1, 2),
+    state=(
+        StatePart("query", 2, 256, "bfloat16 state", rows=3),
+        StatePart("key", 2, 256, "bfloat16 state", rows=3),
+        StatePart("value", 4, 256, "bfloat16 state", rows=3),
+        StatePart("state", 4, 128 * 128 * 4, "float32 state"),
+    ),
+)
 
 
 def nixl_kv(*arguments: str) -> Result:
@@ -21,35 +43,38 @@ def nixl_kv(*arguments: str) -> Result:
     return result
 
 
-def plan_qwen(*arguments: str) -> Result:
-    """`nixl-kv plan` for the shape of Qwen3-8B."""
-    return nixl_kv("plan", QWEN3_8B, *arguments)
+def described(
+    shape: EngineShape,
+    model: ModelShape = QWEN3_8B,
+    *,
+    name: str = "E",
+    facts: Mapping[str, str] = {"served_model_name": "qwen"},
+) -> Description:
+    """The description of an engine of this shape. Its ranks listen on ports 1, 2 and so on."""
+    ranks = [
+        RankDescription(
+            incarnation=Incarnation(f"{number:032x}"),
+            endpoint=Endpoint(f"tcp://10.0.0.1:{number + 1}"),
+            agent=b"agent",
+            slots=Slots(address=4096, count=8),
+            layout=layout,
+        )
+        for number, layout in enumerate(build_layouts(model, shape))
+    ]
+    return describe_engine(EngineId(name), dict(facts), ParallelShape(shape.tp, shape.pp), ranks)
 
 
-def plan_figures(*arguments: str) -> dict[str, Any]:
+def plan(prefill: Description, decode: Description, *options: str) -> Result:
+    """Run `nixl-kv plan` on two engines that describe themselves like this."""
+    engines = {"10.0.0.1:5600": prefill, "10.0.0.2:5600": decode}
+    with patch.object(client, "describe_at", lambda where, *_, **__: engines[where]):
+        return nixl_kv(
+            "plan --insecure --prefill-at 10.0.0.1:5600 --decode-at 10.0.0.2:5600", *options
+        )
+
+
+def plan_figures(prefill: Description, decode: Description, *options: str) -> dict[str, Any]:
     """The same, as JSON."""
-    result = plan_qwen(*arguments, "--json")
+    result = plan(prefill, decode, *options, "--json")
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
-
-
-def hybrid_model(folder: Path) -> Path:
-    """Write a configuration: three layers with a state of 262 KiB, one with 1 KiB for each token.
-
-    Those are the tiny Qwen3-Next's, whose engines make blocks of 384 tokens.
-    """
-    config = {
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "mamba_ssm_dtype": "float32",
-    }
-    path = folder / "config.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return path

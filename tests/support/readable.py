@@ -4,9 +4,9 @@ import msgspec
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.protocol.messages import Description, RankDescription, Slots
 from nixl_kv.reading.agent import register
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.slots import SlotPage
 from support.records import description
 

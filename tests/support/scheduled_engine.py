@@ -20,6 +20,7 @@ from typing import Any, Final
 import nixl_kv
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, NAP_S, LocalEngine
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import Config
 from nixl_kv.connector.block_pinning import PinnedBlocks
 from nixl_kv.connector.decode import DecodeScheduler
@@ -32,7 +33,6 @@ from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import WIRE_VERSION
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.cache_manager import CacheManager
 
 OFFER_TTL_S: Final = 5.0

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
+from lab.local.memory import Fabric, MemoryTransport
+from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import RankSpec, TransferEngine
@@ -25,8 +27,6 @@ from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.copying.host import HostCopier
 from nixl_kv.reading.staged.copier import HostMemory
 from nixl_kv.transport.base import Received
-from nixl_kv.transport.memory import Fabric, MemoryTransport
-from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import CONTEXT, hex32
 
 HOST = "127.0.0.1"

@@ -25,8 +25,8 @@ import torch
 from lab.bench.transfer_engine import CONFIG
 from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine, LocalRank, Tables
+from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.nixl import nixl_transport
@@ -133,8 +133,8 @@ def _parts(rank: LocalRank, request: str) -> dict[str, float]:
     """In seconds. The event log belongs to the transfer thread, which has nothing to do now."""
     rank.poll()
     entered: dict[str, float] = {}
-    for event in rank.parts.event_log.story(request):
-        entered.setdefault(event.after, event.time)
+    for when, event in rank.parts.event_log.story(request):
+        entered.setdefault(event.after, when)
     parts = {
         name: entered[after] - entered[before]
         for name, (before, after) in STEPS.items()

@@ -18,10 +18,10 @@ from lab.bench.link import BASE
 from lab.bench.memory import RemoteMemory
 from lab.bench.models import MODELS
 from lab.local.caches import layout_at
+from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from lab.results import Figures, Results
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import Route, holdings
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import EngineId, Incarnation, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import PeerKey, StartLoad

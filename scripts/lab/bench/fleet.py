@@ -22,12 +22,12 @@ import psutil
 
 from lab.bench.timing import cpu_share
 from lab.cluster.waiting import wait_or_fail
+from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.ids import (
     Claim,
     EngineId,

@@ -24,9 +24,9 @@ from lab.bench.models import MODELS
 from lab.bench.timing import share
 from lab.bench.transfer_cells import Blocks, Cut, parse_blocks
 from lab.local.caches import layout_at
+from lab.local.model_layouts import ORDERS
 from lab.results import Figures, Results, verdict_of
 from nixl_kv.geometry.layout import CacheLayout, Table
-from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.geometry.plan import plan
 from nixl_kv.reading.copying.tiles import Tiling
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from nixl_kv.geometry.model_layouts import ModelShape
+from lab.local.model_layouts import ModelShape
 
 MODELS: Final[Mapping[str, ModelShape]] = {
     "qwen3-8b": ModelShape(36, 8, (256, 256), "bfloat16"),

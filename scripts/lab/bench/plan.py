@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 
 from lab.bench.timing import median_time
+from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from lab.results import Figures, Results
 from nixl_kv.errors import IncompatiblePeer
 from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.match import assign, holdings
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.plan import IndexBuffer, Reads, plan
 
 TOKENS: Final = 4096

@@ -37,6 +37,7 @@ from lab.bench.fleet import (
     measure,
     open_files,
 )
+from lab.local.memory import Fabric, MemoryTransport
 from lab.results import Figures, Results, say_on_stderr, verdict_of
 from lab.sim.data_plane import Background
 from nixl_kv.config import Config
@@ -58,7 +59,6 @@ from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.transport.base import FromEndpoint, Lost, PeerName
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.zmq import ZmqControl
 
 TP: Final = 8

@@ -46,9 +46,9 @@ from lab.bench.transfer_cells import (
     parse_tp,
     shares,
 )
+from lab.local.model_layouts import ORDERS
 from lab.results import Figures, Results, verdict_of
 from nixl_kv.config import Config
-from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.ids import new_claim
 
 PROGRAM: Final = Path("scripts/lab/bench/transfer_engine.py")

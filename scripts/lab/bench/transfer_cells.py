@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 
 ROLES: Final = ("prefill", "decode")
 TABLES: Final = ("random", "contiguous")

@@ -26,10 +26,10 @@ from lab.bench.in_tree_agent import InTreeAgent
 from lab.bench.transfer_cells import VERIFIED, Blocks, Cut, Share
 from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine
+from lab.local.model_layouts import ModelShape
 from nixl_kv.config import Config
 from nixl_kv.engine.loop import SERVING_PAUSE_S
 from nixl_kv.geometry.layout import CacheLayout, Memory
-from nixl_kv.geometry.model_layouts import ModelShape
 from nixl_kv.ids import Claim, RequestId
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.transport.nixl import nixl_transport

@@ -13,6 +13,8 @@ import numpy as np
 from typing_extensions import Self
 
 from lab.fuzz.samples import CacheMemory
+from lab.local.memory import Fabric, MemoryTransport
+from lab.local.memory_control import MemoryControl, MemoryNetwork
 from lab.sim.data_plane import Background
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import RankSpec, TransferEngine
@@ -33,8 +35,6 @@ from nixl_kv.protocol.messages import Reader
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.reading.copying.host import HostCopier
 from nixl_kv.transport.base import FromEndpoint
-from nixl_kv.transport.memory import Fabric, MemoryTransport
-from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 
 HOST: Final = "127.0.0.1"
 PREFILL, DECODE = EngineId("prefill"), EngineId("decode")

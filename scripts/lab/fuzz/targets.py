@@ -15,6 +15,7 @@ from lab.fuzz import inputs
 from lab.fuzz.mutate import Tree
 from lab.fuzz.rank import DIRECTORY_PORT, ENDPOINTS, HOST, RankUnderTest
 from lab.fuzz.samples import sample
+from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.errors import ConfigError, IncompatiblePeer, RemoteProtocolError
@@ -26,7 +27,6 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import FIELD, WIRE_VERSION, SealedTicket, Ticket, TicketHead
 from nixl_kv.transport.base import FromPeer
-from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 
 MAX_MESSAGES = 100
 DESCRIPTION: Final = sample(Description)

@@ -13,12 +13,12 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
+from lab.local.memory import Fabric, MemoryTransport
 from lab.sim.faults import Costs, Faults
 from lab.sim.repeatable import Clock, Violation
 from nixl_kv.errors import NixlKVError, PeerLost, TransportError
 from nixl_kv.ids import Generation
 from nixl_kv.transport.base import Indices, PeerName
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.slots import SlotPage
 
 EMPTY = Generation(bytes(16))

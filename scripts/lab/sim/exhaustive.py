@@ -18,6 +18,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from lab.local.memory import MemoryTransport
+from lab.local.memory_control import MemoryControl
 from lab.sim.cache import KnownPrompt, RankCache
 from lab.sim.data_plane import Read
 from lab.sim.faults import Faults
@@ -33,8 +35,6 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.protocol.messages import Description, RankDescription
 from nixl_kv.reading.peers import PreparedRank
-from nixl_kv.transport.memory import MemoryTransport
-from nixl_kv.transport.memory_control import MemoryControl
 from nixl_kv.transport.slots import SlotPage
 
 SECRET: Final = re.compile(r"[0-9a-f]{32}")

@@ -6,11 +6,11 @@ from typing import Final
 
 import msgspec
 
+from lab.local.memory_control import MemoryControl, MemoryLink, MemoryNetwork
 from lab.sim.faults import Faults
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import Endpoint
 from nixl_kv.transport.base import Bounds, Lost, Received
-from nixl_kv.transport.memory_control import MemoryControl, MemoryLink, MemoryNetwork
 
 HOST: Final = "10.0.0.1"
 

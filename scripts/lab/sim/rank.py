@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
+from lab.local.memory_control import MemoryNetwork
 from lab.sim.cache import RankCache
 from lab.sim.data_plane import Background, Process, Read, SimFabric, SimSlots, SimTransport
 from lab.sim.faults import Faults, InjectedError
@@ -19,7 +20,6 @@ from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.copying.host import HostCopier
 from nixl_kv.reading.staged.copier import HostMemory
-from nixl_kv.transport.memory_control import MemoryNetwork
 
 RING_SLOTS: Final = 4
 WORK_S: Final = 0.5

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from lab.local.memory_control import MemoryLink, Packet
 from lab.sim.cache import BLOCK_TOKENS
 from lab.sim.data_plane import Read
 from lab.sim.engine import Engine
@@ -43,7 +44,6 @@ from lab.sim.tickets import IssuedTicket
 from lab.sim.vllm import Request
 from lab.sim.world import PREFILL, World
 from nixl_kv.ids import RequestId
-from nixl_kv.transport.memory_control import MemoryLink, Packet
 
 DIGEST_TURNS: Final = 20
 """Of a rank in each round: a digest has a step for each block, and waits for nothing."""

@@ -8,7 +8,7 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import LocalEngine
-from nixl_kv.transport.memory import Fabric
+from lab.local.memory import Fabric
 from support.local_engines import MakeEngine
 from support.pair import CONFIG, MakeTransport
 

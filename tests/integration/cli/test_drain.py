@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nixl_kv.cli import draining
+from lab.local.memory import Fabric
+from nixl_kv.cli import client
 from nixl_kv.config import HOST_VARIABLE, KEY_VARIABLE, PORT_VARIABLE
 from nixl_kv.keys import find_user_key, read_key_file, write_key_file
-from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.zmq import ZmqControl
 from support.local_engines import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
@@ -20,7 +20,7 @@ TABLE = [1, 2]
 def test_an_engine_without_anything_to_do_is_drained_at_once(make_engine: MakeEngine) -> None:
     engine = make_engine("E", 2)
     result = nixl_kv("drain --at", address(engine))
-    assert result.stdout == "0 requests that are not offered yet, 0 offers, 0 loads\ndrained\n"
+    assert result.stdout.splitlines()[-2:] == [str(client.Unfinished(0, 0, 0, ())), "drained"]
     assert result.exit_code == 0
     assert engine.directory.is_draining
 
@@ -40,7 +40,7 @@ def test_what_is_not_finished_in_time_is_counted(make_engine: MakeEngine) -> Non
     engine.offer("p1", [TABLE], TOKENS)
     result = nixl_kv("drain --timeout 0 --at", address(engine))
     assert result.exit_code == 1
-    assert result.stdout == "3 requests that are not offered yet, 1 offers, 0 loads\n"
+    assert result.stdout == f"{client.Unfinished(3, 1, 0, ())}\n"
     assert result.stderr == "not drained within 0 s\n"
 
 
@@ -58,12 +58,12 @@ def test_it_waits_for_offers_and_loads(make_engine: MakeEngine, fabric: Fabric) 
         if line.endswith(("1 offers, 0 loads", "0 offers, 1 loads")):
             waiting.release()
 
-    left: list[draining.Left] = []
+    left: list[client.Unfinished] = []
     keys = find_user_key()
     threads = [
         threading.Thread(
             target=lambda engine=engine, name=name: left.append(
-                draining.drain(address(engine), keys, 60.0, lambda line: note(name, line))
+                client.drain(address(engine), keys, 60.0, lambda line: note(name, str(line)))
             )
         )
         for name, engine in (("P", prefill), ("D", decode))
@@ -75,7 +75,7 @@ def test_it_waits_for_offers_and_loads(make_engine: MakeEngine, fabric: Fabric) 
     fabric.reads_hang = False
     for thread in threads:
         thread.join(timeout=60)
-    assert left == [draining.Left(0, 0, 0, ())] * 2
+    assert left == [client.Unfinished(0, 0, 0, ())] * 2
     assert decode.wait_failure("d1") is None
     assert all(lines[-1].endswith("0 offers, 0 loads") for lines in said.values())
 

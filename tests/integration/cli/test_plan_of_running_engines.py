@@ -11,47 +11,30 @@ from typing import TypeAlias
 import pytest
 from typer.testing import Result
 
-from nixl_kv.cli import running
-from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
+from lab.local.model_layouts import EngineShape
+from nixl_kv.cli import client
+from nixl_kv.engine.directory import DirectoryServer
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Nonce, Rank
 from nixl_kv.keys import Keys, make_user_key, read_key_file, write_key_file
 from nixl_kv.protocol.messages import (
     WIRE_VERSION,
     Description,
-    RankDescription,
     Reader,
     Release,
-    Slots,
     VersionRefusal,
     encode,
 )
 from nixl_kv.transport.base import FromPeer
 from nixl_kv.transport.zmq import ZmqControl
-from support.nixl_kv_command import nixl_kv, plan_qwen
+from support.nixl_kv_command import QWEN3_8B, described, nixl_kv
 
-MODEL = ModelShape(layers=36, kv_heads=8, content=(256, 256), element="bfloat16")
-FACTS = {"served_model_name": "qwen", "num_hidden_layers": "36"}
 HOST = "127.0.0.1"
 
 Publish: TypeAlias = Callable[..., str]
 
 
-def description(
-    name: str, shape: EngineShape, facts: dict[str, str] = FACTS, model: ModelShape = MODEL
-) -> Description:
-    ranks = [
-        RankDescription(
-            incarnation=Incarnation(f"{number:032x}"),
-            endpoint=Endpoint(f"tcp://{HOST}:1"),
-            agent=b"agent",
-            slots=Slots(address=4096, count=8),
-            layout=layout,
-        )
-        for number, layout in enumerate(build_layouts(model, shape))
-    ]
-    return describe_engine(EngineId(name), facts, ParallelShape(shape.tp, shape.pp), ranks)
+def description(name: str) -> Description:
+    return described(EngineShape(num_blocks=5000), name=name)
 
 
 def plan(prefill: str, decode: str, *options: str) -> Result:
@@ -99,37 +82,29 @@ def answering(*payloads: bytes) -> Iterator[str]:
         control.close()
 
 
-def test_running_engines_are_planned_like_those_of_numbers(publish: Publish) -> None:
-    prefill = publish(description("left", EngineShape(tp=1, num_blocks=5000)))
-    decode = publish(description("right", EngineShape(tp=2, num_blocks=6000)))
+def test_running_engines_are_compared(publish: Publish) -> None:
+    prefill = publish(description("left"))
+    decode = publish(described(EngineShape(tp=2, num_blocks=6000), name="right"))
     result = plan(prefill, decode)
     assert result.exit_code == 0
     assert result.stdout.splitlines()[:2] == [
         "prefill: left, TP1, PP1, 5,000 blocks of 16 tokens in VRAM",
         "decode:  right, TP2, PP1, 6,000 blocks of 16 tokens in VRAM",
     ]
-    by_numbers = plan_qwen("--prefill tp=1,blocks=5000 --decode tp=2,blocks=6000")
-    assert result.stdout.splitlines()[2:] == by_numbers.stdout.splitlines()[2:]
+    links = json.loads(plan(prefill, decode, "--json").stdout)["links"]
+    assert [(link["reader"], link["source"]) for link in links] == [(0, 0), (1, 0)]
 
 
 def test_engines_with_different_models_are_incompatible(publish: Publish) -> None:
-    prefill = publish(description("left", EngineShape()))
-    facts = {**FACTS, "served_model_name": "llama"}
-    other = replace(MODEL, kv_heads=4)
-    decode = publish(description("right", EngineShape(tp=2), facts, other))
+    prefill = publish(description("left"))
+    other = replace(QWEN3_8B, kv_heads=4)
+    decode = publish(described(EngineShape(tp=2), other, facts={"served_model_name": "llama"}))
     result = plan(prefill, decode)
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[3:] == [
-        "These engines cannot exchange KV ('here' is decode, 'there' is prefill):",
+    assert result.stdout.splitlines()[-2:] == [
         "  served_model_name is 'llama' here and 'qwen' there",
         "  number of KV heads of layer.0 and 35 more is 4 here and 8 there",
     ]
-    record = json.loads(plan(prefill, decode, "--json").stdout)
-    assert record["mismatches"][0] == {
-        "field": "served_model_name",
-        "decode": "llama",
-        "prefill": "qwen",
-    }
 
 
 def test_engine_that_is_still_starting_exits_2(publish: Publish) -> None:
@@ -142,7 +117,7 @@ def test_engine_that_is_still_starting_exits_2(publish: Publish) -> None:
 
 
 def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
-    prefill = publish(description("left", EngineShape()))
+    prefill = publish(description("left"))
     control = ZmqControl(make_user_key()[0])
     port = control.listen(HOST, 0)
     control.close()
@@ -152,7 +127,7 @@ def test_address_where_nobody_listens_exits_2(publish: Publish) -> None:
 
 
 def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 0.2)
     with answering() as where:
         result = plan(where, where)
     assert result.exit_code == 2
@@ -169,8 +144,8 @@ def test_address_where_nobody_answers_exits_2(monkeypatch: pytest.MonkeyPatch) -
             id="another version",
         ),
         pytest.param(
-            encode(VersionRefusal(speaks=9)),
-            f"it speaks wire version 9; this side speaks {WIRE_VERSION}",
+            encode(VersionRefusal(speaks=10)),
+            f"it speaks wire version 10; this side speaks {WIRE_VERSION}",
             id="a refusal",
         ),
         pytest.param(
@@ -198,24 +173,24 @@ def test_answer_that_is_no_description_exits_2(payload: bytes, words: str) -> No
 
 
 def test_host_may_be_a_name(publish: Publish) -> None:
-    where = publish(description("one", EngineShape())).replace(HOST, "localhost")
+    where = publish(description("one")).replace(HOST, "localhost")
     assert plan(where, where).exit_code == 0
 
 
 def test_every_address_of_a_name_is_tried(
     publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = int(publish(description("one", EngineShape())).rpartition(":")[2])
+    port = int(publish(description("one")).rpartition(":")[2])
     endpoints = [Endpoint(f"tcp://127.0.0.9:{port}"), Endpoint(f"tcp://{HOST}:{port}")]
-    monkeypatch.setattr(running, "endpoints_at", lambda *_, **__: endpoints)
+    monkeypatch.setattr(client, "endpoints_at", lambda *_, **__: endpoints)
     result = plan(f"two:{port}", f"two:{port}")
     assert result.exit_code == 0, result.output
 
 
 def test_ipv6_literal_has_brackets(publish: Publish) -> None:
     try:
-        where = publish(description("one", EngineShape()), host="::1")
-    except running.TransportError:
+        where = publish(description("one"), host="::1")
+    except client.TransportError:
         pytest.skip("this machine has no IPv6")
     where = where.replace(HOST, "[::1]")
     assert plan(where, where).exit_code == 0
@@ -228,7 +203,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def test_engines_with_a_key_answer_those_who_have_it(publish: Publish, key_file: Path) -> None:
-    where = publish(description("one", EngineShape()), read_key_file(key_file))
+    where = publish(description("one"), read_key_file(key_file))
     result = plan(where, where, f"--key-file {key_file}")
     assert result.exit_code == 0, result.output
 
@@ -236,7 +211,7 @@ def test_engines_with_a_key_answer_those_who_have_it(publish: Publish, key_file:
 def test_engines_with_a_key_answer_nobody_else(
     publish: Publish, key_file: Path, tmp_path: Path
 ) -> None:
-    where = publish(description("one", EngineShape()), read_key_file(key_file))
+    where = publish(description("one"), read_key_file(key_file))
     write_key_file(tmp_path / "other")
     for given, words in (
         ("", "handshake failed: perhaps it has another key, or"),

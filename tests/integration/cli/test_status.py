@@ -13,10 +13,10 @@ import pytest
 
 from lab.local.caches import Sizes
 from lab.local.engine import LocalEngine
-from nixl_kv.cli import running
+from lab.local.memory import Fabric
+from nixl_kv.cli import client
 from nixl_kv.ids import Endpoint
 from nixl_kv.keys import read_key_file, write_key_file
-from nixl_kv.transport.memory import Fabric
 from nixl_kv.transport.zmq import ZmqControl
 from support.local_engines import MakeEngine, address
 from support.nixl_kv_command import nixl_kv
@@ -45,13 +45,14 @@ def wait_status(
         assert time.monotonic() < deadline, ranks
 
 
-def table_rows(output: str, heading: str) -> list[list[str]]:
-    """The cells of each row of the tables with this first heading."""
+def table_rows(output: str, start: str) -> list[list[str]]:
+    """The cells of each row of the tables that follow a line that begins with this text."""
     lines = output.splitlines()
     rows = []
     for number, line in enumerate(lines):
-        if line.strip().startswith(heading):
-            body = itertools.takewhile(str.strip, lines[number + 2 :])
+        if line.strip().startswith(start):
+            after = itertools.dropwhile(lambda line: "─" not in line, lines[number:])
+            body = itertools.takewhile(str.strip, itertools.islice(after, 1, None))
             rows += [re.split(r" {2,}", row.strip()) for row in body]
     return rows
 
@@ -119,11 +120,11 @@ def test_loads_and_offers_say_what_they_wait_for(
 
     shown = nixl_kv("status --at", address(decode), *options)
     assert shown.exit_code == 0
-    assert [row[0] for row in table_rows(shown.stdout, "load of request")] == [
+    assert [row[0] for row in table_rows(shown.stdout, "loads:")] == [
         "no-blocks",
         "hanging",
     ] * 2
-    assert {tuple(row[3:5]) for row in table_rows(shown.stdout, "load of request")} == {
+    assert {tuple(row[3:5]) for row in table_rows(shown.stdout, "loads:")} == {
         ("0 GRANTED", "local blocks"),
         ("0 READING", "data"),
     }
@@ -215,7 +216,7 @@ def test_rank_that_is_gone_is_named_and_the_others_are_shown(make_engine: MakeEn
 def test_rank_that_is_silent_is_named(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "ANSWER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 1.0)
     engine = make_engine("E", 2)
     endpoint = Endpoint(f"tcp://{address(engine)}")  # of the directory, which knows no such message
     ranks = list(engine.description.ranks)

@@ -15,8 +15,8 @@ from lab.bench import __main__ as bench
 from lab.bench import events, fleet, link, plan, scale
 from lab.bench.checkouts import REPO
 from lab.local.caches import layout_at
+from lab.local.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.engine import event_log
-from nixl_kv.geometry.model_layouts import EngineShape, ModelShape, build_layouts
 from nixl_kv.protocol.events import Transition
 
 pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)

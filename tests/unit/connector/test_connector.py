@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from lab.local.memory import Fabric
 from nixl_kv.connector import connector as module
 from nixl_kv.connector import unwritten
 from nixl_kv.connector.connector import NixlKVConnector
@@ -24,7 +25,6 @@ from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.vllm_versions import LATER_HOOKS
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.protocol.events import Command, MarkWritten
-from nixl_kv.transport.memory import Fabric
 from support import recorded_vllm as recorded
 from support.records import prepare_offer
 

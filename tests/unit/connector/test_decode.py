@@ -115,7 +115,7 @@ def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> 
     trust = Trust.of(Config.parse({"insecure": True}, {}))
     decode = DecodeScheduler([PAGING], trust.check)
     for forged in (offered(host="10.0.0.1").params(None), offered().params(b"x" * 32)):
-        for params in (forged, {**forged, FIELD: forged[FIELD].replace("8.", "7.", 1)}):
+        for params in (forged, {**forged, FIELD: forged[FIELD].replace("9.", "8.", 1)}):
             with pytest.raises(RemoteProtocolError):
                 decode.on_arrival(prompt_of(), params, is_rejected=is_rejected)
     assert decode.pop_commands() == []
@@ -201,15 +201,15 @@ def test_a_request_that_came_here_is_not_released_by_the_frontend_too(
 
 def of_version(version: int, ticket: Ticket) -> dict[str, Any]:
     params = ticket.params(None)
-    return {**params, FIELD: params[FIELD].replace("8.", f"{version}.", 1)}
+    return {**params, FIELD: params[FIELD].replace("9.", f"{version}.", 1)}
 
 
-@pytest.mark.parametrize("version", [0, 7, 9, 999_999_999])
+@pytest.mark.parametrize("version", [0, 8, 10, 999_999_999])
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
 def test_an_offer_of_another_version_is_computed_here(
     decode: DecodeScheduler, version: int, *, is_rejected: bool
 ) -> None:
-    words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 8"
+    words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 9"
     with pytest.raises(ForeignVersion, match=words):
         decode.on_arrival(prompt_of(), of_version(version, offered()), is_rejected=is_rejected)
     assert decode.pop_commands() == []

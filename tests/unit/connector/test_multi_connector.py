@@ -47,6 +47,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import nixl_kv.connector.vllm_config as module
+from lab.local.memory import Fabric
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.vllm_config import prompt_of
 from nixl_kv.errors import ConfigError
@@ -54,7 +55,6 @@ from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
 from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import FIELD, Ticket
-from nixl_kv.transport.memory import Fabric
 from support import recorded_vllm as recorded
 from support.records import rank_description
 from support.tables import written_out

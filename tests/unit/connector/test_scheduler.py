@@ -133,7 +133,7 @@ def counted(scheduler: Scheduler) -> Record:
         pytest.param(
             {"do_remote_prefill": True, "remote_engine_id": "x"}, "lacks the field", id="vLLM's own"
         ),
-        pytest.param({"nixl_kv_ticket": "8..AA"}, "nixl_kv_ticket: ", id="no array"),
+        pytest.param({"nixl_kv_ticket": "9..AA"}, "nixl_kv_ticket: ", id="no array"),
     ],
 )
 def test_a_ticket_that_is_not_valid_is_counted_and_logged(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv import addresses
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
@@ -34,7 +35,6 @@ from nixl_kv.protocol.events import (
     PublishOffer,
 )
 from nixl_kv.protocol.messages import RankDescription, decode_rank, encode
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support import recorded_vllm as recorded
 from support.polling import wait_until
 from support.records import D1, D2, NONCE, P1, layout, prepare_load, prepare_offer, start_load

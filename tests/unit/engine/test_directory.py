@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.engine.directory import (
     BOUNDS,
     DirectoryServer,
@@ -37,7 +38,6 @@ from nixl_kv.protocol.messages import (
     encode,
 )
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Received
-from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import (
     ENGINE_LIFE,
     OTHER_LIFE,
@@ -263,7 +263,7 @@ def test_a_label_that_is_none_changes_nothing(
 ) -> None:
     server = DirectoryServer(MemoryControl(network), HOST, 0, weights="step 7", has_key=True)
     for label in ("two\nlines", "x" * 257, 7, None):
-        wire = msgspec.msgpack.encode(["SetWeights", 8, ANY_INCARNATION, label])
+        wire = msgspec.msgpack.encode(["SetWeights", 9, ANY_INCARNATION, label])
         assert told(network, server, wire) == []
     assert server.weights == "step 7"
     assert "request for a description dropped: " in caplog.text
@@ -273,7 +273,7 @@ def test_a_label_that_is_none_changes_nothing(
 # What is of another version
 
 
-@pytest.mark.parametrize("version", [1, 7, 9, 2**63])
+@pytest.mark.parametrize("version", [1, 8, 10, 2**63])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     network: MemoryNetwork, server: DirectoryServer, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,7 +283,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     payloads = [*map(msgspec.msgpack.encode, foreign), encode(describe())]
     with caplog.at_level(logging.WARNING):
         assert answers(network, server, *payloads) == [VersionRefusal()] * 3 + [description()]
-    assert f"wire version {version}; this side speaks 8" in caplog.text
+    assert f"wire version {version}; this side speaks 9" in caplog.text
     assert len(caplog.records) == 1, "strangers cannot flood the log"
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, MODEL
+from lab.local.memory import Fabric, MemoryTransport
+from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
 from nixl_kv.engine.engine import (
     MAX_SLOTS,
@@ -24,8 +26,6 @@ from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
 from nixl_kv.transport.base import Transport
-from nixl_kv.transport.memory import Fabric, MemoryTransport
-from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
 from support.records import description
 from support.stepped import Background, StepControl
 

@@ -4,6 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from lab.local.memory import MemoryTransport
+from lab.local.memory_control import MemoryControl
 from nixl_kv.config import Config
 from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (
@@ -57,8 +59,6 @@ from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.agents import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
-from nixl_kv.transport.memory import MemoryTransport
-from nixl_kv.transport.memory_control import MemoryControl
 from support.records import HOME, ask, description, digest_request
 from support.stepped import Background, MakeWorld, Stepped, World
 
@@ -410,7 +410,7 @@ def test_what_is_no_description_behind_its_tag_is_counted_and_logged(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loop, "BACKGROUND_BYTES", 0)
-    monkeypatch.setattr(world.prefill.directory, "_answer", lambda _: b"\x92\xabDescription\x08")
+    monkeypatch.setattr(world.prefill.directory, "_answer", lambda _: b"\x92\xabDescription\x09")
     world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
     world.run(5)
     assert counts_of(world.decode)["messages_dropped"] == 1
@@ -429,7 +429,7 @@ def test_only_so_many_descriptions_wait_to_be_decoded(
     assert len(world.decode.background) == MAX_DECODING
 
 
-@pytest.mark.parametrize("version", [1, 7, 9])
+@pytest.mark.parametrize("version", [1, 8, 10])
 def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     world: World, version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -437,7 +437,7 @@ def test_who_speaks_another_version_is_told_which_one_is_spoken_here(
     stranger.send(msgspec.msgpack.encode(["Ask", version, "0" * 32, {}]))
     assert decode_answer(stranger.answer()) == VersionRefusal()
     assert counts_of(world.prefill) == {"messages_dropped": 1}
-    words = f"control message dropped: wire version {version}; this side speaks 8"
+    words = f"control message dropped: wire version {version}; this side speaks 9"
     assert caplog.messages == [words]
 
 
@@ -503,7 +503,7 @@ def test_a_tool_is_answered_and_changes_nothing(world: World) -> None:
     assert world.prefill.turn() is None  # it does not wait for the tool to read
     status = decode_to_tool(tool.answer())
     assert isinstance(status, Status)
-    assert status.engine == "prefill"
+    assert status.facts["engine"] == "prefill"
     assert not world.prefill.results
 
 

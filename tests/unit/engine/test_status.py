@@ -2,9 +2,15 @@
 
 import pytest
 
-from nixl_kv.engine.status import StatusReporter
+from nixl_kv.engine.status import build_status
 from nixl_kv.ids import ANY_INCARNATION, Rank, short
-from nixl_kv.protocol.messages import MAX_LISTED, Status, StatusRequest
+from nixl_kv.protocol.messages import (
+    MAX_LISTED,
+    Status,
+    StatusRequest,
+    decode_to_tool,
+    encode,
+)
 from support.stepped import MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -13,9 +19,10 @@ TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
 def status(rank: Stepped, request: str = "") -> Status:
     """What it says when it has run for ten seconds."""
     spec, now = rank.engine.spec, rank.world.clock()
-    clock = iter((now - 10, now)).__next__
-    reporter = StatusReporter(rank.parts, Rank(0), spec.roles, clock)
-    return reporter.report(StatusRequest(incarnation=ANY_INCARNATION, request=request))
+    question = StatusRequest(incarnation=ANY_INCARNATION, request=request)
+    answer = build_status(rank.parts, Rank(0), spec.roles, lambda: now, now - 10, question)
+    assert decode_to_tool(encode(answer)) == answer
+    return answer
 
 
 def granted(world: World) -> None:
@@ -29,11 +36,15 @@ def test_an_idle_rank_says_who_it_is(make_world: MakeWorld, roles: str) -> None:
     rank = make_world(roles=(roles, roles)).prefill
     answer = status(rank)
     assert answer.incarnation == rank.parts.description.incarnation
-    assert (answer.engine, answer.rank, answer.roles) == ("prefill", 0, roles)
-    assert answer.uptime_s == 10
+    assert answer.facts == {
+        "engine": "prefill",
+        "rank": 0,
+        "roles": roles,
+        "uptime_s": 10,
+        "events_since": None,
+    }
     assert set(answer.totals.values()) == {0}
-    assert (answer.peers, answer.links, answer.offers, answer.loads, answer.story) == ((),) * 5
-    assert answer.events_since is None
+    assert answer.lists == {"peers": [], "links": [], "offers": [], "loads": [], "story": []}
 
 
 def test_offers_say_what_they_wait_for(world: World) -> None:
@@ -43,29 +54,31 @@ def test_offers_say_what_they_wait_for(world: World) -> None:
     world.clock.now += 1
     answer = status(world.prefill)
     assert answer.totals["offers"] == 3
-    of = {offer.request: offer for offer in answer.offers}
-    assert (of["p2"].state, of["p3"].state, of["p1"].state) == ("PREPARED", "OFFERED", "GRANTED")
-    assert (of["p2"].waits_for, of["p2"].ends_in_s) == ("its ticket", None)
-    assert of["p3"].waits_for == "a reader's ask"
-    assert of["p3"].ends_in_s == world.config.offer_ttl_s - 1
-    assert of["p1"].waits_for == "engine 'decode', ranks 0"
-    assert of["p1"].ends_in_s == world.config.lease_s - 1
-    assert (of["p1"].nonce, of["p1"].num_tokens) == (short(world.prefill.ticket(1, 11).nonce), 11)
+    of = {offer["request"]: offer for offer in answer.lists["offers"]}
+    assert [of[name]["state"] for name in ("p2", "p3", "p1")] == ["PREPARED", "OFFERED", "GRANTED"]
+    assert (of["p2"]["waits_for"], of["p2"]["ends_in_s"]) == ("its ticket", None)
+    assert of["p3"]["waits_for"] == "a reader's ask"
+    assert of["p3"]["ends_in_s"] == world.config.offer_ttl_s - 1
+    assert of["p1"]["waits_for"] == "engine 'decode', ranks 0"
+    assert of["p1"]["ends_in_s"] == world.config.lease_s - 1
+    assert of["p1"]["nonce"] == short(world.prefill.ticket(1, 11).nonce)
+    assert of["p1"]["num_tokens"] == 11
 
 
 def test_a_load_says_what_it_waits_for(world: World) -> None:
     granted(world)
-    (load,) = status(world.decode).loads
+    (load,) = status(world.decode).lists["loads"]
     peer = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
-    assert (load.request, load.peer, load.reads) == ("d1", peer, ((0, "GRANTED"),))
-    assert load.waits_for == "local blocks"
-    assert load.late_in_s is None  # it may queue for as long as it likes
+    assert (load["request"], load["peer"], load["reads"]) == ("d1", peer, [[0, "GRANTED"]])
+    assert load["waits_for"] == "local blocks"
+    assert load["late_in_s"] is None  # it may queue for as long as it likes
     world.fabric.reads_hang = True
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run(1)
     answer = status(world.decode)
-    assert answer.loads[0].waits_for == "data"
-    assert answer.loads[0].late_in_s == world.config.request_timeout_s
+    (load,) = answer.lists["loads"]
+    assert load["waits_for"] == "data"
+    assert load["late_in_s"] == world.config.request_timeout_s
     totals = {"peers": 1, "links": 1, "offers": 0, "loads": 1, "reads": 1, "digests": 0, "packs": 0}
     assert answer.totals == {**totals, "events": len(world.decode.parts.event_log)}
 
@@ -73,12 +86,12 @@ def test_a_load_says_what_it_waits_for(world: World) -> None:
 def test_peers_and_links_are_listed(world: World) -> None:
     granted(world)
     answer = status(world.decode)
-    (peer,), (link,) = answer.peers, answer.links
-    assert (peer.engine, peer.state, peer.detail) == ("prefill", "READY", "")
-    assert peer.incarnation == short(world.prefill.description.incarnation)
-    assert link.endpoint == world.prefill.parts.description.endpoint
-    assert (link.sent, link.received) == (1, 1)
-    assert link.idle_s >= 0
+    (peer,), (link,) = answer.lists["peers"], answer.lists["links"]
+    assert (peer["engine"], peer["state"], peer["detail"]) == ("prefill", "READY", "")
+    assert peer["incarnation"] == short(world.prefill.description.incarnation)
+    assert link["endpoint"] == world.prefill.parts.description.endpoint
+    assert (link["sent"], link["received"]) == (1, 1)
+    assert link["idle_s"] >= 0
 
 
 def test_lists_are_bounded_and_totals_are_not(world: World) -> None:
@@ -86,18 +99,20 @@ def test_lists_are_bounded_and_totals_are_not(world: World) -> None:
         world.prefill.prepare_offer(number, [5], 4)
     world.prefill.turn()
     answer = status(world.prefill)
-    assert (len(answer.offers), answer.totals["offers"]) == (MAX_LISTED, MAX_LISTED + 3)
+    assert (len(answer.lists["offers"]), answer.totals["offers"]) == (MAX_LISTED, MAX_LISTED + 3)
 
 
 def test_the_story_of_a_load_has_each_transition_with_its_cause(world: World) -> None:
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
-    assert status(world.decode).story == ()
-    story = status(world.decode, "d1").story
+    assert status(world.decode).lists["story"] == []
+    story = status(world.decode, "d1").lists["story"]
     home = f"engine 'prefill' at tcp://127.0.0.1:{world.prefill.directory.port}"
     rank = f"rank 0 at {world.prefill.parts.description.endpoint}"
-    assert [(e.request, e.peer, e.before, e.after, e.cause) for e in story] == [
+    assert [
+        tuple(e[key] for key in ("request", "peer", "before", "after", "cause")) for e in story
+    ] == [
         ("d1", home, "", "PREPARED", "PrepareLoad: offer 00000000"),
         ("", home, "", "CONNECTING", "PrepareLoad"),
         ("", home, "CONNECTING", "JOINING", "PeerFits: 1 of 1 ranks"),
@@ -110,17 +125,17 @@ def test_the_story_of_a_load_has_each_transition_with_its_cause(world: World) ->
         ("d1", rank, "CHECKING", "DONE", "SlotRead"),
         ("d1", home, "STARTED", "LOADED", ""),
     ]
-    (num_bytes,) = [event.num_bytes for event in story if event.num_bytes]
+    (num_bytes,) = [event["num_bytes"] for event in story if event["num_bytes"]]
     assert num_bytes == world.decode.cache.blocks(OTHER_TABLE).nbytes
-    assert [event.time for event in story] == sorted(event.time for event in story)
+    assert [event["time"] for event in story] == sorted(event["time"] for event in story)
 
 
 def test_the_story_of_an_offer_names_its_readers(world: World) -> None:
     granted(world)
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
-    story = status(world.prefill, "p1").story
-    assert (story[0].before, story[0].after) == ("", "PREPARED")
-    assert (story[-1].before, story[-1].after) == ("GRANTED", "OVER")
-    assert story[-1].cause == "Release: read"
-    assert {event.peer for event in story} >= {"engine 'decode', rank 0", "engine 'decode'"}
+    story = status(world.prefill, "p1").lists["story"]
+    assert (story[0]["before"], story[0]["after"]) == ("", "PREPARED")
+    assert (story[-1]["before"], story[-1]["after"]) == ("GRANTED", "OVER")
+    assert story[-1]["cause"] == "Release: read"
+    assert {event["peer"] for event in story} >= {"engine 'decode', rank 0", "engine 'decode'"}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.local.model_layouts import PACKED
 from nixl_kv.geometry.layout import Part, Region
-from nixl_kv.geometry.model_layouts import PACKED
 from nixl_kv.geometry.views import join_kv, region_from_tensor
 from support.oracle import ALL_ORDERS, ArrayTensor, Blocks, Layer, Store
 

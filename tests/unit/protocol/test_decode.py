@@ -227,7 +227,7 @@ NOT_OURS: dict[str, Any] = {
     "another reader's grant": answered(grant(reader=STRANGER)),
     "the loss of a claim on its way": answered(renewed(CLAIM)),
     "a connection that no load uses": lost(ELSEWHERE),
-    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=9), ELSEWHERE),
+    "a refusal of our version from elsewhere": answered(VersionRefusal(speaks=10), ELSEWHERE),
 }
 NOT_LOST: dict[str, Any] = {
     "nothing": answered(renewed()),
@@ -280,14 +280,14 @@ ANSWERS: dict[str, Script] = {
         (START, failed(Failure(FailureKind.LEASE_LOST, "rank 0"))),
     ),
 }
-OTHER_VERSION = "it speaks wire version 9; this side speaks 8"
+OTHER_VERSION = "it speaks wire version 10; this side speaks 9"
 NEW_LIFE = "it has begun another life since"
 UNUSABLE: dict[str, tuple[Any, Failure]] = {
     "not compatible": (REFUSED, NOT_COMPATIBLE),
     "lost": (lost(HOME, "cannot connect"), unreachable(f"{HOME}: cannot connect")),
     "refused": (answered(refusal(NEW_LIFE), HOME), unreachable(NEW_LIFE)),
     "of another version": (
-        answered(VersionRefusal(speaks=9), HOME),
+        answered(VersionRefusal(speaks=10), HOME),
         unreachable(f"{HOME}: {OTHER_VERSION}"),
     ),
 }
@@ -518,7 +518,7 @@ def test_a_rank_asks_the_ranks_that_its_routes_name() -> None:
 def test_a_rank_of_another_version_is_not_waited_for() -> None:
     """It listens where the one did that was described."""
     failure = unreachable(f"prefill rank 0 is unreachable: {OTHER_VERSION}")
-    refused = (answered(VersionRefusal(speaks=9)),)
+    refused = (answered(VersionRefusal(speaks=10)),)
     play(loading(ASKING), [refused, (START, failed(failure))])
 
 

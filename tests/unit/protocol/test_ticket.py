@@ -45,7 +45,7 @@ PAYLOAD = (
     "magxMC4wLjAuMc0V4NkgMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDGncHJlZmlsbNkgMDAwMDAwMDAwMDAw"
     "MDAwMDAwMDAwMDAwMDAwMDAwMGEI2SAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwZQCg"
 )
-MAC = "b3b3d06e701683d6366f2ce6a63b575c"
+MAC = "885bc95250c99ddff1031434c57e6db6"
 WRITTEN: dict[str, Any] = {
     "remote_engine_id": "prefill",
     "remote_request_id": NONCE,
@@ -53,7 +53,7 @@ WRITTEN: dict[str, Any] = {
     "remote_port": 5600,
     "remote_block_ids": [[]],
     "tp_size": 0,
-    "nixl_kv_ticket": f"8..{PAYLOAD}",
+    "nixl_kv_ticket": f"9..{PAYLOAD}",
 }
 PARAMS: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False, **WRITTEN}
 """The same with the flags, which prefill writes or a router adds."""
@@ -65,7 +65,7 @@ def packed(entries: object) -> str:
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(entries)).decode().rstrip("=")
 
 
-def written(entries: object, *, version: object = 8, mac: str = "") -> dict[str, Any]:
+def written(entries: object, *, version: object = 9, mac: str = "") -> dict[str, Any]:
     """Parameters with these entries in the string, as a client may write them."""
     return {FIELD: f"{version}.{mac}.{packed(entries)}"}
 
@@ -85,7 +85,7 @@ def test_a_ticket_has_this_form() -> None:
     """A change needs a new wire version; what is said to be stable changes never."""
     assert ticket().params(None) == WRITTEN
     assert ticket().params(None, for_in_tree=False) == PARAMS
-    assert ticket().params(KEY) == {**WRITTEN, FIELD: f"8.{MAC}.{PAYLOAD}"}
+    assert ticket().params(KEY) == {**WRITTEN, FIELD: f"9.{MAC}.{PAYLOAD}"}
     assert having() == {FIELD: PARAMS[FIELD]}
 
 
@@ -196,11 +196,11 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
                 (True, "true"),
                 (10**5000, "of type int"),
                 ([["x"] * 10_000], "of type list"),
-                (b"8..AA", "of type bytes"),
+                (b"9..AA", "of type bytes"),
             ]
         ],
         pytest.param(
-            {FIELD: "8.." + "A" * (MAX_LENGTH - 2)},
+            {FIELD: "9.." + "A" * (MAX_LENGTH - 2)},
             "kv_transfer_params: nixl_kv_ticket has 4097 characters; allowed: 4096",
             id="long",
         ),
@@ -215,22 +215,22 @@ def test_what_is_beside_it_does_not_matter(params: object) -> None:
                 "",
                 ".",
                 "..",
-                "8..",
-                "8.AA",
-                "8...AA",
-                f"8.{'a' * 31}.AA",
-                f"8.{'a' * 33}.AA",
-                f"8.{'A' * 32}.AA",
-                f"8.{'é' * 32}.AA",
-                "8..AA=",
-                "8..A+/A",
-                "8..é",
-                "8..AA\n",
-                " 8..AA",
+                "9..",
+                "9.AA",
+                "9...AA",
+                f"9.{'a' * 31}.AA",
+                f"9.{'a' * 33}.AA",
+                f"9.{'A' * 32}.AA",
+                f"9.{'é' * 32}.AA",
+                "9..AA=",
+                "9..A+/A",
+                "9..é",
+                "9..AA\n",
+                " 9..AA",
                 "05..AA",
-                "-8..AA",
-                "+8..AA",
-                "8.0..AA",
+                "-9..AA",
+                "+9..AA",
+                "9.0..AA",
                 "\u0665..AA",
                 "1234567890..AA",
                 "A" * MAX_LENGTH,
@@ -271,7 +271,7 @@ OF_HEAD = ("host", "port", "nonce")
         pytest.param("num_tokens", -1, id="negative tokens"),
         pytest.param("num_tokens", 2**31, id="tokens"),
         pytest.param("num_tokens", 2**63, id="tokens beyond any integer"),
-        pytest.param("num_tokens", 8.0, id="tokens as a fraction"),
+        pytest.param("num_tokens", 9.0, id="tokens as a fraction"),
         pytest.param("epoch", -1, id="negative epoch"),
         pytest.param("epoch", "1", id="epoch is text"),
         pytest.param("weights", "w" * 257, id="long label"),
@@ -326,12 +326,12 @@ def test_a_payload_that_is_no_msgpack_is_refused(payload: bytes) -> None:
     text = base64.urlsafe_b64encode(payload).decode().rstrip("=")
     for parse in (opened, head_of):
         with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-            parse({FIELD: f"8..{text}"})
+            parse({FIELD: f"9..{text}"})
 
 
 def test_a_payload_that_is_no_base64_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"^kv_transfer_params: nixl_kv_ticket: "):
-        opened({FIELD: "8..A"})
+        opened({FIELD: "9..A"})
 
 
 def test_entries_of_a_later_revision_are_left_out() -> None:
@@ -410,7 +410,7 @@ def mac_of(sealed: SealedTicket, key: bytes) -> str:
     return hashlib.blake2b(covered, digest_size=16, key=key).hexdigest()
 
 
-@pytest.mark.parametrize("version", [0, 1, 7, 9, 999_999_999])
+@pytest.mark.parametrize("version", [0, 1, 8, 10, 999_999_999])
 @pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with a key"])
 def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     version: int, key: bytes | None
@@ -421,20 +421,20 @@ def test_a_ticket_of_another_version_is_checked_and_refused_in_words(
     with pytest.raises(ForeignVersion) as refused:
         sealed.open()
     assert str(refused.value) == (
-        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 8"
+        f"kv_transfer_params: nixl_kv_ticket is of wire version {version}; this engine speaks 9"
     )
 
 
 def test_a_ticket_cannot_be_passed_off_as_one_of_another_version() -> None:
     text = ticket().params(KEY)[FIELD]
-    for version in ("7", "9", "88", "0"):
-        forged = SealedTicket.parse({FIELD: text.replace("8.", f"{version}.", 1)})
+    for version in ("8", "10", "88", "0"):
+        forged = SealedTicket.parse({FIELD: text.replace("9.", f"{version}.", 1)})
         with pytest.raises(RemoteProtocolError, match="mac is wrong"):
             forged.check_mac(KEY)
 
 
 def test_the_version_of_tickets_is_that_of_the_wire() -> None:
-    assert SealedTicket.parse(PARAMS).version == WIRE_VERSION == 8
+    assert SealedTicket.parse(PARAMS).version == WIRE_VERSION == 9
 
 
 # The MAC

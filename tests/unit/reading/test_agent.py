@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Memory, Table
 from nixl_kv.geometry.staging import Ring
@@ -33,7 +34,6 @@ from nixl_kv.reading.copying.host import HostCopier
 from nixl_kv.reading.gather.base import Means
 from nixl_kv.reading.peers import PreparedPeers, RemotePeers
 from nixl_kv.reading.staged.copier import HostMemory, Staging
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.memory_gather import EXPORT, MemoryGather
 from support.readable import ReadableRank, engine_of
 from support.records import D1, PEER, grant

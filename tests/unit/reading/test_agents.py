@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import LocalProtocolError, PeerLost, TransportError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Endpoint, Rank, RequestId, new_generation
@@ -37,7 +38,6 @@ from nixl_kv.reading.agents import LEFT_S, MAX_LEFT, TIDY_S, TRY_AGAIN_S, Agents
 from nixl_kv.reading.gather.base import Means
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.transport.base import PeerName, Transport
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.memory_gather import MemoryGather
 from support.readable import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant

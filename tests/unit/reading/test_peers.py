@@ -8,6 +8,7 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import AllowedHosts, Config
 from nixl_kv.errors import IncompatiblePeer, TransportError
 from nixl_kv.geometry.layout import Memory, Span
@@ -24,7 +25,6 @@ from nixl_kv.reading.peers import (
     sample_rows,
 )
 from nixl_kv.transport.base import ListHandle, PeerName, Rows
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from support.readable import ReadableRank, engine_of
 from support.records import PEER
 from support.stepped import Background

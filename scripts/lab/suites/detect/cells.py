@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region
-from nixl_kv.geometry.match import ParallelShape
-from nixl_kv.geometry.model_layouts import (
+from lab.local.model_layouts import (
     EngineShape,
     ModelShape,
     StatePart,
     build_layouts,
 )
+from nixl_kv.geometry.layout import CacheLayout, Group, Part, Region
+from nixl_kv.geometry.match import ParallelShape
 
 ELEMENT: Final = 2
 """Bytes of what is moved when K is transposed."""

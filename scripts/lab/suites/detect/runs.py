@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from lab.local.memory import Fabric, MemoryTransport
 from lab.suites.detect.cells import Cell
 from lab.suites.detect.tally import Tally
 from lab.suites.detect.world import MakeTransport, Order, World
 from nixl_kv.ids import RequestId
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 
 WAVE: Final = 64
 

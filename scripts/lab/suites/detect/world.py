@@ -7,13 +7,13 @@ from typing import Final
 
 import numpy as np
 
+from lab.local import model_layouts
 from lab.local.caches import layout_at
 from lab.local.engine import HOST, LocalEngine, Tables, tables_from
 from lab.suites.detect.cells import Cell, Cut
 from lab.suites.detect.fields import Content, Field, fields_of
 from lab.suites.detect.planting import Planted, Planter, PlantingCopier, PlantingTransport
 from nixl_kv.config import Config
-from nixl_kv.geometry import model_layouts
 from nixl_kv.geometry.layout import ABSENT, STATE_WINDOW, CacheLayout
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import LoadEnded, StartLoad

@@ -14,7 +14,7 @@ import zmq
 from lab.cluster.engines import HOST
 from lab.fuzz.samples import KINDS, sample
 from lab.suites.hostile.victims import Resources, Tally, Victims
-from nixl_kv.cli.running import describe
+from nixl_kv.cli.client import describe
 from nixl_kv.ids import endpoint_at, new_claim, new_nonce
 from nixl_kv.protocol.messages import Ask, encode
 

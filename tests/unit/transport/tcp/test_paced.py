@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import BlockIds, Memory, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.tcp import paced, window
 from nixl_kv.transport.tcp.detect import IsTcp, always, never
 from nixl_kv.transport.tcp.paced import PacedTransport

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lab.local.memory_control import FIRST_PORT, MemoryControl, MemoryLink, MemoryNetwork
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.transport.base import Bounds, FromEndpoint, FromPeer, Link, Lost, Received
-from nixl_kv.transport.memory_control import FIRST_PORT, MemoryControl, MemoryLink, MemoryNetwork
 
 HOST = "127.0.0.1"
 PATIENCE_S = 10.0  # of a test before it fails; none waits so long when all is well

@@ -1,8 +1,8 @@
-"""The data plane inside one process: for tests, examples and the simulator.
+"""An in-memory `Transport`, for tests and the simulator: all engines run in one process.
 
-A `Fabric` joins any number of `MemoryTransport`s. A read copies from address to address, after the
-number of polls that the fabric says, so that whatever happens meanwhile (a block used again, a
-slot cleared) is seen as over a real link. What a test wants to go wrong, it tells the fabric.
+A `Fabric` connects `MemoryTransport`s. A read copies memory after `Fabric.polls` polls, so a block
+that is reused or a fence slot that is cleared meanwhile shows, as over a real link. Tests inject
+faults through the fields of the fabric.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from nixl_kv.transport.base import Indices, PeerName, Rows
 class Fabric:
     """The link between transports of one process, and its faults."""
 
-    polls: int = 1  # so many looks at a read find it under way: the first one is when it is posted
-    reads_hang: bool = False  # no read lands
-    hanging_peers: set[str] = field(default_factory=set)  # no read of theirs lands
-    closes_fail: bool = False  # no transport can be closed
-    lost_peers: set[str] = field(default_factory=set)  # peers that are lost
+    polls: int = 1  # polls that find a read in progress; the poll right after posting counts
+    reads_hang: bool = False  # no read completes
+    hanging_peers: set[str] = field(default_factory=set)  # no read from these peers completes
+    closes_fail: bool = False  # `close` raises
+    lost_peers: set[str] = field(default_factory=set)
     transports: dict[str, "MemoryTransport"] = field(default_factory=dict)
     names: Iterable[int] = field(default_factory=itertools.count)
     bytes_copied: int = 0
@@ -38,7 +38,7 @@ class _List:
     owner: str
 
     def piece(self, index: int) -> tuple[int, int]:
-        """Address and length of the piece with this number."""
+        """Address and length of one piece."""
         ends = np.cumsum(self.rows[:, COUNT].astype(np.int64))
         if not 0 <= index < ends[-1]:
             raise TransportError(f"index {index}; allowed: 0 to {ends[-1] - 1}")
@@ -57,7 +57,7 @@ class _Read:
 
 
 class MemoryTransport:
-    """One side. See `Transport`."""
+    """See `Transport`."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
@@ -66,31 +66,28 @@ class MemoryTransport:
         fabric.transports[self.name] = self
 
     def spread(self, peer: PeerName) -> int:
-        """There are no connections."""
         del peer
         return 1
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
-        """Allow reads from and into this memory."""
         del memory, device
         self._spans.append(span)
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        """All peers cost the same."""
+        """Nothing to warm up."""
 
     def metadata(self) -> bytes:
-        """The name: whoever has it can read."""
+        """The name, which is all that a reader needs."""
         return self.name.encode()
 
     def add_peer(self, metadata: bytes) -> PeerName:
-        """Find a peer on the fabric."""
         name = metadata.decode(errors="replace")
         if name not in self._fabric.transports or name in self._fabric.lost_peers:
             raise PeerLost(f"no peer {name!r} on the fabric")
         return PeerName(name)
 
     def drop_peer(self, peer: PeerName) -> None:
-        """Nothing to forget."""
+        """Nothing to release."""
 
     def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
         """Check that all pieces are registered memory."""
@@ -106,7 +103,7 @@ class MemoryTransport:
         return prepared
 
     def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
-        """Start a copy that lands after the fabric's number of polls."""
+        """Start a copy that completes after `Fabric.polls` polls."""
         local_pieces = [local.piece(int(index)) for index in indices[0]]
         remote_pieces = [remote.piece(int(index)) for index in indices[1]]
         pairs = list(zip(local_pieces, remote_pieces, strict=False))
@@ -119,7 +116,6 @@ class MemoryTransport:
         return _Read(pairs, remote.owner, self._fabric.polls)
 
     def poll(self, read: _Read) -> bool:
-        """Land the read when its time has come."""
         if read.peer in self._fabric.lost_peers or read.peer not in self._fabric.transports:
             raise PeerLost(f"peer {read.peer!r} is gone")
         is_hanging = self._fabric.reads_hang or read.peer in self._fabric.hanging_peers
@@ -138,19 +134,17 @@ class MemoryTransport:
         return 0
 
     def stop(self, read: _Read) -> bool:
-        """All of it is under way."""
         del read
-        return False
+        return False  # nothing of it is left to cancel
 
     def progress(self) -> None:
-        """Nothing to serve: readers help themselves."""
+        """Nothing to do: a reader copies by itself."""
 
     def tidy(self) -> bool:
-        """There are no connections."""
         return False
 
     def close(self) -> None:
-        """Leave the fabric; what was under way never lands."""
+        """Leave the fabric. Reads in progress never complete."""
         if self._fabric.closes_fail:
             raise TransportError("this transport does not end")
         self._fabric.transports.pop(self.name, None)

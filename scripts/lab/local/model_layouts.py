@@ -1,18 +1,18 @@
-"""The cache layouts of engines that need not exist, from a few numbers, by vLLM's rules.
+"""Builds the cache layouts of imaginary engines from a few numbers, by vLLM's paging rules.
 
-Layers        pipeline stages have them in order, divided as evenly as vLLM does.
-Heads         `tp` ranks divide them evenly. Where there are more ranks than heads, neighbouring
-              ranks have copies of one head. A latent cache is one head with content of one piece.
-Groups        layers with a sliding window have block tables of their own. So have states, which
-              layers keep once for all tokens before. vLLM makes all groups of equally many layers.
-              They share the same memory and use different blocks of it.
-States        fit into an entry of a block table: entries are enlarged until they do. An entry of a
-              group of states is one block of one token.
-Memory        one array for a rank. Its axes have any order, from the outermost to the innermost:
-              L layers, B blocks, H heads, N tokens, C content. V follows K inside the content,
-              unless the axis 2 separates them; then each layer has memory of its own.
+Tests and benchmarks use it to plan transfers without an engine. Addresses are invented.
 
-The addresses are made up.
+Layers        Pipeline stages hold consecutive layers, divided as evenly as vLLM does.
+Heads         `tp` ranks divide them evenly. With more ranks than heads, neighbouring ranks hold
+              copies of one head. A latent cache (MLA) has one head with content of one part.
+Groups        Sliding-window layers have their own block tables, and so have recurrent states, which
+              summarise all earlier tokens. vLLM makes all groups of equally many layers. Groups
+              share the same memory and use different blocks of it.
+States        A state fits into one entry of a block table: entries grow until it does. An entry of
+              a group of states is one block of one token.
+Memory        One array per rank. Its axes have any order, from the outermost to the innermost:
+              L layers, B blocks, H heads, N tokens, C content. V follows K within the content,
+              unless the axis 2 separates them; then each layer has its own memory.
 """
 
 import itertools
@@ -36,13 +36,13 @@ from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.geometry.plan import Heads
 
 WHOLE: Final = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""The orders in which a layer's block is in one piece, as it has to be where it may be a state."""
+"""Orders that keep a layer's block contiguous, which a recurrent state needs."""
 
 PACKED: Final = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""vLLM's orders, with K and V in one content."""
+"""vLLM's orders; V follows K within the content."""
 
 APART: Final = ("L2BHNC", "L2BNHC", "LB2HNC", "LB2NHC")
-"""Older orders: K and V in two halves of a layer, or side by side in each block."""
+"""Older orders: K and V in two halves of a layer, or next to each other in each block."""
 
 ORDERS: Final = PACKED + APART
 
@@ -53,7 +53,7 @@ MAX_LAYERS: Final = 1 << 14
 MAX_PARTS: Final = 2
 MAX_ROWS: Final = 8
 FEW_MORE: Final = 1.5
-"""Below this ratio of two kinds of layers, vLLM pads the smaller kind, and does not divide the
+"""Below this ratio of two kinds of layers, vLLM pads the smaller kind instead of dividing the
 larger one."""
 
 
@@ -107,7 +107,6 @@ class ModelShape:
     state: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         check_range("layers", self.layers, high=MAX_LAYERS + 1)
         check_range("kv_heads", self.kv_heads, high=1 << 16)
         check_range("number of parts of content", len(self.content), high=MAX_PARTS + 1)
@@ -138,7 +137,7 @@ class ModelShape:
             raise ValueError(f"window is {self.window}; allowed: 0, or 2 or more")
 
     def groups(self) -> list[tuple[tuple[int, ...], int]]:
-        """The layers that share a block table, and the window of each such group."""
+        """The layers and the window of each group, which has one block table."""
         others = {*self.sliding, *self.without_kv}
         every = (
             ([layer for layer in range(self.layers) if layer not in others], 0),
@@ -159,7 +158,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class EngineShape:
-    """How an engine is divided. `num_blocks` counts blocks of `block_size` tokens.
+    """The parallel shape and the cache of an engine. A block has `block_size` tokens.
 
     Where vLLM's block table counts larger blocks, each entry is `blocks_per_entry` consecutive
     ones of these. `dcp` ranks with the same heads divide the tokens, `interleave` at a time; 0 is
@@ -264,13 +263,12 @@ def pipeline_stages(layers: int, pp: int) -> list[range]:
 
 
 def layer_name(number: int) -> str:
-    """The name that both engines have for a layer."""
     return f"layer.{number}"
 
 
 @dataclass(frozen=True)
 class _RankArray:
-    """One rank's memory; all groups begin at the same address."""
+    """The memory of one rank. All groups begin at the same address."""
 
     model: ModelShape
     engine: EngineShape
@@ -278,7 +276,6 @@ class _RankArray:
     rank: int
 
     def layout(self) -> CacheLayout:
-        """The layout of the whole array."""
         engine = self.engine
         sizes = engine.block_size, engine.num_blocks, engine.blocks_per_entry
         entries = engine.num_blocks // engine.blocks_per_entry
@@ -292,7 +289,6 @@ class _RankArray:
 
     @property
     def stripe(self) -> Stripe:
-        """Which tokens this rank has."""
         engine = self.engine
         copies = max(1, engine.tp // self.model.kv_heads)
         if copies % engine.dcp:
@@ -304,7 +300,6 @@ class _RankArray:
 
     @property
     def shard(self) -> Heads:
-        """The KV heads of this rank."""
         return heads_of_rank(self.rank, self.engine.tp, self.model.kv_heads)
 
     @property
@@ -317,7 +312,6 @@ class _RankArray:
 
     @property
     def widest(self) -> int:
-        """The number of layers in the largest group."""
         return max(len(layers) for layers, _ in self.groups)
 
     @property

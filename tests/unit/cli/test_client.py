@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_kv.cli.running import endpoints_at
+from nixl_kv.cli.client import endpoints_at
 from nixl_kv.keys import write_key_file
 from support.nixl_kv_command import nixl_kv
 

@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nixl_kv.geometry.layout import CacheLayout, Group, Region
-from nixl_kv.geometry.match import holdings
-from nixl_kv.geometry.model_layouts import (
+from lab.local.model_layouts import (
     APART,
     BASE,
     ORDERS,
@@ -24,6 +22,8 @@ from nixl_kv.geometry.model_layouts import (
     layer_name,
     pipeline_stages,
 )
+from nixl_kv.geometry.layout import CacheLayout, Group, Region
+from nixl_kv.geometry.match import holdings
 
 SMALL = ModelShape(layers=3, kv_heads=4, content=(2, 2), element="float16")
 LATENT = ModelShape(layers=3, kv_heads=1, content=(5,), element="bfloat16")

@@ -1,11 +1,10 @@
-"""The control plane inside one process: for tests, examples and simulation.
+"""An in-memory `ControlPlane`, for tests and the simulator: all engines run in one process.
 
-A `MemoryNetwork` joins any number of `MemoryControl`s. Messages arrive at once, on any thread; on a
-network that holds messages (`held`), each is under way until `deliver` is called for it, and a loss
-is unknown to the side that connected until `report_loss` is. So a test decides what arrives, in
-which order, how often, and what is lost.
+A `MemoryNetwork` connects `MemoryControl`s. By default a message arrives at once, on any thread. On
+a network with `held`, a message waits for `deliver`, and the connecting side learns of a broken
+link through `report_loss`. So a test chooses order, duplicates and losses.
 
-Each link leads from the side that connected to the endpoint of a listener, which answers on it.
+A link connects one `MemoryControl` to the endpoint of a listener, which replies on the same link.
 """
 
 import threading

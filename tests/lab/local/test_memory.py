@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import Span, block_ids
 from nixl_kv.transport.base import Indices, PeerName, ReadHandle, Rows
-from nixl_kv.transport.memory import Fabric, MemoryTransport
 
 
 def rows(*table: tuple[int, int, int, int, int]) -> Rows:

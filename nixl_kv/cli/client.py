@@ -1,0 +1,291 @@
+"""Talks to running engines over the control plane that engines use among themselves.
+
+An engine's directory (`HOST:PORT`) answers with the engine description. The description has the
+endpoint of each rank, and each rank answers with its status. An engine with a key answers only
+clients that have the key.
+"""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeAlias, TypeVar
+
+from nixl_kv.config import KEY_VARIABLE, Config
+from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
+from nixl_kv.keys import Keys, find_user_key, parse_key, read_key_file
+from nixl_kv.protocol import messages
+from nixl_kv.transport.base import FromEndpoint, Lost
+from nixl_kv.transport.zmq import ZmqControl
+
+ANSWER_TIMEOUT_S: Final = 5.0
+DRAIN_POLL_S: Final = 0.25
+
+ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
+"""`HOST:PORT`. An IPv6 literal stands in brackets."""
+
+MAX_PORT: Final = 65_535
+
+T = TypeVar("T")
+
+RankAnswer: TypeAlias = tuple[messages.RankDescription, messages.Status | NixlKVError]
+"""A rank with its status, or with the error that came instead."""
+
+
+def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
+    """Find the key: `--key-file`, else the environment, else this user's key on this host.
+
+    Returns None with `insecure`: the engine has no key.
+
+    Raises:
+        ValueError: names the option or variable and what is wrong with it.
+    """
+    if insecure and path is not None:
+        raise ValueError("--key-file and --insecure are given; allowed: one of them")
+    if insecure:
+        return None
+    text = os.environ.get(KEY_VARIABLE)
+    try:
+        if path is not None:
+            return read_key_file(path)
+        return parse_key(text, KEY_VARIABLE) if text else find_user_key()
+    except ConfigError as error:
+        reason = str(error)
+        if path is not None:  # the setting key_file is the option --key-file here
+            reason = f"--{reason.replace('_', '-', 1)}"
+        raise ValueError(reason) from error
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The `HOST:PORT` of an engine that these environment variables alone configure.
+
+    Raises:
+        ConfigError: names the variable, its value and what is allowed.
+    """
+    config = Config.parse({"insecure": True}, environ)
+    return endpoint_at(config.host, config.port).removeprefix("tcp://")
+
+
+def endpoints_at(where: str, *, option: str) -> list[Endpoint]:
+    """All endpoints of `HOST:PORT`. The host is a name or an IP literal.
+
+    Raises:
+        ValueError: names the option, its value and what is allowed, or says that the host name
+            does not resolve.
+    """
+    match = ADDRESS.fullmatch(where)
+    if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
+        raise ValueError(f"{option} is {where!r}; allowed: HOST:PORT")
+    host, port = match["ipv6"] or match["host"], int(match["port"])
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ValueError(f"{option} {where}: {host}: {reason}") from error
+    return list(dict.fromkeys(endpoint_at(str(info[4][0]), port) for info in infos))
+
+
+def ask_first(where: str, ask: Callable[[Endpoint], T], *, option: str = "--at") -> T:
+    """Call `ask` with each endpoint of `HOST:PORT` until one answers, and return that answer.
+
+    Raises:
+        ValueError: no endpoint answered; names the option, the address and each error.
+    """
+    errors: list[str] = []
+    for endpoint in endpoints_at(where, option=option):
+        try:
+            return ask(endpoint)
+        except NixlKVError as error:  # noqa: PERF203 - the next endpoint may answer
+            errors.append(str(error))
+    raise ValueError(f"{option} {where}: {'; '.join(dict.fromkeys(errors))}")
+
+
+def describe_at(where: str, keys: Keys | None, *, option: str = "--at") -> messages.Description:
+    """The description of the engine at `HOST:PORT`; raises like `ask_first`."""
+    return ask_first(where, partial(describe, keys=keys), option=option)
+
+
+def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
+    """The description of the engine whose directory listens at this endpoint.
+
+    Raises:
+        NixlKVError: no answer, or an answer other than a description.
+    """
+    question = messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
+    answer = _exchange({endpoint: messages.encode(question)}, keys)[endpoint]
+    message = _decode(answer, messages.decode_answer)
+    if isinstance(message, messages.Refusal):
+        raise TransportError(f"refused: {message.reason}")
+    if not isinstance(message, messages.Description):
+        raise TransportError(f"answered with {type(message).__name__}")
+    return message
+
+
+def rank_statuses(
+    description: messages.Description, keys: Keys | None = None, request: str = ""
+) -> list[RankAnswer]:
+    """Ask every rank of an engine for its status, all at once; the answers are in rank order.
+
+    If `request` is not empty, each status has the events of all requests whose id contains it.
+    """
+    questions = {
+        rank.endpoint: messages.encode(
+            messages.StatusRequest(incarnation=rank.incarnation, request=request)
+        )
+        for rank in description.ranks
+    }
+    answers = _exchange(questions, keys)
+    statuses: list[RankAnswer] = []
+    for rank in description.ranks:
+        try:
+            status = _decode_as(messages.Status, answers[rank.endpoint])
+        except NixlKVError as error:  # noqa: PERF203 - other ranks may have answered
+            statuses.append((rank, error))
+        else:
+            statuses.append((rank, status))
+    return statuses
+
+
+def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None, *, undo: bool = False) -> int:
+    """Tell the engine whose directory listens here to stop offering, or with `undo` to resume.
+
+    Returns the number of requests that arrived before the order and are not offered yet.
+
+    Raises:
+        NixlKVError: no answer, or the engine refuses.
+    """
+    question = messages.encode(messages.Drain(incarnation=ANY_INCARNATION, undo=undo))
+    answer = _decode_as(messages.Draining, _exchange({endpoint: question}, keys)[endpoint])
+    if answer.is_refused:
+        raise TransportError("refused: an engine without a key can be drained only from its host")
+    return answer.num_awaited
+
+
+def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> str:
+    """Change the weights label of the engine whose directory listens here; returns the old label.
+
+    Raises:
+        NixlKVError: no answer, or the engine refuses.
+    """
+    question = messages.encode(messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights))
+    answer = _decode_as(messages.WeightsSet, _exchange({endpoint: question}, keys)[endpoint])
+    if answer.refusal:
+        raise TransportError(f"refused: {answer.refusal}")
+    return answer.former
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The work that a draining engine still has. `silent` has an error for each silent rank."""
+
+    awaited: int
+    offers: int
+    loads: int
+    silent: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.awaited or self.offers or self.loads or self.silent)
+
+    def __str__(self) -> str:
+        counts = (
+            f"{self.awaited:,} requests not offered yet, "
+            f"{self.offers:,} offers, {self.loads:,} loads"
+        )
+        return "; ".join((counts, *self.silent))
+
+
+def drain(
+    where: str, keys: Keys | None, timeout_s: float, say: Callable[[Unfinished], object]
+) -> Unfinished:
+    """Tell the engine at `HOST:PORT` to drain, then poll it until it has finished.
+
+    Calls `say` whenever the remaining work has changed.
+
+    Returns:
+        The work that is left after `timeout_s`; it is false once the engine has finished.
+
+    Raises:
+        ValueError: the engine does not answer; names the address.
+    """
+    until = time.monotonic() + timeout_s
+    last = None
+    while True:
+        unfinished = _unfinished(where, keys)
+        if unfinished != last:
+            say(unfinished)
+            last = unfinished
+        if not unfinished or time.monotonic() >= until:
+            return unfinished
+        time.sleep(DRAIN_POLL_S)
+
+
+def _unfinished(where: str, keys: Keys | None) -> Unfinished:
+    # Count requests before offers: a request becomes an offer before it leaves the first count, so
+    # it is in at least one of the two.
+    awaited = ask_first(where, partial(ask_to_drain, keys=keys))
+    answers = rank_statuses(describe_at(where, keys), keys)
+    totals = [answer.totals for _, answer in answers if isinstance(answer, messages.Status)]
+    return Unfinished(
+        awaited,
+        max((each.get("offers", 0) for each in totals), default=0),
+        max((each.get("loads", 0) for each in totals), default=0),
+        tuple(
+            f"rank {number} gives no status: {answer}"
+            for number, (_, answer) in enumerate(answers)
+            if not isinstance(answer, messages.Status)
+        ),
+    )
+
+
+def _decode_as(kind: type[T], answer: bytes | TransportError) -> T:
+    message = _decode(answer, messages.decode_to_tool)
+    if not isinstance(message, kind):
+        raise TransportError(f"answered with {type(message).__name__}")
+    return message
+
+
+def _decode(
+    answer: bytes | TransportError, decode: Callable[[bytes], T | messages.VersionRefusal]
+) -> T:
+    """Decode an answer of `_exchange`.
+
+    Raises:
+        NixlKVError: there is no answer, it is malformed, or it has another wire version.
+    """
+    if isinstance(answer, TransportError):
+        raise answer
+    message = decode(answer)
+    if isinstance(message, messages.VersionRefusal):
+        raise ForeignVersion(str(message))
+    return message
+
+
+def _exchange(
+    questions: Mapping[Endpoint, bytes], keys: Keys | None
+) -> dict[Endpoint, bytes | TransportError]:
+    """Send one message to each endpoint, and wait for one answer from each."""
+    answers: dict[Endpoint, bytes | TransportError] = {}
+    control = ZmqControl(keys)
+    try:
+        for endpoint, question in questions.items():
+            try:
+                control.send(endpoint, question)
+            except TransportError as error:  # noqa: PERF203 - other endpoints may be reachable
+                answers[endpoint] = error
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while len(answers) < len(questions) and (left_s := deadline - time.monotonic()) > 0:
+            for item in control.poll(left_s):
+                match item:
+                    case FromEndpoint():
+                        answers.setdefault(item.endpoint, item.payload)
+                    case Lost():
+                        answers.setdefault(item.endpoint, TransportError(item.reason))
+    finally:
+        control.close()
+    silence = TransportError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+    return {endpoint: answers.get(endpoint, silence) for endpoint in questions}

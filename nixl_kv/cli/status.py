@@ -1,0 +1,183 @@
+"""Prints the status of a running engine, for people or as JSON.
+
+A status is an open record (`protocol.messages.Status`): each of its lists becomes a table, and the
+keys of the records become columns. A key that `engine/status.py` adds shows up here by itself. All
+texts may come from clients and peers, so control characters are escaped.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any, Final, TypeAlias
+
+from rich.console import Console
+
+from nixl_kv.cli.client import RankAnswer
+from nixl_kv.cli.compare import engine_text
+from nixl_kv.cli.text import num_bytes_text, plain_table, print_line, wide_console
+from nixl_kv.errors import printable
+from nixl_kv.protocol.messages import MAX_LISTED, Description, Status
+
+Record: TypeAlias = Mapping[str, Any]
+
+STORY: Final = "story"
+"""The list with the events of the requests that were asked for."""
+
+MINUTE_S: Final = 60
+
+
+def print_status(
+    description: Description, answers: Sequence[RankAnswer], request: str | None
+) -> None:
+    """Print the status of each rank.
+
+    Args:
+        description: the engine's description.
+        answers: the answers of its ranks, in rank order.
+        request: part of a request id. If it is not None, the matching events follow.
+    """
+    console = wide_console()
+    print_line(console, f"engine {engine_text(description)}")
+    for number, (rank, answer) in enumerate(answers):
+        console.print()
+        start = f"rank {number} at {rank.endpoint}"
+        if isinstance(answer, Status):
+            print_line(console, f"{start}: {_summary(answer)}")
+            _print_lists(console, answer)
+        else:
+            print_line(console, f"{start} gives no status: {answer}")
+    if request is not None:
+        console.print()
+        _print_story(console, answers, request)
+
+
+def status_as_json(description: Description, answers: Sequence[RankAnswer]) -> Record:
+    """All fields. A rank that gave no status has the key `error` instead."""
+    ranks = [
+        {
+            **(
+                {
+                    "incarnation": answer.incarnation,
+                    "totals": answer.totals,
+                    **answer.facts,
+                    **answer.lists,
+                }
+                if isinstance(answer, Status)
+                else {"error": str(answer)}
+            ),
+            "rank": number,
+            "endpoint": rank.endpoint,
+        }
+        for number, (rank, answer) in enumerate(answers)
+    ]
+    return {
+        "engine": description.engine,
+        "incarnation": description.incarnation,
+        "model": description.model,
+        "extras": description.extras,
+        "tp": description.shape.tp,
+        "pp": description.shape.pp,
+        "ranks": ranks,
+    }
+
+
+def _summary(status: Status) -> str:
+    roles, uptime = status.facts.get("roles"), _cell_text("uptime_s", status.facts.get("uptime_s"))
+    totals = ", ".join(f"{name} {count:,}" for name, count in status.totals.items())
+    return f"{roles}; up for {uptime}; {totals}"
+
+
+def _print_lists(console: Console, status: Status) -> None:
+    """Print a table for each list with records; the summary has the totals of all lists."""
+    for name, records in status.lists.items():
+        if name == STORY or not records:
+            continue
+        total = status.totals.get(name, 0)
+        bound = f" (the first {MAX_LISTED:,} of {total:,})" if total > MAX_LISTED else ""
+        print_line(console, f"{name}{bound}:")
+        keys = list(dict.fromkeys(key for record in records for key in record))
+        rows = ([_cell_text(key, record.get(key)) for key in keys] for record in records)
+        console.print(plain_table(map(_heading, keys), rows, overflow="fold"))
+
+
+def _print_story(console: Console, answers: Sequence[RankAnswer], request: str) -> None:
+    """Print the events of all ranks in one table, in time order."""
+    statuses = [answer for _, answer in answers if isinstance(answer, Status)]
+    events = [
+        {**event, "rank": status.facts.get("rank")}
+        for status in statuses
+        for event in status.lists.get(STORY, ())
+    ]
+    events.sort(key=_time)
+    kept_since = max((_time(status.facts, "events_since") for status in statuses), default=0.0)
+    line = f"{len(events):,} events of requests whose id contains {request!r}"
+    if kept_since:
+        line += f"; events are kept since {time_text(kept_since)}"
+    print_line(console, line)
+    if statuses and not events:
+        print_line(
+            console,
+            "Either the events were dropped as too old, or the engine started no transfer: then "
+            "its log says why it refused the ticket.",
+        )
+    if events:
+        headings = ("time", "after", "rank", "request", "peer", "states", "cause", "bytes")
+        console.print(plain_table(headings, _event_rows(events), overflow="fold"))
+
+
+def _event_rows(events: Iterable[Record]) -> Iterator[Sequence[str]]:
+    previous: float | None = None
+    for event in events:
+        time = _time(event)
+        before, after = event.get("before"), event.get("after")
+        yield (
+            time_text(time),
+            f"{time - (time if previous is None else previous):.3f} s",
+            f"{event.get('rank')}",
+            f"{event.get('request')}",
+            f"{event.get('peer')}",
+            f"{before} -> {after}" if before else f"{after}",
+            f"{event.get('cause')}",
+            _cell_text("num_bytes", event.get("num_bytes") or None),
+        )
+        previous = time
+
+
+def _time(record: Record, key: str = "time") -> float:
+    """Seconds since the epoch; 0 if the record has none."""
+    time = record.get(key)
+    return float(time) if isinstance(time, int | float) else 0.0
+
+
+def _heading(key: str) -> str:
+    """The column heading of a key, without the unit that the cells show."""
+    return printable(key.removeprefix("num_").removesuffix("_s").replace("_", " "))
+
+
+def _cell_text(key: str, value: object) -> str:
+    """Format one value; the key says what it is."""
+    if value is None:
+        return "no limit" if key.endswith("_in_s") else ""
+    if isinstance(value, list):
+        return ", ".join(" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in value)
+    if not isinstance(value, int | float):
+        return str(value)
+    if key == "num_bytes":
+        return num_bytes_text(value)
+    if key.endswith("_s"):
+        return duration_text(value) if value >= 0 else f"{duration_text(-value)} ago"
+    return f"{value:,}"
+
+
+def duration_text(seconds: float) -> str:
+    """Such as "0.25 s", "12 min 5 s" or "3 h 7 min"."""
+    if round(seconds) < MINUTE_S:
+        return f"{round(seconds, 3 if seconds < 1 else 1):g} s"
+    minutes, rest_s = divmod(round(seconds), MINUTE_S)
+    if minutes < MINUTE_S:
+        return f"{minutes} min {rest_s} s"
+    return f"{minutes // MINUTE_S:,} h {minutes % MINUTE_S} min"
+
+
+def time_text(time: float) -> str:
+    """Local time with milliseconds and the UTC offset. `time` is in seconds since the epoch."""
+    return datetime.fromtimestamp(time, timezone.utc).astimezone().isoformat(" ", "milliseconds")

@@ -1,0 +1,391 @@
+"""`nixl-kv plan`: who reads whom, in how many pieces, for engines of many shapes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from lab.local.model_layouts import EngineShape, ModelShape, StatePart
+from nixl_kv.cli.compare import compare, example_reads, layers_text, ranges_text, run_lengths
+from nixl_kv.geometry import match
+from nixl_kv.geometry.plan import plan as make_plan
+from nixl_kv.protocol.messages import Description
+from support.nixl_kv_command import HYBRID, QWEN3_8B, described, nixl_kv, plan, plan_figures
+
+REPO = Path(__file__).resolve().parents[3]
+IN_TREE = 36_864
+"""Descriptors of vLLM's own connector for 16,384 tokens of Qwen3-8B, TP1 to TP2 in LBHNC."""
+
+MODEL = ModelShape(6, 4, (8, 8), "bfloat16")
+WINDOWS = ModelShape(6, 4, (8, 8), "bfloat16", 24, (0, 1, 3, 4))
+ORDERS = ("LBHNC", "LBNHC", "BHLNC", "LB2HNC")
+CUTS = (((1, 4), (1, 4)), ((2, 4), (1, 12)), ((1, 8), (4, 12)))
+
+
+def engines(
+    prefill: EngineShape, decode: EngineShape, model: ModelShape = QWEN3_8B
+) -> tuple[Description, Description]:
+    return described(prefill, model), described(decode, model)
+
+
+def one_to_two(order: str) -> tuple[Description, Description]:
+    return engines(EngineShape(order=order), EngineShape(tp=2, order=order))
+
+
+# --- figures
+
+
+@pytest.mark.parametrize(
+    ("order", "runs", "length", "descriptors"),
+    [
+        pytest.param("LBHNC", 36, 32 << 10, IN_TREE, id="one run per layer"),
+        pytest.param("BHLNC", 1, 36 * 32 << 10, 1024, id="one run per block"),
+        pytest.param("LB2HNC", 72, 16 << 10, 2 * IN_TREE, id="K and V of each layer"),
+        pytest.param("LBNHC", 36 * 16, 2 << 10, 16 * IN_TREE, id="tokens outside of heads"),
+    ],
+)
+def test_figures_of_qwen3_8b_from_tp1_to_tp2(
+    order: str, runs: int, length: int, descriptors: int
+) -> None:
+    figures = plan_figures(*one_to_two(order))
+    assert [(link["reader"], link["source"]) for link in figures["links"]] == [(0, 0), (1, 0)]
+    assert [link["heads"] for link in figures["links"]] == [[[0, 4]], [[4, 8]]]
+    for link in figures["links"]:
+        assert (link["layers"], link["layer_numbers"]) == (36, "0-35")
+        assert link["period"] == 16
+        assert link["runs_per_period"] == runs
+        assert link["run_bytes"] == [length, length, length]
+        assert link["bytes_per_token"] == 72 << 10
+        assert link["request_bytes"] == 16_384 * 72 << 10
+        assert link["descriptors"] == link["descriptors_in_a_row"] == descriptors
+        assert link["index_bytes"] == 8 * descriptors
+    assert figures["total"] == {
+        "links": 2,
+        "bytes": 16_384 * 144 << 10,
+        "descriptors": 2 * descriptors,
+        "descriptors_in_a_row": 2 * descriptors,
+        "state_bytes": 0,
+        "state_runs": 0,
+    }
+    assert figures["mismatches"] == figures["unread"] == []
+    assert figures["tokens"] == 16_384
+
+
+def test_table_has_a_row_for_each_pair_of_ranks() -> None:
+    result = plan(*one_to_two("LBHNC"))
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines()]
+    row = "0 0 0-35 0-3 1, 1 36, 36 36 32 KiB 72 KiB 1.12 GiB 36,864 36,864 288 KiB"
+    assert row.split() in lines
+    assert row.replace("0 0 0-35 0-3", "1 0 0-35 4-7").split() in lines
+    assert result.stdout.splitlines()[:2] == [
+        "prefill: E, TP1, PP1, 30,000 blocks of 16 tokens in VRAM",
+        "decode:  E, TP2, PP1, 30,000 blocks of 16 tokens in VRAM",
+    ]
+    assert "73,728 descriptors scattered, 73,728 in a row" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_consecutive_blocks_are_one_run_per_layer() -> None:
+    link = plan_figures(*engines(EngineShape(tp=2), EngineShape(tp=2)))["links"][0]
+    assert (link["descriptors"], link["descriptors_in_a_row"]) == (IN_TREE, 36)
+
+
+def test_dcp_ranks_share_the_tokens_of_their_heads() -> None:
+    prefill = EngineShape(tp=8)
+    links = plan_figures(*engines(prefill, EngineShape(tp=16, dcp=2)))["links"]
+    assert [link["source"] for link in links] == [n // 2 for n in range(16)]
+    whole = plan_figures(*engines(prefill, EngineShape(tp=16)))["links"]
+    assert {link["descriptors"] for link in links} == {whole[0]["descriptors"] // 2}
+    assert {link["request_bytes"] for link in links} == {whole[0]["request_bytes"] // 2}
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["prefill", "decode"])
+def test_runs_of_unequal_blocks_are_counted_over_a_period(side: int) -> None:
+    sizes = [16, 16]
+    sizes[side] = 48
+    asked = engines(EngineShape(block_size=sizes[0]), EngineShape(block_size=sizes[1]))
+    (link,) = plan_figures(*asked)["links"]
+    assert link["period"] == 48
+    assert link["entry_sizes"] == [[sizes[1]], [sizes[0]]]
+    assert link["runs_per_period"] == 36 * 8 * 3
+    assert link["run_bytes"] == [8 << 10] * 3
+    shown = plan(*asked).stdout
+    assert f"{sizes[1]} tokens on decode and {sizes[0]} on prefill" in shown
+    assert "every 48 tokens" in shown
+
+
+def test_runs_of_several_lengths_show_shortest_median_and_longest() -> None:
+    asked = engines(EngineShape(tp=8, block_size=64), EngineShape(tp=8, block_size=48))
+    link = plan_figures(*asked)["links"][0]
+    assert link["period"] == 192
+    # Segments of 48, 16, 32, 32, 16 and 48 tokens, of one head.
+    assert link["run_bytes"] == [16 * 512, 32 * 512, 48 * 512]
+    assert "8 KiB / 16 KiB / 24 KiB" in plan(*asked).stdout
+
+
+HYBRIDS = engines(EngineShape(block_size=128), EngineShape(tp=2, block_size=128), HYBRID)
+
+
+def test_states_are_read_once_per_request_of_any_length() -> None:
+    links = [plan_figures(*HYBRIDS, f"--tokens {n}")["links"][0] for n in (384, 768)]
+    assert links[0]["state"] == links[1]["state"]
+    parts = [(one["part"], one["heads"], one["num_bytes"]) for one in links[0]["state"]]
+    assert parts == [
+        ("query", [0, 1], 3 * 3 * 256),
+        ("key", [0, 1], 3 * 3 * 256),
+        ("value", [0, 2], 3 * 3 * 512),
+        ("state", [0, 2], 3 * 2 * 128 * 128 * 4),
+    ]
+    state = sum(size for _, _, size in parts)
+    # In each layer: three rows of three projections, and two consecutive heads of the state.
+    assert [link["state_runs"] for link in links] == [3 * (3 * 3 + 1)] * 2
+    assert [link["request_bytes"] for link in links] == [384 * 512 + state, 768 * 512 + state]
+    assert [link["descriptors"] for link in links] == [30 + 3, 30 + 6]
+    for link in links:
+        assert (link["layers"], link["heads"], link["entry_sizes"]) == (4, [[0, 2]], [[384]] * 2)
+        assert (link["bytes_per_token"], link["runs_per_period"]) == (512, 3)
+
+
+def test_states_have_a_table_of_their_own() -> None:
+    shown = plan(*HYBRIDS).stdout
+    assert "prefill: E, TP1, PP1, 10,000 blocks of 384 tokens in VRAM" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["0", "0", "0-2", "query", "0", "2.25", "KiB"] in rows
+    assert ["1", "0", "0-2", "state", "2-3", "384", "KiB"] in rows
+    assert "786 KiB of recurrent states in 60 descriptors" in shown
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "BLHNC", "BLNHC"])
+def test_states_have_the_same_bytes_in_other_orders(order: str) -> None:
+    prefill = EngineShape(pp=2, block_size=128, order=order)
+    figures = plan_figures(*engines(prefill, EngineShape(tp=2, block_size=64), HYBRID))
+    assert figures["total"]["state_bytes"] == 3 * (2 * 3 * 512 + 3 * 1024 + 4 * 65536)
+
+
+def test_prefill_ranks_that_no_rank_reads_are_released() -> None:
+    asked = engines(EngineShape(tp=16), EngineShape(tp=8))
+    figures = plan_figures(*asked)
+    assert len(figures["links"]) == 8
+    read = {link["source"] for link in figures["links"]}
+    unread = {one["source"]: one["released_by"] for one in figures["unread"]}
+    assert read | set(unread) == set(range(16))
+    assert all(reader == source % 8 for source, reader in unread.items())
+    assert ", ".join(f"{s} ({r})" for s, r in unread.items()) in plan(*asked).stdout
+
+
+def test_pipeline_stages_read_the_layers_they_hold() -> None:
+    asked = engines(EngineShape(pp=2), EngineShape(pp=3))
+    links = plan_figures(*asked)["links"]
+    pairs = [(link["reader"], link["source"], link["layer_numbers"]) for link in links]
+    assert pairs == [(0, 0, "0-11"), (1, 0, "12-17"), (1, 1, "18-23"), (2, 1, "24-35")]
+    assert all(layers in plan(*asked).stdout for _, _, layers in pairs)
+
+
+def test_blocks_that_a_window_has_passed_are_not_read() -> None:
+    sliding = tuple(layer for layer in range(36) if layer % 6 != 5)
+    model = ModelShape(36, 8, (256, 256), "bfloat16", 1024, sliding)
+    (link,) = plan_figures(*engines(EngineShape(), EngineShape(), model))["links"]
+    assert link["runs_per_period"] == 36
+    assert link["descriptors"] == 6 * 1024 + 30 * 64
+    assert link["request_bytes"] == link["descriptors"] * 16 * 8 * 512
+
+
+def test_every_rank_reads_the_one_latent_head() -> None:
+    latent = ModelShape(61, 1, (1152,), "bfloat16")
+    result = plan(*engines(EngineShape(tp=2), EngineShape(tp=4), latent))
+    rows = [line.split()[:4] for line in result.stdout.splitlines() if " 0-60 " in line]
+    assert rows == [[str(n), str(n % 2), "0-60", "0"] for n in range(4)]
+
+
+def test_the_default_prompt_fits_into_the_smaller_cache() -> None:
+    asked = engines(EngineShape(num_blocks=100), EngineShape(tp=2, num_blocks=200))
+    assert plan_figures(*asked)["tokens"] == 1600
+    assert plan_figures(*asked, "--tokens 160")["tokens"] == 160
+
+
+def test_a_prompt_that_fills_the_cache_has_scattered_blocks() -> None:
+    full = EngineShape(num_blocks=64)
+    (link,) = plan_figures(*engines(full, full))["links"]
+    assert link["descriptors"] == 64 * 36
+    assert link["descriptors_in_a_row"] == 36
+
+
+# --- the figures against the planner
+
+
+@pytest.mark.parametrize(
+    ("model", "here", "there", "cut"),
+    [
+        *[(MODEL, "LBHNC", "BHLNC", cut) for cut in CUTS],
+        *[(WINDOWS, here, there, CUTS[-1]) for here in ORDERS for there in ORDERS],
+    ],
+    ids=str,
+)
+def test_run_lengths_add_up_to_what_the_planner_reads(
+    model: ModelShape, here: str, there: str, cut: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    decode, prefill = (
+        described(EngineShape(tp=tp, block_size=block, num_blocks=300, order=order), model)
+        for (tp, block), order in zip(cut, (here, there), strict=True)
+    )
+    links = {(link.reader, link.source): link for link in compare(decode, prefill, 96).links}
+    assert links
+    ours, theirs = ([rank.layout for rank in engine.ranks] for engine in (decode, prefill))
+    held = [[match.holdings(layout) for layout in layouts] for layouts in (ours, theirs)]
+    for (reader, source), figures in links.items():
+        (route,) = (r for r in match.routes(reader, *held) if r.remote_rank == source)
+        planned = make_plan(ours[reader], theirs[source], route.share)
+        for reads in (
+            example_reads(planned, 96),
+            example_reads(planned, 96, scattered=False),
+            example_reads(planned, 96, windows=False),
+        ):
+            lengths = run_lengths(planned, reads)
+            assert len(lengths) == reads.num_runs
+            assert lengths.sum() == reads.num_bytes
+        whole = example_reads(planned, 96, windows=False)
+        assert whole.num_runs == figures.runs_per_period * 96 // figures.period
+        assert whole.num_bytes == figures.bytes_per_token * 96
+        assert figures.descriptors_in_a_row <= figures.descriptors
+
+
+def test_every_rank_reads_each_of_its_heads_once() -> None:
+    prefill, decode = engines(
+        EngineShape(tp=2, pp=3, num_blocks=300), EngineShape(tp=8, pp=2, num_blocks=300), MODEL
+    )
+    read = sum(link.bytes_per_token for link in compare(decode, prefill, None).links)
+    assert read == 2 * 6 * 4 * 16  # eight ranks hold two copies of four heads
+
+
+def test_scattered_blocks_are_never_neighbours() -> None:
+    layout = described(EngineShape(num_blocks=100), MODEL).ranks[0].layout
+    reads = example_reads(make_plan(layout, layout), 50 * 16)
+    assert reads.num_runs == 50 * 6
+    assert (np.diff(reads.local[:50]) == 2).all()
+    assert (np.diff(reads.remote[:50]) == -2).all()
+
+
+# --- engines that do not fit, and bad input
+
+
+def test_prefill_may_have_more_extras_than_decode_but_not_fewer() -> None:
+    plain = described(EngineShape(), MODEL)
+    drafting = msgspec.structs.replace(plain, extras={"draft": "one"})
+    assert compare(plain, drafting, 100).mismatches == ()
+    assert compare(drafting, drafting, 100).mismatches == ()
+    (mismatch,) = compare(drafting, plain, 100).mismatches
+    assert str(mismatch) == "draft is 'one' here and None there"
+
+
+def test_a_mismatch_exits_1_and_is_named() -> None:
+    prefill = described(EngineShape())
+    decode = described(EngineShape(), facts={"served_model_name": "llama"})
+    result = plan(prefill, decode)
+    assert result.exit_code == 1
+    assert "served_model_name is 'llama' here and 'qwen' there" in result.stdout
+    result = plan(prefill, decode, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["mismatches"] == [
+        {"field": "served_model_name", "decode": "llama", "prefill": "qwen"}
+    ]
+
+
+def test_names_of_an_engine_cannot_control_the_terminal() -> None:
+    part = StatePart("p\x1b[2J\n", 2, 8, "bfloat16 state")
+    model = ModelShape(2, 2, (64, 64), "bfloat16", recurrent=(0,), without_kv=(0,), state=(part,))
+    prefill, decode = (
+        described(EngineShape(num_blocks=100), model, name=f"{side}\x1b]0;") for side in "PD"
+    )
+    result = plan(prefill, decode)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout
+    assert r"P\x1b]0;" in result.stdout
+    assert r"p\x1b[2J\n" in result.stdout
+
+
+def test_a_prompt_that_does_not_fit_exits_2() -> None:
+    result = plan(*engines(EngineShape(), EngineShape()), "--tokens 480001")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: tokens is 480001; allowed: 1 to 480000")
+
+
+def test_a_period_that_does_not_fit_exits_2() -> None:
+    prefill = EngineShape(block_size=16, num_blocks=2)
+    result = plan(*engines(prefill, EngineShape(block_size=48, num_blocks=1)))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "48 tokens need 3 blocks; allowed: up to 2" in result.stderr
+
+
+def test_more_pieces_than_can_be_numbered_exit_1() -> None:
+    prefill = EngineShape(order="LBNHC", num_blocks=1_000_000)
+    decode = EngineShape(tp=2, num_blocks=1_000_000)
+    result = plan(*engines(prefill, decode))
+    assert result.exit_code == 1
+    assert "2304000000 pieces" in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["--prefill-at", "--decode-at"])
+def test_a_missing_address_exits_2(missing: str) -> None:
+    (other,) = {"--prefill-at", "--decode-at"} - {missing}
+    result = nixl_kv(f"plan {other} 127.0.0.1:1")
+    assert result.exit_code == 2
+    assert missing in result.stderr
+
+
+# --- text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["model.layers.0.self_attn", "model.layers.1.self_attn"], "0-1"),
+        ([f"x{number}.y" for number in range(36)], "0-35"),
+        ([f"model.{number}.attn.1" for number in range(36)], "36"),
+        (["a.0", "b.0"], "2"),
+        (["a.0.1", "a.0.2"], "2"),
+        (["a"], "1"),
+    ],
+)
+def test_layers_are_shown_by_number_if_each_has_one(names: list[str], text: str) -> None:
+    assert layers_text(names) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([3], "3"),
+        (range(4), "0-3"),
+        ([5, 0, 1, 2], "0-2, 5"),
+        ([0, 2, 4], "0, 2, 4"),
+        ([0, 2, 4, 6], "4 of 0-6"),
+    ],
+)
+def test_ranges_text(numbers: list[int], text: str) -> None:
+    assert ranges_text(numbers) == text
+
+
+# --- the program
+
+PROGRAM = """
+import sys
+import nixl_kv.cli.main
+heavy = {"vllm", "torch", "nixl", "nixl_cu12", "nixl_cu13", "matplotlib"}
+print(sorted(heavy & {name.split(".")[0] for name in sys.modules}))
+"""
+
+
+def test_the_program_imports_neither_vllm_nor_torch_nor_nixl_nor_matplotlib() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "[]\n"
+
+
+def test_the_console_script_is_declared() -> None:
+    declared = (REPO / "pyproject.toml").read_text(encoding="utf-8")
+    assert '[project.scripts]\nnixl-kv = "nixl_kv.cli.main:app"\n' in declared
