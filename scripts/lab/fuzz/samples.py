@@ -44,6 +44,8 @@ def _value(kind: inspect.Type) -> Any:
             return _dataclass(kind.cls)
         case inspect.VarTupleType():
             return (_value(kind.item_type),)
+        case inspect.ListType():
+            return [_value(kind.item_type)]
         case inspect.TupleType():
             return tuple(map(_value, kind.item_types))
         case inspect.DictType():
@@ -67,6 +69,8 @@ def _dataclass(cls: type) -> Any:
 
 def _scalar(kind: inspect.Type) -> Any:
     match kind:
+        case inspect.AnyType():  # a text, because only texts can be hostile
+            return TEXTS[0]
         case inspect.StrType():
             return next(text for text in TEXTS if re.search(kind.pattern or "", text))
         case inspect.BytesType():
