@@ -342,8 +342,9 @@ class Config:
 
     path: Annotated[str, _path] = "auto"
     """How KV is read: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'), by
-    NIXL from where prefill has packed it ('staged'; both 'direct' where they cannot be), or for
-    each load as is estimated to be faster ('auto')."""
+    NIXL from where prefill has packed it ('staged'; both 'direct' where they cannot be), or by
+    a rule for each load ('auto'): gather if prefill's memory is mapped, direct if the contiguous
+    runs are long, staged otherwise."""
 
     staging_mib: Annotated[int, _mebibytes] = 256
     """How many MiB a rank has, of the memory that its cache is in, for KV that is packed before it

@@ -249,7 +249,7 @@ class ChunksWanted(msgspec.Struct, frozen=True):
 class ReadDone(msgspec.Struct, frozen=True):
     """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`.
 
-    They took one of `reading.paths`, which was estimated to need `estimate` seconds.
+    `path` is one of `reading.paths`.
     """
 
     request: RequestId
@@ -258,7 +258,6 @@ class ReadDone(msgspec.Struct, frozen=True):
     num_runs: int = 0
     seconds: float = 0.0
     path: str = "direct"
-    estimate: float = 0.0
 
 
 class PeerBroken(msgspec.Struct, frozen=True):

@@ -5,11 +5,10 @@ protocol's affair. Runs on the transfer thread alone.
 
 A rank that can be read is read at once, for nothing: a slot, and some bytes of its cache into
 memory that is nobody's. The first read of a peer pays for the connection and for mapping its
-memory; so that is paid while the rank is still being asked, and by nobody who waits. Of the first
-rank on a host it is then measured how fast it is read, if it packs and is not mapped.
+memory; so that is paid while the rank is still being asked, and by nobody who waits.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,9 +25,8 @@ from nixl_kv.ids import Rank, RequestId
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
 from nixl_kv.reading.gather.base import GatherRead, MappedPlan, Wanted
-from nixl_kv.reading.paths import Link, Path
+from nixl_kv.reading.paths import Path, choose
 from nixl_kv.reading.peers import PreparedPeers, PreparedRank, RemotePeers
-from nixl_kv.reading.probes import Prober
 from nixl_kv.reading.scratch import Scratch, make_scratch
 from nixl_kv.reading.staged.copier import Staging
 from nixl_kv.reading.staged.read import STOPPED, StagedRead
@@ -46,8 +44,6 @@ MAX_WARM_UPS: Final = 256
 """Reads that warm up, under way at the same time; those that never end are among them."""
 WARM_UP_S: Final = 2.0
 """How long the end of one is waited for: as long as prefill serves after a reader's last word."""
-MOST_PROBES: Final = 20
-"""Reads of one rank to measure it, also those that tell nothing since others were under way."""
 AT_ONCE_BYTES: Final = 64 << 20
 """Of reads of data of one turn, that are looked at when they are posted: the end of one lets the
 next one begin, and a turn has more to do than to copy what waits."""
@@ -103,14 +99,11 @@ def register(
 
 @dataclass(frozen=True)
 class _Data:
-    """What a data read reads, by which path, and in how many seconds it should."""
+    """What a data read reads, and by which path."""
 
-    link: Link
     path: Path
     num_runs: int
     num_bytes: int
-    estimate: float
-    is_alone: bool  # no other read was under way when it began
     goes_on_alone: bool  # who reads has nothing to do before its end
 
 
@@ -134,22 +127,6 @@ class _Digested:
 
 
 @dataclass(eq=False)
-class _Probing:
-    """A rank of which it is being measured how fast it is read."""
-
-    peer: events.PeerKey
-    prepared: PreparedRank
-    prober: Prober
-    lists: tuple[ListHandle, ListHandle]
-    is_disturbed: bool = False  # what is under way: then it tells nothing
-    tries_left: int = MOST_PROBES
-
-    def give_up(self) -> None:
-        """Who is met next on this host may be measured."""
-        self.prepared.link.is_probed = False
-
-
-@dataclass(eq=False)
 class ActiveRead:
     """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
 
@@ -162,7 +139,6 @@ class ActiveRead:
     slot: int | None = None
     digested: _Digested | None = None
     mapped: MappedPlan | None = None  # of a gather
-    probing: _Probing | None = None
     is_unwanted: bool = False  # its end is waited for, not its bytes
     is_cut: bool = False  # not all of it is read
     is_abandoned: bool = False
@@ -221,8 +197,8 @@ class ReadAgent:
         self._slot_list = self.transport.prepare(self._slots.rows(), "DRAM", None)
         self._indices = IndexBuffer()
         self._gather, self._digests = peers.means.gather, peers.means.digests
+        self._wanted = peers.means.wanted
         self._num_ended = 0  # of `Gather.num_ended`, what has been dealt with
-        self._to_probe: deque[_Probing] = deque()
         self._at_once_bytes = AT_ONCE_BYTES  # left of this turn
         self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
         self._breaks: list[events.PeerBroken] = []  # to be told
@@ -243,15 +219,10 @@ class ReadAgent:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a peer is being prepared or measured, or the end of a read is waited for."""
-        return bool(self._to_probe) or not self._is_idle
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether nothing is read but what warms up and does not end, and no peer is prepared."""
+        """Whether a peer is being prepared, or the end of a read is waited for."""
         since = self._clock() - WARM_UP_S
         ends = any(not r.warms_up or (not r.error and r.started_at > since) for r in self.reads)
-        return not ends and not self.peers.is_busy
+        return ends or self.peers.is_busy
 
     @property
     def pause_s(self) -> float:
@@ -280,20 +251,16 @@ class ReadAgent:
             if not num_bytes:
                 return [events.ReadDone(request, rank)]
             paths, is_digested = self._paths(prepared), self._is_digested(prepared, action)
-            size = num_runs, num_bytes
-            path = prepared.link.choose(paths, *size, is_digested=is_digested)
+            path = self._choose(prepared, paths, num_runs, num_bytes)
             staged = self._staged_read(prepared, action) if path == "staged" else None
             if path == "staged" and staged is None:
                 if self.peers.is_planning(action.peer, rank):
                     return None
                 # It cannot be cut so that it fits.
                 paths.remove("staged")
-                path = prepared.link.choose(paths, *size, is_digested=is_digested)
-            estimate = prepared.link.estimate(path).seconds(*size)
-            is_alone = all(read.warms_up and not read.probing for read in self.reads)
-            self._disturb_probes()
+                path = self._choose(prepared, paths, num_runs, num_bytes)
             goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
-            data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
+            data = _Data(path, num_runs, num_bytes, goes_on)
             digested = mapped = None
             started_at = self._clock()
             if staged is not None:
@@ -340,7 +307,6 @@ class ReadAgent:
         self._slots.clear(slot)
         indices = (block_ids([slot]), block_ids([action.slot]))
         started_at = self._clock()
-        self._disturb_probes()
         try:
             prepared = self.peers.get(action.peer, action.rank)
             handle = self.transport.read(self._slot_list, prepared.slots, indices)
@@ -358,13 +324,10 @@ class ReadAgent:
         A read that the thread dies of, by a bug, is not asked again: nor are those that have ended.
         """
         if self.peers.is_adding:
-            self._disturb_probes()
             return []
         self._unmap_ended()
         self._at_once_bytes = AT_ONCE_BYTES
-        ended = [event for read in list(self.reads) for event in self._look_at(read)]
-        self._probe()
-        return ended
+        return [event for read in list(self.reads) for event in self._look_at(read)]
 
     def _look_at(self, read: ActiveRead) -> list[events.DataEvent]:
         """What is known of it; also when it was just posted: over shared memory it has ended."""
@@ -422,8 +385,6 @@ class ReadAgent:
             self._gather.wait()  # before anything is unmapped that a kernel reads
         self.peers.close()
         self.peers.unmap_all()
-        for one in (*self._to_probe, *(r.probing for r in self.reads if r.probing)):
-            one.give_up()
         for read in self.reads:
             if isinstance(read.handle, StagedRead):
                 read.handle.end_copies()
@@ -468,7 +429,6 @@ class ReadAgent:
         pieces: tuple[Indices, Indices],
         *,
         slot: int | None = None,
-        probing: _Probing | None = None,
     ) -> None:
         started_at = self._clock()
         try:
@@ -477,85 +437,14 @@ class ReadAgent:
             if slot is not None:
                 self._free_slots.append(slot)
             raise
-        self.reads.append(
-            ActiveRead(handle, peer, WARM_UP, prepared.rank, started_at, slot=slot, probing=probing)
-        )
+        self.reads.append(ActiveRead(handle, peer, WARM_UP, prepared.rank, started_at, slot=slot))
 
     def _on_warm(self, read: ActiveRead, event: events.DataEvent) -> None:
-        seconds = self._clock() - read.started_at
         if isinstance(event, events.ReadFailed):
             logger.info("the first read of %s failed: %s", read.peer, event.reason)
-            if read.probing is not None:
-                read.probing.give_up()
-        elif read.probing is not None:
-            if not read.probing.is_disturbed:
-                read.probing.prober.on_end(seconds)
-            self._to_probe.append(read.probing)
         else:
             self._counts["warm_ups"] += 1
-            self._counts["warm_up_seconds"] += seconds
-            if read.slot is None:
-                self._look_at_link(read.peer, read.rank)
-
-    def _look_at_link(self, peer: events.PeerKey, rank: Rank) -> None:
-        """If it counts, and was not measured before; it can be connected by now.
-
-        What is mapped is gathered, but for a few runs: to measure these would hold up first loads.
-        """
-        if self._scratch is None or not self.peers.has(peer, rank):
-            return
-        prepared = self.peers.get(peer, rank)
-        link = prepared.link
-        if link.is_probed or not link.has_choice or self._paths(prepared) != ["direct", "staged"]:
-            return
-        remote, scratch = prepared.remote.layout, self._scratch.span
-        try:
-            prober = Prober(self._layout, remote, scratch)
-            lists = (
-                self.transport.prepare(prober.rows[0], self._layout.memory, None),
-                self.transport.prepare(prober.rows[1], remote.memory, prepared.name),
-            )
-        except (TransportError, ValueError) as error:
-            logger.info("how fast %s is read is not measured: %s", peer, error)
-            return
-        link.is_probed = True
-        self._to_probe.append(_Probing(peer, prepared, prober, lists))
-
-    def _probe(self) -> None:
-        """Go on with what is being measured, while nothing else is read, and no peer prepared."""
-        while self._to_probe and self._is_idle:
-            one = self._to_probe.popleft()
-            pieces = one.prober.next
-            if pieces is None:
-                self._end_probing(one)
-            elif one.tries_left and self.peers.is_ready(one.peer, one.prepared):
-                one.is_disturbed, one.tries_left = False, one.tries_left - 1
-                try:
-                    self._post_warm_up(one.peer, one.prepared, one.lists, pieces, probing=one)
-                except TransportError as error:
-                    logger.info("reading %s failed: %s", one.peer, error)
-                    self._note(error, one.peer)
-                    one.give_up()
-            else:
-                one.give_up()
-
-    def _end_probing(self, one: _Probing) -> None:
-        """All is known that its reads tell."""
-        costs = one.prober.costs
-        if costs is None:
-            one.give_up()
-            return
-        one.prepared.link.on_probed(costs)
-        logger.info(
-            "reads of %s take %.0f us, %.2f us a run and 1 s for %.1f GB",
-            *(one.peer, costs[0] * 1e6, costs[1] * 1e6, 1e-9 / costs[2]),
-        )
-
-    def _disturb_probes(self) -> None:
-        """Something else begins, or goes on: what is measured meanwhile does not count."""
-        for read in self.reads:
-            if read.probing is not None:
-                read.probing.is_disturbed = True
+            self._counts["warm_up_seconds"] += self._clock() - read.started_at
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
         """NIXL does not connect again by itself: all later reads of that peer would fail, too."""
@@ -628,6 +517,18 @@ class ReadAgent:
             read.is_cut = self.transport.stop(read.handle)
         return self.transport.poll(read.handle)
 
+    def _choose(
+        self, prepared: PreparedRank, paths: list[Path], num_runs: int, num_bytes: int
+    ) -> Path:
+        return choose(
+            paths,
+            num_runs,
+            num_bytes,
+            memory=self._layout.memory,
+            is_tcp=self._is_paced(prepared),
+            wanted=self._wanted,
+        )
+
     def _is_paced(self, prepared: PreparedRank) -> bool:
         return self.transport.spread(prepared.name) == 0
 
@@ -670,12 +571,10 @@ class ReadAgent:
 
 
 def _read_done(read: ActiveRead, seconds: float) -> events.ReadDone:
-    """All of it has landed; what it took is told to the next ones."""
+    """All of it has landed."""
     data = read.data
     if data is None:
         return events.ReadDone(read.request, read.rank, seconds=seconds)
-    if data.is_alone:
-        data.link.correct(data.path, data.num_runs, data.num_bytes, seconds)
     return events.ReadDone(
-        read.request, read.rank, data.num_bytes, data.num_runs, seconds, data.path, data.estimate
+        read.request, read.rank, data.num_bytes, data.num_runs, seconds, data.path
     )

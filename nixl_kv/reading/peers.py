@@ -21,12 +21,11 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.plan import LENGTH, Plan, Share, plan
 from nixl_kv.geometry.slices import KVSlice, SliceNamer
-from nixl_kv.ids import Endpoint, Rank, endpoint_host
+from nixl_kv.ids import Rank, endpoint_host
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey, StartLoad
 from nixl_kv.reading.gather.base import MappedPlan, Means
-from nixl_kv.reading.paths import Link
 from nixl_kv.reading.staged.read import (
     FreeSlots,
     StagedPlan,
@@ -45,8 +44,6 @@ SHOWN_MISMATCHES: Final = 4
 SAMPLE_BYTES: Final = 4096
 """Of a piece of a peer's cache that is read to warm up."""
 SAMPLED_SPANS: Final = 64
-MAX_LINKS: Final = 1024
-"""Hosts of which is kept how fast they are read: some KB each."""
 ADD_END_S: Final = 2.0
 """How long the end of an agent waits for a peer that is being added to it."""
 
@@ -83,8 +80,6 @@ class RemotePeers:
         staging = self.means.staging
         self.free_slots = None if staging is None else FreeSlots(staging.ring)
         """Of this rank's ring, whichever agent reads into them."""
-        self.links: dict[str, Link] = {}
-        """What is known of the ways to other hosts."""
         self._rank = rank
         self._model = model
         self._extras = extras or {}
@@ -150,15 +145,6 @@ class RemotePeers:
             raise PeerLost(f"engine {peer.engine!r} is gone")
         return namers[rank].name(block_tables(self.layout, load.tables))
 
-    def link(self, endpoint: Endpoint) -> Link:
-        """The way to a rank's host, of the `MAX_LINKS` hosts that were met last."""
-        host = endpoint_host(endpoint)
-        link = self.links.pop(host, None) or Link(self.layout.memory, self.means.wanted)
-        self.links[host] = link
-        if len(self.links) > MAX_LINKS:
-            del self.links[next(iter(self.links))]
-        return link
-
     def _check_endpoints(self, description: messages.Description) -> None:
         """A description may lead to other hosts than the one that gave it."""
         if len({rank.endpoint for rank in description.ranks}) < len(description.ranks):
@@ -187,7 +173,6 @@ class PreparedRank:
     sample: ListHandle
     """A piece of each of its registered regions, to warm up, `sample_lengths` long."""
     sample_lengths: tuple[int, ...]
-    link: Link
     remote: messages.RankDescription
     mapped: MappedPlan | None
     """Where its memory is mapped here."""
@@ -367,10 +352,6 @@ class PreparedPeers:
     def has(self, peer: PeerKey, rank: Rank) -> bool:
         """Whether this rank can be read."""
         return rank in self._prepared.get(peer, {})
-
-    def is_ready(self, peer: PeerKey, prepared: PreparedRank) -> bool:
-        """Whether this rank can still be read as it was prepared."""
-        return self._prepared.get(peer, {}).get(prepared.rank) is prepared
 
     def get(self, peer: PeerKey, rank: Rank) -> PreparedRank:
         """One rank of a peer.
@@ -572,7 +553,6 @@ class PreparedPeers:
             transport.prepare(slots, "DRAM", name),
             transport.prepare(sample, remote.layout.memory, name),
             tuple(sample[:, LENGTH].tolist()),
-            self._peers.link(remote.endpoint),
             remote,
             planned.mapped,
         )

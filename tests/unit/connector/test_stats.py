@@ -38,13 +38,10 @@ NAMES = [
     "descriptors",
     "reads_direct",
     "read_seconds_direct",
-    "estimated_seconds_direct",
     "reads_gather",
     "read_seconds_gather",
-    "estimated_seconds_gather",
     "reads_staged",
     "read_seconds_staged",
-    "estimated_seconds_staged",
     "chunks_packed",
     "chunk_bytes",
     "chunk_seconds",
@@ -106,7 +103,7 @@ def test_each_end_of_an_offer_has_a_counter(end: OfferEnd) -> None:
 
 def good_load(*seconds: float, verified: bool = False) -> LoadEnded:
     reads = tuple(
-        read_done(rank, num_bytes=1000, num_runs=5, seconds=each, path="gather", estimate=0.2)
+        read_done(rank, num_bytes=1000, num_runs=5, seconds=each, path="gather")
         for rank, each in enumerate(seconds)
     )
     return LoadEnded(D1, 7, None, PEER, verified=verified, reads=reads)
@@ -124,7 +121,6 @@ def test_a_good_load_counts_its_reads() -> None:
         "descriptors": 10,
         "reads_gather": 2,
         "read_seconds_gather": 0.75,
-        "estimated_seconds_gather": 0.4,
         TRANSFER_SECONDS: [0.5, 0.0],
     }
 

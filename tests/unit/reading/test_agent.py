@@ -14,7 +14,6 @@ from lab.local.engine import MODEL
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Memory, Table
 from nixl_kv.geometry.slices import KVSlice
-from nixl_kv.geometry.staging import Ring
 from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
     CompareDigest,
@@ -34,11 +33,9 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.reading import agent as read_agent
-from nixl_kv.reading.agent import MAX_SLOT_READS, WARM_UP_S, ReadAgent, open_transport
-from nixl_kv.reading.copying.host import HostCopier
+from nixl_kv.reading.agent import MAX_SLOT_READS, ReadAgent, open_transport
 from nixl_kv.reading.gather.base import Means
-from nixl_kv.reading.peers import PreparedPeers, RemotePeers
-from nixl_kv.reading.staged.copier import HostMemory, Staging
+from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.verify.queue import DigestEvent, DigestQueue, HostDigester
 from support.memory_gather import EXPORT, MemoryGather
@@ -344,7 +341,6 @@ def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
     reading.agent.stop_read(StopRead(D1, R0))
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
-    before = reading.agent.peers.get(PEER, R0).link.estimate("direct").seconds(1, 1)
     reading.fabric.polls = 3
     reading.start([2, 9], [7, 3], range(8))
     reading.agent.stop_read(StopRead(D1, R0))
@@ -353,8 +349,6 @@ def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
     assert [reading.agent.poll() for _ in range(2)] == [[], []]
     assert reading.agent.poll() == [ReadFailed(D1, R0, "it is not wanted any more")]
     assert len(stopped) == 2
-    estimate = reading.agent.peers.get(PEER, R0).link.estimate("direct").seconds(1, 1)
-    assert estimate == before, "what was cut short tells nothing"
     reading.read_slot(3)
     reading.agent.stop_read(StopRead(D1, R0))
     assert len(reading.agent.poll()) == 0
@@ -531,214 +525,3 @@ def test_what_is_not_verified_is_not_digested() -> None:
     assert reading.start([2, 9], [7, 3], range(7)) == []
     assert len(reading.agent.poll()) == 1
     assert reading.made["digests"] == 0
-
-
-class Probing(Reading):
-    """Memory that is long enough to measure how fast it is read: a read takes what it costs."""
-
-    COSTS = (200e-6, 5e-6, 1 / 2e9)
-    SIZES = Sizes(blocks=700, heads=8, key=128, value=128)
-    NUM_PROBES = 3 + 2 + 2
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        wanted: str = "auto",
-        sizes: Sizes = SIZES,
-        gather: MemoryGather | None = None,
-    ) -> None:
-        owner = HostMemory(RING.length)
-        staging = Staging(
-            Ring(owner.span, RING.num_slots), "DRAM", 0, HostCopier(Background()), owner
-        )
-        self.num_posted = 0
-        read = MemoryTransport.read
-
-        def timed(transport: Any, local: Any, remote: Any, indices: Any) -> Any:
-            handle = read(transport, local, remote, indices)
-            num_bytes = sum(length for (_, length), _ in handle.pairs)
-            self.num_posted += 1
-            start, run, byte = self.COSTS
-            self.clock.now += start + run * len(indices[0]) + byte * num_bytes
-            return handle
-
-        monkeypatch.setattr(MemoryTransport, "read", timed)
-        super().__init__(lambda _: Means(gather, wanted, staging), sizes, "DRAM")
-        self.link = self.agent.peers.get(PEER, R0).link
-        self.num_first = self.num_posted
-
-    def meet(self) -> Any:
-        """The host, as if for the first time, until it is being measured."""
-        self.agent.peers.drop(PEER)
-        self.link.is_probed = False
-        self.link._estimates.clear()
-        self.prepare()
-        while not (probes := [read for read in self.agent.reads if read.probing]):
-            assert self.agent.poll() == []
-        return probes[0].probing
-
-    def poll(self) -> list[DataEvent]:
-        ended = []
-        while self.agent.is_busy:
-            ended += self.agent.poll()
-            self.agent.peers.begin_step()
-        return ended
-
-    def check(self) -> None:
-        """It is known what a read costs."""
-        start, run, byte = self.COSTS
-        estimate = self.link.estimate("direct")
-        for num_runs, num_bytes in ((1, 1), (36864, 1 << 26), (500, 1 << 30)):
-            seconds = start + run * num_runs + byte * num_bytes
-            assert estimate.seconds(num_runs, num_bytes) == pytest.approx(seconds, rel=0.01)
-
-
-def test_of_a_host_that_is_met_it_is_measured_how_fast_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.check()
-    assert reading.num_first == 2 + Probing.NUM_PROBES
-    reading.agent.peers.drop(PEER)
-    reading.prepare()
-    assert reading.poll() == []
-    assert reading.num_posted == reading.num_first + 2, "measured when it was met again"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "sizes", "gather"),
-    [
-        pytest.param("staged", Probing.SIZES, None, id="staged"),
-        pytest.param("direct", Probing.SIZES, None, id="direct"),
-        pytest.param("auto", SIZES, None, id="too little memory"),
-        pytest.param("auto", Probing.SIZES, MemoryGather(), id="mapped"),
-    ],
-)
-def test_what_tells_nothing_is_not_measured(
-    wanted: str, sizes: Sizes, gather: MemoryGather | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no choice of paths, an easy one, or too little memory."""
-    assert Probing(monkeypatch, wanted, sizes, gather).num_first == 2
-
-
-def test_what_is_measured_beside_other_reads_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    before = reading.num_posted
-    assert reading.start([2, 9], [7, 3], range(8)) == []
-    reading.clock.now += 1.0
-    (done,) = reading.poll()
-    assert isinstance(done, ReadDone)
-    reading.check()
-    assert reading.num_posted == before + 1 + Probing.NUM_PROBES, "one of them again"
-
-
-def test_what_is_measured_beside_a_slot_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    reading.read_slot(3)
-    reading.clock.now += 1.0
-    assert len(reading.poll()) == 1
-    reading.check()
-
-
-def test_what_is_measured_while_a_peer_is_added_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    probing = reading.meet()
-    with monkeypatch.context() as patch:
-        patch.setattr(PreparedPeers, "is_adding", True)
-        reading.clock.now += 0.1
-        assert reading.agent.poll() == []
-    assert probing.is_disturbed
-    assert reading.poll() == []
-    reading.check()
-
-
-def test_nothing_is_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = Probing(monkeypatch)
-    probing = reading.meet()
-    while reading.link.is_probed:
-        probing.is_disturbed = True
-        assert reading.agent.poll() == []
-    assert probing.tries_left == 0
-    assert not reading.agent.is_busy
-    assert not reading.link._estimates, "something was measured"
-
-
-def test_a_host_that_was_lost_while_it_was_measured_is_measured_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    reading.fabric.lost_peers.add(reading.prefill.transport.name)
-    assert reading.poll() == []
-    assert not reading.link.is_probed
-    reading.fabric.lost_peers.clear()
-    reading.meet()
-    assert reading.poll() == []
-    reading.check()
-
-
-def test_a_host_that_was_prepared_anew_is_not_read_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    before = reading.num_posted
-    reading.agent.peers.drop(PEER)
-    reading.prepare()
-    assert reading.poll() == []
-    assert reading.num_posted == before + 2, "what warms up"
-    assert not reading.link.is_probed
-    assert not reading.link._estimates, "something was measured"
-
-
-def test_a_host_whose_agent_ends_while_it_is_measured_may_be_measured_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    reading.agent.close()
-    assert not reading.link.is_probed
-
-
-def test_a_warm_up_that_hangs_keeps_no_host_from_being_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.fabric.polls = 10**9
-    reading.agent._post_warm_up(  # its host is another one, which stands still
-        UNKNOWN,
-        reading.agent.peers.get(PEER, R0),
-        (reading.agent._slot_list, reading.agent.peers.get(PEER, R0).slots),
-        (np.zeros(1, np.int32), np.zeros(1, np.int32)),
-    )
-    reading.fabric.polls = 1
-    reading.clock.now += WARM_UP_S + 1
-    reading.meet()
-    assert reading.poll() == []
-    reading.check()
-
-
-def test_a_read_that_was_alone_corrects_the_estimate() -> None:
-    reading = Reading()
-    (peer,) = (reading.agent.peers.get(PEER, R0),)
-    read = ReadDone(D1, R0)
-    for _ in range(60):
-        reading.start([2, 9], [7, 3], range(8))
-        reading.clock.now += 0.002
-        (event,) = reading.agent.poll()
-        assert isinstance(event, ReadDone)
-        read = event
-    estimate = peer.link.estimate("direct").seconds(read.num_runs, read.num_bytes)
-    assert estimate == pytest.approx(0.002, rel=0.01)
-    reading.start([2, 9], [7, 3], range(8))
-    reading.start([4, 5], [7, 3], range(8))
-    reading.clock.now += 50.0
-    assert len(reading.agent.poll()) == 2
-    # The first of them was alone when it began.
-    assert peer.link.estimate("direct").seconds(1, 1) < 50

@@ -15,7 +15,6 @@ from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Endpoint, Rank
 from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.peers import (
-    MAX_LINKS,
     SAMPLE_BYTES,
     SHOWN_MISMATCHES,
     Ended,
@@ -46,19 +45,6 @@ def fabric() -> Fabric:
 @pytest.fixture
 def cache() -> Cache:
     return Cache(SIZES)
-
-
-def test_only_the_hosts_that_were_met_last_are_remembered(cache: Cache) -> None:
-    peers = peers_of(cache)
-    first, second = Endpoint("tcp://10.1.0.0:5600"), Endpoint("tcp://10.1.0.1:5600")
-    link, other = peers.link(first), peers.link(second)
-    for number in range(2, MAX_LINKS):
-        peers.link(Endpoint(f"tcp://10.1.{number >> 8}.{number & 255}:5600"))
-    assert peers.link(first) is link
-    peers.link(Endpoint("tcp://10.2.0.0:5600"))
-    assert len(peers.links) == MAX_LINKS
-    assert peers.link(first) is link
-    assert peers.link(second) is not other
 
 
 # --- whether they fit
