@@ -47,6 +47,7 @@ COUNTERS: Final = {
     "read_seconds_gather": "Seconds that these took.",
     "reads_staged": "Parts of loads that were read where prefill had packed all or most, per rank.",
     "read_seconds_staged": "Seconds that these took, from the first chunk that was asked for.",
+    "staged_bytes_read_directly": "Of bytes_read: read run by run where prefill could not pack.",
     "chunks_packed": "Chunks of KV that prefill has packed for its readers, per rank.",
     "chunk_bytes": "Bytes of KV in these chunks, per rank.",
     "chunk_seconds": "Seconds that packing took, several chunks at a time, per rank.",
@@ -179,6 +180,8 @@ class Stats(KVConnectorStats):
             self.count("descriptors", read.num_runs)
             if read.num_bytes:
                 self.count(f"reads_{read.path}")
+                if read.direct_bytes:
+                    self.count("staged_bytes_read_directly", read.direct_bytes)
                 self.count(f"read_seconds_{read.path}", read.seconds)
         seconds = max((read.seconds for read in load.reads), default=0.0)
         self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)

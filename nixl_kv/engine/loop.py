@@ -8,7 +8,7 @@ this rank, and uses no CPU otherwise.
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -22,8 +22,8 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.prefill.machine import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
-from nixl_kv.reading.agents import Agents
-from nixl_kv.reading.staged.packs import PackQueue
+from nixl_kv.reading.paths.base import Feature, Packer
+from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import (
     ControlPlane,
     FromEndpoint,
@@ -33,9 +33,6 @@ from nixl_kv.transport.base import (
 )
 from nixl_kv.transport.slots import SlotPage
 from nixl_kv.verify.queue import DigestQueue
-
-if TYPE_CHECKING:  # needs CUDA
-    from nixl_kv.reading.gather.memory import Exported
 
 logger = get_logger(__name__)
 
@@ -72,9 +69,9 @@ class Parts:
     decode: DecodeMachine
     agents: Agents
     digests: DigestQueue
-    packs: PackQueue
+    packs: Packer | None  # if this rank packs
     serving: Serving | None  # lets peers read this rank; None if it only decodes
-    exported: "Exported | None"  # memory that readers on this host may map
+    features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
     counts: defaultdict[str, float]  # since they were last published, by counter
@@ -144,9 +141,9 @@ class Loop:
         parts = self.parts
         parts.slots.clear_all()
         if self._to_close is None:
-            own = (parts.exported, parts.serving)
-            self._to_close = [parts.control, parts.packs, parts.digests, parts.agents]
-            self._to_close += [part for part in own if part is not None]
+            own = (parts.packs, parts.digests, parts.agents, parts.serving)
+            self._to_close = [parts.control, *(part for part in own if part is not None)]
+            self._to_close += parts.features
         errors: list[Exception] = []
         for part in list(self._to_close):
             try:
@@ -180,7 +177,7 @@ class Loop:
             self._handle(event)
         for digest_event in self.parts.digests.poll(self._is_wanted):
             self._handle(digest_event)
-        for packed in self.parts.packs.poll():
+        for packed in self.parts.packs.poll() if self.parts.packs else ():
             self._handle(packed)
         for orphan in self.outstanding.drained(self.parts.agents.is_read):
             self._report(orphan)
@@ -201,7 +198,7 @@ class Loop:
         self._received.clear()
         self._questions.clear()
         self.parts.decode.clear()
-        self.parts.prefill.clear(self.parts.packs.writing)
+        self.parts.prefill.clear(self._slots_in_use)
         self.parts.digests.clear()
         self.parts.agents.forget_peers()
         for link in self.parts.control.links():
@@ -212,6 +209,11 @@ class Loop:
         for request in self.outstanding.orphans:
             self.parts.agents.abandon(request)
         self._results.extend(ended)
+
+    @property
+    def _slots_in_use(self) -> list[int]:
+        """The slots of the ring into which copies are in progress."""
+        return [] if self.parts.packs is None else self.parts.packs.writing
 
     # --- waiting and time
 
@@ -281,7 +283,7 @@ class Loop:
         parts, self._serve_until = self.parts, 0.0
         incarnation, metadata = new_incarnation(), serving.metadata()
         parts.slots.clear_all()
-        parts.prefill.begin_life(incarnation, parts.packs.writing)
+        parts.prefill.begin_life(incarnation, self._slots_in_use)
         self._results.extend(self.outstanding.lose_offers())
         self._count("serving_restarts")
         parts.description = msgspec.structs.replace(
@@ -405,7 +407,7 @@ class Loop:
             case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
             case events.PackChunk():
-                packed = self.parts.packs.add(action)
+                packed = None if self.parts.packs is None else self.parts.packs.add(action)
                 self._follow_up.extend([] if packed is None else [packed])
             case events.MakeDigest() | events.DigestLanded() | events.CompareDigest():
                 event = self.parts.digests.add(action)

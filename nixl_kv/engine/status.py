@@ -39,11 +39,9 @@ class StatusReporter:
                 "links": len(links),
                 "offers": len(offers),
                 "loads": len(loads),
-                "reads": sum(
-                    not read.warms_up for agent in parts.agents.polled for read in agent.reads
-                ),
+                "reads": sum(len(agent.reads) for agent in parts.agents.polled),
                 "digests": len(parts.digests),
-                "packs": len(parts.packs),
+                "packs": len(parts.packs or ()),
                 "events": len(parts.event_log),
             },
             peers=tuple(

@@ -18,10 +18,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from support.cases import typical
-from support.digested import DigestedPair, digest_of, is_equal
-from support.oracle import Layer
-
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -30,9 +26,8 @@ from nixl_kv.errors import TransportError  # noqa: E402
 from nixl_kv.geometry.layout import Span  # noqa: E402
 from nixl_kv.geometry.plan import Pieces  # noqa: E402
 from nixl_kv.protocol import messages  # noqa: E402
-from nixl_kv.reading.copying.kernel import TILE_BYTES, KernelStream  # noqa: E402
 from nixl_kv.reading.gather import memory as gpu_memory  # noqa: E402
-from nixl_kv.reading.gather.path import GpuGather  # noqa: E402
+from nixl_kv.reading.gather.gpu import GpuGather  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -251,39 +246,3 @@ def test_an_export_that_does_not_hold_is_refused(reader: Reader, what: str, word
         with pytest.raises(TransportError, match=words):
             reader.gather.map(altered, reader.plan(one.address))
         assert torch.cuda.mem_get_info()[0] == free
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"orders": ("BHLNC", "BHLNC")}, id="whole blocks"),
-        pytest.param({"tp": (1, 1), "tokens": range(4, 61)}, id="a hit"),
-        pytest.param({"block": (16, 64), "tokens": range(32, 190)}, id="block size 64 to 16"),
-        pytest.param({"size": 16, "orders": ("L2BNHC", "BLHNC")}, id="one unit a token"),
-        pytest.param({"size": 4096, "tokens": range(2000)}, id="4 KiB a token"),
-    ],
-)
-def test_what_a_kernel_copies_is_digested(changes: dict[str, Any]) -> None:
-    """What the reference says of prefill's memory, which the kernel reads on this GPU."""
-    size = changes.get("size", 256)
-    model = tuple(Layer(name, 8, size, size) for name in "abc")
-    others = {key: value for key, value in changes.items() if key != "size"}
-    pair = DigestedPair(typical(**{"model": model} | others))
-    (read,) = pair.reads()
-    rows = torch.from_numpy(read.contents.numbers.copy())
-    kept = []
-    for side, engine in enumerate((pair.decode, pair.prefill)):
-        (rank,) = engine.ranks
-        shift = rank.base % 16  # what is aligned stays so
-        there = torch.zeros(len(rank.memory) + shift, dtype=torch.uint8, device="cuda:0")
-        there[shift:] = torch.from_numpy(rank.memory).cuda()
-        rows[side : read.tiling.rows.size : 2] += there.data_ptr() + shift - rank.base
-        kept.append(there)
-    stream = KernelStream(0, size)
-    launches = read.tiling.launches(read.pieces, TILE_BYTES)
-    digest_input = read.contents.request(*read.local, read.pieces, launches[0])
-    copy = stream.copy(launches, stream.to_device(rows.numpy()), (digest_input, size))
-    while not stream.has_ended(copy, "copying"):
-        pass
-    assert copy.digest is not None
-    assert is_equal(copy.digest, digest_of(*read.remote))

@@ -20,7 +20,7 @@ from lab.local.engine import HOST
 from nixl_kv.config import Config
 from nixl_kv.engine import loop, serving
 from nixl_kv.protocol import peers
-from nixl_kv.reading import agents
+from nixl_kv.reading import replace
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.tcp import paced
 from support.pair import CONFIG, SmallEngine
@@ -86,7 +86,7 @@ def hurry() -> None:
     """Make all long times short, in this process."""
     peers.KEPT_S = SHORT_S  # type: ignore[misc]
     loop.LINK_KEPT_S = SHORT_S  # type: ignore[misc]
-    agents.TIDY_S = agents.LEFT_S = SHORT_S  # type: ignore[misc]
+    replace.TIDY_S = replace.LEFT_S = SHORT_S  # type: ignore[misc]
     paced.UNUSED_S = SHORT_S  # type: ignore[misc]
     serving.CHECK_S = CHECK_S  # type: ignore[misc]
 

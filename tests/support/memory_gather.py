@@ -5,14 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nixl_kv.errors import TransportError
-from nixl_kv.geometry.digest import Digest
-from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import Pieces, Plan
 from nixl_kv.protocol import messages
-from nixl_kv.reading.copying.contents import Contents
 from nixl_kv.reading.copying.tiles import Tiling
-from nixl_kv.reading.gather.base import Wanted
-from support.digested import digest_of_copy
 from support.oracle import tile_pairs
 
 TILE_BYTES = 256
@@ -29,7 +24,6 @@ EXPORT = messages.Export(
 @dataclass(eq=False)
 class Mapped:
     tiling: Tiling
-    contents: Contents | None
     has_owner: bool = True
 
 
@@ -37,17 +31,11 @@ class Mapped:
 class MemoryRead:
     mapped: Mapped
     pieces: Sequence[Pieces]
-    wanted: Wanted | None
     polls: int
-    digest: Digest | None = None
 
     def land(self) -> None:
         for local, remote in tile_pairs(self.mapped.tiling, self.pieces, TILE_BYTES).tolist():
             ctypes.memmove(local, remote, 1)
-        if self.wanted is not None and self.mapped.contents is not None:
-            self.digest = digest_of_copy(
-                self.mapped.contents, self.mapped.tiling, self.pieces, self.wanted, TILE_BYTES
-            )
 
 
 @dataclass
@@ -55,7 +43,6 @@ class MemoryGather:
     """So many looks at a read find it under way: the first one is when it is started."""
 
     polls: int = 1
-    digested: CacheLayout | None = None
     is_able: bool = True  # to map memory
     num_ended: int = 0
     mapped: list[Mapped] = field(default_factory=list)
@@ -66,9 +53,7 @@ class MemoryGather:
     def map(self, exported: messages.Export, plan: Plan) -> Mapped:
         if not self.is_able:
             raise TransportError(f"process {exported.pid} is not seen here")
-        tiling = Tiling(plan, lambda first, _: first)
-        contents = None if self.digested is None else Contents(tiling, plan, self.digested)
-        self.mapped.append(Mapped(tiling, contents))
+        self.mapped.append(Mapped(Tiling(plan, lambda first, _: first)))
         return self.mapped[-1]
 
     def unmap(self, mapped: Mapped) -> None:
@@ -83,25 +68,16 @@ class MemoryGather:
             mapped.has_owner = False
         self.num_ended += 1
 
-    def can_digest(self, mapped: Mapped) -> bool:
-        return mapped.contents is not None
-
-    def read(
-        self, mapped: Mapped, pieces: Sequence[Pieces], wanted: Wanted | None = None
-    ) -> MemoryRead:
+    def read(self, mapped: Mapped, pieces: Sequence[Pieces]) -> MemoryRead:
         assert mapped in self.mapped, "it was unmapped"
-        assert wanted is None or mapped.contents is not None, "it cannot digest"
         self.num_reads += 1
-        return MemoryRead(mapped, pieces, wanted, self.polls)
+        return MemoryRead(mapped, pieces, self.polls)
 
     def poll(self, read: MemoryRead) -> bool:
         if read.polls == 0:
             read.land()
         read.polls -= 1
         return read.polls < 0
-
-    def digest(self, read: MemoryRead) -> Digest | None:
-        return read.digest
 
     def wait(self) -> None:
         self.num_waits += 1

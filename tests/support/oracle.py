@@ -405,7 +405,7 @@ def tile_pairs(tiling: Tiling, pieces: Sequence[Pieces], tile_bytes: int) -> np.
         jobs = launch.numbers[: launch.num_jobs * JOB_COLUMNS].reshape(-1, JOB_COLUMNS)
         for tile in range(launch.num_tiles):
             job = jobs[np.flatnonzero(jobs[:, 0] <= tile)[-1]].tolist()
-            before, first_row, num_rows, width, *strides, pieces_at, num_pieces, _ = job
+            before, first_row, num_rows, width, *strides, pieces_at, num_pieces = job
             units = np.arange(tile_bytes // launch.unit) + (tile - before) * (
                 tile_bytes // launch.unit
             )

@@ -377,11 +377,12 @@ class Load:
     # --- a read by chunks
 
     def on_chunks_wanted(self, read: RankRead, event: events.ChunksWanted) -> list[events.Action]:
-        """A read under way goes by chunks, of which some are to be asked for."""
+        """A read advances, so it is not late; some chunks of it may have to be asked for."""
         read.holds = event.holds
-        if read.state is not State.READING:
+        self.has_progressed |= read.state is State.READING
+        if event.chunks and read.state is not State.READING:
             return [events.StopRead(self.request, read.rank)]
-        read.chunks |= {chunk.number: chunk for chunk in event.chunks}
+        read.chunks |= {each.number: each for each in event.chunks if each.number in event.holds}
         return []
 
     def ask_chunks(

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection
 
-from nixl_kv.ids import Claim, Incarnation, short
+from nixl_kv.ids import Claim, Incarnation, Nonce, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.prefill.offer import Binding, Offer, State, reader_name
 from nixl_kv.protocol.prefill.offers import OfferBook
+from nixl_kv.protocol.prefill.ring import WaitingChunk
 
 
 class PrefillMachine:
@@ -33,6 +34,10 @@ class PrefillMachine:
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
         """All commands, messages and events go through here. `now` is monotonic, in seconds."""
+        actions = self._handle(event, now)
+        return actions + self._pack_waiting(now) if self.offers.ring.num_waiting else actions
+
+    def _handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
         match event:
             case events.PrepareOffer():
                 self.offers.prepare(event)
@@ -92,7 +97,7 @@ class PrefillMachine:
             binding = offer.binding
             if offer.state is State.GRANTED and binding is not None and binding.held_until <= now:
                 actions += self._recall(offer, tick, now)
-        return actions
+        return actions + self.offers.take_back_slot(tick, now)
 
     def _recall(
         self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float
@@ -122,7 +127,7 @@ class PrefillMachine:
             case messages.DigestRequest() as request:
                 return self._on_digest_request(request, event.route)
             case messages.PackRequest() as pack:
-                return self._on_pack_request(pack, event.route, now)
+                return self._on_pack_request(pack, event.route)
             case messages.Renew() as renew:
                 return self._on_renew(renew, event.route, now)
             case messages.Release() as release:
@@ -265,10 +270,8 @@ class PrefillMachine:
 
     # --- chunks that are packed
 
-    def _on_pack_request(
-        self, request: messages.PackRequest, route: bytes, now: float
-    ) -> list[events.Action]:
-        """Pack what a reader reads, if it may, and if there is a slot for it.
+    def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> list[events.Action]:
+        """Pack what a reader reads, if it may, once there is a slot for it.
 
         A request that comes again, since its answer may have been lost, is answered again.
         """
@@ -282,14 +285,24 @@ class PrefillMachine:
         if not ring.is_latest(holder, request.number):
             return []
         ring.release(holder, request.holds)
+        if request.chunk not in request.holds:
+            return []  # the reader has read it, and asks for nothing
         slot = ring.slot_of(holder, request.chunk)
         if slot is not None:
             return [self._packed(request, route, slot)] if ring.is_packed(slot) else []
-        slot = ring.hold(holder, request.chunk, now)
-        if slot is not None:
-            return [events.PackChunk(route, request, offer.prepared.tables, slot)]
-        taken_back = self.offers.take_back_slot(request, now) if ring.is_full else []
-        return [*taken_back, self._packed(request, route, None)]
+        if ring.wait(WaitingChunk(route, request)):
+            return []
+        return [self._packed(request, route, None)]
+
+    def _pack_waiting(self, now: float) -> list[events.Action]:
+        """Pack what waits into slots that are free, also if this event has freed them."""
+        actions: list[events.Action] = []
+        for chunk, slot in self.offers.ring.pop_packable(now):
+            offer = self.offers.get(Nonce(chunk.request.nonce))
+            if offer is not None:  # else `forget` has removed it
+                tables = offer.prepared.tables
+                actions.append(events.PackChunk(chunk.route, chunk.request, tables, slot))
+        return actions
 
     def _on_packed(self, event: events.ChunkPacked) -> list[events.Action]:
         """A reader that left meanwhile is nothing to tell people of."""

@@ -59,28 +59,25 @@ TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[State | None, ...]]]] = {
         events.ReclaimBlocks: (State.RECALLED,),
         messages.Release: (None,),
         messages.Renew: (State.READING, None),
-        messages.PackRequest: (None,),
         events.Tick: (State.RECALLED, None),
     },
     State.RECALLED: {
         events.PublishOffer: (State.RECALLED,),
         messages.Release: (None,),
         messages.Renew: (State.READING, None),
-        messages.PackRequest: (None,),
         events.Tick: (None,),
     },
     State.READING: {
         events.PublishOffer: (State.READING,),
         messages.Release: (None,),
         messages.Renew: (None,),
-        messages.PackRequest: (None,),
         events.Tick: (None,),
     },
 }
 """For each state, which event leads to which; None: the offer ends.
 
 Once it is granted, a Release, a Renew or a lease that runs out ends it only with its last reader.
-Another reader's PackRequest ends it if it has kept a slot of the ring for too long.
+A Tick also ends it if it keeps a slot of the ring for too long while others wait.
 """
 
 BOUND: Final = frozenset({State.GRANTED, State.RECALLED, State.READING})

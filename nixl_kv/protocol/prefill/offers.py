@@ -70,7 +70,10 @@ class OfferBook:
     @property
     def next_due(self) -> float | None:
         """When some offer or lease may run out by itself; None for never."""
-        return self._due.next
+        since, due = self.ring.next_due_since, self._due.next
+        if since is None:
+            return due
+        return since + self._hold_s if due is None else min(due, since + self._hold_s)
 
     def prepare(self, command: events.PrepareOffer) -> None:
         """Add an offer to come. Each nonce is prepared once; a preempted request gets a new one."""
@@ -132,7 +135,7 @@ class OfferBook:
     def settle(
         self,
         offer: Offer,
-        event: messages.Release | messages.Renew | messages.PackRequest | events.Tick,
+        event: messages.Release | messages.Renew | events.Tick,
         end: events.OfferEnd,
     ) -> list[events.Action]:
         """End the offer if all its readers have ended: first the slot, then the blocks.
@@ -169,15 +172,15 @@ class OfferBook:
         self._remove(offer)
         return [events.OfferEnded(offer.nonce, offer.request, end)]
 
-    def take_back_slot(self, event: messages.PackRequest, now: float) -> list[events.Action]:
-        """No slot of the ring is free: whoever has had one for too long loses all that it holds."""
-        longest = self.ring.longest_held()
-        if longest is None or now < longest[1] + self._hold_s:
+    def take_back_slot(self, tick: events.Tick, now: float) -> list[events.Action]:
+        """While chunks wait for slots: a reader that has had one for too long loses its claim."""
+        since, longest = self.ring.next_due_since, self.ring.longest_held()
+        if since is None or longest is None or now < since + self._hold_s:
             return []
         offer = self._offers[longest[0][0]]
         if offer.binding is not None:
             offer.binding.ended.update(offer.binding.leases)
-        return self.settle(offer, event, events.OfferEnd.EXPIRED)
+        return self.settle(offer, tick, events.OfferEnd.EXPIRED)
 
     def recall(
         self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float

@@ -1,8 +1,8 @@
-"""A kernel that copies runs from GPU memory to GPU memory, which may be another GPU's.
+"""A kernel that copies contiguous runs within GPU memory, also from another GPU.
 
-It takes any runs, in one launch per alignment, with few of the GPU's processors: what bounds it is
-how many bytes are under way, see docs/benchmarks.md. This module is imported only where the cache
-is in GPU memory: Triton is only there.
+One launch per alignment copies any runs. It uses few of the GPU's processors: the bytes in flight
+bound it, not arithmetic (docs/benchmarks.md). Imported only where the cache is in GPU memory:
+Triton is only there. `gather` and `staged` share it.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,11 @@ import triton
 import triton.language as tl
 
 from nixl_kv.errors import TransportError
-from nixl_kv.geometry.digest import Digest
 from nixl_kv.geometry.plan import Ints
 from nixl_kv.gpu_errors import UNABLE, translated
 from nixl_kv.gpu_streams import on
-from nixl_kv.log_limit import get_logger
-from nixl_kv.reading.copying import contents, tiles
-from nixl_kv.reading.copying.contents import DigestInput
+from nixl_kv.reading.copying import tiles
 from nixl_kv.reading.copying.tiles import Launch
-from nixl_kv.verify.gpu_sums import mixed, position
-
-logger = get_logger(__name__)
 
 PROGRAMS: Final = 24
 """Of one launch, at most: each has a processor of the GPU to itself while it runs."""
@@ -35,40 +29,24 @@ TILE_BYTES: Final = 1 << 16
 
 NUM_WARPS: Final = 16
 
-DIGESTING_PROGRAMS: Final = 64
-DIGESTING_WARPS: Final = 8
-"""The same where copies are digested. A head's token has several threads, and each of them finds
-out where it is: by fewer threads that have more of them less is done twice. A program copies 10
-GB/s, and one that does nothing else 23: so many of each fill an H200's NVLink, see
-docs/benchmarks.md."""
-
 LEAST_NUMBERS: Final = 1 << 13
 MAX_FREE: Final = 8
 """Kept of what copies have used."""
 
 
 @triton.jit(do_not_specialize=["num_jobs", "num_tiles"])  # type: ignore[untyped-decorator]
-# Triton reads these annotations, and takes no others.
-def _copy(numbers, rows, sums, num_jobs, num_tiles, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Copy tile after tile. `numbers` is a `tiles.Launch`, `rows` are a `tiles.Tiling`'s.
-
-    If it digests, `sums` is a `contents.DigestInput`, and `rows` are a `contents.Contents`'.
-    """
-    unit: tl.constexpr = cut[0]
-    items: tl.constexpr = cut[1]
-    size: tl.constexpr = cut[2]  # units of an item: of a head's token, if it digests
-    digests: tl.constexpr = cut[3]
-    # Of 16 bytes Triton makes one access of a thread, if it knows how they are aligned.
-    words: tl.constexpr = 2 * size if unit == 16 else size  # noqa: PLR2004
+# Triton reads these annotations, and accepts no others.
+def _copy(numbers, rows, num_jobs, num_tiles, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Copy tile after tile. `numbers` is a `tiles.Launch`, `rows` are a `tiles.Tiling`'s."""
+    unit: tl.constexpr = cut[0]  # bytes of an item
+    items: tl.constexpr = cut[1]  # of a tile
+    # With 16 bytes per item, Triton makes one access per thread if it knows the alignment.
+    words: tl.constexpr = 2 if unit == 16 else 1  # noqa: PLR2004
     word: tl.constexpr = _word(unit)
     places = tl.arange(0, words)[None, :]
-    if digests:
-        # 16 bytes are four words: each int64 has two of them, which have multipliers of their own.
-        low = tl.load(sums + 8 + places).to(tl.uint64, bitcast=True)
-        high = tl.load(sums + 8 + words + places).to(tl.uint64, bitcast=True)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        job = numbers + _job_of(tile, numbers, num_jobs) * 9
-        num_rows, width = tl.load(job + 2).to(tl.int32), tl.load(job + 3).to(tl.int32) // size
+        job = numbers + _job_of(tile, numbers, num_jobs) * 8
+        num_rows, width = tl.load(job + 2).to(tl.int32), tl.load(job + 3).to(tl.int32)
         num_pieces = tl.load(job + 7).to(tl.int32)
         start = (tile - tl.load(job)) * items
         first = start // width
@@ -80,24 +58,14 @@ def _copy(numbers, rows, sums, num_jobs, num_tiles, cut: tl.constexpr):  # type:
         inside = piece < num_pieces
         row = rows + (tl.load(job + 1) + number) * 2
         ids = numbers + tl.load(job + 6) + piece * 2
-        local = tl.load(row, mask=inside, other=0) + item * (unit * size)
+        local = tl.load(row, mask=inside, other=0) + item * unit
         local += tl.load(ids, mask=inside, other=0) * tl.load(job + 4)
-        remote = tl.load(row + 1, mask=inside, other=0) + item * (unit * size)
+        remote = tl.load(row + 1, mask=inside, other=0) + item * unit
         remote += tl.load(ids + 1, mask=inside, other=0) * tl.load(job + 5)
         source = tl.multiple_of(remote.to(tl.pointer_type(word)), unit)
         target = tl.multiple_of(local.to(tl.pointer_type(word)), unit)
-        if digests:
-            # Which tokens these are is asked for before the bytes, which take longer.
-            label = rows + tl.load(sums + 7) + tl.load(job + 8) // (unit * size)
-            label = tl.load(label + number * width + item, mask=inside, other=0)
-            token = sums + tl.load(sums + 4) + (tl.load(job + 6) - num_jobs * 9) // 2 + piece
-            token = tl.load(token, mask=inside, other=0) + (label & 0xFFFFFFFF)
         value = tl.load(source[:, None] + places, mask=inside[:, None], other=0)
         tl.store(target[:, None] + places, value, mask=inside[:, None])
-        if digests:
-            wide = value.to(tl.uint64, bitcast=True)
-            products = (wide & 0xFFFFFFFF) * low + (wide >> 32) * high
-            _add(tl.sum(products, axis=1), label >> 32, token, inside, sums)
 
 
 @triton.jit
@@ -107,25 +75,10 @@ def _job_of(tile, numbers, num_jobs):  # type: ignore[no-untyped-def]  # noqa: A
     high = num_jobs - 1
     while low < high:
         middle = (low + high + 1) // 2
-        is_later = tl.load(numbers + middle * 9) > tile
+        is_later = tl.load(numbers + middle * 8) > tile
         high = tl.where(is_later, middle - 1, high)
         low = tl.where(is_later, low, middle)
     return low
-
-
-@triton.jit
-def _add(terms, head, token, inside, sums):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Add a `head` and `token` each, whose words times multipliers are `terms`, to the sums."""
-    row = sums + tl.load(sums + 3) + head * 3
-    which = tl.load(row, mask=inside, other=0)
-    begin, end = tl.load(row + 1, mask=inside, other=0), tl.load(row + 2, mask=inside, other=0)
-    known = inside & (token >= begin) & (token < end)
-    terms = mixed(terms + position(tl.load(sums), tl.load(sums + 1), token))
-    total = terms.to(tl.int64, bitcast=True)
-    tl.atomic_add(sums + tl.load(sums + 5) + which, total, mask=known, sem="relaxed")
-    column = sums + tl.load(sums + 6) + (token >> tl.load(sums + 2))
-    # `geometry.digest.weight`.
-    tl.atomic_add(column, total * (2 * which + 1), mask=known, sem="relaxed")
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -135,29 +88,20 @@ def _word(unit: int) -> tl.dtype:
 
 
 def launch_copy(
-    launch: Launch,
-    numbers: torch.Tensor,
-    rows: torch.Tensor,
-    digested: tuple[torch.Tensor, int] | None = None,
-    *,
-    programs: int | None = None,
+    launch: Launch, numbers: torch.Tensor, rows: torch.Tensor, *, programs: int = PROGRAMS
 ) -> None:
-    """Start it on the current stream.
+    """Start a kernel on the current stream.
 
     Args:
-        launch: what is copied.
-        numbers: the launch's.
-        rows: the tiling's; of its `Contents` where it is digested.
-        digested: the numbers of a `DigestInput`, and the bytes of a head's token.
-        programs: at most so many, in place of the usual number.
+        launch: what it copies.
+        numbers: the launch's numbers, on the GPU.
+        rows: the tiling's rows, on the GPU.
+        programs: how many of them run, at most.
     """
-    sums, content = digested or (numbers, launch.unit)
-    size = content // launch.unit
-    cut = launch.unit, TILE_BYTES // content, size, digested is not None
-    usual = PROGRAMS if digested is None else DIGESTING_PROGRAMS
-    warps = NUM_WARPS if digested is None else DIGESTING_WARPS
-    grid = (min(programs or usual, launch.num_tiles),)
-    _copy[grid](numbers, rows, sums, launch.num_jobs, launch.num_tiles, cut, num_warps=warps)
+    unit = launch.unit
+    grid = (min(programs, launch.num_tiles),)
+    cut = unit, TILE_BYTES // unit
+    _copy[grid](numbers, rows, launch.num_jobs, launch.num_tiles, cut, num_warps=NUM_WARPS)
 
 
 class _Numbers:
@@ -185,13 +129,6 @@ class _Numbers:
         self._there[:end].copy_(self._pinned[:end], non_blocking=True)
         return there
 
-    def fetch(self, part: torch.Tensor) -> Ints:
-        """Copy one of them back, on the current stream; where it will be."""
-        begin = part.storage_offset()
-        here = self._pinned[begin : begin + len(part)]
-        here.copy_(part, non_blocking=True)
-        return self._here[begin : begin + len(part)]
-
 
 @dataclass(eq=False)
 class CopyRun:
@@ -199,26 +136,19 @@ class CopyRun:
 
     numbers: _Numbers
     rows: torch.Tensor
-    sums: tuple[DigestInput, Ints] | None = None
-    """What it digests, and where its numbers are on this side when it has ended."""
-    digest: Digest | None = None  # when it has ended
 
 
 class KernelStream:
     """A stream of one GPU, on which copies run one after the other."""
 
-    def __init__(self, device: int, size: int = 0) -> None:
-        """Make it, and compile the kernels, which needs seconds the first time.
+    def __init__(self, device: int) -> None:
+        """Make it and compile the kernels, which takes seconds the first time.
 
-        Args:
-            device: the ordinal of the GPU.
-            size: bytes of one head of one token, where copies are digested.
+        `device` is the ordinal of the GPU.
 
         Raises:
-            TransportError: if that cannot be done here.
+            TransportError: if the GPU cannot do that.
         """
-        self.size = size
-        """0 also where the kernel that digests cannot be compiled."""
         self._device = device
         self._free: list[_Numbers] = []
         with translated(TransportError, "compiling what copies KV"), torch.cuda.device(device):
@@ -232,39 +162,26 @@ class KernelStream:
         with translated(TransportError, "preparing a copy"):
             return torch.from_numpy(numbers).to(f"cuda:{self._device}")
 
-    def copy(
-        self,
-        launches: Sequence[Launch],
-        rows: torch.Tensor,
-        digested: tuple[DigestInput, int] | None = None,
-    ) -> CopyRun:
-        """Start a request's launches, of TILE_BYTES; `rows` are their tiling's.
+    def copy(self, launches: Sequence[Launch], rows: torch.Tensor) -> CopyRun:
+        """Start a read's launches, of TILE_BYTES; `rows` are their tiling's.
 
-        What the first one copies may be digested, by heads and tokens of so many bytes, see
-        `CopyRun.digest`; then `rows` are of its `Contents`.
+        Raises:
+            TransportError: if one cannot be started; then nothing is in progress.
         """
-        parts = [launch.numbers for launch in launches]
-        if digested is not None:
-            parts.append(digested[0].numbers)
-        size = sum(len(part) + 1 for part in parts)
+        size = sum(len(launch.numbers) + 1 for launch in launches)
         with translated(TransportError, "starting a kernel"), on(self._stream):
             numbers = self._free.pop() if self._free else None
             if numbers is None or numbers.size < size:
                 numbers = _Numbers(max(2 * size, LEAST_NUMBERS), rows.device)
-            copy = CopyRun(numbers, rows)
             try:
-                there = numbers.send(parts)
-                of_first = None if digested is None else (there[-1], digested[1])
-                for launch, part in zip(launches, there, strict=False):
-                    launch_copy(launch, part, rows, of_first)
-                    of_first = None
-                if digested is not None:
-                    copy.sums = digested[0], numbers.fetch(there[-1])
+                there = numbers.send([launch.numbers for launch in launches])
+                for launch, part in zip(launches, there, strict=True):
+                    launch_copy(launch, part, rows)
                 numbers.done.record()
             except UNABLE:
-                self._stream.synchronize()  # of several kernels some may have begun
+                self._stream.synchronize()  # one of several kernels may have begun
                 raise
-        return copy
+        return CopyRun(numbers, rows)
 
     def read_16(self, address: int) -> bytes:
         """Read 16 bytes at an address that 16 divides, and wait for them; on any thread.
@@ -278,7 +195,7 @@ class KernelStream:
             here = torch.zeros(16, dtype=torch.uint8, device=self._device)
             rows = torch.tensor([[here.data_ptr(), address]], device=self._device)
             # One job of one row of one unit, and its piece: see `tiles.Launch`.
-            numbers = torch.tensor([0, 0, 1, 1, 0, 0, 9, 1, 0, 0, 0], device=self._device)
+            numbers = torch.tensor([0, 0, 1, 1, 0, 0, 8, 1, 0, 0], device=self._device)
             launch_copy(Launch(16, numbers.cpu().numpy(), 1, 1), numbers, rows)
             return bytes(here.cpu().numpy())
 
@@ -286,11 +203,8 @@ class KernelStream:
         """Ask for the event behind its kernels."""
         with translated(TransportError, doing):
             is_done = bool(copy.numbers.done.query())  # type: ignore[no-untyped-call]
-        if is_done:
-            if copy.sums is not None:
-                copy.digest = copy.sums[0].digest(copy.sums[1])
-            if len(self._free) < MAX_FREE:
-                self._free.append(copy.numbers)
+        if is_done and len(self._free) < MAX_FREE:
+            self._free.append(copy.numbers)
         return is_done
 
     def wait(self) -> None:
@@ -299,30 +213,17 @@ class KernelStream:
             self._stream.synchronize()
 
     def _warm_up(self) -> None:
-        """Do all that the first request would pay for: 20 to 130 ms, and a compiler's seconds.
+        """Pay now for what the first read would pay: 20 to 130 ms, and seconds of compilation.
 
-        By launches of which nothing is inside.
+        The launches copy nothing.
         """
         nothing = np.zeros(tiles.JOB_COLUMNS, dtype=np.int64)
-        nothing[2] = 1  # a row, which no piece has
+        nothing[2:4] = 1  # a row of one unit, which no piece has
         with on(self._stream):
             for unit in tiles.UNITS:
-                nothing[3] = max(1, self.size // unit)
                 numbers = _Numbers(LEAST_NUMBERS, self._stream.device)
-                launch = Launch(unit, nothing, 1, 1)
                 (there,) = numbers.send([nothing])
-                launch_copy(launch, there, there)
-                if unit == contents.UNIT:
-                    self._warm_up_digests(launch, there)
+                launch_copy(Launch(unit, nothing, 1, 1), there, there)
                 numbers.done.record()
                 self._free.append(numbers)
         self._stream.synchronize()
-
-    def _warm_up_digests(self, launch: Launch, numbers: torch.Tensor) -> None:
-        """What copies can do without."""
-        if self.size:
-            try:
-                launch_copy(launch, numbers, numbers, (numbers, self.size))
-            except UNABLE as error:
-                logger.warning("what is copied is not digested meanwhile: %s", repr(error))
-                self.size = 0

@@ -17,9 +17,9 @@ from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Ints, Pieces, 
 UNITS: Final = (16, 8, 4, 2, 1)
 """Bytes that a thread takes at a time: what divides all addresses, strides and lengths."""
 
-JOB_COLUMNS: Final = 9
+JOB_COLUMNS: Final = 8
 """Of a job: the tiles before it, its first row, rows, units of a row, the strides of both sides,
-where its pieces begin, pieces, the bytes of the rows before its first one."""
+where its pieces begin, pieces."""
 
 
 Locate: TypeAlias = Callable[[Ints, Ints], Ints]
@@ -37,12 +37,11 @@ class Job:
     width: int  # in units
     strides: tuple[int, int]
     num_pieces: tuple[int, int]  # of each row
-    bytes_before: int  # of the rows before its first one
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One request's jobs of one unit: `numbers` has the jobs, shape (jobs, 9), then the pieces.
+    """One request's jobs of one unit: `numbers` has the jobs, shape (jobs, 8), then the pieces.
 
     These are of the plan's `paged` rows, in this order: (local, remote) of each.
     """
@@ -66,7 +65,7 @@ class Tiling:
         self.rows: Ints = np.empty((0, 2), dtype=np.int64)
         self.jobs: list[Job] = []
         chunks: list[Ints] = []
-        num_rows = num_bytes = 0
+        num_rows = 0
         for number, paged in enumerate(plan.paged_rows):
             local, remote = (
                 _rows_of(plan.local, paged.first[0]),
@@ -82,12 +81,9 @@ class Tiling:
                 same = addresses[local[:, LENGTH] == length]
                 unit = _unit(np.array([length, *strides]), same)
                 width = length // unit
-                self.jobs.append(
-                    Job(unit, number, num_rows, len(same), width, strides, counts, num_bytes)
-                )
+                self.jobs.append(Job(unit, number, num_rows, len(same), width, strides, counts))
                 chunks.append(same)
                 num_rows += len(same)
-                num_bytes += len(same) * length
         self.rows = np.concatenate([self.rows, *chunks])
 
     def launches(self, pieces: Sequence[Pieces], tile_bytes: int) -> list[Launch]:
@@ -112,8 +108,7 @@ def _launch(unit: int, jobs: list[Job], pieces: Sequence[Pieces], tile_bytes: in
             parts.append(np.stack([wanted.local, wanted.remote], axis=1).ravel())
             at += 2 * len(wanted.local)
         count = len(wanted.local)
-        row[:-1] = (tiles, job.first, job.count, job.width, *job.strides, places[job.paged], count)
-        row[-1] = job.bytes_before
+        row[:] = (tiles, job.first, job.count, job.width, *job.strides, places[job.paged], count)
         tiles += -(-job.count * count * job.width * unit // tile_bytes)
     return Launch(unit, np.concatenate([table.ravel(), *parts]), len(jobs), tiles, tuple(places))
 

@@ -1,7 +1,7 @@
-"""A rank's staging memory, and what copies between it and the cache.
+"""What copies between a rank's staging memory and its cache, and that memory.
 
-Prefill packs into its ring and decode scatters from its own one, by any plan of `geometry`. This is
-the interface; `host_copy` has it for host memory, `gpu_staging` for GPUs.
+Prefill packs into its ring, and decode scatters from its own, by any plan of `geometry`.
+`host_copier` copies in host memory, `gpu_copier` on GPUs.
 """
 
 from collections.abc import Sequence

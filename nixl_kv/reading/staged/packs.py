@@ -1,6 +1,7 @@
-"""Packing, on prefill: chunks of offers' blocks into slots of this rank's ring, beside all else.
+"""Packing on prefill: copies chunks of granted blocks into slots of this rank's ring.
 
-As many are under way as the ring has slots. One that fails costs its reader a slower way.
+The ring's slots bound how many copies are in progress. A chunk that cannot be packed is read
+directly by its reader.
 """
 
 from collections import OrderedDict, defaultdict
@@ -41,16 +42,16 @@ class _Pack:
 
 
 class PackQueue:
-    """See the module's head. Runs on the transfer thread alone."""
+    """See `Packer`."""
 
     def __init__(
         self,
         layout: CacheLayout,
-        staging: Staging | None,
+        staging: Staging,
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Start with none. What is packed is added to `counts`; without staging nothing is."""
+        """Pack from this cache; chunks, their bytes and seconds are added to `counts`."""
         self._layout = layout
         self._staging = staging
         self._counts = counts
@@ -66,11 +67,9 @@ class PackQueue:
 
     @property
     def writing(self) -> list[int]:
-        """The slots that are being written."""
         return [pack.action.slot for pack in self._packs]
 
     def add(self, action: events.PackChunk) -> events.ChunkPacked | None:
-        """Begin; an event if it cannot be packed."""
         try:
             self._packs.append(self._start(action))
         except (TransportError, IncompatiblePeer, ValueError) as error:
@@ -78,12 +77,11 @@ class PackQueue:
         return None
 
     def poll(self) -> list[events.ChunkPacked]:
-        """Those that have ended."""
         ended: list[events.ChunkPacked] = []
         for pack in list(self._packs):
             refusal = None
             try:
-                if self._staging is None or not self._staging.copier.poll(pack.copy):
+                if not self._staging.copier.poll(pack.copy):
                     continue
                 self._counts["chunks_packed"] += 1
                 self._counts["chunk_bytes"] += pack.num_bytes
@@ -95,15 +93,11 @@ class PackQueue:
         return ended
 
     def close(self) -> None:
-        """Return when neither the cache is read any more nor the ring written."""
-        if self._staging is not None:
-            for pack in self._packs:
-                self._staging.copier.end(pack.copy)
+        for pack in self._packs:
+            self._staging.copier.end(pack.copy)
 
     def _start(self, action: events.PackChunk) -> _Pack:
-        """Raise ValueError if this is not what can be packed into that slot."""
-        if self._staging is None:
-            raise ValueError("this rank does not pack")
+        """Raise ValueError if the chunk does not fit into the slot."""
         request = action.pack_request
         crop, ring = self._crop(request.layers), self._staging.ring
         table = action.tables[crop.number]
@@ -121,7 +115,7 @@ class PackQueue:
         return _Pack(action, copy, crop.plan.num_bytes(pieces), self._clock())
 
     def _crop(self, layers: _Layers) -> _Crop:
-        """How these heads are packed; it is planned once."""
+        """How these heads are packed; planned once, or the reason why it is impossible."""
         crop = self._crops.get(layers)
         if crop is None:
             try:
@@ -133,12 +127,10 @@ class PackQueue:
                 self._crops.popitem(last=False)
         self._crops.move_to_end(layers)
         if isinstance(crop, str):
-            raise ValueError(crop)  # noqa: TRY004 - of what was asked for
+            raise ValueError(crop)  # noqa: TRY004 - a value of the request
         return crop
 
     def _plan(self, layers: _Layers) -> _Crop:
-        if self._staging is None:
-            raise ValueError("this rank does not pack")
         layer, wanted = layers[0].layer, {each.layer: (each.first, each.end) for each in layers}
         if len(wanted) < len(layers):
             raise ValueError("a layer occurs twice in a chunk; allowed: once")

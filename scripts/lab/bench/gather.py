@@ -2,8 +2,8 @@
 
 One process has prefill's cache on one GPU and decode's on another, or both on one, and copies a
 prompt's KV from the one into the other, in random blocks, with the kernel that reads mapped memory:
-in so many programs, each of which has a processor to itself. Each row is a number of programs, with
-and without the digest that `verify` wants. "of copy" is a share of the speed at which torch copies
+in so many programs, each of which has a processor to itself. Each row is a number of programs.
+"of copy" is a share of the speed at which torch copies
 as many bytes in one piece between these GPUs, in the same rounds.
 """
 
@@ -25,16 +25,12 @@ from lab.bench.timing import share
 from lab.bench.transfer_cells import Blocks, Cut, parse_blocks
 from lab.local.caches import layout_at
 from lab.results import Figures, Results, verdict_of
-from nixl_kv.geometry.digest import Key
-from nixl_kv.geometry.layout import BlockTable, CacheLayout, Table
+from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import holdings
 from nixl_kv.geometry.model_layouts import ORDERS
 from nixl_kv.geometry.plan import plan
-from nixl_kv.geometry.slices import SliceFinder, SliceNamer
-from nixl_kv.reading.copying.contents import Contents, DigestInput
 from nixl_kv.reading.copying.tiles import Tiling
 
-KEY: Final = Key("ab" * 16)
 LAUNCHES: Final = 5
 """One behind the other, in a sample: what it costs to launch one passes beside the one before."""
 
@@ -58,19 +54,14 @@ class Cache:
 
 @dataclass
 class Ready:
-    """A prompt's copy as the kernel takes it; `digested` is None where it makes no digest."""
+    """A prompt's copy as the kernel takes it."""
 
-    launch: Callable[[torch.Tensor | None, int], None]
-    digest_input: DigestInput
+    launch: Callable[[int], None]
     num_bytes: int
 
 
 def prepare(prefill: Cache, decode: Cache, tokens: int) -> Ready:
-    """Plan it, and put its numbers where the kernel reads them.
-
-    Raises:
-        ValueError: if such a cache is not digested while it is copied.
-    """
+    """Plan it, and put its numbers where the kernel reads them."""
     from nixl_kv.reading.copying.kernel import TILE_BYTES, launch_copy  # noqa: PLC0415 - Triton
 
     layout, device = decode.layout, decode.memory.device
@@ -78,22 +69,14 @@ def prepare(prefill: Cache, decode: Cache, tokens: int) -> Ready:
     planned = plan(layout, prefill.layout, wanted)
     pieces = planned.pieces([decode.table], [prefill.table], range(tokens))
     tiling = Tiling(planned, lambda first, _: first)
-    contents = Contents(tiling, planned, layout)
-    tables = [BlockTable.of(decode.table, layout.groups[0])]
-    slices = SliceNamer(layout, wanted, holdings(prefill.layout)).name(tables)
     (launch,) = tiling.launches(pieces, TILE_BYTES)
-    found = SliceFinder(layout).find(slices, tables, end=tokens)
-    digest_input = contents.request(KEY, found, pieces, launch)
-    numbers, rows = (
-        torch.from_numpy(array).to(device) for array in (launch.numbers, contents.numbers)
-    )
+    numbers, rows = (torch.from_numpy(array).to(device) for array in (launch.numbers, tiling.rows))
 
-    def start(sums: torch.Tensor | None, programs: int) -> None:
-        digested = None if sums is None else (sums, contents.size)
+    def start(programs: int) -> None:
         with on(device):
-            launch_copy(launch, numbers, rows, digested, programs=programs)
+            launch_copy(launch, numbers, rows, programs=programs)
 
-    return Ready(start, digest_input, planned.num_bytes(pieces))
+    return Ready(start, planned.num_bytes(pieces))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -132,14 +115,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """A row for each layout, pair of block sizes, number of programs, with and without digest."""
+    """A row for each layout, pair of block sizes, number of programs."""
     title = f"{options.shape}, {options.tokens:,} tokens: the kernel, medians of {options.repeat}"
     results = Results(title, "rows are good", options.json)
     cells = list(itertools.product(options.orders, options.blocks))
     for order, blocks in cells:
         for row in measure(order, blocks, options):
             results.add(row)
-    return results.print(len(cells) * len(options.programs) * 2)
+    return results.print(len(cells) * len(options.programs))
 
 
 def measure(
@@ -154,12 +137,7 @@ def measure(
         num_blocks = options.tokens // size.size
         caches.append(Cache(layout, device, num_blocks, noise=noise))
     prefill, decode = caches
-    try:
-        ready = prepare(prefill, decode, options.tokens)
-    except ValueError as error:
-        raise SystemExit(f"{options.shape} in {order}: {error}") from error
-    fresh = torch.from_numpy(ready.digest_input.numbers)
-    numbers = fresh.to(decode.memory.device, copy=True)
+    ready = prepare(prefill, decode, options.tokens)
     piece = slice(ready.num_bytes)
 
     def copy() -> None:
@@ -169,32 +147,26 @@ def measure(
     prefill.memory[:1].copy_(decode.memory[:1])
     before = preparation(options, prefill)
     copies = [timed(copy, decode, before) for _ in range(options.repeat)]
-    first: dict[str, torch.Tensor] = {}
-    for digests, programs in itertools.product((False, True), options.programs):
-        launch = partial(ready.launch, numbers if digests else None, programs)
+    first: torch.Tensor | None = None
+    for programs in options.programs:
+        launch = partial(ready.launch, programs)
         decode.memory.zero_()
-        numbers.copy_(fresh)
         launch()
-        found = {"bytes": decode.memory} | ({"digest": numbers} if digests else {})
-        wrong = [
-            name
-            for name, tensor in found.items()
-            if not torch.equal(tensor, first.setdefault(name, tensor.clone()))
-        ]
+        first = decode.memory.clone() if first is None else first
+        is_same = torch.equal(decode.memory, first)
         times = [timed(launch, decode, before) for _ in range(options.repeat)]
         seconds = statistics.median(times)
         row: dict[str, str | int | float] = {
             "layout": order,
             "blocks": " to ".join(map(str, blocks)),
             "GPUs": " to ".join(map(str, gpus)) if options.device == "cuda" else "none",
-            "digests": "yes" if digests else "no",
             "programs": programs,
             "ms": seconds * 1e3,
             "GB/s": ready.num_bytes / seconds / 1e9,
             "of copy": share(copies, times),
         }
-        fault = f"other {' and '.join(wrong)} than in the first row" if wrong else ""
-        yield Figures(row, verdict_of(fault, good=f"same {' and '.join(found)}"))
+        fault = "" if is_same else "other bytes than in the first row"
+        yield Figures(row, verdict_of(fault, good="same bytes"))
 
 
 def preparation(options: argparse.Namespace, prefill: Cache) -> Callable[[], object] | None:

@@ -56,8 +56,8 @@ from nixl_kv.protocol.decode.loads import LoadBook
 from nixl_kv.protocol.decode.machine import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill.machine import PrefillMachine
-from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.peers import RemotePeers
+from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import FromEndpoint, Lost, PeerName
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.zmq import ZmqControl

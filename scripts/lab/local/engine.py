@@ -7,11 +7,12 @@ Caches are the caller's: a layout for each rank.
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.engine.engine import RankSpec, TransferEngine, host_copier
+from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import Parts
 from nixl_kv.engine.trust import Trust
 from nixl_kv.geometry.layout import CacheLayout, Table
@@ -20,6 +21,7 @@ from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.reading import gather, staged
 from nixl_kv.reading.staged.copier import Copier, HostMemory
 from nixl_kv.transport.base import ControlPlane, Transport
 
@@ -134,9 +136,15 @@ class LocalEngine:
                 make_transport=make_transport,
                 make_checker=make_checker,
                 make_control=make_control,
-                make_copier=make_copier or host_copier,
-                make_staging_memory=lambda length: HostMemory(staging_bytes or length),
-                num_ring_slots=num_ring_slots,
+                features=(
+                    gather.build,
+                    partial(
+                        staged.build,
+                        make_copier=make_copier or staged.make_host_copier,
+                        make_memory=lambda length: HostMemory(staging_bytes or length),
+                        num_slots=num_ring_slots,
+                    ),
+                ),
             )
             engine = TransferEngine(spec)
             self.ranks.append(LocalRank(engine, engine.start()))

@@ -32,7 +32,7 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.log_limit import LimitedLog
 from nixl_kv.protocol.messages import Description, RankDescription
-from nixl_kv.reading.peers import PreparedRank
+from nixl_kv.reading.peers import RemoteRank
 from nixl_kv.transport.memory import MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl
 from nixl_kv.transport.slots import SlotPage
@@ -50,7 +50,7 @@ OPAQUE: Final = (
     MemoryControl,
     MemoryTransport,
     np.ndarray,
-    PreparedRank,
+    RemoteRank,
     RankCache,
     RankDescription,
     SlotPage,

@@ -18,8 +18,9 @@ from nixl_kv.engine.thread import STOP_TIMEOUT_S
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.copying.host import HostCopier
+from nixl_kv.reading import staged
 from nixl_kv.reading.staged.copier import HostMemory
+from nixl_kv.reading.staged.host_copier import HostCopier
 from nixl_kv.transport.memory_control import MemoryNetwork
 
 RING_SLOTS: Final = 4
@@ -126,9 +127,14 @@ class RankLife:
                 make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
                 num_slots=seat.slots.count,
-                make_copier=lambda: HostCopier(self.copying),
-                make_staging_memory=lambda _length: seat.staging,
-                num_ring_slots=RING_SLOTS,
+                features=(
+                    partial(
+                        staged.build,
+                        make_copier=lambda: HostCopier(self.copying),
+                        make_memory=lambda _length: seat.staging,
+                        num_slots=RING_SLOTS,
+                    ),
+                ),
                 clock=environment.clock,
             )
         )
@@ -183,8 +189,8 @@ class RankLife:
         while self.joining.waiting:
             self.joining.work()
         for agent in self.parts.agents.polled:
-            for read in agent.reads:
-                if read.warms_up and isinstance(read.handle, Read):
+            for read in agent.warm_ups:
+                if isinstance(read.handle, Read):
                     read.handle.land_all()
 
     def stop(self) -> None:

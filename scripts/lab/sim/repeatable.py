@@ -10,7 +10,7 @@ from nixl_kv import ids
 from nixl_kv.connector import paging
 from nixl_kv.geometry import digest
 from nixl_kv.protocol.decode import read_queue
-from nixl_kv.reading import peers as remote_peers
+from nixl_kv.reading import agent as read_agent
 
 WINDOW_EDGE: Final = 4
 """In place of 256 tokens: prompts are short here."""
@@ -64,6 +64,6 @@ def repeatable(seed: int = 0) -> Iterator[None]:
         patch.object(digest, "STEP_BYTES", 1),
         patch.object(paging, "WINDOW_EDGE", WINDOW_EDGE),
         patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),
-        patch.object(remote_peers, "SAMPLE_BYTES", 4),
+        patch.object(read_agent, "SAMPLE_BYTES", 4),
     ):
         yield

@@ -14,6 +14,7 @@ import random
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 from unittest.mock import patch
@@ -31,6 +32,7 @@ from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.engine.engine import RankSpec
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol.events import StartLoad
+from nixl_kv.reading import gather, staged
 
 VARIABLE: Final = "NIXL_KV_PLANT"
 
@@ -77,7 +79,13 @@ class PlantingWorker(worker.Worker):
             return replace(
                 spec,
                 make_transport=lambda: PlantingTransport(spec.make_transport(), planter),
-                make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter),
+                features=(
+                    gather.build,
+                    partial(
+                        staged.build,
+                        make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter),
+                    ),
+                ),
             )
 
         with patch.object(worker, "rank_spec", planting_spec):

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,13 +18,14 @@ from nixl_kv.engine.engine import (
     MIN_SLOTS,
     RankSpec,
     TransferEngine,
-    _make_gather,
+    _build_features,
     slots_for,
 )
 from nixl_kv.errors import ConfigError, IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
+from nixl_kv.reading.staged.path import StagedPath
 from nixl_kv.transport.base import Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl, MemoryNetwork
@@ -174,7 +176,7 @@ def test_a_rank_that_is_not_to_pack_has_no_ring(step: Step, changed: dict[str, A
     engine = step(config=Config(**changed))
     assert engine.loop is not None
     assert engine.loop.parts.description.ring is None
-    assert engine.loop.parts.agents.peers.means.staging is None
+    assert not any(isinstance(path, StagedPath) for path in engine.loop.parts.agents.peers.paths)
 
 
 @pytest.mark.parametrize("is_decode", [True, False])
@@ -184,11 +186,12 @@ def test_a_rank_that_packs_and_reads_has_half_of_its_staging_for_either(
     engine = step(is_decode=is_decode, config=Config(staging_mib=2))
     assert engine.loop is not None
     ring = engine.loop.parts.description.ring
-    staging = engine.loop.parts.agents.peers.means.staging
+    paths = engine.loop.parts.agents.peers.paths
+    readers = [path.staging for path in paths if isinstance(path, StagedPath)]
     assert ring is not None
     assert (ring.length, ring.num_slots) == ((1 if is_decode else 2) << 20, 16)
-    assert (staging is not None) == is_decode
-    if staging is not None:
+    assert len(readers) == is_decode
+    for staging in readers:
         assert staging.ring.span == Span(ring.address + ring.length, ring.length)
 
 
@@ -295,25 +298,14 @@ def test_memory_of_this_process_is_digested_on_the_host(planes: Planes, verify: 
 def test_mapped_memory_is_read_by_who_may_read_it_so(
     planes: Planes, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.path", fake)
-    gather = _make_gather(spec_in(planes, "VRAM", config=Config(path=path)), lambda: None)
-    assert (gather is not None) == (path in {"auto", "gather"})
-
-
-@pytest.mark.parametrize("verify", [0.0, 0.5])
-def test_what_is_gathered_is_digested_where_loads_are_verified(
-    planes: Planes, verify: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.path", fake)
-    spec = spec_in(planes, "VRAM", config=Config(verify=verify))
-
-    def wake() -> None:
-        pass
-
-    digested = spec.layout if verify else None
-    assert _make_gather(spec, wake) == (spec.layout.device, wake, digested)
+    exported = SimpleNamespace(description=None, close=lambda: None)
+    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments, Exported=lambda *_: exported)
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.gpu", fake)
+    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.memory", fake)
+    spec = spec_in(planes, "VRAM", config=Config(path=path))
+    feature, _ = _build_features(spec, lambda: None, defaultdict(float))
+    assert (feature.path is not None) == (path in {"auto", "gather"})
+    assert ("export" in feature.description) == (path != "direct")
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ from nixl_kv.protocol.messages import (
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.protocol.prefill.offers import RECALL_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
-from nixl_kv.reading.agents import TIDY_S, TRY_AGAIN_S
+from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from nixl_kv.transport.memory import MemoryTransport
 from nixl_kv.transport.memory_control import MemoryControl

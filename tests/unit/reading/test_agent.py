@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,11 @@ from msgspec.structs import replace
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.geometry.layout import CacheLayout, Memory, Table
+from nixl_kv.geometry.layout import Memory, Table
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
-    CompareDigest,
     DataEvent,
-    DigestCompared,
-    DigestLanded,
-    DigestMade,
-    MakeDigest,
     PeerKey,
     ReadDone,
     ReadFailed,
@@ -34,13 +29,13 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.reading import agent as read_agent
 from nixl_kv.reading.agent import MAX_SLOT_READS, ReadAgent, open_transport
-from nixl_kv.reading.gather.base import Means
+from nixl_kv.reading.gather.path import GatherPath
+from nixl_kv.reading.paths.base import ReadPath
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.transport.memory import Fabric, MemoryTransport
-from nixl_kv.verify.queue import DigestEvent, DigestQueue, HostDigester
 from support.memory_gather import EXPORT, MemoryGather
 from support.readable import ReadableRank, engine_of
-from support.records import CLAIM, D1, PEER, digest_reply, digest_request, grant
+from support.records import D1, PEER, grant
 from support.stepped import Background, Clock
 
 SIZES = Sizes()
@@ -53,17 +48,13 @@ class Reading:
     """A decode rank's agent, and the prefill rank that it reads."""
 
     def __init__(
-        self,
-        make_means: Callable[[CacheLayout], Means] | None = None,
-        sizes: Sizes = SIZES,
-        memory: Memory = "VRAM",
+        self, paths: Sequence[ReadPath] = (), sizes: Sizes = SIZES, memory: Memory = "VRAM"
     ) -> None:
         self.fabric, self.clock = Fabric(), Clock()
         self.prefill = ReadableRank(self.fabric, sizes)
         self.cache = Cache(sizes).fill(2)
         layout = dataclasses.replace(self.cache.layout(), memory=memory)
-        means = None if make_means is None else make_means(layout)
-        self.peers = RemotePeers(layout, R0, MODEL, means=means)
+        self.peers = RemotePeers(layout, R0, MODEL, paths=paths)
         engine = engine_of(self.prefill)
         ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
         described = replace(engine, ranks=ranks)
@@ -72,7 +63,7 @@ class Reading:
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
         self.prepare()
-        while self.agent.reads:  # that warm up
+        while self.agent.warm_ups:
             assert self.agent.poll() == []
         self.counts.clear()
         self.fabric.bytes_copied = 0
@@ -80,10 +71,10 @@ class Reading:
     def prepare(self) -> None:
         """Until the peer can be read."""
         description = self.peers.descriptions[PEER]
-        self.agent.peers.prepare(PEER, description, self.peers.routes(description))
-        while self.agent.peers.is_busy:
-            self.agent.peers.end_step()
-            self.agent.peers.begin_step()
+        self.agent.ranks.prepare(PEER, description, self.peers.routes(description))
+        while self.agent.ranks.is_busy:
+            self.agent.ranks.collect()
+            self.agent.ranks.begin_next()
 
     def start(
         self,
@@ -98,13 +89,11 @@ class Reading:
         load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
         granted = grant(tables=(Table.of(remote),))
         slices = self.peers.name_slices(PEER, R0, load) if verify else ()
-        events = self.agent.start_read(StartRead(peer, R0, granted, load, slices))
-        assert events is not None
-        return events
+        return self.agent.start(StartRead(peer, R0, granted, load, slices))
 
     def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
         """The same of a slot."""
-        return self.agent.read_slot(ReadSlot(peer, R0, D1, slot))
+        return self.agent.start(ReadSlot(peer, R0, D1, slot))
 
 
 @pytest.fixture
@@ -116,7 +105,7 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
     reading.fabric.polls = 3
     before = reading.cache.view.copy()
     assert reading.start([2, 9], [7, 3], range(8)) == []
-    assert repr(reading.agent) == "<ReadAgent: 1 reads, <PreparedPeers: 1 of prefill>>"
+    assert repr(reading.agent) == "<ReadAgent: 1 reads, <Ranks: 1 READY>>"
     assert reading.agent.poll() == []
     assert reading.agent.poll() == []
     assert np.array_equal(reading.cache.view, before)
@@ -204,7 +193,7 @@ def test_a_peer_that_was_dropped_cannot_be_read(reading: Reading) -> None:
     reason = "engine 'prefill' is gone"
     assert reading.start([2], [7], range(4), peer=UNKNOWN) == [ReadFailed(D1, R0, reason)]
     assert reading.read_slot(3, UNKNOWN) == [ReadFailed(D1, R0, reason)]
-    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+    assert len(reading.agent.free_entries) == MAX_SLOT_READS
 
 
 def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None:
@@ -216,8 +205,8 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
     reading.fabric.polls = 2
     assert reading.read_slot(3) == []
     (read,) = reading.agent.reads
-    assert read.slot is not None
-    assert reading.agent._slots.read(read.slot) == bytes(16)
+    assert read.slot_op is not None
+    assert reading.agent.slots.read(read.slot_op._entry) == bytes(16)
     reading.prefill.slots.write(3, second)
     assert reading.agent.poll() == []
     assert reading.agent.poll() == [SlotRead(D1, R0, second)]
@@ -229,7 +218,7 @@ def test_a_cleared_slot_reads_as_zeros(reading: Reading) -> None:
 
 
 def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
-    reading.agent._free_slots = [1]
+    reading.agent.free_entries = [1]
     reading.fabric.reads_hang = True
     assert reading.read_slot(0) == []
     assert reading.read_slot(0) == [ReadFailed(D1, R0, "too many slots are being read")]
@@ -241,7 +230,7 @@ def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
 def test_a_slot_that_the_peer_does_not_have_is_refused(reading: Reading) -> None:
     (event,) = reading.read_slot(8)
     assert isinstance(event, ReadFailed)
-    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+    assert len(reading.agent.free_entries) == MAX_SLOT_READS
 
 
 @pytest.mark.parametrize("kind", ["data", "slot"])
@@ -276,7 +265,7 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
     assert [type(event) for event in events] == [ReadFailed, ReadFailed]
     assert "is gone" in str(events[0])
     assert reading.agent.reads == []
-    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+    assert len(reading.agent.free_entries) == MAX_SLOT_READS
 
 
 def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_read(
@@ -311,7 +300,7 @@ def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_re
     reading.fabric.reads_hang = False
     assert len(reading.agent.poll()) == 1
     reading.agent.drop_broken()
-    assert not reading.agent.peers.has(PEER, R0)
+    assert reading.agent.ranks.find(PEER, R0) is None
     reading.prepare()
     assert dropped == [name]
     assert reading.start([2], [7], range(4)) == []
@@ -335,22 +324,22 @@ def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
     monkeypatch.setattr(MemoryTransport, "stop", stop)
     reading.fabric.polls = 1
     reading.start([2, 9], [7, 3], range(8))
-    reading.agent.stop_read(StopRead(D1, Rank(1)))
-    reading.agent.stop_read(StopRead(RequestId("d2"), R0))
+    reading.agent.stop(StopRead(D1, Rank(1)))
+    reading.agent.stop(StopRead(RequestId("d2"), R0))
     assert stopped == []
-    reading.agent.stop_read(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
     reading.fabric.polls = 3
     reading.start([2, 9], [7, 3], range(8))
-    reading.agent.stop_read(StopRead(D1, R0))
-    reading.agent.stop_read(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
     reading.clock.now += 50.0
     assert [reading.agent.poll() for _ in range(2)] == [[], []]
-    assert reading.agent.poll() == [ReadFailed(D1, R0, "it is not wanted any more")]
+    assert reading.agent.poll() == [ReadFailed(D1, R0, "no longer wanted")]
     assert len(stopped) == 2
     reading.read_slot(3)
-    reading.agent.stop_read(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
     assert len(reading.agent.poll()) == 0
 
 
@@ -359,7 +348,7 @@ class Gathering(Reading):
 
     def __init__(self, *, is_able: bool = True) -> None:
         self.gather = MemoryGather(is_able=is_able)
-        super().__init__(lambda _: Means(self.gather, "gather"))
+        super().__init__([GatherPath(self.gather)])
 
     def read(self) -> list[DataEvent]:
         return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()
@@ -409,7 +398,7 @@ def test_a_dropped_peer_is_unmapped() -> None:
     reading = Gathering()
     reading.read()
     assert len(reading.gather.mapped) == 1
-    reading.agent.peers.drop(PEER)
+    reading.agent.ranks.drop(PEER)
     assert reading.gather.mapped == []
 
 
@@ -420,108 +409,24 @@ def test_a_dropped_peer_is_unmapped_with_the_last_read_that_uses_the_mapping() -
     reading.start([2, 9], [7, 3], range(8))
     reading.fabric.reads_hang = True
     assert reading.read_slot(3) == []
-    reading.agent.peers.drop(PEER)
+    reading.agent.ranks.drop(PEER)
     ended: list[DataEvent] = []
     while not ended:
-        reading.agent.peers.begin_step()
+        reading.agent.ranks.begin_next()
         assert len(reading.gather.mapped) == 1
         ended = reading.agent.poll()
-    reading.agent.peers.begin_step()
+    reading.agent.ranks.begin_next()
     assert reading.gather.mapped == []
-    assert reading.agent.is_reading(PEER)
+    assert reading.agent.is_reading(reading.prefill.transport.name)
 
 
 def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
     reading = Gathering()
     reading.read()
+    reading.gather.polls = 3
+    reading.start([2, 9], [7, 3], range(8))
     reading.agent.close()
     assert reading.gather.num_waits == 1
     assert not reading.gather.is_closed, "other agents use it"
     assert reading.gather.mapped == []
     assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
-
-
-class Digesting(Reading):
-    """What is gathered is digested meanwhile, or after it has landed."""
-
-    def __init__(self, *, meanwhile: bool = True) -> None:
-        self.made: defaultdict[str, float] = defaultdict(float)
-        self.gather = MemoryGather()
-
-        def means(layout: CacheLayout) -> Means:
-            self.digests = DigestQueue(layout, HostDigester(), self.made)
-            self.gather.digested = layout if meanwhile else None
-            return Means(self.gather, "gather", digests=self.digests)
-
-        super().__init__(means, Sizes(key=32, value=32))
-        self.load = StartLoad(D1, 0, 7, (Table.of([2, 9]),), verify=True)
-
-    def read_slices(self) -> tuple[KVSlice, ...]:
-        """What a read was to read, when it has landed."""
-        assert self.start([2, 9], [7, 3], range(7), verify=True) == []
-        (done,) = self.agent.poll()
-        assert isinstance(done, ReadDone)
-        return self.peers.name_slices(PEER, R0, self.load)
-
-    def compare(self, slices: tuple[KVSlice, ...]) -> DigestCompared:
-        """With prefill's digest, as the machine does."""
-        landed = DigestLanded(R0, slices, self.load, CLAIM)
-        assert self.digests.add(landed) is None
-        theirs = DigestQueue(self.prefill.cache.layout(), HostDigester(), defaultdict(float))
-        wanted = digest_request(end=7, slices=slices)
-        assert theirs.add(MakeDigest(b"", wanted, (Table.of([7, 3]),))) is None
-        made = digest_event(theirs)
-        assert isinstance(made, DigestMade)
-        reply = digest_reply(rows=made.rows, columns=made.columns)
-        compared = self.digests.add(CompareDigest(R0, slices, self.load, reply))
-        if compared is None:
-            compared = digest_event(self.digests)
-        assert isinstance(compared, DigestCompared)
-        assert compared.refusal is None
-        return compared
-
-
-def digest_event(digests: DigestQueue) -> DigestEvent:
-    while True:
-        for event in digests.poll(lambda _: True):
-            return event
-
-
-@pytest.mark.parametrize("meanwhile", [True, False])
-def test_what_is_gathered_has_prefills_digest(meanwhile: bool) -> None:  # noqa: FBT001
-    reading = Digesting(meanwhile=meanwhile)
-    slices = reading.read_slices()
-    assert reading.made["digests"] == meanwhile
-    reading.digests.add(DigestLanded(R0, slices, reading.load, CLAIM))
-    assert len(reading.digests) == (not meanwhile), "it was digested again"
-    assert reading.compare(slices).difference is None
-    assert reading.made["digests"] == 1
-    assert reading.made["digest_bytes"] == 7 * SIZES.layers * SIZES.heads * 64
-
-
-def test_what_was_digested_meanwhile_is_not_read_again() -> None:
-    reading = Digesting()
-    slices = reading.read_slices()
-    reading.cache.memory[:] = 0
-    assert reading.compare(slices).difference is None
-    reading.prefill.cache.view[1, 7, 0, 2, 0] += 1
-    slices = reading.read_slices()
-    reading.prefill.cache.view[1, 7, 0, 2, 0] -= 1
-    difference = reading.compare(slices).difference
-    assert difference is not None
-    assert difference.startswith("K of head 0 of layer layer.1 differs in tokens 0 to 6")
-
-
-def test_the_digest_of_a_read_that_nobody_waits_for_is_forgotten() -> None:
-    reading = Digesting()
-    slices = reading.read_slices()
-    assert reading.digests.poll(lambda _: False) == []
-    reading.cache.memory[:] = 0
-    assert reading.compare(slices).difference is not None
-
-
-def test_what_is_not_verified_is_not_digested() -> None:
-    reading = Digesting()
-    assert reading.start([2, 9], [7, 3], range(7)) == []
-    assert len(reading.agent.poll()) == 1
-    assert reading.made["digests"] == 0

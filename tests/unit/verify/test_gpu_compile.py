@@ -47,35 +47,19 @@ def compiled(function: Any, types: dict[str, str], cut: object, num_warps: int) 
     return compile_kernel(source, GPUTarget("cuda", HOPPER, 32), {"num_warps": num_warps})
 
 
-def check_copies(size: int, tmp_path: Path, *, num_warps: int, digests: bool) -> None:
-    """Of items of so many units: fails if registers do not fit, or 16 bytes are not one access."""
+def test_what_copies_keeps_all_in_registers(tmp_path: Path) -> None:
+    """And takes 16 bytes in one access."""
     from nixl_kv.reading.copying import kernel as gpu_copy  # noqa: PLC0415 - Triton
 
-    types = dict.fromkeys(("numbers", "rows", "sums"), "*i64")
+    types = dict.fromkeys(("numbers", "rows"), "*i64")
     types |= dict.fromkeys(("num_jobs", "num_tiles"), "i32")
-    units = gpu_copy.TILE_BYTES // 16
-    cut = 16, units // size, size, digests
-    kernel = compiled(gpu_copy._copy, types, cut, num_warps)
+    units, num_warps = gpu_copy.TILE_BYTES // 16, gpu_copy.NUM_WARPS
+    kernel = compiled(gpu_copy._copy, types, (16, units), num_warps)
     used = resources(kernel, tmp_path)
-    print(f"{cut}: {used}")  # noqa: T201 - what -s is for
     assert used["STACK"] == 0
     assert used["REG"] * num_warps * 32 <= NUM_REGISTERS
     stores = re.findall(r"st\.global\.v2\.b64", kernel.asm["ptx"])
     assert len(stores) == units // num_warps // 32
-
-
-def test_what_copies_keeps_all_in_registers(tmp_path: Path) -> None:
-    from nixl_kv.reading.copying import kernel as gpu_copy  # noqa: PLC0415 - Triton
-
-    check_copies(1, tmp_path, num_warps=gpu_copy.NUM_WARPS, digests=False)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
-def test_what_also_digests_keeps_all_in_registers(size: int, tmp_path: Path) -> None:
-    """Where a head's token has so many units of 16 bytes."""
-    from nixl_kv.reading.copying import kernel as gpu_copy  # noqa: PLC0415 - Triton
-
-    check_copies(size, tmp_path, num_warps=gpu_copy.DIGESTING_WARPS, digests=True)
 
 
 @pytest.mark.parametrize(

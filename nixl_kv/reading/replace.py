@@ -1,23 +1,21 @@
-"""The agents of one rank that read: one that all new reads use, and those before it, which drain.
+"""The agents of one rank that read: the current one, and those before it, which drain.
 
-Nothing stops a read but the end of the agent that posted it. So when a read is abandoned, a new
-agent is made, which all reads use from then on, and the old one drains. As soon as nothing is left
-on it but abandoned reads it is destroyed, and only on the proof that it is gone these are said to
-have failed: their blocks may be used again. Reads from other peers go on all the while.
+Nothing stops a read except the end of its agent. So when a read is abandoned, another agent is made
+for all new reads, and the old one drains. Once only abandoned reads are left on it, it is
+destroyed. These reads have failed when the agent is proven to be gone: then their blocks may be
+used again.
 
-All agents but the first are made, and all are destroyed, in the background, since either may take
-a second; each on a thread of its own, so that one that cannot be destroyed keeps none from being
-made. Peers are prepared in the background too. All else runs on the transfer thread alone.
+All agents but the first are made, and all are destroyed, in the background: either may take a
+second. Each of the two has a thread, so that an agent that cannot be destroyed does not keep
+another one from being made.
 
-NIXL closes no connection to a peer before the agent ends, at either end. So an agent is also
-replaced once it has collected enough connections to peers that died or were forgotten. Then the new
-one first meets all peers that the old one reads, in the background: no read waits for it.
-
-A read waits here for its peer to be prepared, and for the agent while NIXL adds any peer to it.
+NIXL closes no connection before the agent ends, at either end. So an agent is also replaced once it
+has collected enough connections to ranks that died or were forgotten. Then the new one first meets
+all engines that the old one reads, in the background: no read waits for it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Final
@@ -27,8 +25,15 @@ from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.log_limit import get_logger
 from nixl_kv.protocol import events
-from nixl_kv.reading.agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
-from nixl_kv.reading.peers import Ended, RemotePeers
+from nixl_kv.reading.agent import (
+    READING_PAUSE_S,
+    Opened,
+    ReadAgent,
+    open_transport,
+    request_of,
+)
+from nixl_kv.reading.paths.base import STOPPED, ExtraMemory
+from nixl_kv.reading.peers import Ended, RemotePeers, WaitingRead
 from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
@@ -61,11 +66,11 @@ class _Closing:
     @property
     def stops_reads(self) -> bool:
         """Whether reads that did not end are what it is destroyed for."""
-        return any(not read.warms_up for read in self.agent.reads)
+        return bool(self.agent.reads)
 
 
 class Agents:
-    """See the module's head."""
+    """See the module's docstring. On the transfer thread alone."""
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class Agents:
         peers: RemotePeers,
         counts: defaultdict[str, float],
         *,
+        memory: tuple[ExtraMemory, ...] = (),
         clock: Callable[[], float],
         make_background: Callable[[int], Executor],
     ) -> None:
@@ -82,6 +88,7 @@ class Agents:
             make_transport: makes one with nothing registered.
             peers: that this rank may read, and its own cache.
             counts: agents that were destroyed to stop a read are added to them, and peers joined.
+            memory: what every agent registers besides the cache.
             clock: monotonic seconds.
             make_background: makes so many threads: one on which agents are made, one on which they
                 are destroyed, and for each agent some on which its peers are prepared.
@@ -91,12 +98,12 @@ class Agents:
         """The agents whose reads are polled: all new reads use the first, the others drain."""
         self._counts = counts
         self._make_transport = make_transport
+        self._memory = memory
         self._clock = clock
         self._open_on = make_background(1)
         self._close_on = make_background(1)
         self._make_background = make_background
         self._joining: dict[events.PeerKey, float] = {}  # since when
-        self._held: list[events.StartRead | events.ReadSlot] = []  # reads that wait
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
@@ -118,14 +125,14 @@ class Agents:
     def pause_s(self) -> float:
         """How long they need not be looked at, in seconds, while they are busy."""
         awaited = any(closing.stops_reads for closing in self._closing)
-        if self._joining or self._held or awaited or (self._opening and not self._is_worn):
+        if self._joining or awaited or (self._opening and not self._is_worn):
             return READING_PAUSE_S
         pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
         return min(pauses, default=CHANGING_PAUSE_S)
 
     @property
     def _is_changing(self) -> bool:
-        return bool(self._joining or self._held or self._closing or self._opening)
+        return bool(self._joining or self._closing or self._opening)
 
     @property
     def next_due(self) -> float | None:
@@ -143,7 +150,7 @@ class Agents:
         """
         layout = self.peers.layout
         plan(layout, layout)
-        opened = open_transport(self._make_transport, layout, self.peers.means.staging)
+        opened = open_transport(self._make_transport, layout, self._memory)
         if opened.scratch is not None:
             opened.transport.rehearse(opened.scratch.span, layout.memory, layout.device)
         self.polled.append(self._make_agent(opened))
@@ -154,19 +161,19 @@ class Agents:
             case events.JoinPeer():
                 return [self._join(action)]
             case events.DropPeer():
-                self._drop(action.peer, is_dead=action.is_dead)
+                return self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead() | events.ReadSlot():
-                if not self.current.peers.is_adding:
-                    self.current.drop_broken()
-                return self._start_or_hold(action)
+                return [*self._drop_broken(), *self._start(action)]
             case events.ReadChunk():
-                return [event for agent in self.polled for event in agent.read_chunk(action)]
+                return [event for agent in self.polled for event in agent.on_chunk(action)]
             case events.StopRead():
                 for agent in self.polled:
-                    agent.stop_read(action)
+                    agent.stop(action)
+                return self._fail_waiting(action.request, action.rank, STOPPED)
             case events.AbandonRead():
                 self.abandon(action.request, action.rank)
-                return self._let_go(action)
+                reason = "it could not begin in time"
+                return self._fail_waiting(action.request, action.rank, reason)
         return []
 
     def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
@@ -178,7 +185,6 @@ class Agents:
 
     def forget_peers(self) -> None:
         """Forget all peers, and the reads that wait; where a read goes on, it ends its agent."""
-        self._held.clear()
         for peer in list(self.peers.descriptions):
             self._drop(peer)
 
@@ -186,17 +192,20 @@ class Agents:
         """Look after all reads and agents; reads that ended become events."""
         ended: list[events.DataEvent] = []
         for agent in self.polled:
-            for preparation in agent.peers.end_step():
+            for preparation in agent.ranks.collect():
                 if agent is self.current:
                     ended += self._on_prepared(preparation)
             ended += [*agent.poll(), *agent.pop_breaks()]
         self._tidy(has_read=bool(ended))
         ended += self._replace_current()
-        self._introduce()
+        ended += self._introduce()
         self._close_drained()
-        ended += self._poll_closing() + self._start_held()
+        ended += self._poll_closing()
+        if self.polled:
+            for read in self.current.ranks.pop_startable():
+                ended += self._start(read)
         for agent in self.polled:
-            agent.peers.begin_step()
+            agent.ranks.begin_next()
         return ended
 
     def is_read(self, request: RequestId) -> bool:
@@ -225,14 +234,14 @@ class Agents:
                 left.append(str(error))
         self._poll_closing()
         for closing in self._closing:
-            num_reads = sum(not read.warms_up for read in closing.agent.reads)
+            num_reads = len(closing.agent.reads)
             left.append(f"a NIXL agent is being destroyed; {num_reads} of its reads may go on")
         if left:
             raise TransportError("; ".join(left))
         self._open_on.shutdown(wait=False)
         self._close_on.shutdown(wait=False)
-        if self.peers.means.gather is not None:
-            self.peers.means.gather.close()
+        for path in self.peers.paths:
+            path.close()
 
     @property
     def current(self) -> ReadAgent:
@@ -253,7 +262,7 @@ class Agents:
         try:
             self.peers.check(description)
             routes = self.peers.routes(description)
-            self.current.peers.prepare(peer, description, routes)
+            self.current.ranks.prepare(peer, description, routes)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
         self.peers.add(peer, description, routes)
@@ -261,7 +270,7 @@ class Agents:
         return events.PeerFits(peer, description, routes)
 
     def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
-        """What waited for the peer can begin, or fails."""
+        """An engine can be read, or its reads that waited fail."""
         since = self._joining.pop(ended.peer, None)
         if ended.error is None:
             if since is None:
@@ -269,64 +278,46 @@ class Agents:
             self._counts["joins"] += 1
             self._counts["join_seconds"] += self._clock() - since
             return [events.PeerJoined(ended.peer)]
-        failed: list[events.DataEvent] = []
+        failed = _failed(ended.waiting, ended.error)
         if since is not None:
             self.peers.forget(ended.peer)
-            failed.append(events.PeerRefused(ended.peer, ended.error))
-        return failed + self._fail_held(lambda read: read.peer == ended.peer, ended.error)
+            failed.insert(0, events.PeerRefused(ended.peer, ended.error))
+        return failed
 
-    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
-        """Forget a peer."""
+    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> list[events.DataEvent]:
+        """Forget an engine; reads that waited for it fail, or begin when it is added again."""
         self.peers.forget(peer)
         self._joining.pop(peer, None)
-        for agent in self.polled:
-            agent.peers.drop(peer, is_lost=is_dead)
+        waiting = [r for a in self.polled for r in a.ranks.drop(peer, is_lost=is_dead)]
+        return [event for read in waiting for event in self._start(read)]
 
-    # --- reads that wait
-
-    def _start_or_hold(self, read: events.StartRead | events.ReadSlot) -> list[events.DataEvent]:
-        """Start a read; or keep it until its peer, and the agent, can be read."""
-        agent, description = self.current, self.peers.descriptions.get(read.peer)
-        if description is None:
-            reason = f"engine {read.peer.engine!r} is gone"
-            return [events.ReadFailed(request_of(read), read.rank, reason)]
-        if not agent.peers.is_adding and agent.peers.has(read.peer, read.rank):
-            started = self._start(agent, read)
-            if started is not None:
-                return started
-        if not agent.peers.is_preparing(read.peer) and not agent.peers.has(read.peer, read.rank):
-            # Another agent has joined it, or its connection broke.
-            agent.peers.prepare(read.peer, description, self.peers.routes(description))
-        self._held.append(read)
-        return []
-
-    def _start(
-        self, agent: ReadAgent, read: events.StartRead | events.ReadSlot
-    ) -> list[events.DataEvent] | None:
-        """None: it has to wait."""
-        if isinstance(read, events.ReadSlot):
-            return agent.read_slot(read)
-        return None if agent.peers.is_planning(read.peer, read.rank) else agent.start_read(read)
-
-    def _start_held(self) -> list[events.DataEvent]:
-        if not self._held or self.current.peers.is_adding:
+    def _drop_broken(self) -> list[events.DataEvent]:
+        """Let the current agent add engines again whose connection broke."""
+        if self.current.ranks.is_adding:
             return []
-        held, self._held = self._held, []
-        return [event for read in held for event in self._start_or_hold(read)]
+        waiting = self.current.drop_broken()
+        return [event for read in waiting for event in self._start(read)]
 
-    def _let_go(self, action: events.AbandonRead) -> list[events.DataEvent]:
-        """One that waits writes nothing."""
-        return self._fail_held(
-            lambda read: (request_of(read), read.rank) == (action.request, action.rank),
-            "it could not begin in time",
-        )
+    # --- reads
 
-    def _fail_held(
-        self, is_meant: Callable[[events.StartRead | events.ReadSlot], bool], reason: str
-    ) -> list[events.DataEvent]:
-        failed = [read for read in self._held if is_meant(read)]
-        self._held = [read for read in self._held if not is_meant(read)]
-        return [events.ReadFailed(request_of(read), read.rank, reason) for read in failed]
+    def _start(self, read: WaitingRead) -> list[events.DataEvent]:
+        """Start a read with the current agent, which may have to add its engine first."""
+        agent, description = self.current, self.peers.descriptions.get(read.peer)
+        if description is not None and agent.ranks.find(read.peer, read.rank) is None:
+            # Another agent has joined the engine, or its connection broke.
+            agent.ranks.prepare(read.peer, description, self.peers.routes(description))
+        return agent.start(read)
+
+    def _fail_waiting(self, request: RequestId, rank: Rank, reason: str) -> list[events.DataEvent]:
+        """A read that waits writes nothing."""
+        waiting = [
+            read
+            for agent in self.polled
+            for read in agent.ranks.pop_waiting(
+                lambda read: (request_of(read), read.rank) == (request, rank)
+            )
+        ]
+        return _failed(waiting, reason)
 
     # --- agents
 
@@ -335,9 +326,9 @@ class Agents:
         abandoned = bool(self.polled) and any(read.is_abandoned for read in self.current.reads)
         if self._opening is None:
             if abandoned and self._successor is not None:
-                self._promote(self._successor)
-            elif abandoned and self._clock() >= self._open_again_at:
-                logger.warning("a read does not end: making another NIXL agent")
+                return self._promote(self._successor)
+            if abandoned and self._clock() >= self._open_again_at:
+                logger.warning("a read timed out: replacing the NIXL agent")
                 self._open(is_worn=False)
         elif self._opening.done():
             opening, self._opening = self._opening, None
@@ -346,72 +337,74 @@ class Agents:
             except TransportError as error:
                 self._open_again_at = self._clock() + TRY_AGAIN_S
                 cost = "connections" if self._is_worn and not abandoned else "blocks"
-                logger.error("no other NIXL agent: %s; %s stay held, trying again", error, cost)  # noqa: TRY400 - it says all
+                message = "cannot create a NIXL agent: %s; %s stay held until a retry succeeds"
+                logger.error(message, error, cost)  # noqa: TRY400 - it says all
                 return []
             if abandoned or not self._is_worn:
-                self._promote(agent)
-                return []
+                return self._promote(agent)
             self._successor, self._introduced = agent, set()
             self.polled.append(agent)
-            return [events.PeersMoved(tuple(self.current.peers.known))]
+            return [events.PeersMoved(tuple(self.current.ranks.known))]
         return []
 
     def _open(self, *, is_worn: bool) -> None:
         self._is_worn = is_worn
         self._opening = self._open_on.submit(
-            open_transport, self._make_transport, self.peers.layout, self.peers.means.staging
+            open_transport, self._make_transport, self.peers.layout, self._memory
         )
 
-    def _promote(self, agent: ReadAgent) -> None:
-        """All new reads use this agent from now on; the others drain."""
-        self.current.peers.give_up_all()
+    def _promote(self, agent: ReadAgent) -> list[events.DataEvent]:
+        """All new reads use this agent from now on, also those that wait; the others drain."""
+        waiting = self.current.ranks.pop_waiting()
+        self.current.ranks.give_up_all()
         if agent is self._successor:
             self.polled.remove(agent)
             self._successor = None
         self.polled.insert(0, agent)
         self._left_since = None
         for peer in self._joining:
-            if not agent.peers.is_preparing(peer):
-                description = self.peers.descriptions[peer]
-                agent.peers.prepare(peer, description, self.peers.routes(description))
+            description = self.peers.descriptions[peer]
+            agent.ranks.prepare(peer, description, self.peers.routes(description))
+        return [event for read in waiting for event in self._start(read)]
 
-    def _introduce(self) -> None:
+    def _introduce(self) -> list[events.DataEvent]:
         """Let the successor meet all that the current agent reads, and then take its place."""
         if self._successor is None:
-            return
-        new = [peer for peer in self.current.peers.known if peer not in self._introduced]
+            return []
+        new = [peer for peer in self.current.ranks.known if peer not in self._introduced]
         self._introduced.update(new)
         for peer in new:
             description = self.peers.descriptions.get(peer)
             if description is not None:
                 routes = self.peers.routes(description)
-                self._successor.peers.prepare(peer, description, routes)
-        if not self._successor.is_busy:
-            self._promote(self._successor)
+                self._successor.ranks.prepare(peer, description, routes)
+        return [] if self._successor.is_busy else self._promote(self._successor)
 
     def _tidy(self, *, has_read: bool) -> None:
         """Look for connections that nobody uses; only the end of their agent closes them."""
         now = self._clock()
-        if self._tidy_at is None and self.polled and not self.current.peers.is_adding:
-            is_wanted = self.current.peers.has_left
+        if self._tidy_at is None and self.polled and not self.current.ranks.is_adding:
+            is_wanted = self.current.ranks.has_left
             if is_wanted or (has_read and self.current.transport.tidy()):
                 self._tidy_at = now + TIDY_S
         if self._tidy_at is None or now < self._tidy_at or not self.polled:
             return
-        peers = self.current.peers
-        if peers.is_adding or self._opening is not None or self._successor is not None:
+        ranks = self.current.ranks
+        if ranks.is_adding or self._opening is not None or self._successor is not None:
             self._tidy_at = now + TRY_AGAIN_S
             return
-        self.current.drop_broken()
-        has_spares, num_left = self.current.transport.tidy(), peers.num_left
+        self._drop_broken()
+        has_spares, num_left = self.current.transport.tidy(), ranks.num_left
         self._tidy_at = now + TIDY_S if has_spares or num_left else None
         if not num_left:
             self._left_since = None
             return
         self._left_since = now if self._left_since is None else self._left_since
         is_due = num_left >= MAX_LEFT or now >= self._left_since + LEFT_S
-        if is_due and peers.num_ranks <= num_left * READ_PER_LEFT:
-            logger.info("another NIXL agent is made: this one has %d ranks that left", num_left)
+        if is_due and ranks.num_ready <= num_left * READ_PER_LEFT:
+            logger.info(
+                "replacing the NIXL agent: %d ranks left, their connections are open", num_left
+            )
             self._open(is_worn=True)
 
     def _close_drained(self) -> None:
@@ -436,18 +429,19 @@ class Agents:
                 self._closing.remove(closing)
                 if closing.stops_reads:
                     self._counts["agents_recycled"] += 1
-                    logger.warning("a NIXL agent was destroyed in %.2f s; its reads ended", seconds)
+                    logger.warning(
+                        "a NIXL agent was destroyed in %.2f s; its reads have ended", seconds
+                    )
                 else:
                     self._counts["agents_replaced"] += 1
                     logger.info("a NIXL agent was replaced; its connections are closed")
                 failed += closing.agent.fail_all()
             elif seconds >= TRY_AGAIN_S:
                 self._closing.remove(closing)
-                logger.error("a NIXL agent is not gone: %s; blocks stay held", error)
+                logger.error("a NIXL agent does not end: %s; its blocks stay held", error)
                 self._close(closing.agent)
         return failed
 
 
-def request_of(read: events.StartRead | events.ReadSlot) -> RequestId:
-    """For which request it is."""
-    return read.load.request if isinstance(read, events.StartRead) else read.request
+def _failed(reads: Iterable[WaitingRead], reason: str) -> list[events.DataEvent]:
+    return [events.ReadFailed(request_of(read), read.rank, reason) for read in reads]

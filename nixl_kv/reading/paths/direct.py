@@ -1,0 +1,181 @@
+"""Direct reads: NIXL reads each contiguous run of a load into its place.
+
+A read is posted in slices of limited runs and bytes, a few at a time. So one turn of the transfer
+thread posts a bounded number of descriptors, each finished slice is progress, and a read that is
+no longer wanted ends after the slices that are in flight.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from nixl_kv.errors import PeerLost, TransportError
+from nixl_kv.geometry.layout import Memory
+from nixl_kv.geometry.plan import IndexBuffer, Pieces, Plan, Share
+from nixl_kv.protocol import events, messages
+from nixl_kv.reading.paths.base import STOPPED, Prepared, Read, ReadOp, Source
+from nixl_kv.transport.base import Indices, ReadHandle
+
+SLICE_RUNS: Final = 1 << 14
+"""Runs of one slice: posting 2 million at once takes 8 s, and leases are 5 s."""
+SLICE_BYTES: Final[dict[Memory, int]] = {"VRAM": 256 << 20, "DRAM": 64 << 20}
+"""Bytes of one slice. Over shared memory NIXL copies them while it posts: 8 ms for 64 MiB. NVLink
+moves 256 MiB in 1 ms, several times as long as the time between two turns."""
+MAX_SLICES: Final = 4
+"""Slices in flight per read, so that the link is never idle between two turns."""
+
+
+class _Rank:
+    """Nothing to free: the lists of the rank's plan belong to the agent."""
+
+    def release(self) -> None:
+        """Keep nothing."""
+
+
+class DirectPath:
+    """The last path that an agent asks: it can read every rank."""
+
+    def __init__(self, memory: Memory) -> None:
+        """`memory` is where this rank's cache is."""
+        self._memory = memory
+        self._buffer = IndexBuffer()
+
+    def prepare(
+        self, description: messages.RankDescription, share: Share, plan: Plan
+    ) -> Prepared | None:
+        del description, share, plan
+        return _Rank()
+
+    def start(self, prepared: Prepared, read: Read) -> ReadOp | None:
+        del prepared
+        is_short = read.num_runs <= SLICE_RUNS and read.num_bytes <= SLICE_BYTES[self._memory]
+        op = DirectOp(read, self._memory, self._buffer if is_short else None)
+        op.post(is_first=True)
+        return op
+
+    def tidy(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class DirectOp(ReadOp):
+    """See `ReadOp`. Also reads those chunks of a staged read that prefill cannot pack."""
+
+    def __init__(
+        self,
+        read: Read,
+        memory: Memory,
+        buffer: IndexBuffer | None = None,
+        *,
+        plan: Plan | None = None,
+    ) -> None:
+        """Cut a read into slices; `post` posts the first ones.
+
+        Args:
+            read: what is read.
+            memory: where this rank's cache is.
+            buffer: for the indices of a read that is a single slice, which must be posted before
+                the next use of the buffer.
+            plan: a part of the rank's plan, in whose lists the pieces count; by default all of it.
+        """
+        self._source: Source = read.source
+        self._action = read.action
+        self.num_bytes = read.num_bytes
+        self._local, self._remote = (plan or read.source.plan).indices(read.pieces, buffer)
+        count = len(self._local)
+        per_slice = max(1, min(SLICE_RUNS, count * SLICE_BYTES[memory] // max(1, read.num_bytes)))
+        starts = range(0, count, per_slice)
+        self._unposted = deque((start, min(start + per_slice, count)) for start in starts)
+        self._posted: list[ReadHandle] = []
+        self._is_stopped = False
+        self._cut_short: list[ReadHandle] = []
+        self._progress = 0  # pieces of the slices in flight that have landed
+        self._is_buffered = buffer is not None
+        progress = self._source.transport.progress
+        self._tells_progress = bool(inspect.signature(progress).parameters)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._posted and (self._is_stopped or not self._unposted)
+
+    @property
+    def is_autonomous(self) -> bool:  # type: ignore[override]
+        """Paced reads need calls to go on, and so do slices that wait."""
+        return not self._unposted and not self._source.is_tcp
+
+    def post(self, *, is_first: bool = False) -> None:
+        """Post slices, as far as the turn's budget goes.
+
+        The first slice is posted in any case if its indices are in a shared buffer.
+
+        Raises:
+            TransportError: if a slice cannot be posted; nothing of that one is in flight.
+        """
+        budget = self._source.budget
+        while self._unposted and len(self._posted) < MAX_SLICES:
+            if budget.runs <= 0 and not (is_first and self._is_buffered):
+                return
+            start, end = self._unposted[0]
+            indices: tuple[Indices, Indices] = self._local[start:end], self._remote[start:end]
+            handle = self._source.transport.read(self._source.local, self._source.remote, indices)
+            self._unposted.popleft()
+            self._posted.append(handle)
+            budget.runs -= end - start
+
+    def poll(self) -> list[events.ReadEvent]:
+        has_progressed = self._poll_slices()
+        if not self._is_stopped:
+            try:
+                self.post()
+            except TransportError as error:
+                self._fail(error)
+        if has_progressed and not self.has_ended:
+            return [events.ChunksWanted(self._action.load.request, self._action.rank, (), ())]
+        return []
+
+    def stop(self) -> None:
+        if not self._is_stopped:
+            self._is_stopped = True
+            transport = self._source.transport
+            are_cut = [transport.stop(handle) for handle in self._posted]
+            if self._unposted or any(are_cut):
+                self.failure = self.failure or STOPPED
+
+    def _poll_slices(self) -> bool:
+        """Whether something has landed since the last call."""
+        transport, before = self._source.transport, len(self._posted)
+        for handle in list(self._posted):
+            try:
+                has_ended = transport.poll(handle)
+            except PeerLost as error:
+                self._posted.remove(handle)
+                self._fail(error)
+                continue
+            if has_ended:
+                self._posted.remove(handle)
+        landed = 0
+        if self._source.is_tcp and self._tells_progress:
+            landed = sum(_landed_pieces(transport, handle) for handle in self._posted)
+        has_progressed = len(self._posted) < before or landed > self._progress
+        self._progress = landed
+        return has_progressed
+
+    def _fail(self, error: TransportError) -> None:
+        self.failure = self.failure or str(error)
+        self.is_connection_lost |= isinstance(error, PeerLost)
+        self._is_stopped = True
+
+
+def _landed_pieces(transport: Any, handle: ReadHandle) -> int:
+    """How many pieces of a paced read have landed; 0 if the transport does not know."""
+    return int(transport.progress(handle))
+
+
+def part_of(read: Read, plan: Plan, pieces: Sequence[Pieces]) -> Read:
+    """The part of a read that consists of these pieces of this plan."""
+    return read._replace(
+        pieces=pieces, num_bytes=plan.num_bytes(pieces), num_runs=plan.num_runs(pieces)
+    )
