@@ -39,9 +39,9 @@ class Reading:
         planned = plan(layout, description.layout)
         self.budget = Budget()
         self.ids = list(range(BLOCKS)), list(reversed(range(BLOCKS)))
-        tables = [(Table.of(ids),) for ids in self.ids]
-        load = StartLoad(D1, 0, BLOCKS * 4, tables[0])
-        pieces = planned.pieces(*tables, range(load.end))
+        local, remote = ((Table.of(ids),) for ids in self.ids)
+        load = StartLoad(D1, 0, BLOCKS * 4, local)
+        pieces = planned.pieces(local, remote, range(load.end))
         source = Source(
             transport=self.transport,
             name=name,
@@ -52,7 +52,7 @@ class Reading:
             is_tcp=is_tcp,
             budget=self.budget,
         )
-        action = StartRead(PEER, Rank(0), grant(tables=tables[1]), load)
+        action = StartRead(PEER, Rank(0), grant(tables=remote), load)
         self.read = Read(action, source, pieces, planned.num_bytes(pieces), RUNS)
         self.posted: list[int] = []
         read = self.transport.read
@@ -189,21 +189,13 @@ def test_a_slice_in_doubt_is_told(make: MakeReading, monkeypatch: pytest.MonkeyP
         op.poll()
 
 
-def test_pieces_of_a_paced_read_are_progress(
-    make: MakeReading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slice over a slow link may take longer than a read may stand still."""
-    landed = [0]
-
-    def progress(_self: object, _handle: object) -> int:
-        return landed[0]
-
-    monkeypatch.setattr(MemoryTransport, "progress", progress)
+def test_slices_are_shorter_over_tcp(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes longer there, and a read has to show progress."""
     reading = make(is_tcp=True)
-    reading.fabric.reads_hang = True
+    monkeypatch.setattr(direct, "TCP_SLICE_RUNS", 6)
     op = reading.start()
-    assert not op.is_autonomous
-    assert op.poll() == []
-    landed[0] = 1
-    assert op.poll() == [ChunksWanted(D1, Rank(0), (), ())]
-    assert op.poll() == []
+    assert reading.posted == [6] * MAX_SLICES
+    assert not op.is_autonomous, "paced reads need calls"
+    while not op.has_ended:
+        op.poll()
+    reading.check()
