@@ -55,7 +55,7 @@ class DirectPath:
         most_runs, most_bytes = _slice_limits(read.source, self._memory)
         is_short = read.num_runs <= most_runs and read.num_bytes <= most_bytes
         op = DirectOp(read, self._memory, self._buffer if is_short else None)
-        op.post(is_first=True)
+        op.post_first()
         return op
 
     def tidy(self) -> None:
@@ -76,7 +76,7 @@ class DirectOp(ReadOp):
         *,
         plan: Plan | None = None,
     ) -> None:
-        """Cut a read into slices; `post` posts the first ones.
+        """Cut a read into slices; `poll` posts them.
 
         Args:
             read: what is read.
@@ -107,30 +107,39 @@ class DirectOp(ReadOp):
         """Paced reads need calls to go on, and so do slices that wait."""
         return not self._unposted and not self._source.is_tcp
 
-    def post(self, *, is_first: bool = False) -> None:
-        """Post slices, as far as the turn's budget goes.
+    def post_first(self) -> None:
+        """Post one slice, if the turn's budget allows it or its indices are in a shared buffer.
 
-        The first slice is posted in any case if its indices are in a shared buffer.
+        Only one: if a later one raised here, nobody would know of those that are in flight.
 
         Raises:
-            TransportError: if a slice cannot be posted; nothing of that one is in flight.
+            TransportError: if it cannot be posted; then nothing is in flight.
         """
-        budget = self._source.budget
-        while self._unposted and len(self._posted) < MAX_SLICES:
-            if budget.runs <= 0 and not (is_first and self._is_buffered):
-                return
-            start, end = self._unposted[0]
-            indices: tuple[Indices, Indices] = self._local[start:end], self._remote[start:end]
-            handle = self._source.transport.read(self._source.local, self._source.remote, indices)
-            self._unposted.popleft()
-            self._posted.append(handle)
-            budget.runs -= end - start
+        if self._is_buffered or self._source.budget.runs > 0:
+            self._post_next()
+
+    def _post(self) -> None:
+        """Post further slices, as far as the turn's budget goes.
+
+        Raises:
+            TransportError: if one cannot be posted; nothing of that one is in flight.
+        """
+        while self._unposted and len(self._posted) < MAX_SLICES and self._source.budget.runs > 0:
+            self._post_next()
+
+    def _post_next(self) -> None:
+        start, end = self._unposted[0]
+        indices: tuple[Indices, Indices] = self._local[start:end], self._remote[start:end]
+        handle = self._source.transport.read(self._source.local, self._source.remote, indices)
+        self._posted.append(handle)
+        self._unposted.popleft()
+        self._source.budget.runs -= end - start
 
     def poll(self) -> list[events.ReadEvent]:
         has_progressed = self._poll_slices()
         if not self._is_stopped:
             try:
-                self.post()
+                self._post()
             except TransportError as error:
                 self._fail(error)
         if has_progressed and not self.has_ended:

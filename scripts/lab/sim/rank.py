@@ -67,6 +67,7 @@ class Environment:
     fabric: SimFabric
     config: Config
     window: int = 0
+    has_copy_failed: bool = False
     observer: Observer = field(init=False)
 
 
@@ -182,6 +183,7 @@ class RankLife:
 
     def work(self, *, fail: bool = False) -> None:
         """Make or destroy an agent, or else copy between the cache and the ring."""
+        self._environment.has_copy_failed |= fail and not self.background.waiting
         (self.background if self.background.waiting else self.copying).work(fail=fail)
 
     def join_at_once(self) -> None:

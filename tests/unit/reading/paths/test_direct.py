@@ -99,6 +99,7 @@ def test_a_turn_posts_what_its_budget_allows(make: MakeReading) -> None:
     reading = make()
     reading.budget.runs = 15
     op = reading.start()
+    op.poll()
     assert reading.posted == [10, 10], "the last one may exceed it"
     for _ in range(3):
         op.poll()
@@ -139,6 +140,7 @@ def test_a_read_that_is_stopped_ends_after_what_is_in_flight(make: MakeReading) 
     reading = make()
     reading.fabric.polls = 2
     op = reading.start()
+    op.poll()
     op.stop()
     op.stop()
     polls = 0
@@ -156,7 +158,7 @@ def test_a_slice_that_is_lost_ends_the_read(make: MakeReading) -> None:
     assert op.has_ended
     assert op.is_connection_lost
     assert op.failure is not None
-    assert len(reading.posted) == MAX_SLICES
+    assert len(reading.posted) == 1
 
 
 def test_a_slice_that_cannot_be_posted_waits_for_the_others(
@@ -170,11 +172,31 @@ def test_a_slice_that_cannot_be_posted_waits_for_the_others(
         raise PeerLost("disconnected")
 
     monkeypatch.setattr(reading.transport, "read", refuse)
-    op._posted.pop()
     op.poll()
-    assert not op.has_ended
+    assert not op.has_ended, "the first one is in flight"
     op.poll()
     assert (op.has_ended, op.failure, op.is_connection_lost) == (True, "disconnected", True)
+
+
+def test_nothing_is_in_flight_if_the_start_raises(
+    make: MakeReading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent then says that the read has failed, and its blocks are used again."""
+    reading = make()
+    read, calls = reading.transport.read, []
+
+    def refuse_later(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise PeerLost("disconnected")
+        return read(*arguments)
+
+    monkeypatch.setattr(reading.transport, "read", refuse_later)
+    op = reading.start()
+    assert len(calls) == 1
+    while not op.has_ended:
+        op.poll()
+    assert op.failure == "disconnected"
 
 
 def test_a_slice_in_doubt_is_told(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +216,9 @@ def test_slices_are_shorter_over_tcp(make: MakeReading, monkeypatch: pytest.Monk
     reading = make(is_tcp=True)
     monkeypatch.setattr(direct, "TCP_SLICE_RUNS", 6)
     op = reading.start()
-    assert reading.posted == [6] * MAX_SLICES
+    reading.fabric.polls = 3
+    op.poll()
+    assert set(reading.posted) == {6}
     assert not op.is_autonomous, "paced reads need calls"
     while not op.has_ended:
         op.poll()

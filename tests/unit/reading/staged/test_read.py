@@ -21,6 +21,7 @@ from nixl_kv.protocol.decode.load import ASK_AGAIN_S
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.messages import PackReply
 from nixl_kv.protocol.prefill.ring import RingBook, WaitingChunk
+from nixl_kv.reading.paths import direct
 from nixl_kv.reading.staged import host_copier as host_copy
 from nixl_kv.reading.staged.packs import PackQueue
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World
@@ -243,6 +244,24 @@ def test_a_read_that_advances_is_not_late(world: World) -> None:
     world.until(has_ended(world))
     assert world.decode.ended_load().failure is None
     assert long_is_there(world)
+
+
+def test_a_direct_read_that_advances_is_not_late(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slice that has landed is progress."""
+    monkeypatch.setattr(direct, "SLICE_RUNS", 1)
+    monkeypatch.setattr(direct, "MAX_SLICES", 1)
+    world = make_world(Config(host=HOST, path="direct"), ("prefill", "decode"))
+    world.fabric.polls = 10
+    start(world)
+    started = world.clock.now
+    while not has_ended(world)():
+        world.run(12)
+        world.clock.now += 0.6 * world.config.request_timeout_s
+    assert world.decode.ended_load().failure is None
+    assert world.clock.now > started + 3 * world.config.request_timeout_s
+    assert blocks_are_there(world)
 
 
 def test_what_cannot_be_packed_is_read_as_it_is(
