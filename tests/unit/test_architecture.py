@@ -18,7 +18,7 @@ EXEMPT = frozenset(
         "reading/copying/kernel.py",  # these run where the cache is in GPU memory
         "verify/gpu.py",
         "gpu_errors.py",
-        "reading/gather/path.py",
+        "reading/gather/gpu.py",
         "reading/gather/memory.py",
         "reading/gpu_scratch.py",
         "reading/staged/gpu_copier.py",

@@ -14,7 +14,6 @@ import random
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 from unittest.mock import patch
@@ -25,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from lab.local.engine import features_with
 from lab.suites.detect.planting import Planted, Planter, Planting, PlantingCopier, PlantingTransport
 from nixl_kv.connector import worker
 from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
@@ -32,7 +32,6 @@ from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.engine.engine import RankSpec
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol.events import StartLoad
-from nixl_kv.reading import gather, staged
 
 VARIABLE: Final = "NIXL_KV_PLANT"
 
@@ -79,12 +78,8 @@ class PlantingWorker(worker.Worker):
             return replace(
                 spec,
                 make_transport=lambda: PlantingTransport(spec.make_transport(), planter),
-                features=(
-                    gather.build,
-                    partial(
-                        staged.build,
-                        make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter),
-                    ),
+                features=features_with(
+                    make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter)
                 ),
             )
 

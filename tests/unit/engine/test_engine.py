@@ -2,10 +2,8 @@
 
 import logging
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from nixl_kv.engine.engine import (
     MIN_SLOTS,
     RankSpec,
     TransferEngine,
-    _build_features,
     slots_for,
 )
 from nixl_kv.errors import ConfigError, IncompatiblePeer, LocalProtocolError, TransportError
@@ -292,20 +289,6 @@ def test_memory_of_this_process_is_digested_on_the_host(planes: Planes, verify: 
     assert isinstance(
         digester_of(spec_in(planes, "DRAM", config=Config(verify=verify))), HostDigester
     )
-
-
-@pytest.mark.parametrize("path", ["auto", "gather", "direct", "staged"])
-def test_mapped_memory_is_read_by_who_may_read_it_so(
-    planes: Planes, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported = SimpleNamespace(description=None, close=lambda: None)
-    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments, Exported=lambda *_: exported)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.gpu", fake)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.memory", fake)
-    spec = spec_in(planes, "VRAM", config=Config(path=path))
-    feature, _ = _build_features(spec, lambda: None, defaultdict(float))
-    assert (feature.path is not None) == (path in {"auto", "gather"})
-    assert ("export" in feature.description) == (path != "direct")
 
 
 @pytest.fixture

@@ -1,99 +1,29 @@
 """One agent that reads: data and slots, what becomes of them, and what cannot be read."""
 
-import dataclasses
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.geometry.layout import Memory, Table
+from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.slices import KVSlice
 from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
-    DataEvent,
-    PeerKey,
     ReadDone,
     ReadFailed,
-    ReadSlot,
     SlotRead,
     StartLoad,
-    StartRead,
     StopRead,
 )
-from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.reading import agent as read_agent
-from nixl_kv.reading.agent import MAX_SLOT_READS, ReadAgent, open_transport
-from nixl_kv.reading.gather.path import GatherPath
-from nixl_kv.reading.paths.base import ReadPath
-from nixl_kv.reading.peers import RemotePeers
-from nixl_kv.transport.memory import Fabric, MemoryTransport
-from support.memory_gather import EXPORT, MemoryGather
-from support.readable import ReadableRank, engine_of
-from support.records import D1, PEER, grant
-from support.stepped import Background, Clock
+from nixl_kv.reading.agent import MAX_SLOT_READS
+from nixl_kv.transport.memory import MemoryTransport
+from support.agent_reading import R0, SIZES, Reading
+from support.records import D1, PEER
 
-SIZES = Sizes()
-R0 = Rank(0)
-RING = StagingRing(address=1 << 20, length=1 << 20, num_slots=4)
 UNKNOWN = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
-
-
-class Reading:
-    """A decode rank's agent, and the prefill rank that it reads."""
-
-    def __init__(
-        self, paths: Sequence[ReadPath] = (), sizes: Sizes = SIZES, memory: Memory = "VRAM"
-    ) -> None:
-        self.fabric, self.clock = Fabric(), Clock()
-        self.prefill = ReadableRank(self.fabric, sizes)
-        self.cache = Cache(sizes).fill(2)
-        layout = dataclasses.replace(self.cache.layout(), memory=memory)
-        self.peers = RemotePeers(layout, R0, MODEL, paths=paths)
-        engine = engine_of(self.prefill)
-        ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
-        described = replace(engine, ranks=ranks)
-        self.peers.add(PEER, described, self.peers.routes(described))
-        opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
-        self.counts: defaultdict[str, float] = defaultdict(float)
-        self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
-        self.prepare()
-        while self.agent.warm_ups:
-            assert self.agent.poll() == []
-        self.counts.clear()
-        self.fabric.bytes_copied = 0
-
-    def prepare(self) -> None:
-        """Until the peer can be read."""
-        description = self.peers.descriptions[PEER]
-        self.agent.ranks.prepare(PEER, description, self.peers.routes(description))
-        while self.agent.ranks.is_busy:
-            self.agent.ranks.collect()
-            self.agent.ranks.begin_next()
-
-    def start(
-        self,
-        local: list[int],
-        remote: list[int],
-        tokens: range,
-        *,
-        verify: bool = False,
-        peer: PeerKey = PEER,
-    ) -> list[DataEvent]:
-        """What is known at once of a read."""
-        load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
-        granted = grant(tables=(Table.of(remote),))
-        slices = self.peers.name_slices(PEER, R0, load) if verify else ()
-        return self.agent.start(StartRead(peer, R0, granted, load, slices))
-
-    def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
-        """The same of a slot."""
-        return self.agent.start(ReadSlot(peer, R0, D1, slot))
 
 
 @pytest.fixture
@@ -341,92 +271,3 @@ def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
     reading.read_slot(3)
     reading.agent.stop(StopRead(D1, R0))
     assert len(reading.agent.poll()) == 0
-
-
-class Gathering(Reading):
-    """Prefill's memory is mapped."""
-
-    def __init__(self, *, is_able: bool = True) -> None:
-        self.gather = MemoryGather(is_able=is_able)
-        super().__init__([GatherPath(self.gather)])
-
-    def read(self) -> list[DataEvent]:
-        return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()
-
-
-def test_mapped_memory_is_read_without_nixl() -> None:
-    reading = Gathering()
-    reading.gather.polls = 2
-    before = reading.cache.view.copy()
-    assert reading.start([2, 9], [7, 3], range(8)) == []
-    assert reading.agent.poll() == []
-    assert np.array_equal(reading.cache.view, before)
-    (event,) = reading.agent.poll()
-    assert isinstance(event, ReadDone)
-    assert (event.path, event.num_bytes) == ("gather", reading.cache.blocks([0, 0]).nbytes)
-    expected = reading.prefill.cache.blocks([7, 3])
-    assert np.array_equal(reading.cache.blocks([2, 9]), expected)
-    assert reading.fabric.bytes_copied == 0
-
-
-def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
-    reading = Gathering(is_able=False)
-    (event,) = reading.read()
-    assert isinstance(event, ReadDone)
-    assert event.path == "direct"
-    assert reading.fabric.bytes_copied == event.num_bytes
-
-
-def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> None:
-    """It would stay allocated, and the owner's next life would lack it."""
-    reading = Gathering()
-    reading.gather.polls = 3
-    reading.start([2, 9], [7, 3], range(8))
-    reading.gather.end_owners()
-    assert reading.agent.poll() == []
-    assert len(reading.gather.mapped) == 1
-    while not reading.agent.poll():
-        assert len(reading.gather.mapped) == 1
-    reading.agent.poll()
-    assert reading.gather.mapped == []
-    (event,) = reading.read()
-    assert isinstance(event, ReadDone)
-    assert event.path == "direct"
-
-
-def test_a_dropped_peer_is_unmapped() -> None:
-    reading = Gathering()
-    reading.read()
-    assert len(reading.gather.mapped) == 1
-    reading.agent.ranks.drop(PEER)
-    assert reading.gather.mapped == []
-
-
-def test_a_dropped_peer_is_unmapped_with_the_last_read_that_uses_the_mapping() -> None:
-    """Other reads of the peer may never pause, and each new mapping would come on top."""
-    reading = Gathering()
-    reading.gather.polls = 3
-    reading.start([2, 9], [7, 3], range(8))
-    reading.fabric.reads_hang = True
-    assert reading.read_slot(3) == []
-    reading.agent.ranks.drop(PEER)
-    ended: list[DataEvent] = []
-    while not ended:
-        reading.agent.ranks.begin_next()
-        assert len(reading.gather.mapped) == 1
-        ended = reading.agent.poll()
-    reading.agent.ranks.begin_next()
-    assert reading.gather.mapped == []
-    assert reading.agent.is_reading(reading.prefill.transport.name)
-
-
-def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
-    reading = Gathering()
-    reading.read()
-    reading.gather.polls = 3
-    reading.start([2, 9], [7, 3], range(8))
-    reading.agent.close()
-    assert reading.gather.num_waits == 1
-    assert not reading.gather.is_closed, "other agents use it"
-    assert reading.gather.mapped == []
-    assert reading.fabric.transports.keys() == {reading.prefill.transport.name}

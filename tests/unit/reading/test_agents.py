@@ -33,12 +33,10 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.agent import WARM_UP_S, open_transport
-from nixl_kv.reading.gather.path import GatherPath
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import LEFT_S, MAX_LEFT, TIDY_S, TRY_AGAIN_S, Agents
 from nixl_kv.transport.base import PeerName, Transport
 from nixl_kv.transport.memory import Fabric, MemoryTransport
-from support.memory_gather import MemoryGather
 from support.readable import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
@@ -672,11 +670,14 @@ def test_one_agent_that_does_not_end_keeps_no_other_one(
     assert reading.num_transports == 0
 
 
-def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:
+def test_what_is_closed_reads_nothing_any_more(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading.fabric.reads_hang = True
     reading.start(D1)
-    gather = MemoryGather()
-    reading.agents.peers.paths = (GatherPath(gather),)
+    closed: list[object] = []
+    (path,) = reading.agents.peers.paths
+    monkeypatch.setattr(type(path), "close", closed.append)
     reading.agents.close()
     assert reading.num_transports == 0
-    assert gather.is_closed
+    assert closed == [path]
