@@ -1,11 +1,11 @@
 """One agent that reads: a transport, the remote ranks that it can read, and its reads in progress.
 
-It knows geometry, paths and the transport; the protocol knows what a read is for and what follows
-from its end. Runs on the transfer thread alone, except `close`.
+The agent knows geometry, paths and the transport. The protocol knows what a read is for and what
+follows from its end. All of it runs on the transfer thread, except `close`.
 
 The first read of a rank makes the connection and maps memory. So when a rank becomes READY, the
-agent reads a slot and some bytes of its cache and discards them, while decode still asks for a
-grant.
+agent warms up: it reads a fence slot and some bytes of the rank's cache and discards them, while
+decode still asks for a grant.
 """
 
 from collections import defaultdict
@@ -32,25 +32,26 @@ logger = get_logger(__name__)
 MAX_SLOT_READS: Final = 4096
 """Fence slots that can be read at the same time."""
 MAX_WARM_UPS: Final = 256
-"""First reads in progress, including those that never end."""
+"""Warm-up reads in progress, including those that never end."""
 WARM_UP_S: Final = 2.0
-"""How long to wait for a first read: prefill serves for so long after a reader's last message."""
+"""How long a warm-up keeps the agent busy. Prefill progresses NIXL for so long after a message."""
 SAMPLE_BYTES: Final = 4096
-"""Of each registered region that a first read reads."""
+"""Bytes of each registered region that a warm-up reads."""
 SAMPLED_SPANS: Final = 64
+"""Regions that a warm-up reads."""
 AT_ONCE_BYTES: Final = 64 << 20
-"""Of reads posted in one turn that are polled when they are posted: the end of one lets the next
-one begin, and a turn has more to do than to copy everything that waits."""
+"""Bytes per turn of the reads that are polled right after they are posted. Over shared memory they
+have ended by then, so further reads can begin; the limit leaves time for the rest of the turn."""
 READING_PAUSE_S: Final = 0.0001
 LONGEST_PAUSE_S: Final = 0.0005
 PAUSE_SHARE: Final = 1 / 40
-"""Pause between two polls, as a share of a read's time so far: on average, its end is seen later
-by half of that. A poll takes 40 us of a core, and Python's lock from vLLM's step."""
+"""Pause between two polls, as a share of the read's time so far: on average, the agent notices an
+end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A transport that may write into this rank's cache, and memory of its own."""
+    """A transport with which this rank's cache is registered, and memory that only it uses."""
 
     transport: Transport
     slots: SlotPage
@@ -60,7 +61,7 @@ class Opened:
 def open_transport(
     make: Callable[[], Transport], layout: CacheLayout, memory: tuple[ExtraMemory, ...] = ()
 ) -> Opened:
-    """Make a transport that reads into this rank's cache, and into this other `memory`.
+    """Make a transport, and register this rank's cache and `memory` with it.
 
     Slow; runs on any thread.
 
@@ -77,7 +78,7 @@ def open_transport(
 def register(
     transport: Transport, layout: CacheLayout, slots: SlotPage, memory: tuple[ExtraMemory, ...] = ()
 ) -> None:
-    """Let a transport use this rank's cache, a page of slots, and other memory.
+    """Register this rank's cache, a page of slots and other memory with a transport.
 
     Raises:
         TransportError: if the transport does not accept some of it.
@@ -90,13 +91,13 @@ def register(
 
 
 class SlotOp(ReadOp):
-    """The read of a fence slot into an entry of this agent's page, which is cleared before."""
+    """The read of a fence slot into an entry of this agent's page. The entry is cleared first."""
 
     def __init__(self, agent: "ReadAgent", rank: RemoteRank, slot: int) -> None:
-        """Post it.
+        """Post the read.
 
         Raises:
-            TransportError: if it cannot be posted; then it holds no entry.
+            TransportError: if it cannot be posted; then the entry is free again.
         """
         self._agent = agent
         self._entry = agent.free_entries.pop()
@@ -126,7 +127,7 @@ class SlotOp(ReadOp):
         return []
 
     def stop(self) -> None:
-        """16 bytes are on their way."""
+        """16 bytes arrive soon, or fail."""
 
     def release(self) -> None:
         if not self._has_ended:
@@ -136,7 +137,7 @@ class SlotOp(ReadOp):
 
 @dataclass(eq=False)
 class ActiveRead:
-    """A load's read in progress: of its data, or of the fence slot."""
+    """A read in progress: of a load's data, or of the fence slot."""
 
     op: ReadOp
     remote: RemoteRank
@@ -147,25 +148,25 @@ class ActiveRead:
     slot_op: SlotOp | None = None  # if it reads the slot
     is_unwanted: bool = False
     is_abandoned: bool = False
-    error: str = ""  # why its state is unknown: it is not polled again
+    error: str = ""  # why its state is unknown; then it is not polled again
 
     @property
     def rank(self) -> Rank:
         return self.remote.rank
 
     def doubt(self, reason: str) -> None:
-        """Its state is unknown, so only the end of the agent ends it."""
+        """The state is unknown, so only the end of the agent ends the read."""
         self.is_abandoned, self.error = True, reason
 
 
 @dataclass(eq=False)
 class _WarmUp:
-    """A first read in progress. It writes where nobody looks."""
+    """A warm-up read in progress. Its bytes land in scratch memory."""
 
     remote: RemoteRank
     handle: ReadHandle
     started_at: float
-    entry: int | None = None  # if it reads a slot
+    entry: int | None = None  # of the slot page, if it reads a slot
     is_in_doubt: bool = False
 
 
@@ -215,21 +216,21 @@ class ReadAgent:
         return f"<ReadAgent: {len(self.reads)} reads, {self.ranks!r}>"
 
     def is_reading(self, name: str) -> bool:
-        """Whether the transport may not forget the rank with this name."""
+        """Whether a read needs this name, so that the transport must not forget the rank."""
         reads = (read.remote for read in self.reads)
         warm_ups = (read.remote for read in self.warm_ups if not read.is_in_doubt)
         return any(remote.name == name for remote in (*reads, *warm_ups))
 
     @property
     def is_busy(self) -> bool:
-        """Whether a rank is being prepared, or the end of a read is waited for."""
+        """Whether a read, a warm-up that is not late, or a rank's preparation is in progress."""
         since = self._clock() - WARM_UP_S
         warms_up = any(not r.is_in_doubt and r.started_at > since for r in self.warm_ups)
         return bool(self.reads) or warms_up or self.ranks.is_busy
 
     @property
     def pause_s(self) -> float:
-        """How many seconds it need not be polled while it is busy."""
+        """Seconds until the next poll, while the agent is busy."""
         now = self._clock()
         since = [r.started_at if r.op.is_autonomous else now for r in self.reads]
         since += [r.started_at for r in self.warm_ups]
@@ -238,11 +239,11 @@ class ReadAgent:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nobody waits for its reads, and no call of its transport is in progress."""
+        """Whether only abandoned reads are left, and no call of the transport is in progress."""
         return all(read.is_abandoned for read in self.reads) and not self.ranks.is_adding
 
     def start(self, action: WaitingRead) -> list[events.DataEvent]:
-        """Start a read, or let it wait at its rank, which has a record; what is known at once."""
+        """Start a read, or let it wait at the record of its rank; return the events so far."""
         request = request_of(action)
         rank = self.ranks.find(action.peer, action.rank)
         if rank is None:
@@ -260,7 +261,7 @@ class ReadAgent:
             return [events.ReadFailed(request, action.rank, str(error))]
 
     def on_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
-        """Prefill has answered a question of a read, if it is one of this agent's."""
+        """Pass prefill's answer to the read that asked, if this agent has it."""
         happened: list[events.DataEvent] = []
         for read in self._reads_of(action.request, action.rank):
             read.op.on_message(action)
@@ -269,14 +270,14 @@ class ReadAgent:
         return happened
 
     def stop(self, action: events.StopRead) -> None:
-        """End a read of data as soon as possible, if it is one of this agent's."""
+        """End a read as soon as possible, if this agent has it."""
         for read in self._reads_of(action.request, action.rank):
             read.is_unwanted = True  # the transport may be busy: the next poll stops it
 
     def poll(self) -> list[events.DataEvent]:
-        """Continue all reads; what has happened since the last call.
+        """Continue all reads; return the events since the last call.
 
-        If a bug raises here, the read that raised is not polled again, nor are those that ended.
+        If a bug raises here, the agent does not poll that read again.
         """
         if self.ranks.is_adding:
             return []
@@ -289,7 +290,7 @@ class ReadAgent:
         return [event for read in list(self.reads) for event in self._poll(read)]
 
     def fail_all(self) -> list[events.DataEvent]:
-        """All reads have failed: this agent is gone, so nothing of them writes."""
+        """Fail all reads. The transport is gone, so nothing writes for them any longer."""
         reads, self.reads = self.reads, []
         for read in reads:
             read.op.release()
@@ -297,13 +298,13 @@ class ReadAgent:
             events.ReadFailed(
                 read.request,
                 read.rank,
-                f"{read.error or 'it did not end'}, and was stopped with its agent",
+                f"{read.error or 'it did not end'}; destroying its NIXL agent stopped it",
             )
             for read in reads
         ]
 
     def drop_broken(self) -> list[WaitingRead]:
-        """Forget engines whose connection broke, once nothing reads them; later reads add them.
+        """Forget engines with a broken connection once nothing reads them; later reads add them.
 
         Returns the reads that waited for a rank that such an engine shares with another one.
         """
@@ -317,20 +318,20 @@ class ReadAgent:
         return waiting
 
     def pop_breaks(self) -> list[events.PeerBroken]:
-        """The engines whose connection broke since the last call."""
+        """Return the engines whose connection broke since the last call."""
         breaks, self._breaks = self._breaks, []
         return breaks
 
     def close(self) -> None:
-        """End the transport: then nothing of this agent writes. Kernels end by themselves.
+        """Wait for copies and end the transport. Then nothing of this agent writes.
 
-        May run on any thread, while nothing else uses the agent.
+        Runs on any thread, while nothing else uses the agent.
 
         Raises:
-            TransportError: if that cannot be proven; it may be called again.
+            TransportError: if the end cannot be proven; call it again.
         """
         for read in self.reads:
-            read.op.end_copies()  # before anything is unmapped that a kernel reads
+            read.op.end_copies()  # before memory is unmapped that a kernel reads
         self.ranks.close()
         self.transport.close()
         for read in self.reads:
@@ -340,7 +341,7 @@ class ReadAgent:
 
     def _start_slot(self, action: events.ReadSlot, rank: RemoteRank) -> list[events.DataEvent]:
         if not self.free_entries:
-            raise TransportError("too many slots are being read")
+            raise TransportError(f"{MAX_SLOT_READS} fence slots are being read; allowed: no more")
         started_at = self._clock()
         op = SlotOp(self, rank, action.slot)
         read = ActiveRead(op, rank, action.request, started_at, slot_op=op)
@@ -348,7 +349,7 @@ class ReadAgent:
         return self._poll(read)
 
     def _start_data(self, action: events.StartRead, rank: RemoteRank) -> list[events.DataEvent]:
-        """Raise TransportError or ValueError if it cannot be started on any path."""
+        """Raise TransportError or ValueError if the path that accepts the read cannot start it."""
         load, source = action.load, rank.source
         assert source is not None  # noqa: S101 - READY
         tokens = range(load.begin, load.end)
@@ -367,7 +368,7 @@ class ReadAgent:
         return self._poll(read) if is_polled else []
 
     def _poll(self, read: ActiveRead) -> list[events.DataEvent]:
-        """Continue a read; also one just posted: over shared memory it has ended by then."""
+        """Continue a read. Over shared memory even a read that was just posted has ended."""
         if read.error:
             return []
         happened: list[events.DataEvent] = []
@@ -389,7 +390,7 @@ class ReadAgent:
         return [*happened, self._end_of(read)]
 
     def _end_of(self, read: ActiveRead) -> events.DataEvent:
-        """The event that ends a read."""
+        """The event that reports a read's end."""
         op = read.op
         if op.failure is not None:
             return events.ReadFailed(read.request, read.rank, op.failure)
@@ -407,24 +408,24 @@ class ReadAgent:
         )
 
     def _reads_of(self, request: RequestId, rank: Rank) -> list[ActiveRead]:
-        """One at most, except after a restart."""
+        """At most one, except after a restart of the transfer thread."""
         return [read for read in self.reads if (read.request, read.rank) == (request, rank)]
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
-        """NIXL does not connect again by itself: later reads of that engine would fail, too."""
+        """NIXL does not connect again by itself, so later reads of that engine would fail too."""
         if isinstance(error, PeerLost):
             self._break(peer, str(error))
 
     def _break(self, peer: events.PeerKey, reason: str) -> None:
-        """Report a broken connection once, however many reads it costs."""
+        """Report a broken connection once, even if it breaks several reads."""
         if peer not in self._broken:
             self._broken.add(peer)
             self._breaks.append(events.PeerBroken(peer, reason))
 
-    # --- first reads
+    # --- warm-up
 
     def _warm_up(self, rank: RemoteRank) -> None:
-        """Read a slot and some bytes of the cache; if that fails, the next read reports it."""
+        """Read a slot and some bytes of the cache. If that fails, the next read reports it."""
         if len(self.warm_ups) + 2 > MAX_WARM_UPS:
             return
         try:
@@ -438,14 +439,16 @@ class ReadAgent:
                     self.free_entries.append(entry)
                     raise
         except TransportError as error:
-            logger.info("the first read of %s failed: %s", rank, error)
+            logger.info("the warm-up read of %s failed: %s", rank, error)
             self._note(error, rank.peer)
 
     def _warm_up_data(self, rank: RemoteRank) -> None:
-        """As many pieces as it takes to use all of the transport's connections to the rank."""
+        """Read enough pieces to use all of the transport's connections to the rank."""
         source, scratch = rank.source, self._scratch
         spread = 0 if source is None else self.transport.spread(source.name)
-        if source is None or scratch is None or not spread:  # over TCP, the slot's read connects
+        if (
+            source is None or scratch is None or not spread
+        ):  # over TCP, the read of the slot makes the connection
             return
         remote, layout = rank.description.layout, self._layout
         lengths = [min(SAMPLE_BYTES, span.length) for span in remote.spans[:SAMPLED_SPANS]]
@@ -478,7 +481,7 @@ class ReadAgent:
             self._counts["warm_ups"] += 1
             self._counts["warm_up_seconds"] += self._clock() - read.started_at
         except PeerLost as error:
-            logger.info("the first read of %s failed: %s", read.remote, error)
+            logger.info("the warm-up read of %s failed: %s", read.remote, error)
             self._note(error, read.remote.peer)
         except TransportError:
             read.is_in_doubt = True
@@ -489,12 +492,12 @@ class ReadAgent:
 
 
 def request_of(read: WaitingRead) -> RequestId:
-    """The request that a read is for."""
+    """The request for which a read is made."""
     return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
 def sample_rows(layout: CacheLayout) -> Rows:
-    """A piece of each region that a rank has registered, or of the first ones: shape (n, 5)."""
+    """One piece of each of the first SAMPLED_SPANS regions of a rank: shape (n, 5)."""
     spans = layout.spans[:SAMPLED_SPANS]
     lengths = [min(SAMPLE_BYTES, span.length) for span in spans]
     rows = [

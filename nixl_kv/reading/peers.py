@@ -39,7 +39,7 @@ WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
 
 
 class RemotePeers:
-    """The peers that fit this rank, and its own side of what they are compared with."""
+    """The compatible engines, and the local facts with which they are compared."""
 
     def __init__(
         self,
@@ -51,21 +51,23 @@ class RemotePeers:
         extras: Mapping[str, str] | None = None,
         paths: Sequence[ReadPath] = (),
     ) -> None:
-        """Start with no peer, as the only rank of this engine that is known.
+        """Start without peers. This rank is the only one of its engine until the engine is known.
 
         Args:
-            layout: of this rank's cache.
-            rank: of this engine's ranks, which this one is.
-            model: this engine's facts of its model.
-            allowed: the hosts that peers may be on; None for any.
-            extras: facts of what this engine has besides its model, and so needs of its peers.
-            paths: ways to read besides NIXL's own, in the order in which they are asked.
+            layout: the layout of this rank's cache.
+            rank: this rank's number within its engine.
+            model: the facts of this engine's model.
+            allowed: the hosts on which peers may be; None for any.
+            extras: facts besides the model that this engine needs its peers to share.
+            paths: ways to read besides direct reads, in the order in which an agent asks them.
         """
         self.layout = layout
         self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
         self.descriptions: dict[PeerKey, messages.Description] = {}
-        """Of the peers that were checked, and fit."""
-        self._namers: dict[PeerKey, dict[Rank, SliceNamer]] = {}  # of their ranks that are read
+        """The descriptions of the compatible engines."""
+        self._namers: dict[
+            PeerKey, dict[Rank, SliceNamer]
+        ] = {}  # for the ranks that this one reads
         self.paths: tuple[ReadPath, ...] = (*paths, DirectPath(layout.memory))
         self._rank = rank
         self._model = model
@@ -73,7 +75,7 @@ class RemotePeers:
         self._allowed = allowed or AllowedHosts()
 
     def check(self, description: messages.Description) -> None:
-        """Check that this engine can read that one.
+        """Check that this engine can read another one.
 
         Raises:
             IncompatiblePeer: names what differs, or the endpoint that is not allowed.
@@ -93,7 +95,7 @@ class RemotePeers:
             )
 
     def routes(self, description: messages.Description) -> tuple[Route, ...]:
-        """Which of its ranks this rank reads, and which it only releases."""
+        """Which ranks of an engine this rank reads, and which it only releases."""
         return match.routes(
             self._rank,
             [match.holdings(layout) for layout in self.engine_layouts],
@@ -103,7 +105,7 @@ class RemotePeers:
     def add(
         self, peer: PeerKey, description: messages.Description, routes: Iterable[Route]
     ) -> None:
-        """A peer fits, and is read by these routes."""
+        """Add an engine that fits, with the routes by which this rank reads it."""
         self.descriptions[peer] = description
         self._namers[peer] = {
             route.remote_rank: SliceNamer(
@@ -116,16 +118,16 @@ class RemotePeers:
         }
 
     def forget(self, peer: PeerKey) -> None:
-        """It is not read any more."""
+        """Forget an engine: this rank no longer reads it."""
         self.descriptions.pop(peer, None)
         self._namers.pop(peer, None)
 
     def name_slices(self, peer: PeerKey, rank: Rank, load: StartLoad) -> tuple[KVSlice, ...]:
-        """What a load reads from a rank of a peer that fits, for digests.
+        """The slices of KV that a load reads from one rank, for digests.
 
         Raises:
-            PeerLost: if it was forgotten since, as one is that could not be joined.
-            ValueError: for tables that this cache cannot have.
+            PeerLost: if this rank has forgotten the engine, for instance after a failed join.
+            ValueError: for block tables that this cache cannot have.
         """
         namers = self._namers.get(peer)
         if namers is None:
@@ -133,7 +135,7 @@ class RemotePeers:
         return namers[rank].name(block_tables(self.layout, load.tables))
 
     def _check_endpoints(self, description: messages.Description) -> None:
-        """A description may lead to other hosts than the one that gave it."""
+        """Check each endpoint: a description may name other hosts than its sender's."""
         if len({rank.endpoint for rank in description.ranks}) < len(description.ranks):
             raise IncompatiblePeer(
                 f"engine {description.engine!r} has several ranks at one endpoint; allowed: one"
@@ -147,11 +149,11 @@ class RemotePeers:
 
 
 class RankState(enum.Enum):
-    """Of a remote rank, for one agent. A rank that is gone has no record."""
+    """States of a remote rank, for one agent. A rank without a record is in none."""
 
-    QUEUED = enum.auto()  # waits for the two background threads
+    QUEUED = enum.auto()  # waits for a background thread
     PREPARING = enum.auto()  # is being planned, and added to the transport
-    READY = enum.auto()  # can be read
+    READY = enum.auto()  # reads can start
     LEAVING = enum.auto()  # no new reads; waits for the transport, and for its last read
 
     __hash__ = object.__hash__  # Enum's own is Python code
@@ -163,7 +165,7 @@ class RankEvent(enum.Enum):
     BEGIN = enum.auto()  # a background thread is free
     PREPARED = enum.auto()  # it is planned and added, and its lists are made
     FAIL = enum.auto()  # it, or another rank of its engine, cannot be prepared
-    DROP = enum.auto()  # its engine is forgotten; its connections stay, for the next meeting
+    DROP = enum.auto()  # its engine is forgotten; the connections stay for the next handshake
     LOSE = enum.auto()  # its connections broke, or its engine died
     IDLE = enum.auto()  # nothing reads it, and the transport is not busy
 
@@ -194,18 +196,18 @@ TRANSITIONS: Final[Mapping[RankState, Mapping[RankEvent, tuple[RankState | None,
 }
 """For each state, the states to which an event may lead; None: the record is gone.
 
-A rank in PREPARING is LEAVING until `add_peer` has returned. FAIL and DROP keep the connections, so
-that the next meeting uses them again. LOSE makes the transport forget the rank, or NIXL would never
-connect again.
+A PREPARING rank that is dropped stays in LEAVING until `add_peer` has returned. FAIL and DROP keep
+the connections, so that the next handshake uses them again. LOSE makes the transport forget the
+rank, or NIXL would never connect again.
 """
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """What is prepared of a rank without the transport."""
+    """The part of a rank's preparation that needs no transport."""
 
     plan: Plan
-    paths: tuple[tuple[ReadPath, Prepared], ...]  # in the order in which they are asked
+    paths: tuple[tuple[ReadPath, Prepared], ...]  # in the order in which an agent asks them
 
     def release(self) -> None:
         for _, prepared in self.paths:
@@ -221,14 +223,14 @@ class RemoteRank:
     description: messages.RankDescription
     state: RankState = RankState.QUEUED
     waiting: list[WaitingRead] = field(default_factory=list)
-    """Reads that begin when the rank is READY and the transport is not busy."""
+    """Reads that start when the rank is READY and the transport is not busy."""
     planning: Future[_Planned] | None = None
     adding: Future[PeerName] | None = None
     name: PeerName | None = None
     is_lost: bool = False  # the transport must forget it
-    source: Source | None = None  # in READY
-    slots: ListHandle = None  # likewise, its fence slots
-    paths: tuple[tuple[ReadPath, Prepared], ...] = ()  # likewise
+    source: Source | None = None  # set in READY
+    slots: ListHandle = None  # set in READY: the fence slots
+    paths: tuple[tuple[ReadPath, Prepared], ...] = ()  # set in READY
 
     @property
     def rank(self) -> Rank:
@@ -238,7 +240,7 @@ class RemoteRank:
         return f"rank {self.rank} of {self.peer}"
 
     def move(self, event: RankEvent, after: RankState | None) -> None:
-        """The one place where the state changes.
+        """Change the state; nothing else does.
 
         Raises:
             LocalProtocolError: for a transition that is not in the table.
@@ -253,9 +255,9 @@ class RemoteRank:
 
 
 class Ended(NamedTuple):
-    """The preparation of an engine: all of its ranks are READY, or with an `error` none is.
+    """The end of an engine's preparation: all of its ranks are READY, or with an `error` none is.
 
-    `waiting` are the reads that fail with it.
+    The reads in `waiting` fail with it.
     """
 
     peer: PeerKey
@@ -268,8 +270,8 @@ class Ranks:
 
     Two background threads prepare them: one plans, one adds ranks to the transport. `add_peer`
     takes 2 to 140 ms, and any other call of the transport would wait for it. So while `is_adding`,
-    the agent does not call its transport, and reads wait at their ranks. Between two ranks that are
-    added there is at least one turn, in which they begin.
+    the agent does not call its transport, and reads wait at their ranks. At least one turn of the
+    transfer thread lies between two calls of `add_peer`, and the waiting reads start in it.
     """
 
     def __init__(
@@ -286,12 +288,12 @@ class Ranks:
         Args:
             transport: the agent's.
             peers: the engines that fit, and the paths.
-            background: at least two threads, for nothing else.
+            background: at least two threads that nothing else uses.
             is_reading: whether the agent reads the rank with this name.
-            on_ready: called when a rank becomes READY.
+            on_ready: called with each rank that becomes READY.
         """
         self.budget = Budget()
-        """For what the agent posts in a turn."""
+        """Limits what the agent posts per turn."""
         self._transport = transport
         self._peers = peers
         self._background = background
@@ -311,29 +313,32 @@ class Ranks:
 
     @property
     def is_adding(self) -> bool:
-        """Whether the transport is busy with a rank."""
+        """Whether the transport is busy because it adds a rank."""
         rank = self._adding
         return rank is not None and rank.adding is not None and not rank.adding.done()
 
     @property
     def is_busy(self) -> bool:
-        """Whether time or a background thread changes something here."""
+        """Whether a background thread or the next turn changes something here."""
         return self._adding is not None or bool(self._ended) or any(map(self._is_due, self._busy))
 
     @property
     def num_left(self) -> int:
-        """Ranks without a record whose connections only the end of the agent closes."""
+        """The number of ranks without a record whose connections are still open.
+
+        Only the end of the agent closes them.
+        """
         self._kept -= self._names()
         return len(self._kept) + self._num_dropped
 
     @property
     def has_left(self) -> bool:
-        """Whether there may be such ranks; costs nothing."""
+        """Whether `num_left` may exceed 0; much cheaper to ask."""
         return bool(self._kept or self._num_dropped)
 
     @property
     def known(self) -> list[PeerKey]:
-        """The engines of which some rank is READY."""
+        """The engines with a READY rank."""
         return [peer for peer, ranks in self._ranks.items() if any(map(_is_ready, ranks.values()))]
 
     @property
@@ -343,11 +348,11 @@ class Ranks:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether reads wait."""
+        """Whether a read waits for a rank."""
         return any(rank.waiting for rank in self._busy)
 
     def is_preparing(self, peer: PeerKey) -> bool:
-        """Whether some rank of this engine is not READY yet."""
+        """Whether a rank of this engine is not READY yet."""
         return not all(map(_is_ready, self._ranks.get(peer, {}).values()))
 
     def find(self, peer: PeerKey, rank: Rank) -> RemoteRank | None:
@@ -357,7 +362,7 @@ class Ranks:
     def prepare(
         self, peer: PeerKey, description: messages.Description, routes: Sequence[Route]
     ) -> None:
-        """Make all ranks of an engine that this rank reads READY, or none; see `collect`."""
+        """Make the ranks of an engine that this rank reads READY: all or none. See `collect`."""
         ranks = self._ranks.setdefault(peer, {})
         for route in routes:
             if route.readers and route.remote_rank not in ranks:
@@ -368,12 +373,12 @@ class Ranks:
             self._ended.append(Ended(peer))
 
     def wait(self, rank: RemoteRank, read: WaitingRead) -> None:
-        """Let a read begin when it can, see `pop_startable`."""
+        """Queue a read at its rank; `pop_startable` returns it."""
         rank.waiting.append(read)
         self._busy[rank] = None
 
     def pop_startable(self) -> list[WaitingRead]:
-        """The reads that can begin now."""
+        """Remove and return the reads that can start now."""
         if self.is_adding:
             return []
         startable = []
@@ -386,7 +391,7 @@ class Ranks:
     def pop_waiting(
         self, is_meant: Callable[[WaitingRead], bool] = lambda _: True
     ) -> list[WaitingRead]:
-        """The reads that wait, and no longer do."""
+        """Remove and return waiting reads."""
         popped: list[WaitingRead] = []
         for rank in self._busy:
             popped += [read for read in rank.waiting if is_meant(read)]
@@ -394,9 +399,9 @@ class Ranks:
         return popped
 
     def drop(self, peer: PeerKey, *, is_lost: bool = False) -> list[WaitingRead]:
-        """Forget an engine, or give up preparing it; the reads that waited for it.
+        """Forget an engine, or give up preparing it; return the reads that waited for it.
 
-        If its connections are lost, other lives of the engine lose the ranks that they share.
+        If its connections are lost, other records of the same ranks are lost with them.
         """
         ranks = list(self._ranks.get(peer, {}).values())
         event = RankEvent.LOSE if is_lost else RankEvent.DROP
@@ -408,22 +413,22 @@ class Ranks:
         return waiting
 
     def give_up_all(self) -> None:
-        """Prepare nothing any longer."""
+        """Give up all preparations."""
         for peer in [peer for peer in self._ranks if self.is_preparing(peer)]:
             self.drop(peer)
 
     def collect(self) -> list[Ended]:
-        """Take up what the background threads have done; the preparations that have ended."""
+        """Take over the background threads' results; return the preparations that have ended."""
         if not self.is_adding:
             self._end_adding()
             for rank in [rank for rank in self._busy if rank.state is RankState.PREPARING]:
-                if rank in self._busy:  # else a rank before it has failed, of the same engine
+                if rank in self._busy:  # else another rank of its engine has just failed
                     self._finish(rank)
         ended, self._ended = self._ended, []
         return ended
 
     def begin_next(self) -> None:
-        """Let ranks go that nothing reads any longer, and give the background threads work."""
+        """End the records of LEAVING ranks, and give the background threads work."""
         if not self.is_adding:
             for rank in [rank for rank in self._busy if rank.state is RankState.LEAVING]:
                 self._leave(rank)
@@ -444,7 +449,7 @@ class Ranks:
                     break
 
     def close(self) -> None:
-        """Prepare nothing any longer, and free what is prepared; waits for `add_peer`."""
+        """Give up all preparations and free all ranks; waits for `add_peer`, up to ADD_END_S."""
         for peer in list(self._ranks):
             self.drop(peer)
         adding = self._adding.adding if self._adding is not None else None
@@ -456,13 +461,13 @@ class Ranks:
         return (rank for ranks in self._ranks.values() for rank in ranks.values())
 
     def _names(self) -> set[PeerName]:
-        """Names with a record: an engine at two addresses has the same names under both."""
+        """Names that a record has. An engine at two addresses has the same names under both."""
         leaving = (rank for rank in self._busy if rank.state is RankState.LEAVING)
         ranks = (*self._all(), *leaving)
         return {rank.name for rank in ranks if rank.name is not None}
 
     def _is_due(self, rank: RemoteRank) -> bool:
-        """Whether `begin_next`, `collect` or `pop_startable` has something to do for it."""
+        """Whether the next turn or a background thread has something to do for a rank."""
         if rank.state is RankState.LEAVING:
             return rank.name is None or not self._is_reading(rank.name)
         return True
@@ -472,7 +477,7 @@ class Ranks:
             rank.move(RankEvent.BEGIN, RankState.PREPARING)
 
     def _plan(self, rank: RemoteRank) -> _Planned:
-        """Prepare what takes time and needs no transport. In the background."""
+        """Plan a rank, and prepare its paths; on a background thread."""
         planned = plan(self._peers.layout, rank.description.layout, rank.route.share)
         paths = []
         for path in self._peers.paths:
@@ -489,7 +494,7 @@ class Ranks:
         rank.name = rank.adding.result() if has_name else None
 
     def _finish(self, rank: RemoteRank) -> None:
-        """Make a rank READY that is planned and added, or fail its engine."""
+        """Make a rank READY that is planned and added. If that fails, fail its engine."""
         planning, adding = rank.planning, rank.adding
         try:
             if adding is not None and adding.done():
@@ -513,7 +518,7 @@ class Ranks:
             self._ended.append(Ended(rank.peer))
 
     def _make_lists(self, rank: RemoteRank, planned: _Planned, name: PeerName) -> None:
-        """Describe the rows of a rank to the transport: some microseconds."""
+        """Describe the rows of a rank to the transport; takes microseconds."""
         transport, remote = self._transport, rank.description
         rank.source = Source(
             transport=transport,
@@ -530,7 +535,7 @@ class Ranks:
         rank.paths = planned.paths
 
     def _remove(self, rank: RemoteRank, event: RankEvent) -> list[WaitingRead]:
-        """End a record, or let it end when the transport allows it; the reads that waited."""
+        """End a record, at once or when the transport is free; return the reads that waited."""
         ranks = self._ranks[rank.peer]
         del ranks[rank.rank]
         if not ranks:
@@ -550,7 +555,7 @@ class Ranks:
         return waiting
 
     def _leave(self, rank: RemoteRank) -> None:
-        """The transport is not busy: end a record that nothing reads."""
+        """End a LEAVING record, unless a read still needs it. The transport is not busy."""
         if rank.name is not None and self._is_reading(rank.name):
             return
         rank.move(RankEvent.IDLE, None)

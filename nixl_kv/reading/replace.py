@@ -1,17 +1,17 @@
-"""The agents of one rank that read: the current one, and those before it, which drain.
+"""The agents with which one rank reads: the current one, and earlier ones, which drain.
 
-Nothing stops a read except the end of its agent. So when a read is abandoned, another agent is made
-for all new reads, and the old one drains. Once only abandoned reads are left on it, it is
-destroyed. These reads have failed when the agent is proven to be gone: then their blocks may be
-used again.
+Only the end of its NIXL agent stops a read. So when decode abandons a read, another agent serves
+all new reads, and the old one drains. When only abandoned reads are left on the old agent, this
+rank destroys it. These reads fail once the agent is proven to be gone, and only then vLLM may use
+their blocks again.
 
-All agents but the first are made, and all are destroyed, in the background: either may take a
-second. Each of the two has a thread, so that an agent that cannot be destroyed does not keep
-another one from being made.
+Creating or destroying an agent can take a second, so both run in the background, except for the
+first agent. Each has a thread of its own, so an agent that cannot be destroyed does not keep
+another one from being created.
 
-NIXL closes no connection before the agent ends, at either end. So an agent is also replaced once it
-has collected enough connections to ranks that died or were forgotten. Then the new one first meets
-all engines that the old one reads, in the background: no read waits for it.
+NIXL closes no connection, on either side, before the agent ends. So this rank also replaces an
+agent that has collected many connections to ranks that died or were forgotten. The new agent first
+meets all engines that the old one reads, in the background, so no read waits for it.
 """
 
 from collections import defaultdict
@@ -41,18 +41,18 @@ logger = get_logger(__name__)
 TRY_AGAIN_S: Final = 1.0
 
 TIDY_S: Final = 30.0
-"""Between two looks for connections that nobody uses, as long as there are some."""
+"""Between two checks for unused connections, while there are some."""
 LEFT_S: Final = 60.0
 """How long an agent keeps the connections to a rank that died or was forgotten."""
 MAX_LEFT: Final = 16
-"""Such ranks that an agent may have before that: over TCP each is up to 40 descriptors."""
+"""How many such ranks an agent may have before that. Over TCP each holds up to 40 descriptors."""
 READ_PER_LEFT: Final = 10
-"""Ranks that are met again, at most, to be rid of one: each costs 10 ms, on another thread."""
+"""How many ranks may be added again to drop one. Each costs 10 ms of a background thread."""
 CHANGING_PAUSE_S: Final = 0.002
-"""Between two looks at an agent that is being made or destroyed, and that nothing waits for."""
+"""Between two polls while an agent is created or destroyed and nothing waits for it."""
 
 PREPARING_THREADS: Final = 2
-"""Of an agent: NIXL adds a peer on one while ranks are planned on the other."""
+"""Threads per agent: NIXL adds a rank on one while the other plans."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Closing:
 
     @property
     def stops_reads(self) -> bool:
-        """Whether reads that did not end are what it is destroyed for."""
+        """Whether the agent has reads that only its end stops."""
         return bool(self.agent.reads)
 
 
@@ -85,17 +85,17 @@ class Agents:
         """Start without an agent: an engine that only prefills never needs one.
 
         Args:
-            make_transport: makes one with nothing registered.
-            peers: that this rank may read, and its own cache.
-            counts: agents that were destroyed to stop a read are added to them, and peers joined.
-            memory: what every agent registers besides the cache.
+            make_transport: makes a transport with nothing registered.
+            peers: the engines that this rank may read, and its own cache.
+            counts: replaced agents and joined peers are added to them.
+            memory: memory besides the cache that every agent registers.
             clock: monotonic seconds.
-            make_background: makes so many threads: one on which agents are made, one on which they
-                are destroyed, and for each agent some on which its peers are prepared.
+            make_background: makes an executor with a number of threads: one creates agents, one
+                destroys them, and each agent has PREPARING_THREADS.
         """
         self.peers = peers
         self.polled: list[ReadAgent] = []
-        """The agents whose reads are polled: all new reads use the first, the others drain."""
+        """The agents whose reads are polled. New reads use the first; the others drain."""
         self._counts = counts
         self._make_transport = make_transport
         self._memory = memory
@@ -103,13 +103,15 @@ class Agents:
         self._open_on = make_background(1)
         self._close_on = make_background(1)
         self._make_background = make_background
-        self._joining: dict[events.PeerKey, float] = {}  # since when
+        self._joining: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
-        self._is_worn = False  # and therefore another agent is being made
-        self._successor: ReadAgent | None = None  # one of `polled`, which meets the peers
-        self._introduced: set[events.PeerKey] = set()  # that it has met, or could not
+        self._is_worn = False  # another agent is created because of unused connections
+        self._successor: ReadAgent | None = None  # one of `polled`, while it meets the peers
+        self._introduced: set[events.PeerKey] = (
+            set()
+        )  # engines that the successor has met, or could not meet
         self._tidy_at: float | None = None
         self._left_since: float | None = None
 
@@ -118,12 +120,12 @@ class Agents:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a peer is being joined, a read is under way, or an agent is made or destroyed."""
+        """Whether a handshake, a read, or the start or end of an agent is in progress."""
         return self._is_changing or any(agent.is_busy for agent in self.polled)
 
     @property
     def pause_s(self) -> float:
-        """How long they need not be looked at, in seconds, while they are busy."""
+        """Seconds until the next poll, while this is busy."""
         awaited = any(closing.stops_reads for closing in self._closing)
         if self._joining or awaited or (self._opening and not self._is_worn):
             return READING_PAUSE_S
@@ -136,17 +138,17 @@ class Agents:
 
     @property
     def next_due(self) -> float | None:
-        """When time changes something by itself, in monotonic seconds; None for never."""
+        """When to check for unused connections, in monotonic seconds; None for never."""
         return self._tidy_at
 
     def open(self) -> None:
-        """Make the first agent of this process, and wait for it.
+        """Create the first agent of this process, and wait for it.
 
-        It meets one that is gone then, and something is planned: the first time in a process either
-        takes ten milliseconds or more, for which a load would wait.
+        It plans once and rehearses a read from a temporary agent. The first time in a process each
+        takes ten milliseconds or more, and a load would wait for that.
 
         Raises:
-            TransportError: if it cannot be made.
+            TransportError: if it cannot be created.
         """
         layout = self.peers.layout
         plan(layout, layout)
@@ -156,7 +158,7 @@ class Agents:
         self.polled.append(self._make_agent(opened))
 
     def execute(self, action: events.DataAction) -> list[events.DataEvent]:
-        """Do what the decode machine decided; the events that are known at once."""
+        """Carry out an action of the decode machine; return the events so far."""
         match action:
             case events.JoinPeer():
                 return [self._join(action)]
@@ -177,19 +179,19 @@ class Agents:
         return []
 
     def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
-        """Nobody waits for these reads any longer; they will fail when they have been stopped."""
+        """Give up reads that do not end. They fail when the end of their agent has stopped them."""
         for agent in self.polled:
             for read in agent.reads:
                 if read.request == request and rank in (None, read.rank):
                     read.is_abandoned = True
 
     def forget_peers(self) -> None:
-        """Forget all peers, and the reads that wait; where a read goes on, it ends its agent."""
+        """Forget all peers and the reads that wait for them. Reads in progress stay."""
         for peer in list(self.peers.descriptions):
             self._drop(peer)
 
     def poll(self) -> list[events.DataEvent]:
-        """Look after all reads and agents; reads that ended become events."""
+        """Continue all reads and agents; return the events since the last call."""
         ended: list[events.DataEvent] = []
         for agent in self.polled:
             for preparation in agent.ranks.collect():
@@ -209,15 +211,15 @@ class Agents:
         return ended
 
     def is_read(self, request: RequestId) -> bool:
-        """Whether a read may still write into the blocks of a request."""
+        """Whether a read may still write into a request's blocks."""
         agents = [*self.polled, *(closing.agent for closing in self._closing)]
         return any(read.request == request for agent in agents for read in agent.reads)
 
     def close(self) -> None:
-        """Destroy all agents, whatever they read; those that are being made or destroyed as well.
+        """Destroy all agents, even with reads in progress.
 
         Raises:
-            TransportError: if one is not proven to be gone yet; it may be called again.
+            TransportError: if one is not proven to be gone yet; call it again.
         """
         if self._opening is not None and self._opening.cancel():
             self._opening = None
@@ -230,7 +232,7 @@ class Agents:
             try:
                 agent.close()
                 self.polled.remove(agent)
-            except TransportError as error:  # noqa: PERF203 - each for itself
+            except TransportError as error:  # noqa: PERF203 - one that fails keeps no other
                 left.append(str(error))
         self._poll_closing()
         for closing in self._closing:
@@ -245,9 +247,9 @@ class Agents:
 
     @property
     def current(self) -> ReadAgent:
-        """The agent that all new reads use."""
+        """The agent that new reads use."""
         if not self.polled:
-            raise LocalProtocolError("this rank has no agent to read with")
+            raise LocalProtocolError("this rank has no agent that reads: it only prefills")
         return self.polled[0]
 
     def _make_agent(self, opened: Opened) -> ReadAgent:
@@ -257,7 +259,7 @@ class Agents:
     # --- peers
 
     def _join(self, action: events.JoinPeer) -> events.DataEvent:
-        """Check a description, and let its peer be prepared."""
+        """Check a description, and begin to prepare its ranks."""
         peer, description = action.peer, action.description
         try:
             self.peers.check(description)
@@ -270,7 +272,7 @@ class Agents:
         return events.PeerFits(peer, description, routes)
 
     def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
-        """An engine can be read, or its reads that waited fail."""
+        """All ranks of an engine are READY, or the reads that waited for them fail."""
         since = self._joining.pop(ended.peer, None)
         if ended.error is None:
             if since is None:
@@ -285,14 +287,14 @@ class Agents:
         return failed
 
     def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> list[events.DataEvent]:
-        """Forget an engine; reads that waited for it fail, or begin when it is added again."""
+        """Forget an engine. Reads that waited for it fail, or wait until it is added again."""
         self.peers.forget(peer)
         self._joining.pop(peer, None)
         waiting = [r for a in self.polled for r in a.ranks.drop(peer, is_lost=is_dead)]
         return [event for read in waiting for event in self._start(read)]
 
     def _drop_broken(self) -> list[events.DataEvent]:
-        """Let the current agent add engines again whose connection broke."""
+        """Let the current agent add engines with a broken connection again."""
         if self.current.ranks.is_adding:
             return []
         waiting = self.current.drop_broken()
@@ -301,15 +303,15 @@ class Agents:
     # --- reads
 
     def _start(self, read: WaitingRead) -> list[events.DataEvent]:
-        """Start a read with the current agent, which may have to add its engine first."""
+        """Start a read with the current agent. It may have to add the engine first."""
         agent, description = self.current, self.peers.descriptions.get(read.peer)
         if description is not None and agent.ranks.find(read.peer, read.rank) is None:
-            # Another agent has joined the engine, or its connection broke.
+            # Another agent met the engine, or the connection broke.
             agent.ranks.prepare(read.peer, description, self.peers.routes(description))
         return agent.start(read)
 
     def _fail_waiting(self, request: RequestId, rank: Rank, reason: str) -> list[events.DataEvent]:
-        """A read that waits writes nothing."""
+        """Fail a read that waits; it writes nothing."""
         waiting = [
             read
             for agent in self.polled
@@ -322,7 +324,7 @@ class Agents:
     # --- agents
 
     def _replace_current(self) -> list[events.DataEvent]:
-        """Make another agent when a read of the current one is abandoned, or it is worn."""
+        """Create another agent after an abandoned read, and let a new one take over."""
         abandoned = bool(self.polled) and any(read.is_abandoned for read in self.current.reads)
         if self._opening is None:
             if abandoned and self._successor is not None:
@@ -338,7 +340,7 @@ class Agents:
                 self._open_again_at = self._clock() + TRY_AGAIN_S
                 cost = "connections" if self._is_worn and not abandoned else "blocks"
                 message = "cannot create a NIXL agent: %s; %s stay held until a retry succeeds"
-                logger.error(message, error, cost)  # noqa: TRY400 - it says all
+                logger.error(message, error, cost)  # noqa: TRY400 - the message says it all
                 return []
             if abandoned or not self._is_worn:
                 return self._promote(agent)
@@ -354,7 +356,7 @@ class Agents:
         )
 
     def _promote(self, agent: ReadAgent) -> list[events.DataEvent]:
-        """All new reads use this agent from now on, also those that wait; the others drain."""
+        """Let new and waiting reads use this agent from now on; the others drain."""
         waiting = self.current.ranks.pop_waiting()
         self.current.ranks.give_up_all()
         if agent is self._successor:
@@ -368,7 +370,7 @@ class Agents:
         return [event for read in waiting for event in self._start(read)]
 
     def _introduce(self) -> list[events.DataEvent]:
-        """Let the successor meet all that the current agent reads, and then take its place."""
+        """Let the successor meet the current agent's engines, and then take its place."""
         if self._successor is None:
             return []
         new = [peer for peer in self.current.ranks.known if peer not in self._introduced]
@@ -381,7 +383,7 @@ class Agents:
         return [] if self._successor.is_busy else self._promote(self._successor)
 
     def _tidy(self, *, has_read: bool) -> None:
-        """Look for connections that nobody uses; only the end of their agent closes them."""
+        """Replace the agent if it has too many unused connections, which only its end closes."""
         now = self._clock()
         if self._tidy_at is None and self.polled and not self.current.ranks.is_adding:
             is_wanted = self.current.ranks.has_left
@@ -403,24 +405,24 @@ class Agents:
         is_due = num_left >= MAX_LEFT or now >= self._left_since + LEFT_S
         if is_due and ranks.num_ready <= num_left * READ_PER_LEFT:
             logger.info(
-                "replacing the NIXL agent: %d ranks left, their connections are open", num_left
+                "replacing the NIXL agent: it has open connections to %d ranks that left", num_left
             )
             self._open(is_worn=True)
 
     def _close_drained(self) -> None:
-        """Destroy each agent on which nobody waits for anything."""
+        """Destroy each drained agent."""
         for agent in self.polled[1:]:
             if agent is not self._successor and agent.is_drained:
                 self.polled.remove(agent)
                 self._close(agent)
 
     def _close(self, agent: ReadAgent) -> None:
-        """Destroy an agent; nothing else uses it any more."""
+        """Destroy an agent in the background; nothing else uses it."""
         closed = self._close_on.submit(agent.close)
         self._closing.append(_Closing(agent, closed, self._clock()))
 
     def _poll_closing(self) -> list[events.DataEvent]:
-        """The ends of the reads of agents that are gone. Without proof their blocks stay held."""
+        """Fail the reads of destroyed agents. Without proof of the end, their blocks stay held."""
         failed: list[events.DataEvent] = []
         for closing in [closing for closing in self._closing if closing.closed.done()]:
             error = closing.closed.exception()
@@ -430,15 +432,18 @@ class Agents:
                 if closing.stops_reads:
                     self._counts["agents_recycled"] += 1
                     logger.warning(
-                        "a NIXL agent was destroyed in %.2f s; its reads have ended", seconds
+                        "destroyed a NIXL agent in %.2f s; its reads have ended", seconds
                     )
                 else:
                     self._counts["agents_replaced"] += 1
-                    logger.info("a NIXL agent was replaced; its connections are closed")
+                    logger.info("replaced a NIXL agent; its connections are closed")
                 failed += closing.agent.fail_all()
             elif seconds >= TRY_AGAIN_S:
                 self._closing.remove(closing)
-                logger.error("a NIXL agent does not end: %s; its blocks stay held", error)
+                logger.error(
+                    "cannot destroy a NIXL agent: %s; its blocks stay held until a retry succeeds",
+                    error,
+                )
                 self._close(closing.agent)
         return failed
 

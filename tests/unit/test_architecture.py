@@ -20,7 +20,7 @@ EXEMPT = frozenset(
         "gpu_errors.py",
         "reading/gather/gpu.py",
         "reading/gather/memory.py",
-        "reading/gpu_scratch.py",
+        "reading/scratch.py",
         "reading/staged/gpu_copier.py",
         "gpu_streams.py",
         "verify/gpu_sums.py",

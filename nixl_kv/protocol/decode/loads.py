@@ -167,7 +167,8 @@ class LoadBook:
     def on_chunks_wanted(
         self, load: Load, read: RankRead, event: events.ChunksWanted, now: float
     ) -> list[events.Action]:
-        """A read goes by chunks: ask for these."""
+        """A read has moved; it may want prefill to pack further chunks."""
+        self._queue.note_progress((load.claim, read.rank), now)
         stop = load.on_chunks_wanted(read, event)
         return stop or load.ask_chunks(read, event.chunks, self._next_number(), now)
 

@@ -109,6 +109,15 @@ class ReadQueue:
         if not lane.waiting and not lane.under_way:
             del self._lanes[endpoint]
 
+    def note_progress(self, key: Key, now: float) -> None:
+        """Bytes of a read have landed. An unknown read is ignored.
+
+        This does not end a stall: a slow lane that counted toward the total would block the others.
+        """
+        endpoint = self._where.get(key)
+        if endpoint is not None:
+            self._lanes[endpoint].progressed_at = self._progressed_at = now
+
     def progressed_at(self, key: Key) -> float:
         """When something last moved that this read waits for, or is."""
         lane = self._lanes[self._where[key]]

@@ -1,4 +1,7 @@
-"""Reads the GPU memory of other processes on this host with a kernel. See `path`."""
+"""Gather: a kernel on decode's GPU reads the memory of prefill processes on the same host.
+
+Start with `path`, which has decode's half. Prefill only exports its memory (`memory.Exported`).
+"""
 
 from nixl_kv.errors import TransportError
 from nixl_kv.log_limit import get_logger
@@ -9,7 +12,7 @@ logger = get_logger(__name__)
 
 
 def build(setup: RankSetup) -> Feature:
-    """Decode maps and gathers, prefill exports: both only where the cache is in GPU memory."""
+    """Let decode map and gather, and prefill export, if the cache is in GPU memory."""
     layout, wanted = setup.layout, setup.config.path
     if layout.memory == "DRAM":
         return Feature()
@@ -24,7 +27,9 @@ def build(setup: RankSetup) -> Feature:
         if setup.is_prefill and wanted != "direct":
             exported = Exported(layout.spans, layout.device)
     except (ImportError, TransportError) as error:
-        logger.warning("GPU memory is not shared between processes of this host: %s", error)
+        logger.warning(
+            "this rank neither maps GPU memory of other processes nor exports its own: %s", error
+        )
     if exported is None:
         return Feature(path=path)
     return Feature(path=path, description={"export": exported.description}, close=exported.close)

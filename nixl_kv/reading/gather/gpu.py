@@ -44,8 +44,8 @@ class GpuGather:
         self._device = device
         self._stream = KernelStream(device)
         mine = self._stream.to_device(np.zeros(1, dtype=np.int64))
-        # The first export of a process takes long: pay for it now. Memory without handles is not
-        # an error here; whoever exports the cache finds out.
+        # The first export of a process takes long, so do it now. Memory without handles is not an
+        # error here; the export of the cache reports it.
         with contextlib.suppress(TransportError):
             Exported([Span(mine.data_ptr(), mine.nbytes)], device).close()
         self._owners = OwnerWatch(on_owner_ended)
@@ -93,7 +93,7 @@ class GpuGather:
         self._owners.close()
 
     def _check(self, proof: messages.Proof, mapping: Mapping) -> None:
-        """Read the proof through the mapping. It is also the first use of the other GPU."""
+        """Read the proof through the mapping. This also is the first access to the other GPU."""
         place = np.array([proof.address], dtype=np.int64)
         (at,) = mapping.locate(place, place + len(proof.value))
         if self._stream.read_16(int(at)) != proof.value:

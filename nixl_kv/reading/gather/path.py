@@ -1,8 +1,8 @@
 """Gather: a kernel on decode's GPU reads a prefill rank's memory, which is mapped into decode.
 
 This needs no descriptors, so it is faster than NIXL for any block table. It works between GPUs of
-one host whose processes see each other. The read ends by itself, whatever becomes of its owner. The
-fence is the same as for every path: the agent reads the fence slot when the kernel has ended.
+one host whose processes see each other. The kernel ends by itself, even if prefill dies. The fence
+is the same as for every path: the agent reads the fence slot when the kernel has ended.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ Copy: TypeAlias = Any
 
 
 class Gather(Protocol):
-    """Maps memory and copies from it: `gather.gpu` with CUDA, a test's in one process.
+    """Maps memory and copies from it: `gather.gpu` with CUDA, and tests within one process.
 
     All methods except `map`, `unmap`, `wait` and `close` run on the transfer thread.
     """
 
     @property
     def num_ended(self) -> int:
-        """How many processes have ended whose memory was mapped."""
+        """The number of owners of mapped memory that have ended."""
 
     def map(self, exported: messages.Export, plan: Plan) -> MappedPlan:
         """Map a rank's memory for a plan; 10 ms. On any thread.
@@ -41,7 +41,7 @@ class Gather(Protocol):
         """
 
     def unmap(self, mapped: MappedPlan) -> None:
-        """Let a rank's memory go; no kernel reads it. On any thread."""
+        """Unmap a rank's memory, which no kernel reads; on any thread."""
 
     def is_mapped(self, mapped: MappedPlan) -> bool:
         """Whether the memory's owner is alive."""
@@ -57,7 +57,7 @@ class Gather(Protocol):
         """Whether all bytes have landed.
 
         Raises:
-            TransportError: if that is unknown: the kernel may go on.
+            TransportError: if the state is unknown; the kernel may go on.
         """
 
     def wait(self) -> None:
@@ -91,7 +91,7 @@ class GatherPath:
     def __init__(self, gather: Gather) -> None:
         self._gather = gather
         self._mapped: dict[MappedRank, MappedPlan] = {}
-        self._num_ended = 0  # of `Gather.num_ended`: for these, memory has been unmapped
+        self._num_ended = 0  # owners whose memory `tidy` has unmapped, see `Gather.num_ended`
 
     def prepare(
         self, description: messages.RankDescription, share: Share, plan: Plan
@@ -109,19 +109,19 @@ class GatherPath:
         return rank
 
     def start(self, prepared: MappedRank, read: Read) -> ReadOp | None:
-        """Mapped memory is always gathered; one whose owner has ended is not read any longer."""
+        """Always gather mapped memory, unless its owner has ended."""
         if prepared not in self._mapped or not self._gather.is_mapped(prepared.mapped):
             return None
         return GatherOp(self._gather, prepared, read)
 
     def unmap(self, rank: MappedRank) -> None:
-        """Once per rank, whatever thread comes first: `pop` is atomic."""
+        """Unmap a rank once, even if two threads try: `pop` is atomic."""
         mapped = self._mapped.pop(rank, None)
         if mapped is not None:
             self._gather.unmap(mapped)
 
     def tidy(self) -> None:
-        """Unmap what ended processes have left: nobody could allocate that memory again."""
+        """Unmap the memory of ended processes; until then nothing can allocate it again."""
         num_ended = self._gather.num_ended
         if num_ended == self._num_ended:
             return
@@ -136,7 +136,7 @@ class GatherPath:
 
 
 class GatherOp(ReadOp):
-    """A kernel in progress."""
+    """A kernel in progress. It reads 80 GB within a second, so it reports no progress."""
 
     path = "gather"
     is_autonomous = True
@@ -158,7 +158,7 @@ class GatherOp(ReadOp):
         return []
 
     def stop(self) -> None:
-        """Nothing stops a kernel; it takes milliseconds."""
+        """Nothing stops a kernel; it ends within milliseconds."""
 
     def end_copies(self) -> None:
         self._gather.wait()

@@ -31,7 +31,7 @@ for each on a host and 3.3 us on an H200: 54 ms, of a lease of 5 s."""
 
 
 class Budget:
-    """Limits what an agent posts in one turn of the transfer thread."""
+    """Limits the descriptors that an agent posts in one turn of the transfer thread."""
 
     def __init__(self) -> None:
         self.runs = RUNS_PER_TURN
@@ -75,22 +75,25 @@ class ReadOp(abc.ABC):
     path: str = "direct"
     """The path that metrics report."""
     num_direct_bytes: int = 0
-    """Bytes that NIXL read run by run although the path is another one."""
+    """Bytes of another path that NIXL read run by run all the same."""
     failure: str | None = None
     """Why the operation ends without all of its bytes."""
     is_connection_lost: bool = False
     """Whether reads of this rank fail until it is added again."""
     is_autonomous: bool = False
-    """Whether the operation needs no call before its end, so that a late poll costs little."""
+    """Whether the operation continues without calls, so that a late poll costs little."""
 
     @property
     @abc.abstractmethod
     def has_ended(self) -> bool:
-        """Whether nothing of it writes any longer."""
+        """Whether nothing writes for it any longer."""
 
     @abc.abstractmethod
     def poll(self) -> list[events.ReadEvent]:
-        """Continue; events other than the end: progress, and chunks for prefill to pack.
+        """Continue; return progress, and the chunks that prefill shall pack.
+
+        A read that shows no progress for `request_timeout_s` fails, so an operation that may take
+        longer returns an empty `ChunksWanted` whenever some of its bytes have landed.
 
         Raises:
             TransportError: if the state of a read is unknown. It may go on for ever; `poll` must
@@ -99,24 +102,24 @@ class ReadOp(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Start nothing more; the operation ends early with `failure` if it lacks bytes then."""
+        """Start nothing more. The operation ends early, with a `failure` if bytes are missing."""
 
     def on_message(self, message: events.ReadChunk) -> None:
-        """Prefill answered a question of this operation."""
+        """Handle prefill's answer to a request of this operation."""
         del message
 
     def end_copies(self) -> None:  # noqa: B027 - most have none
-        """Return when no kernel or thread of this process writes for it; on any thread."""
+        """Wait until no kernel or thread of this process writes for it; on any thread."""
 
     def release(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back what it holds: nothing writes any longer, however the operation ended."""
+        """Give back memory and slots; nothing writes any longer, however the operation ended."""
 
 
 class Prepared(Protocol):
-    """A remote rank as one path reads it."""
+    """A remote rank that one path has prepared."""
 
     def release(self) -> None:
-        """The rank is not read any longer: free what this holds once no operation uses it.
+        """Free what this holds once no operation uses it: this agent no longer reads the rank.
 
         On the transfer thread, or on any thread after the agent has ended.
         """
@@ -128,10 +131,10 @@ class ReadPath(Protocol):
     def prepare(
         self, description: messages.RankDescription, share: Share, plan: Plan
     ) -> Prepared | None:
-        """Prepare to read a remote rank; None if this path cannot. On a background thread."""
+        """Prepare to read a remote rank; None if this path cannot read it. Background thread."""
 
     def start(self, prepared: Any, read: Read) -> ReadOp | None:
-        """Start a read; None if another path is better or this one cannot. Transfer thread.
+        """Start a read; None if a later path shall read it. Transfer thread.
 
         Raises:
             TransportError: if the read cannot be posted; then nothing is in progress.
@@ -139,14 +142,14 @@ class ReadPath(Protocol):
         """
 
     def tidy(self) -> None:
-        """Free what nobody needs any longer. Called once per turn while reads are in progress."""
+        """Free unused memory. Called once per turn while reads are in progress."""
 
     def close(self) -> None:
-        """Wait for copies in progress and end threads; may be called again."""
+        """Wait for copies in progress and end threads. May be called again."""
 
 
 class Packer(Protocol):
-    """Prefill's part of a path: it prepares bytes that readers ask for. On the transfer thread."""
+    """Prefill's half of a path: it packs bytes when readers ask for them. Transfer thread."""
 
     @property
     def writing(self) -> list[int]:
@@ -155,18 +158,18 @@ class Packer(Protocol):
     def __len__(self) -> int: ...
 
     def add(self, action: events.PackChunk) -> events.ChunkPacked | None:
-        """Start to pack; an event if it fails at once."""
+        """Start to pack; return an event if that fails at once."""
 
     def poll(self) -> list[events.ChunkPacked]:
-        """Copies that have ended since the last call."""
+        """Return the copies that have ended since the last call."""
 
     def close(self) -> None:
-        """Return when no copy reads the cache or writes into the ring."""
+        """Wait until no copy reads the cache or writes into the ring."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What a feature learns of the rank that it is built into."""
+    """The rank for which a feature is built."""
 
     layout: CacheLayout
     config: Config
@@ -188,18 +191,18 @@ class ExtraMemory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A path beside NIXL's own, built into one rank: both halves of it, as far as there are any."""
+    """A path besides direct reads, built for one rank: decode's and prefill's halves of it."""
 
     path: ReadPath | None = None
     packer: Packer | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     """Fields of this rank's `RankDescription`."""
     read_into: tuple[ExtraMemory, ...] = ()
-    """Memory that every agent of this rank that reads has to register."""
+    """Memory that each reading agent of this rank registers."""
     served: tuple[ExtraMemory, ...] = ()
-    """Memory that the agent registers by which others read this rank."""
+    """Memory that the serving agent of this rank registers, for readers."""
     close: Callable[[], None] = lambda: None
-    """Withdraws what prefill offers; called after everything else has ended."""
+    """Withdraws prefill's exports; called after everything else has ended."""
 
 
 BuildFeature: TypeAlias = Callable[[RankSetup], Feature]

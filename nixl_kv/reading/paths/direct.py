@@ -17,30 +17,30 @@ from nixl_kv.reading.paths.base import STOPPED, Prepared, Read, ReadOp, Source
 from nixl_kv.transport.base import Indices, ReadHandle
 
 SLICE_RUNS: Final = 1 << 14
-"""Runs of one slice: posting 2 million at once takes 8 s, and leases are 5 s."""
+"""Runs per slice. Posting 2 million runs at once takes 8 s, and a lease is 5 s."""
 SLICE_BYTES: Final[dict[Memory, int]] = {"VRAM": 256 << 20, "DRAM": 64 << 20}
-"""Bytes of one slice. Over shared memory NIXL copies them while it posts: 8 ms for 64 MiB. NVLink
-moves 256 MiB in 1 ms, several times as long as the time between two turns."""
+"""Bytes per slice. Over shared memory NIXL copies them while it posts: 8 ms for 64 MiB. NVLink
+moves 256 MiB in 1 ms, which is several times the pause between two turns."""
 TCP_SLICE_RUNS: Final = 1 << 11
 TCP_SLICE_BYTES: Final = 16 << 20
-"""The same over TCP, where a run may take 0.5 ms: a read has to show progress within
-`request_timeout_s`. Four slices keep more bytes in flight than a link of 10 Gbit/s and 50 ms."""
+"""The same over TCP, where a run may take 0.5 ms, because a read must show progress within
+`request_timeout_s`. Four slices are more bytes than a link of 10 Gbit/s and 50 ms has in flight."""
 MAX_SLICES: Final = 4
 """Slices in flight per read, so that the link is never idle between two turns."""
 
 
 class _Rank:
-    """Nothing to free: the lists of the rank's plan belong to the agent."""
+    """A rank without anything to free: the lists of its plan belong to the agent."""
 
     def release(self) -> None:
-        """Keep nothing."""
+        """Nothing to free."""
 
 
 class DirectPath:
     """The last path that an agent asks: it can read every rank."""
 
     def __init__(self, memory: Memory) -> None:
-        """`memory` is where this rank's cache is."""
+        """`memory` says where this rank's cache is."""
         self._memory = memory
         self._buffer = IndexBuffer()
 
@@ -52,21 +52,23 @@ class DirectPath:
 
     def start(self, prepared: Prepared, read: Read) -> ReadOp | None:
         del prepared
-        most_runs, most_bytes = _slice_limits(read.source, self._memory)
-        is_short = read.num_runs <= most_runs and read.num_bytes <= most_bytes
-        op = DirectOp(read, self._memory, self._buffer if is_short else None)
-        op.post_first()
+        max_runs, max_bytes = _slice_limits(read.source, self._memory)
+        is_one_slice = read.num_runs <= max_runs and read.num_bytes <= max_bytes
+        is_posted_now = read.source.budget.runs > 0
+        op = DirectOp(read, self._memory, self._buffer if is_one_slice and is_posted_now else None)
+        if is_posted_now:
+            op.post_next()
         return op
 
     def tidy(self) -> None:
-        """Nothing is kept."""
+        """Nothing to free."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to wait for."""
 
 
 class DirectOp(ReadOp):
-    """See `ReadOp`. Also reads those chunks of a staged read that prefill cannot pack."""
+    """See `ReadOp`. Also reads the chunks of a staged read that prefill cannot pack."""
 
     def __init__(
         self,
@@ -79,24 +81,23 @@ class DirectOp(ReadOp):
         """Cut a read into slices; `poll` posts them.
 
         Args:
-            read: what is read.
+            read: the read, or a part of it.
             memory: where this rank's cache is.
-            buffer: for the indices of a read that is a single slice, which must be posted before
-                the next use of the buffer.
-            plan: a part of the rank's plan, in whose lists the pieces count; by default all of it.
+            buffer: for the indices of a read that is a single slice and is posted before the next
+                use of the buffer.
+            plan: the part of the rank's plan that numbers the pieces; by default all of it.
         """
         self._source: Source = read.source
         self._action = read.action
         self.num_bytes = read.num_bytes
         self._local, self._remote = (plan or read.source.plan).indices(read.pieces, buffer)
         count = len(self._local)
-        most_runs, most_bytes = _slice_limits(read.source, memory)
-        per_slice = max(1, min(most_runs, count * most_bytes // max(1, read.num_bytes)))
+        max_runs, max_bytes = _slice_limits(read.source, memory)
+        per_slice = max(1, min(max_runs, count * max_bytes // max(1, read.num_bytes)))
         starts = range(0, count, per_slice)
         self._unposted = deque((start, min(start + per_slice, count)) for start in starts)
         self._posted: list[ReadHandle] = []
         self._is_stopped = False
-        self._is_buffered = buffer is not None
 
     @property
     def has_ended(self) -> bool:
@@ -104,36 +105,32 @@ class DirectOp(ReadOp):
 
     @property
     def is_autonomous(self) -> bool:  # type: ignore[override]
-        """Paced reads need calls to go on, and so do slices that wait."""
+        """Paced reads need calls to continue, and so do unposted slices."""
         return not self._unposted and not self._source.is_tcp
 
-    def post_first(self) -> None:
-        """Post one slice, if the turn's budget allows it or its indices are in a shared buffer.
+    def post_next(self) -> None:
+        """Post one slice.
 
-        Only one: if a later one raised here, nobody would know of those that are in flight.
-
-        Raises:
-            TransportError: if it cannot be posted; then nothing is in flight.
-        """
-        if self._is_buffered or self._source.budget.runs > 0:
-            self._post_next()
-
-    def _post(self) -> None:
-        """Post further slices, as far as the turn's budget goes.
+        Only one: if a later one raised here, the caller would not know of those in flight.
 
         Raises:
-            TransportError: if one cannot be posted; nothing of that one is in flight.
+            TransportError: if NIXL refuses it; then nothing is in flight.
         """
-        while self._unposted and len(self._posted) < MAX_SLICES and self._source.budget.runs > 0:
-            self._post_next()
-
-    def _post_next(self) -> None:
         start, end = self._unposted[0]
         indices: tuple[Indices, Indices] = self._local[start:end], self._remote[start:end]
         handle = self._source.transport.read(self._source.local, self._source.remote, indices)
         self._posted.append(handle)
         self._unposted.popleft()
         self._source.budget.runs -= end - start
+
+    def _post(self) -> None:
+        """Post further slices within the turn's budget.
+
+        Raises:
+            TransportError: if one cannot be posted; nothing of that one is in flight.
+        """
+        while self._unposted and len(self._posted) < MAX_SLICES and self._source.budget.runs > 0:
+            self.post_next()
 
     def poll(self) -> list[events.ReadEvent]:
         has_progressed = self._poll_slices()
@@ -175,14 +172,14 @@ class DirectOp(ReadOp):
 
 
 def _slice_limits(source: Source, memory: Memory) -> tuple[int, int]:
-    """Runs and bytes of a slice."""
+    """The most runs and bytes of a slice."""
     if source.is_tcp:
         return TCP_SLICE_RUNS, TCP_SLICE_BYTES
     return SLICE_RUNS, SLICE_BYTES[memory]
 
 
 def part_of(read: Read, plan: Plan, pieces: Sequence[Pieces]) -> Read:
-    """The part of a read that consists of these pieces of this plan."""
+    """Cut out the part of a read that consists of these pieces of a plan."""
     return read._replace(
         pieces=pieces, num_bytes=plan.num_bytes(pieces), num_runs=plan.num_runs(pieces)
     )

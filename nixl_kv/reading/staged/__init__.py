@@ -1,4 +1,7 @@
-"""Reads KV that prefill has packed. See `path` for decode's half and `packs` for prefill's."""
+"""Staged reads: prefill packs small runs into a ring, and decode reads and scatters them.
+
+Start with `path`, which has decode's half; `packs` has prefill's.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,7 @@ logger = get_logger(__name__)
 
 
 def make_host_copier() -> Copier:
-    """Copies in host memory, on threads of its own."""
+    """Make a copier for host memory, with threads of its own."""
     return HostCopier(ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies"))
 
 
@@ -29,13 +32,13 @@ def build(
     make_memory: Callable[[int], StagingMemory] = HostMemory,
     num_slots: int | None = None,
 ) -> Feature:
-    """Prefill packs and decode scatters, each with a ring of its own. Simulations replace the rest.
+    """Let prefill pack and decode scatter, each with a ring of its own.
 
     Args:
         setup: the rank.
-        make_copier: makes what copies in host memory.
-        make_memory: allocates so many bytes of host memory.
-        num_slots: of each ring.
+        make_copier: makes a copier for host memory. Tests replace it and what follows.
+        make_memory: allocates a number of bytes of host memory.
+        num_slots: the slots of each ring.
     """
     layout, config = setup.layout, setup.config
     if not config.staging_mib or config.path in {"direct", "gather"}:

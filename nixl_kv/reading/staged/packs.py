@@ -1,7 +1,7 @@
 """Packing on prefill: copies chunks of granted blocks into slots of this rank's ring.
 
-The ring's slots bound how many copies are in progress. A chunk that cannot be packed is read
-directly by its reader.
+`protocol` decides who gets which slot, so the ring bounds the copies in progress. If this rank
+cannot pack a chunk, its reader reads it directly.
 """
 
 from collections import OrderedDict, defaultdict
@@ -17,16 +17,16 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.reading.staged.copier import Copy, PreparedCopy, Staging
 
 MAX_CROPS: Final = 256
-"""That are kept: a decode engine has one for each pair of its ranks and groups, for ever."""
+"""Plans that are kept. A decode engine uses one per pair of ranks and groups."""
 
 _Layers: TypeAlias = tuple[messages.LayerHeads, ...]
 
 
 @dataclass(frozen=True)
 class _Crop:
-    """How one share of a group is packed."""
+    """How this rank packs one share of a group."""
 
-    number: int  # of the group
+    number: int  # the group's
     group: Group
     entry_bytes: int
     plan: Plan
@@ -51,16 +51,16 @@ class PackQueue:
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Pack from this cache; chunks, their bytes and seconds are added to `counts`."""
+        """Pack from this cache. Chunks, their bytes and seconds are added to `counts`."""
         self._layout = layout
         self._staging = staging
         self._counts = counts
         self._clock = clock
-        self._crops: OrderedDict[_Layers, _Crop | str] = OrderedDict()  # or why there is none
+        self._crops: OrderedDict[_Layers, _Crop | str] = OrderedDict()  # or why there is no plan
         self._packs: list[_Pack] = []
 
     def __repr__(self) -> str:
-        return f"<PackQueue: {len(self._packs)} under way>"
+        return f"<PackQueue: {len(self._packs)} copies>"
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -97,13 +97,14 @@ class PackQueue:
             self._staging.copier.end(pack.copy)
 
     def _start(self, action: events.PackChunk) -> _Pack:
-        """Raise ValueError if the chunk does not fit into the slot."""
+        """Raises ValueError if the chunk is empty or does not fit into the slot."""
         request = action.pack_request
         crop, ring = self._crop(request.layers), self._staging.ring
         table = action.tables[crop.number]
         entries = staged_entries(table, crop.group, range(request.begin, request.end))
-        if not 0 < len(entries) <= ring.capacity(crop.entry_bytes):
-            raise ValueError(f"a chunk has {len(entries)} entries")
+        capacity = ring.capacity(crop.entry_bytes)
+        if not 0 < len(entries) <= capacity:
+            raise ValueError(f"a chunk has {len(entries)} entries; allowed: 1 to {capacity}")
         first = ring.first_entry(action.slot, crop.entry_bytes)
         size = crop.group.entry_size
         pieces = crop.plan.pieces(
@@ -115,7 +116,11 @@ class PackQueue:
         return _Pack(action, copy, crop.plan.num_bytes(pieces), self._clock())
 
     def _crop(self, layers: _Layers) -> _Crop:
-        """How these heads are packed; planned once, or the reason why it is impossible."""
+        """Plan how to pack these heads, once.
+
+        Raises:
+            ValueError: if this rank cannot pack them; says why, each time.
+        """
         crop = self._crops.get(layers)
         if crop is None:
             try:
@@ -127,13 +132,13 @@ class PackQueue:
                 self._crops.popitem(last=False)
         self._crops.move_to_end(layers)
         if isinstance(crop, str):
-            raise ValueError(crop)  # noqa: TRY004 - a value of the request
+            raise ValueError(crop)  # noqa: TRY004 - the request has a wrong value
         return crop
 
     def _plan(self, layers: _Layers) -> _Crop:
         layer, wanted = layers[0].layer, {each.layer: (each.first, each.end) for each in layers}
         if len(wanted) < len(layers):
-            raise ValueError("a layer occurs twice in a chunk; allowed: once")
+            raise ValueError("a chunk names a layer twice; allowed: once")
         regions = self._layout.regions
         if layer not in regions:
             raise ValueError(f"layer {layer!r} is not on this rank")

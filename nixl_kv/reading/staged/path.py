@@ -1,15 +1,15 @@
 """Staged reads: prefill packs short runs into a ring, NIXL reads slots of it, decode scatters them.
 
-A read is cut into chunks that fit into a slot of either ring. For each chunk, decode asks prefill,
-waits for its slot there, reads the slot into a slot of its own ring, and copies from there into the
-cache. Several chunks of a read are in progress at a time.
+Decode cuts a read into chunks that fit into a slot of either ring. For each chunk it asks prefill,
+waits until prefill has packed the chunk into a slot, reads that slot into a slot of its own ring,
+and copies from there into the cache. Several chunks of a read are in progress at a time.
 
-A read holds one slot of decode's ring from its first question to its last copy, so decode can
-always fetch what prefill has packed, and slots of prefill's ring come free. Both sides wait for
-free slots in order. Chunks that prefill cannot pack are read directly.
+A read holds one slot of decode's ring from its first request to its last copy. So decode can always
+read a packed chunk, and slots of prefill's ring always become free. On both sides reads wait for
+free slots in order. Decode reads chunks directly that prefill cannot pack.
 
-NIXL writes into a slot, and a copy writes into the cache, also when nobody wants the read any
-longer. So a slot is free, and the operation has ended, only when both have ended.
+NIXL writes into a slot and a copy writes into the cache even after the load was cancelled. So a
+slot is free, and the operation has ended, only when both have ended.
 """
 
 import enum
@@ -55,17 +55,17 @@ LONG_TCP_RUN: Final = 64 << 10
 """The same over TCP, where 129,024 runs of a host cache took 58 s directly and 0.2 s staged."""
 
 FEW_RUNS: Final[dict[Memory, int]] = {"VRAM": 150, "DRAM": 1300}
-"""Up to so many runs cost less than a staged read does before its first byte: 0.5 ms between GPUs,
-2 ms in host memory."""
+"""Up to this number of runs a direct read takes less time than a staged read before its first byte:
+0.5 ms between GPUs, 2 ms in host memory."""
 
 
 class State(enum.Enum):
-    """Of a chunk in progress."""
+    """States of a chunk in progress."""
 
-    ASKED = enum.auto()  # prefill packs it, or it waits there for a slot
-    PACKED = enum.auto()  # it waits for a slot here
-    READING = enum.auto()
-    SCATTERING = enum.auto()
+    ASKED = enum.auto()  # prefill packs it, or waits for a slot to do so
+    PACKED = enum.auto()  # waits for a slot of decode's ring
+    READING = enum.auto()  # NIXL reads prefill's slot
+    SCATTERING = enum.auto()  # a copy moves it into the cache
 
 
 _ON_PREFILL: Final = (State.ASKED, State.PACKED, State.READING)
@@ -76,7 +76,7 @@ class FreeSlots:
     """The slots of decode's ring that nothing writes into."""
 
     def __init__(self, ring: Ring) -> None:
-        """All of them."""
+        """All slots of the ring are free."""
         self.ring = ring
         self._free = deque(range(ring.num_slots))
 
@@ -84,32 +84,32 @@ class FreeSlots:
         return len(self._free)
 
     def pop(self, held: int) -> int | None:
-        """One of them, no longer free, for a read that has so many; None if it gets none."""
+        """Give a slot to a read that holds `held` slots; None if it must wait."""
         return self._free.popleft() if may_take(held, len(self._free)) else None
 
     def add(self, slot: int) -> None:
-        """Nothing writes into it any more."""
+        """Return a slot. Nothing may write into it any longer."""
         self._free.append(slot)
 
 
 class HeldSlots:
-    """The slots of decode's ring that one read has."""
+    """The slots of decode's ring that one read holds."""
 
     def __init__(self, free: FreeSlots) -> None:
-        """None yet."""
+        """Hold none yet."""
         self._free = free
         self._num_held = 0
-        self._spare: int | None = None  # the only one it has, while nothing is in it
+        self._spare: int | None = None  # the last one that it holds, while it is empty
 
     def open(self) -> bool:
-        """Whether it has one, or gets one now."""
+        """Whether the read holds a slot, or gets one now."""
         if not self._num_held:
             self._spare = self._free.pop(0)
             self._num_held = int(self._spare is not None)
         return self._num_held > 0
 
     def take(self) -> int | None:
-        """One with nothing in it, if it has or gets one."""
+        """Return an empty slot, if the read holds or gets one."""
         slot, self._spare = self._spare, None
         if slot is None:
             slot = self._free.pop(self._num_held)
@@ -117,7 +117,7 @@ class HeldSlots:
         return slot
 
     def put(self, slot: int) -> None:
-        """Nothing writes into this one any more. It goes, unless it is the only one."""
+        """Return a slot, unless it is the last one. Nothing may write into it any longer."""
         if self._num_held == 1:
             self._spare = slot
         else:
@@ -125,7 +125,7 @@ class HeldSlots:
             self._free.add(slot)
 
     def close(self) -> None:
-        """No more is needed than what is written into."""
+        """Return the empty slot: the read needs no more slots."""
         if self._spare is not None:
             self._num_held = 0
             self._free.add(self._spare)
@@ -134,19 +134,19 @@ class HeldSlots:
 
 @dataclass(frozen=True)
 class _Crop:
-    """How some layers and heads of a prefill rank's cache are read."""
+    """How decode reads some layers and heads of a prefill rank's cache."""
 
-    number: int  # of the rank's crops
+    number: int  # among the rank's crops
     crop: Crop
     groups: tuple[Group, Group]
     entry_bytes: int
     max_entries: int  # of a chunk
-    least_entries: int  # likewise, where there are more
+    least_entries: int  # of a chunk, unless fewer are left
     rows: tuple[Rows, Rows]  # of the entries in both rings
     scatter: Plan
     prepared: PreparedCopy
-    direct: Plan  # the part of the rank's plan that reads just this
-    layers: tuple[messages.LayerHeads, ...]  # as prefill is asked for them
+    direct: Plan  # the part of the rank's plan that reads this crop
+    layers: tuple[messages.LayerHeads, ...]  # as a request names them
 
 
 @dataclass
@@ -156,9 +156,9 @@ class _Chunk:
     tokens: range
     entries: range
     state: State = State.ASKED
-    slot: int | None = None  # of this side's ring
+    slot: int | None = None  # of decode's ring
     packed_in: int = 0  # of prefill's
-    handle: Any = None  # of its READ, then of its copy
+    handle: Any = None  # of the READ, later of the copy
 
 
 class StagedRank:
@@ -171,7 +171,7 @@ class StagedRank:
         self._lists: list[tuple[ListHandle, ListHandle]] | None = None
 
     def lists(self, source: Source, memory: Memory) -> list[tuple[ListHandle, ListHandle]]:
-        """For each crop, the entries in both rings: (local, remote); made for the first read.
+        """Lists of the entries in both rings, per crop: (local, remote). Made at the first read.
 
         Raises:
             TransportError: if the agent does not accept them.
@@ -185,14 +185,14 @@ class StagedRank:
         return self._lists
 
     def release(self) -> None:
-        """Lists belong to the agent."""
+        """Nothing to free: the lists belong to the agent."""
 
 
 class StagedPath:
     """See `ReadPath`; shared by all agents of a rank."""
 
     def __init__(self, layout: CacheLayout, staging: Staging, *, is_forced: bool = False) -> None:
-        """Read into this cache through this ring; `is_forced`: also where direct is faster."""
+        """Read into a cache through a ring, if `is_forced` even where direct reads are faster."""
         self.staging = staging
         self.slots = FreeSlots(staging.ring)
         self._layout = layout
@@ -208,11 +208,11 @@ class StagedPath:
             theirs = Ring(Span(ring.address, ring.length), ring.num_slots)
             return StagedRank(theirs, tuple(self._crops(description.layout, theirs, share, plan)))
         except (IncompatiblePeer, TransportError, ValueError) as error:
-            logger.info("reads of %s are not staged: %s", description.endpoint, error)
+            logger.info("cannot stage reads of %s: %s", description.endpoint, error)
             return None
 
     def start(self, prepared: StagedRank, read: Read) -> ReadOp | None:
-        """Accept many short runs; the module's constants say how many and how short."""
+        """Accept many short runs. The module's constants say how many and how short."""
         memory, is_tcp = self._layout.memory, read.source.is_tcp
         long_run = max(LONG_RUN[memory], LONG_TCP_RUN if is_tcp else 0)
         are_few = read.num_runs <= FEW_RUNS[memory] and not is_tcp
@@ -222,17 +222,17 @@ class StagedPath:
             return StagedOp(self, prepared, read)
         except (TransportError, ValueError) as error:
             request = read.action.load.request
-            logger.info("the read of request %s is not staged: %s", request, error)
+            logger.info("cannot stage the read of request %s: %s", request, error)
             return None
 
     def tidy(self) -> None:
-        """The ring stays."""
+        """Nothing to free: the ring stays."""
 
     def close(self) -> None:
-        """Copies end by themselves, and their operations wait for them."""
+        """Nothing to wait for: operations wait for their copies."""
 
     def _crops(self, remote: CacheLayout, ring: Ring, share: Share, direct: Plan) -> list[_Crop]:
-        """Plan how each crop is packed and scattered: some milliseconds.
+        """Plan how each crop is packed and scattered; takes milliseconds.
 
         Raises:
             TransportError: if the copier cannot do it.
@@ -276,16 +276,16 @@ class StagedPath:
 
 
 def _least_entries(groups: tuple[Group, Group], size: int, memory: Memory) -> int:
-    """Fewer are not worth a chunk; and it has to have room for one local entry."""
+    """The fewest entries that are worth a chunk; they must cover one local entry."""
     mine, theirs = (group.entry_size for group in groups)
     return max(LEAST_CHUNK[memory] // size, -(-mine // theirs) + 1)
 
 
 def _entry_rows(ring: Ring, size: int, device: int) -> Rows:
-    """One row, a piece for each entry.
+    """One row, with a piece per entry.
 
     Raises:
-        ValueError: if there are more than can be numbered.
+        ValueError: if there are too many entries for an int32 index.
     """
     count = ring.span.length // size
     if count > MAX_INDEX:
@@ -299,11 +299,11 @@ class StagedOp(ReadOp):
     path = "staged"
 
     def __init__(self, path: StagedPath, rank: StagedRank, read: Read) -> None:
-        """Cut the read into chunks; the first `poll` asks for some.
+        """Cut the read into chunks. The first `poll` requests some of them.
 
         Raises:
             TransportError: if the agent does not accept the rings.
-            ValueError: if it cannot be cut so that chunks fit into slots.
+            ValueError: if chunks would not fit into slots, or would be too many.
         """
         self._staging = path.staging
         self._rank = rank
@@ -318,9 +318,11 @@ class StagedOp(ReadOp):
             for number, (crop, tokens, entries) in enumerate(self._cut())
         )
         if len(self._waiting) > messages.MAX_CHUNKS:
-            raise ValueError(f"{len(self._waiting)} chunks; allowed: {messages.MAX_CHUNKS}")
-        self._active: dict[int, _Chunk] = {}  # from the question to the end of the copy
-        self._direct: list[DirectOp] = []  # for what prefill cannot pack
+            raise ValueError(
+                f"it has {len(self._waiting)} chunks; allowed: at most {messages.MAX_CHUNKS}"
+            )
+        self._active: dict[int, _Chunk] = {}  # from the request to the end of the copy
+        self._direct: list[DirectOp] = []  # for chunks that prefill cannot pack
         self._is_stopped = False
         self._news: list[events.ReadEvent] = []
 
@@ -332,7 +334,7 @@ class StagedOp(ReadOp):
 
     def poll(self) -> list[events.ReadEvent]:
         for chunk in list(self._active.values()):
-            if chunk.number in self._active:  # a failure of one ends others
+            if chunk.number in self._active:  # the failure of one chunk ends others
                 self._poll(chunk)
         for op in list(self._direct):
             self._poll_direct(op)
@@ -350,7 +352,7 @@ class StagedOp(ReadOp):
             chunk.state, chunk.packed_in = State.PACKED, message.slot
             return
         self._end(chunk)
-        for each in (chunk, *self._waiting):  # it cannot pack the others either
+        for each in (chunk, *self._waiting):  # nor can it pack the others
             self._read_directly(each)
         self._waiting.clear()
 
@@ -383,7 +385,7 @@ class StagedOp(ReadOp):
         return cut
 
     def _ask(self) -> None:
-        """Ask for the next chunks, unless prefill's slots wait for slots here already."""
+        """Request the next chunks, unless packed ones already wait for slots of decode's ring."""
         is_backed_up = any(chunk.state is State.PACKED for chunk in self._active.values())
         if is_backed_up or not self._waiting or not self._slots.open():
             return
@@ -397,7 +399,10 @@ class StagedOp(ReadOp):
             self._tell(wanted)
 
     def _tell(self, chunks: list[_Chunk]) -> None:
-        """Report progress, and ask for chunks; or give up the slots of those that `holds` lacks."""
+        """Report progress and request chunks.
+
+        Prefill frees the slots of chunks that `holds` lacks.
+        """
         asked = tuple(
             events.Chunk(chunk.number, chunk.tokens.start, chunk.tokens.stop, chunk.crop.layers)
             for chunk in chunks
@@ -430,8 +435,8 @@ class StagedOp(ReadOp):
                 self._stop(str(error))
 
     def _fetch(self, chunk: _Chunk) -> None:
-        """Read prefill's slot, if there is a free one here."""
-        if chunk.slot is None:  # else the thread died here, and was started again
+        """Read prefill's slot, if decode's ring has a free one."""
+        if chunk.slot is None:  # else the thread died here and was restarted
             chunk.slot = self._slots.take()
         if chunk.slot is None:
             return
@@ -441,10 +446,13 @@ class StagedOp(ReadOp):
             self._fail(error)
 
     def _post(self, chunk: _Chunk, slot: int) -> Any:
-        """One READ, from a slot of prefill's ring into one of this side's."""
+        """Post one READ from a slot of prefill's ring into a slot of decode's."""
         size, count = chunk.crop.entry_bytes, len(chunk.entries)
         if chunk.packed_in >= self._rank.ring.num_slots:
-            raise TransportError(f"prefill has no slot {chunk.packed_in}")
+            raise TransportError(
+                f"prefill packed into slot {chunk.packed_in}; its ring has "
+                f"{self._rank.ring.num_slots} slots"
+            )
         starts = (
             self._staging.ring.first_entry(slot, size),
             self._rank.ring.first_entry(chunk.packed_in, size),
@@ -453,7 +461,7 @@ class StagedOp(ReadOp):
         return self._read.source.transport.read(*self._lists[chunk.crop.number], (local, remote))
 
     def _on_landed(self, chunk: _Chunk) -> None:
-        """All of the slot is here: copy it into the blocks, and let prefill's slot go."""
+        """Copy a slot that has landed into the cache, and give prefill's slot back."""
         if chunk.slot is None or self._is_stopped:
             self._end(chunk)
             return
@@ -468,7 +476,8 @@ class StagedOp(ReadOp):
             self._end(chunk)
             self._stop(str(error))
             return
-        # The next question would say that the slot is free; the last one has to be told.
+        # The next request would tell prefill that its slot is free. After the last one, tell it
+        # with a request for the chunk that has landed: `holds` lacks it, so prefill packs nothing.
         self._tell([] if self._waiting else [chunk])
 
     # --- chunks that prefill cannot pack
@@ -484,7 +493,7 @@ class StagedOp(ReadOp):
             self._stop(str(error))
 
     def _poll_direct(self, op: DirectOp) -> None:
-        """One after the other: the turn's budget is shared."""
+        """Continue one direct read of chunks."""
         if op.poll():
             self._note_progress()
         if not op.has_ended:
@@ -507,7 +516,7 @@ class StagedOp(ReadOp):
         self._stop(str(error))
 
     def _stop(self, why: str) -> None:
-        """Ask for nothing more; it ends when what writes has ended."""
+        """Request nothing more. The operation ends when its reads and copies have ended."""
         self._is_stopped, self.failure = True, self.failure or why
         for chunk in list(self._active.values()):
             if chunk.state not in _WRITING:
@@ -517,7 +526,7 @@ class StagedOp(ReadOp):
         self._slots.close()
 
     def _end(self, chunk: _Chunk) -> None:
-        """The chunk is not in progress any longer."""
+        """Remove a chunk that is no longer in progress."""
         del self._active[chunk.number]
         if chunk.slot is not None:
             self._slots.put(chunk.slot)

@@ -75,6 +75,7 @@ def _queue_s(world: World) -> float:
     return (
         shape.join * num_ranks * len(world.prefills()) * max(shape.prefill, shape.decode)
         + (shape.post + shape.tick) * num_ranks * world.router.num_used
+        + shape.run * num_ranks * world.router.num_tokens
         + (num_bytes / shape.rate if shape.rate else 0)
     )
 

@@ -11,7 +11,7 @@ from nixl_kv.connector import paging
 from nixl_kv.geometry import digest
 from nixl_kv.protocol.decode import read_queue
 from nixl_kv.reading import agent as read_agent
-from nixl_kv.reading.paths import direct
+from nixl_kv.reading.paths import base, direct
 
 WINDOW_EDGE: Final = 4
 """In place of 256 tokens: prompts are short here."""
@@ -67,5 +67,6 @@ def repeatable(seed: int = 0) -> Iterator[None]:
         patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),
         patch.object(read_agent, "SAMPLE_BYTES", 4),
         patch.object(direct, "SLICE_RUNS", 1),
+        patch.object(base, "RUNS_PER_TURN", 2),
     ):
         yield

@@ -43,7 +43,7 @@ from support.stepped import Background, Clock
 
 R0, R1 = Rank(0), Rank(1)
 D3 = RequestId("d3")
-STOPPED = "it did not end, and was stopped with its agent"
+STOPPED = "it did not end; destroying its NIXL agent stopped it"
 
 
 class Reading:
@@ -500,7 +500,7 @@ def test_a_rank_without_an_agent_reads_nothing() -> None:
     )
     assert agents.poll() == []
     assert not agents.is_busy
-    with pytest.raises(LocalProtocolError, match="no agent to read with"):
+    with pytest.raises(LocalProtocolError, match="no agent"):
         agents.execute(ReadSlot(PEER, R0, D1, 0))
     agents.close()
 
@@ -612,7 +612,7 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
     with caplog.at_level(logging.ERROR):
         assert reading.poll() == []
     assert (
-        "a NIXL agent does not end: this transport does not end; its blocks stay held"
+        "cannot destroy a NIXL agent: this transport does not end; its blocks stay held"
         in caplog.text
     )
     assert reading.agents.is_read(D1)

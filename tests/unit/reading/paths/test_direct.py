@@ -114,13 +114,29 @@ def test_a_turn_posts_what_its_budget_allows(make: MakeReading) -> None:
     reading.check()
 
 
-def test_a_short_read_is_posted_whatever_the_budget(
+def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
     make: MakeReading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its indices are in memory that the next one uses."""
+    """Otherwise a turn that starts many of them would have no bound."""
     reading = make()
     monkeypatch.setattr(direct, "SLICE_RUNS", RUNS)
     reading.budget.runs = 0
+    first, second = reading.start(), reading.start()
+    first.poll()
+    assert reading.posted == []
+    reading.budget.runs = 1
+    first.poll()
+    second.poll()
+    assert reading.posted == [RUNS], "the budget was spent by the first one"
+    reading.budget.renew()
+    while not second.has_ended:
+        second.poll()
+    reading.check()
+
+
+def test_a_short_read_is_posted_at_once(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = make()
+    monkeypatch.setattr(direct, "SLICE_RUNS", RUNS)
     assert reading.start().is_autonomous
     assert reading.posted == [RUNS]
 
