@@ -3,9 +3,9 @@
 The agent knows geometry, paths and the transport. The protocol knows what a read is for and what
 follows from its end. All of it runs on the transfer thread, except `close`.
 
-The first read of a rank makes the connection and maps memory. So when a rank becomes READY, the
-agent warms up: it reads a fence slot and some bytes of the rank's cache and discards them, while
-decode still asks for a grant.
+The first read of a rank makes the connection and maps memory. So the agent warms up a READY rank:
+it reads a fence slot and some bytes of the cache and discards them. Meanwhile decode still asks for
+a grant.
 """
 
 from collections import defaultdict
@@ -290,7 +290,7 @@ class ReadAgent:
         return [event for read in list(self.reads) for event in self._poll(read)]
 
     def fail_all(self) -> list[events.DataEvent]:
-        """Fail all reads. The transport is gone, so nothing writes for them any longer."""
+        """Fail all reads. The transport is gone, so nothing writes for them."""
         reads, self.reads = self.reads, []
         for read in reads:
             read.op.release()

@@ -160,7 +160,7 @@ class RankState(enum.Enum):
 
 
 class RankEvent(enum.Enum):
-    """What changes the state of a remote rank."""
+    """Events that change the state of a remote rank."""
 
     BEGIN = enum.auto()  # a background thread is free
     PREPARED = enum.auto()  # it is planned and added, and its lists are made

@@ -11,7 +11,7 @@ another one from being created.
 
 NIXL closes no connection, on either side, before the agent ends. So this rank also replaces an
 agent that has collected many connections to ranks that died or were forgotten. The new agent first
-meets all engines that the old one reads, in the background, so no read waits for it.
+connects to all engines that the old one reads, in the background, so no read waits for it.
 """
 
 from collections import defaultdict
@@ -108,10 +108,10 @@ class Agents:
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
         self._is_worn = False  # another agent is created because of unused connections
-        self._successor: ReadAgent | None = None  # one of `polled`, while it meets the peers
+        self._successor: ReadAgent | None = None  # one of `polled`, while it connects to the peers
         self._introduced: set[events.PeerKey] = (
             set()
-        )  # engines that the successor has met, or could not meet
+        )  # engines to which the successor connects or has connected
         self._tidy_at: float | None = None
         self._left_since: float | None = None
 
@@ -306,7 +306,7 @@ class Agents:
         """Start a read with the current agent. It may have to add the engine first."""
         agent, description = self.current, self.peers.descriptions.get(read.peer)
         if description is not None and agent.ranks.find(read.peer, read.rank) is None:
-            # Another agent met the engine, or the connection broke.
+            # Another agent made the handshake, or the connection broke.
             agent.ranks.prepare(read.peer, description, self.peers.routes(description))
         return agent.start(read)
 
@@ -370,7 +370,7 @@ class Agents:
         return [event for read in waiting for event in self._start(read)]
 
     def _introduce(self) -> list[events.DataEvent]:
-        """Let the successor meet the current agent's engines, and then take its place."""
+        """Let the successor connect to the current agent's engines, and then take its place."""
         if self._successor is None:
             return []
         new = [peer for peer in self.current.ranks.known if peer not in self._introduced]

@@ -18,8 +18,8 @@ UNITS: Final = (16, 8, 4, 2, 1)
 """Bytes of one access of a thread: the largest one that divides addresses, strides, lengths."""
 
 JOB_COLUMNS: Final = 8
-"""Columns of a job: tiles before it, first row, number of rows, units per row, local and remote
-stride, index of its first piece, number of pieces."""
+"""Columns of a job: tiles before it, first row, rows, units per row, local and remote stride, index
+of its first piece, pieces."""
 
 
 Locate: TypeAlias = Callable[[Ints, Ints], Ints]

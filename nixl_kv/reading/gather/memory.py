@@ -1,8 +1,8 @@
 """GPU memory that one process of a host exports, and another maps.
 
-A plain allocation has a CUDA IPC handle. torch's expandable segments have a file descriptor per
-piece, and the other process maps the pieces one behind the other. A mapping outlives the owner of
-its memory, so a process that maps memory must watch the owner and unmap the memory when it ends.
+A plain allocation has a CUDA IPC handle. An expandable segment of torch has a file descriptor per
+piece, and the reader maps the pieces one behind the other. A mapping outlives the owner of its
+memory, so a process that maps memory must watch the owner and unmap the memory when it ends.
 
 Imported only where the cache is in GPU memory, because CUDA's bindings come with torch.
 """
@@ -154,7 +154,7 @@ class Mapping:
         return bool(ended.poll(0))
 
     def close(self) -> None:
-        """Unmap it. No kernel may use it any longer."""
+        """Unmap it. No kernel may use it."""
         with _on_device(self._device, "unmapping memory"):
             self._undo.close()
 

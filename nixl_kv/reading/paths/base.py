@@ -68,8 +68,8 @@ class Read(NamedTuple):
 class ReadOp(abc.ABC):
     """A read in progress. All methods run on the transfer thread, except `end_copies`.
 
-    Nothing stops bytes that are on their way, so an operation ends only when all of them have
-    landed or failed; then `poll` is not called again.
+    Nothing stops bytes in flight, so an operation ends only when all of them have landed or
+    failed. After that `poll` is not called again.
     """
 
     path: str = "direct"
@@ -86,14 +86,14 @@ class ReadOp(abc.ABC):
     @property
     @abc.abstractmethod
     def has_ended(self) -> bool:
-        """Whether nothing writes for it any longer."""
+        """Whether nothing writes for it."""
 
     @abc.abstractmethod
     def poll(self) -> list[events.ReadEvent]:
         """Continue; return progress, and the chunks that prefill shall pack.
 
-        A read that shows no progress for `request_timeout_s` fails, so an operation that may take
-        longer returns an empty `ChunksWanted` whenever some of its bytes have landed.
+        A read without progress for `request_timeout_s` fails. So an operation that may take
+        longer returns a `ChunksWanted`, which may be empty, when some of its bytes have landed.
 
         Raises:
             TransportError: if the state of a read is unknown. It may go on for ever; `poll` must
@@ -112,7 +112,7 @@ class ReadOp(abc.ABC):
         """Wait until no kernel or thread of this process writes for it; on any thread."""
 
     def release(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back memory and slots; nothing writes any longer, however the operation ended."""
+        """Give back memory and slots. Nothing writes for it, however it ended."""
 
 
 class Prepared(Protocol):

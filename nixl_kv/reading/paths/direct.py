@@ -1,8 +1,8 @@
 """Direct reads: NIXL reads each contiguous run of a load into its place.
 
 A read is posted in slices of limited runs and bytes, a few at a time. So one turn of the transfer
-thread posts a bounded number of descriptors, each finished slice is progress, and a read that is
-no longer wanted ends after the slices that are in flight.
+thread posts a bounded number of descriptors, and each finished slice is progress. A cancelled read
+ends after the slices in flight.
 """
 
 from collections import deque
@@ -68,7 +68,7 @@ class DirectPath:
 
 
 class DirectOp(ReadOp):
-    """See `ReadOp`. Also reads the chunks of a staged read that prefill cannot pack."""
+    """See `ReadOp`. A staged read uses it for chunks that prefill cannot pack."""
 
     def __init__(
         self,

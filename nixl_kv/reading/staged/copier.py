@@ -16,7 +16,7 @@ from nixl_kv.geometry.staging import Ring
 
 PAGE: Final = 4096
 ALIGNMENT: Final = 64
-"""Of slots, in bytes."""
+"""Slots begin at a multiple of this number of bytes."""
 
 PreparedCopy: TypeAlias = Any
 """A plan that one copier has prepared; opaque."""

@@ -1,6 +1,6 @@
 """Packing on prefill: copies chunks of granted blocks into slots of this rank's ring.
 
-`protocol` decides who gets which slot, so the ring bounds the copies in progress. If this rank
+`protocol` assigns the slots, so the ring bounds the copies in progress. If this rank
 cannot pack a chunk, its reader reads it directly.
 """
 

@@ -1,8 +1,8 @@
 """Staged reads: prefill packs short runs into a ring, NIXL reads slots of it, decode scatters them.
 
-Decode cuts a read into chunks that fit into a slot of either ring. For each chunk it asks prefill,
-waits until prefill has packed the chunk into a slot, reads that slot into a slot of its own ring,
-and copies from there into the cache. Several chunks of a read are in progress at a time.
+Decode cuts a read into chunks that fit into a slot of either ring. It requests each chunk, and
+prefill packs the chunk into a slot of its ring. Decode reads that slot into a slot of its own ring
+and copies it from there into the cache. Several chunks of a read are in progress at a time.
 
 A read holds one slot of decode's ring from its first request to its last copy. So decode can always
 read a packed chunk, and slots of prefill's ring always become free. On both sides reads wait for
@@ -46,17 +46,17 @@ from nixl_kv.transport.base import ListHandle
 logger = get_logger(__name__)
 
 LONG_RUN: Final[dict[Memory, int]] = {"VRAM": 128 << 10, "DRAM": 512}
-"""Bytes per run from which a direct read takes less time than a staged one. A descriptor costs 3.3
-us between two H200, where a staged read moves 40 to 58 GB/s with 256 MiB of staging memory: equal
-at 130 to 190 KB. In host memory 1.5 us per run at 8 GB/s equal 0.3 GB/s at 470 bytes. See
-docs/benchmarks.md."""
+"""Bytes per run from which a direct read takes less time than a staged one. Between two H200
+a descriptor costs 3.3 us, and a staged read moves 40 to 58 GB/s with 256 MiB of staging memory.
+Both are equal at 130 to 190 KB. In host memory, 1.5 us per run at 8 GB/s equals 0.3 GB/s at 470
+bytes. See docs/benchmarks.md."""
 
 LONG_TCP_RUN: Final = 64 << 10
 """The same over TCP, where 129,024 runs of a host cache took 58 s directly and 0.2 s staged."""
 
 FEW_RUNS: Final[dict[Memory, int]] = {"VRAM": 150, "DRAM": 1300}
-"""Up to this number of runs a direct read takes less time than a staged read before its first byte:
-0.5 ms between GPUs, 2 ms in host memory."""
+"""Up to this number of runs, a direct read ends before a staged one has its first byte: after 0.5 ms
+between GPUs, 2 ms in host memory."""
 
 
 class State(enum.Enum):
@@ -88,7 +88,7 @@ class FreeSlots:
         return self._free.popleft() if may_take(held, len(self._free)) else None
 
     def add(self, slot: int) -> None:
-        """Return a slot. Nothing may write into it any longer."""
+        """Return a slot. Nothing writes into it."""
         self._free.append(slot)
 
 
@@ -117,7 +117,7 @@ class HeldSlots:
         return slot
 
     def put(self, slot: int) -> None:
-        """Return a slot, unless it is the last one. Nothing may write into it any longer."""
+        """Return a slot, unless it is the last one. Nothing writes into it."""
         if self._num_held == 1:
             self._spare = slot
         else:
