@@ -55,8 +55,8 @@ LONG_TCP_RUN: Final = 64 << 10
 """The same over TCP, where 129,024 runs of a host cache took 58 s directly and 0.2 s staged."""
 
 FEW_RUNS: Final[dict[Memory, int]] = {"VRAM": 150, "DRAM": 1300}
-"""Up to this number of runs, a direct read ends before a staged one has its first byte: after 0.5 ms
-between GPUs, 2 ms in host memory."""
+"""Up to this number of runs, a direct read ends before a staged one has its first byte. That takes
+0.5 ms between GPUs, and 2 ms in host memory."""
 
 
 class State(enum.Enum):
