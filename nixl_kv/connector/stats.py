@@ -47,7 +47,7 @@ COUNTERS: Final = {
     "read_seconds_gather": "Seconds that these took.",
     "reads_staged": "Parts of loads that were read where prefill had packed all or most, per rank.",
     "read_seconds_staged": "Seconds that these took, from the first chunk that was asked for.",
-    "staged_bytes_read_directly": "Of bytes_read: read run by run where prefill could not pack.",
+    "staged_bytes_read_directly": "Of bytes_read: bytes of staged reads that NIXL read run by run.",
     "chunks_packed": "Chunks of KV that prefill has packed for its readers, per rank.",
     "chunk_bytes": "Bytes of KV in these chunks, per rank.",
     "chunk_seconds": "Seconds that packing took, several chunks at a time, per rank.",

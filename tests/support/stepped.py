@@ -65,9 +65,10 @@ class Background(Executor):
             self.work()
         return future
 
-    def work(self) -> None:
-        """Do all of it."""
-        while self._jobs:
+    def work(self, count: int | None = None) -> None:
+        """Do all of it, or only the first jobs."""
+        while self._jobs and count != 0:
+            count = None if count is None else count - 1
             future, job = self._jobs.popleft()
             if not future.set_running_or_notify_cancel():
                 continue

@@ -42,6 +42,7 @@ NAMES = [
     "read_seconds_gather",
     "reads_staged",
     "read_seconds_staged",
+    "staged_bytes_read_directly",
     "chunks_packed",
     "chunk_bytes",
     "chunk_seconds",
@@ -123,6 +124,14 @@ def test_a_good_load_counts_its_reads() -> None:
         "read_seconds_gather": 0.75,
         TRANSFER_SECONDS: [0.5, 0.0],
     }
+
+
+def test_bytes_of_a_staged_read_that_were_read_directly_are_counted() -> None:
+    stats = Stats()
+    read = read_done(0, num_bytes=1000, path="staged", direct_bytes=300)
+    stats.count_results([LoadEnded(D1, 7, None, PEER, reads=(read,))])
+    assert stats.data["bytes_read"] == 1000
+    assert stats.data["staged_bytes_read_directly"] == 300
 
 
 def test_an_offer_is_counted_when_it_is_published() -> None:

@@ -89,13 +89,16 @@ def nothing_is_left(world: World) -> bool:
     return free_slots(world) == RING_SLOTS and not ring and not world.prefill.parts.packs
 
 
-def assert_arrives(world: World) -> None:
-    """All of the only load, and nothing of it is left."""
+def arrives(world: World) -> tuple[str, int]:
+    """All of the only load, and nothing of it is left. Its path, and the bytes read directly."""
     world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
+    end = world.decode.ended_load()
+    assert end.failure is None
     assert blocks_are_there(world)
     world.run()
     assert nothing_is_left(world)
+    (read,) = end.reads
+    return read.path, read.direct_bytes
 
 
 def sent_packs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[PackChunk]:
@@ -216,7 +219,7 @@ def test_reads_wait_for_slots_of_decodes_ring(world: World) -> None:
     for slot in taken:
         assert slot is not None
         slots.add(slot)
-    assert_arrives(world)
+    arrives(world)
 
 
 def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
@@ -228,7 +231,7 @@ def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
     assert len(world.prefill.parts.prefill.offers.ring) == 0
     world.decode.copying.is_held = False
     world.decode.copying.work()
-    assert_arrives(world)
+    arrives(world)
 
 
 def test_a_read_that_advances_is_not_late(world: World) -> None:
@@ -244,6 +247,18 @@ def test_a_read_that_advances_is_not_late(world: World) -> None:
     world.until(has_ended(world))
     assert world.decode.ended_load().failure is None
     assert long_is_there(world)
+
+
+def test_a_read_that_is_being_scattered_is_not_late(world: World) -> None:
+    world.decode.copying.is_held = True
+    start(world)
+    world.run(20)
+    for _ in range(CHUNKS):
+        world.clock.now += 0.8 * world.config.request_timeout_s
+        world.decode.copying.work(1)
+        world.run(2)
+    world.decode.copying.is_held = False
+    arrives(world)
 
 
 def test_a_direct_read_that_advances_is_not_late(
@@ -273,7 +288,7 @@ def test_what_cannot_be_packed_is_read_as_it_is(
     staging = pack_queue(world)._staging
     monkeypatch.setattr(staging.copier, "start", fail)
     start(world)
-    assert_arrives(world)
+    assert arrives(world) == ("direct", 0)
 
 
 def test_what_makes_too_many_views_is_read_as_it_is(
@@ -319,7 +334,7 @@ def test_a_fault_in_packing_costs_that_chunk_its_way(
 
     monkeypatch.setattr(staging.copier, "poll", fail_once)
     start(world)
-    assert_arrives(world)
+    assert arrives(world) == ("staged", 2 * 288)
 
 
 def test_what_cannot_be_scattered_fails_that_load_alone(
