@@ -310,8 +310,9 @@ class Config:
 
     path: Annotated[str, PATH] = "auto"
     """How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
-    by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or the
-    best of these for each load ('auto')."""
+    by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by a
+    rule for each load ('auto'): gather if prefill's memory is mapped, direct if the contiguous
+    runs are long or few, staged otherwise."""
 
     staging_mib: Annotated[int, MEBIBYTES] = 256
     """MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing."""

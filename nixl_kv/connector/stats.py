@@ -43,13 +43,11 @@ COUNTERS: Final = {
     "descriptors": "Runs of these bytes that are contiguous on both sides, per rank.",
     "reads_direct": "Parts of loads that NIXL has read, a descriptor for each run, per rank.",
     "read_seconds_direct": "Seconds that these took.",
-    "estimated_seconds_direct": "Seconds that these were estimated to take.",
     "reads_gather": "Parts of loads that a kernel has read from memory that is mapped, per rank.",
     "read_seconds_gather": "Seconds that these took.",
-    "estimated_seconds_gather": "Seconds that these were estimated to take.",
     "reads_staged": "Parts of loads that were read where prefill had packed all or most, per rank.",
     "read_seconds_staged": "Seconds that these took, from the first chunk that was asked for.",
-    "estimated_seconds_staged": "Seconds that these were estimated to take.",
+    "staged_bytes_read_directly": "Of bytes_read: bytes of staged reads that NIXL read run by run.",
     "chunks_packed": "Chunks of KV that prefill has packed for its readers, per rank.",
     "chunk_bytes": "Bytes of KV in these chunks, per rank.",
     "chunk_seconds": "Seconds that packing took, several chunks at a time, per rank.",
@@ -104,7 +102,7 @@ DESCRIPTORS_SHARE: Final = 0.8
 WARN_S: Final = 600.0
 
 TRANSFER_SECONDS: Final = "transfer_seconds"
-NOT_LOGGED: Final = ("read_seconds_", "estimated_seconds_")
+NOT_LOGGED: Final = "read_seconds_"
 """Of use only as sums over many loads."""
 _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 
@@ -180,8 +178,9 @@ class Stats(KVConnectorStats):
             self.count("descriptors", read.num_runs)
             if read.num_bytes:
                 self.count(f"reads_{read.path}")
+                if read.direct_bytes:
+                    self.count("staged_bytes_read_directly", read.direct_bytes)
                 self.count(f"read_seconds_{read.path}", read.seconds)
-                self.count(f"estimated_seconds_{read.path}", read.estimate)
         seconds = max((read.seconds for read in load.reads), default=0.0)
         self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
 

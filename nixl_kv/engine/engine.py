@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -26,25 +26,19 @@ from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
 from nixl_kv.errors import LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
+from nixl_kv.reading import gather, staged
 from nixl_kv.reading.agent import register
-from nixl_kv.reading.agents import Agents
-from nixl_kv.reading.copying.host import NUM_THREADS, HostCopier
-from nixl_kv.reading.gather.base import Gather, Means
+from nixl_kv.reading.paths.base import BuildFeature, ExtraMemory, Feature, RankSetup
 from nixl_kv.reading.peers import RemotePeers
-from nixl_kv.reading.staged.copier import Copier, HostMemory, Staging, StagingMemory, split
-from nixl_kv.reading.staged.packs import PackQueue
+from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import ControlPlane, Transport
 from nixl_kv.transport.slots import SlotPage
 from nixl_kv.verify.queue import open_digests
-
-if TYPE_CHECKING:  # needs CUDA
-    from nixl_kv.reading.gather.memory import Exported
 
 logger = get_logger(__name__)
 
@@ -56,9 +50,11 @@ def _background_threads(count: int) -> Executor:
     return ThreadPoolExecutor(count, "nixl-kv-agents")
 
 
-def host_copier() -> Copier:
-    """Copies in host memory, on its own threads."""
-    return HostCopier(ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies"))
+FEATURES: Final[tuple[BuildFeature, ...]] = (
+    gather.build,
+    staged.build,
+)
+"""Ways to read besides NIXL's own, in the order in which reads are offered to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +91,9 @@ class RankSpec:
 
     # Simulations replace these:
     num_slots: int | None = None
-    num_ring_slots: int | None = None
+    features: tuple[BuildFeature, ...] = FEATURES
     make_slots: Callable[[int], SlotPage] = SlotPage
     make_background: Callable[[int], Executor] = _background_threads
-    make_copier: Callable[[], Copier] = host_copier
-    make_staging_memory: Callable[[int], HostMemory] = HostMemory
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -236,23 +230,24 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     undo.callback(control.close)
     background = spec.make_background(1)
     undo.callback(background.shutdown)
-    packing, reading = _make_staging(spec)
+    features = _build_features(spec, control.wake, counts)
+    for feature in features:
+        undo.callback(feature.close)
+    served = tuple(each for feature in features for each in feature.served)
+    packer = next((each.packer for each in features if each.packer is not None), None)
     peers = RemotePeers(
         layout,
         spec.rank,
         spec.model,
         config.allowed_hosts,
         extras=spec.extras,
-        means=Means(
-            _make_gather(spec, control.wake) if spec.is_decode else None,
-            config.path,
-            reading,
-        ),
+        paths=[each.path for each in features if each.path is not None],
     )
     agents = Agents(
         spec.make_transport,
         peers,
         counts,
+        memory=tuple(each for feature in features for each in feature.read_into),
         clock=spec.clock,
         make_background=spec.make_background,
     )
@@ -273,7 +268,7 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     serving = None
     if spec.is_prefill:
         serving = Serving(
-            partial(_open_serving, spec, slots, packing),
+            partial(_open_serving, spec, slots, served),
             slots,
             make_checker=spec.make_checker,
             background=spec.make_background(1),
@@ -281,10 +276,9 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
             clock=spec.clock,
         )
         undo.callback(serving.close)
-    exported = _export(spec) if spec.is_prefill else None
-    if exported is not None:
-        undo.callback(exported.close)
     port = control.listen(spec.host, spec.port)
+    described = {name: value for each in features for name, value in each.description.items()}
+    ring = described.get("ring")
     prefill = PrefillMachine(
         incarnation,
         event_log.record,
@@ -292,7 +286,15 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         offer_ttl_s=config.offer_ttl_s,
         lease_s=config.lease_s,
         hold_s=config.hold_s,
-        num_ring_slots=0 if packing is None else packing.ring.num_slots,
+        num_ring_slots=0 if ring is None else ring.num_slots,
+    )
+    description = messages.RankDescription(
+        incarnation=incarnation,
+        endpoint=endpoint_at(spec.host, port),
+        agent=b"" if serving is None else serving.metadata(),
+        slots=messages.Slots(address=slots.address, count=slots.count),
+        layout=layout,
+        **described,
     )
     return Parts(
         control=control,
@@ -301,28 +303,35 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         decode=decode,
         agents=agents,
         digests=digests,
-        packs=PackQueue(layout, packing, counts, spec.clock),
+        packs=packer,
         serving=serving,
-        exported=exported,
+        features=features,
         slots=slots,
         event_log=event_log,
         counts=counts,
-        description=messages.RankDescription(
-            incarnation=incarnation,
-            endpoint=endpoint_at(spec.host, port),
-            agent=b"" if serving is None else serving.metadata(),
-            slots=messages.Slots(address=slots.address, count=slots.count),
-            layout=layout,
-            export=None if exported is None else exported.description,
-            ring=_describe_ring(packing),
-        ),
+        description=description,
     )
 
 
-def _open_serving(spec: RankSpec, slots: SlotPage, packing: Staging | None) -> Transport:
+def _build_features(
+    spec: RankSpec, wake: Callable[[], None], counts: defaultdict[str, float]
+) -> tuple[Feature, ...]:
+    setup = RankSetup(
+        layout=spec.layout,
+        config=spec.config,
+        is_prefill=spec.is_prefill,
+        is_decode=spec.is_decode,
+        wake=wake,
+        counts=counts,
+        clock=spec.clock,
+    )
+    return tuple(build(setup) for build in spec.features)
+
+
+def _open_serving(spec: RankSpec, slots: SlotPage, memory: tuple[ExtraMemory, ...]) -> Transport:
     transport = spec.make_transport()
     try:
-        register(transport, spec.layout, slots, packing)
+        register(transport, spec.layout, slots, memory)
     except TransportError:
         transport.close()
         raise
@@ -333,64 +342,3 @@ def slots_for(layout: CacheLayout) -> int:
     """How many offers may be granted at a time. Each has at least one block of its own."""
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
-
-
-def _make_staging(spec: RankSpec) -> tuple[Staging | None, Staging | None]:
-    """The rings into which this rank packs, and into which it reads packed runs; None: no ring."""
-    roles = [spec.is_prefill, spec.is_decode]
-    config, memory = spec.config, spec.layout.memory
-    if not config.staging_mib or config.path in {"direct", "gather"}:
-        return None, None
-    try:
-        owner, copier = _make_copier(spec, config.staging_mib << 20)
-    except (ImportError, TransportError) as error:
-        logger.warning("staging is off: %s; small runs are read directly", error)
-        return None, None
-    rings = iter(split(owner.span, sum(roles), spec.num_ring_slots or NUM_SLOTS[memory]))
-    packing, reading = (
-        Staging(next(rings), memory, spec.layout.device, copier, owner) if has_role else None
-        for has_role in roles
-    )
-    return packing, reading
-
-
-def _make_copier(spec: RankSpec, num_bytes: int) -> tuple[StagingMemory, Copier]:
-    """Staging memory of the cache's kind, and a copier between the two."""
-    if spec.layout.memory == "DRAM":
-        return spec.make_staging_memory(num_bytes), spec.make_copier()
-    from nixl_kv.reading.staged.gpu_copier import GpuCopier, GpuMemory  # noqa: PLC0415 - Triton: GPUs only
-
-    return GpuMemory(num_bytes, spec.layout.device), GpuCopier(spec.layout.device)
-
-
-def _describe_ring(staging: Staging | None) -> messages.StagingRing | None:
-    if staging is None:
-        return None
-    span, num_slots = staging.ring.span, staging.ring.num_slots
-    return messages.StagingRing(address=span.address, length=span.length, num_slots=num_slots)
-
-
-def _make_gather(spec: RankSpec, wake: Callable[[], None]) -> Gather | None:
-    """The reader of mapped GPU memory; None on CPU, or if `path` excludes it."""
-    if spec.layout.memory == "DRAM" or spec.config.path in {"direct", "staged"}:
-        return None
-    try:
-        from nixl_kv.reading.gather.path import GpuGather  # noqa: PLC0415 - Triton: GPUs only
-
-        return GpuGather(spec.layout.device, wake)
-    except (ImportError, TransportError) as error:
-        logger.warning("gather is off: %s; KV is read over NIXL", error)
-        return None
-
-
-def _export(spec: RankSpec) -> "Exported | None":
-    """The memory that readers on this host map; None if they cannot, or `path` is 'direct'."""
-    if spec.layout.memory == "DRAM" or spec.config.path == "direct":
-        return None
-    try:
-        from nixl_kv.reading.gather import memory as gpu_memory  # noqa: PLC0415 - where torch has CUDA
-
-        return gpu_memory.Exported(spec.layout.spans, spec.layout.device)
-    except (ImportError, TransportError) as error:
-        logger.info("processes on this host cannot map this rank's cache: %s", error)
-        return None

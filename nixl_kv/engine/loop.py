@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -32,8 +32,8 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine, NameSlices
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
-from nixl_kv.reading.agents import Agents
-from nixl_kv.reading.staged.packs import PackQueue
+from nixl_kv.reading.paths.base import Feature, Packer
+from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import (
     ControlPlane,
     FromEndpoint,
@@ -42,9 +42,6 @@ from nixl_kv.transport.base import (
     Received,
 )
 from nixl_kv.transport.slots import SlotPage
-
-if TYPE_CHECKING:  # needs CUDA
-    from nixl_kv.reading.gather.memory import Exported
 
 logger = get_logger(__name__)
 
@@ -118,9 +115,9 @@ class Parts:
     decode: DecodeMachine
     agents: Agents
     digests: Digests | None  # of loads that are verified
-    packs: PackQueue
+    packs: Packer | None  # if this rank packs
     serving: Serving | None  # lets peers read this rank; None if it only decodes
-    exported: "Exported | None"  # memory that readers on this host may map
+    features: tuple[Feature, ...]
     slots: SlotPage
     event_log: EventLog
     counts: defaultdict[str, float]  # since they were last published, by counter
@@ -296,9 +293,9 @@ class Loop:
         parts = self.parts
         parts.slots.clear_all()  # first of all, so that readers of this rank notice
         if self._to_close is None:
-            all_parts = (parts.control, parts.packs, parts.digests, parts.agents)
-            own = (*all_parts, parts.exported, parts.serving)
-            self._to_close = [part for part in own if part is not None]
+            own = (parts.packs, parts.digests, parts.agents, parts.serving)
+            self._to_close = [parts.control, *(part for part in own if part is not None)]
+            self._to_close += parts.features
         parts.background.shutdown(cancel_futures=True)
         errors: list[Exception] = []
         for part in list(self._to_close):
@@ -345,7 +342,7 @@ class Loop:
         if self.parts.digests is not None:
             for digest_event in self.parts.digests.poll(self._is_wanted):
                 self._handle(digest_event)
-        for packed in self.parts.packs.poll():
+        for packed in self.parts.packs.poll() if self.parts.packs else ():
             self._handle(packed)
         for orphan in self.outstanding.drained(self.parts.agents.is_read):
             self._report(orphan)
@@ -362,7 +359,7 @@ class Loop:
         self._decoding.clear()
         self._questions.clear()
         self.parts.decode.clear()
-        self.parts.prefill.clear(self.parts.packs.writing)
+        self.parts.prefill.clear(self._slots_in_use)
         if self.parts.digests is not None:
             self.parts.digests.clear()
         self.parts.agents.forget_peers()
@@ -374,6 +371,11 @@ class Loop:
         for request in self.outstanding.orphans:
             self.parts.agents.abandon(request)
         self._results.extend(ended)
+
+    @property
+    def _slots_in_use(self) -> list[int]:
+        """The slots of the ring into which copies are in progress."""
+        return [] if self.parts.packs is None else self.parts.packs.writing
 
     # --- waiting and time
 
@@ -448,7 +450,7 @@ class Loop:
         parts, self._serve_until = self.parts, 0.0
         incarnation, metadata = new_incarnation(), serving.metadata()
         parts.slots.clear_all()
-        parts.prefill.begin_life(incarnation, parts.packs.writing)
+        parts.prefill.begin_life(incarnation, self._slots_in_use)
         self._results.extend(self.outstanding.lose_offers())
         self._count("serving_restarts")
         parts.description = msgspec.structs.replace(
@@ -579,7 +581,7 @@ class Loop:
             case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
             case events.PackChunk():
-                packed = self.parts.packs.add(action)
+                packed = None if self.parts.packs is None else self.parts.packs.add(action)
                 self._follow_up.extend([] if packed is None else [packed])
             case events.MakeDigest() | events.CompareDigest():
                 self._digest(action)

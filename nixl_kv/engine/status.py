@@ -36,7 +36,6 @@ def build_status(
     now = clock()
     peers, links = parts.decode.peers.all(), parts.control.links()
     offers, loads = parts.prefill.all(), parts.decode.loads
-    reads = [read for agent in parts.agents.polled for read in agent.reads if not read.warms_up]
     return Status(
         incarnation=parts.description.incarnation,
         facts={
@@ -51,9 +50,9 @@ def build_status(
             "links": len(links),
             "offers": len(offers),
             "loads": len(loads),
-            "reads": len(reads),
+            "reads": sum(len(agent.reads) for agent in parts.agents.polled),
             "digests": 0 if parts.digests is None else len(parts.digests),
-            "packs": len(parts.packs),
+            "packs": len(parts.packs or ()),
             "events": len(parts.event_log),
         },
         lists={

@@ -222,9 +222,12 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ChunksWanted(msgspec.Struct, frozen=True):
-    """A read goes by chunks that prefill packs: these are to be asked for.
+    """A read advances; prefill is to be asked for these chunks, if there are any.
 
-    `holds` are the numbers of all that it waits for or still reads, these among them.
+    Every path reports its progress by this event, without chunks where it needs none.
+
+    `holds` are the numbers of all chunks that the read waits for or still reads. A chunk that is
+    not among them has been read: prefill may use its slot for others.
     """
 
     request: RequestId
@@ -236,7 +239,7 @@ class ChunksWanted(msgspec.Struct, frozen=True):
 class ReadDone(msgspec.Struct, frozen=True):
     """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`.
 
-    They took one of `reading.paths`, which was estimated to need `estimate` seconds.
+    `path` names the way that they took; of a staged read, `direct_bytes` were read directly.
     """
 
     request: RequestId
@@ -245,7 +248,7 @@ class ReadDone(msgspec.Struct, frozen=True):
     num_runs: int = 0
     seconds: float = 0.0
     path: str = "direct"
-    estimate: float = 0.0
+    direct_bytes: int = 0
 
 
 class PeerBroken(msgspec.Struct, frozen=True):

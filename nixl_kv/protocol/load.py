@@ -430,7 +430,7 @@ class Load:
             return []
         if read.state is not State.READING:
             return [events.StopRead(self.request, read.rank)]
-        read.chunks |= {chunk.number: chunk for chunk in event.chunks}
+        read.chunks |= {each.number: each for each in event.chunks if each.number in event.holds}
         return self._ask_chunks(read, event.chunks, now)
 
     def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:

@@ -43,7 +43,7 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
-from nixl_kv.protocol.ring import RingBook
+from nixl_kv.protocol.ring import RingBook, WaitingChunk
 
 RECALL_S: Final = 1.0
 """How long readers may take to answer a recall; then the rank takes the blocks back."""
@@ -78,28 +78,25 @@ TRANSITIONS: Final[Table[State]] = {
         events.ReclaimBlocks: (State.RECALLED,),
         messages.Release: (None,),
         messages.Renew: (State.READING, None),
-        messages.PackRequest: (None,),
         events.Tick: (State.RECALLED, None),
     },
     State.RECALLED: {
         events.PublishOffer: (State.RECALLED,),
         messages.Release: (None,),
         messages.Renew: (State.READING, None),
-        messages.PackRequest: (None,),
         events.Tick: (None,),
     },
     State.READING: {
         events.PublishOffer: (State.READING,),
         messages.Release: (None,),
         messages.Renew: (None,),
-        messages.PackRequest: (None,),
         events.Tick: (None,),
     },
 }
 """None: the offer ends.
 
 Once it is granted, a Release, a Renew or an expired lease ends it only with its last reader.
-Another reader's PackRequest ends an offer that has kept a ring slot for too long.
+A Tick also ends an offer that keeps a ring slot for too long while other chunks wait for one.
 """
 
 MACHINE: Final = Machine("offer", TRANSITIONS)
@@ -286,8 +283,12 @@ class PrefillMachine:
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._due = Deadlines[Nonce]()
 
-    def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:  # noqa: C901 - one case per kind of event
+    def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
         """Feed one command, message or event to the machine."""
+        actions = self._dispatch(event, now)
+        return actions + self._pack_waiting(now) if self.ring.num_waiting else actions
+
+    def _dispatch(self, event: events.PrefillEvent, now: float) -> list[events.Action]:  # noqa: C901 - one case per kind of event
         match event:
             case events.PrepareOffer():
                 self._prepare(event)
@@ -303,7 +304,8 @@ class PrefillMachine:
                 return self._reclaim(event, now)
             case events.Tick():
                 due = [self._offers[nonce] for nonce in self._due.pop_due(now)]
-                return [action for offer in due for action in self._on_due(offer, event, now)]
+                actions = [action for offer in due for action in self._on_due(offer, event, now)]
+                return actions + self._take_back_slot(event, now)
             case events.DigestMade():
                 return self._on_digest_made(event)
             case events.ChunkPacked():
@@ -331,7 +333,10 @@ class PrefillMachine:
     @property
     def next_due(self) -> float | None:
         """When a `Tick` does something; None: never."""
-        return self._due.next
+        since, due = self.ring.next_due_since, self._due.next
+        if since is None:
+            return due
+        return since + self._hold_s if due is None else min(due, since + self._hold_s)
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         """Whether the rank may still send this digest."""
@@ -421,7 +426,7 @@ class PrefillMachine:
             case messages.DigestRequest() as request:
                 return self._on_digest_request(request, event.route)
             case messages.PackRequest() as pack:
-                return self._on_pack_request(pack, event.route, now)
+                return self._on_pack_request(pack, event.route)
             case messages.Renew() as renew:
                 return self._on_renew(renew, event.route, now)
             case messages.Release() as release:
@@ -559,10 +564,8 @@ class PrefillMachine:
 
     # --- packed chunks
 
-    def _on_pack_request(
-        self, request: messages.PackRequest, route: bytes, now: float
-    ) -> list[events.Action]:
-        """Pack a chunk of what a reader reads, if there is a ring slot for it.
+    def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> list[events.Action]:
+        """Pack a chunk for a reader, once there is a ring slot for it.
 
         The reader repeats its request if the answer was lost, and gets the same answer.
         """
@@ -576,14 +579,24 @@ class PrefillMachine:
         if not ring.is_latest(holder, request.number):
             return []
         ring.release(holder, request.holds)
+        if request.chunk not in request.holds:
+            return []  # the reader has read it, and asks for nothing
         slot = ring.slot_of(holder, request.chunk)
         if slot is not None:
             return [self._packed(request, route, slot)] if ring.is_packed(slot) else []
-        slot = ring.hold(holder, request.chunk, now)
-        if slot is not None:
-            return [events.PackChunk(route, request, offer.prepared.tables, slot)]
-        taken_back = self._take_back_slot(request, now) if ring.is_full else []
-        return [*taken_back, self._packed(request, route, None)]
+        if ring.wait(WaitingChunk(route, request)):
+            return []
+        return [self._packed(request, route, None)]
+
+    def _pack_waiting(self, now: float) -> list[events.Action]:
+        """Pack waiting chunks into free slots, also into those that this event has freed."""
+        actions: list[events.Action] = []
+        for chunk, slot in self.ring.pop_packable(now):
+            offer = self._offers.get(Nonce(chunk.request.nonce))
+            if offer is not None:  # otherwise `forget` has removed the chunk
+                tables = offer.prepared.tables
+                actions.append(events.PackChunk(chunk.route, chunk.request, tables, slot))
+        return actions
 
     def _on_packed(self, event: events.ChunkPacked) -> list[events.Action]:
         """Tell the reader, unless it has left meanwhile."""
@@ -610,15 +623,15 @@ class PrefillMachine:
         )
         return events.Reply(route, reply)
 
-    def _take_back_slot(self, event: messages.PackRequest, now: float) -> list[events.Action]:
-        """The ring is full: end the offer that has held a ring slot longest, if for too long."""
-        longest = self.ring.longest_held()
-        if longest is None or now < longest[1] + self._hold_s:
+    def _take_back_slot(self, tick: events.Tick, now: float) -> list[events.Action]:
+        """While chunks wait: end the offer that has held a ring slot longest, if for too long."""
+        since, longest = self.ring.next_due_since, self.ring.longest_held()
+        if since is None or longest is None or now < since + self._hold_s:
             return []
         offer = self._offers[longest[0][0]]
         if offer.binding is not None:
             offer.binding.ended.update(offer.binding.leases)
-        return self.settle(offer, event, OfferEnd.EXPIRED)
+        return self.settle(offer, tick, OfferEnd.EXPIRED)
 
     # --- leases
 
@@ -753,7 +766,7 @@ class PrefillMachine:
     def settle(
         self,
         offer: Offer,
-        event: messages.Release | messages.Renew | messages.PackRequest | events.Tick,
+        event: messages.Release | messages.Renew | events.Tick,
         end: OfferEnd,
     ) -> list[events.Action]:
         """End the offer if all its readers have ended. First the fence slot, then the blocks."""

@@ -1,14 +1,17 @@
-"""Who has which slot of the ring that prefill packs into.
+"""The slots of the ring into which prefill packs, and the chunks that wait for one.
 
-    free        nobody has it
-    writing     it is being packed, for a chunk of a reader
+    free        usable
+    writing     a chunk of a reader is being packed into it
     packed      the reader may read it
-    abandoned   it is still being packed, but nobody waits for it: then it is free
+    abandoned   still being packed, but its reader has left: free after that
 
-A slot is free again on the reader's word, or when its offer has ended: then the grant's generation
-has been cleared before, so that who still reads there finds that out.
+A chunk waits until a slot is free: chunks wait in order, and `may_take` keeps one reader from
+taking all slots. A slot is free again when its reader says that it has read it, or when its offer
+has ended. In the second case the grant's fence slot has been cleared before, so a reader that still
+reads finds out.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,6 +19,7 @@ from typing import TypeAlias
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.staging import may_take
 from nixl_kv.ids import Nonce, Rank
+from nixl_kv.protocol import messages
 
 Holder: TypeAlias = tuple[Nonce, Rank]
 """One reader of one offer."""
@@ -32,8 +36,20 @@ class _Slot:
     is_abandoned: bool = False
 
 
+@dataclass(frozen=True)
+class WaitingChunk:
+    """A chunk without a slot; `route` leads to its reader."""
+
+    route: bytes
+    request: messages.PackRequest
+
+    @property
+    def holder(self) -> Holder:
+        return Nonce(self.request.nonce), Rank(self.request.reader.rank)
+
+
 class RingBook:
-    """The slots of one prefill rank. `may_take` divides them."""
+    """The slots of one prefill rank."""
 
     def __init__(self, num_slots: int) -> None:
         """All are free; a rank that does not pack has none."""
@@ -41,15 +57,22 @@ class RingBook:
         self._free = list(range(num_slots))
         self._slots: dict[int, _Slot] = {}
         self._held: dict[Holder, dict[int, int]] = {}  # for each reader, slots by chunk
+        self._waiting: OrderedDict[tuple[Holder, int], WaitingChunk] = OrderedDict()
         self._numbers: dict[Holder, int] = {}  # of each reader's latest request
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
-    def is_full(self) -> bool:
-        """Whether somebody has, or had, each slot."""
-        return not self._free
+    def num_waiting(self) -> int:
+        """Chunks that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def next_due_since(self) -> float | None:
+        """Since when a slot has been held for longest, if a chunk waits; monotonic seconds."""
+        longest = self.longest_held() if self._waiting and not self._free else None
+        return None if longest is None else longest[1]
 
     def is_latest(self, holder: Holder, number: int) -> bool:
         """Whether a reader's request with this number was not overtaken by a later one."""
@@ -66,15 +89,31 @@ class RingBook:
         """Whether a slot that a reader has may be read."""
         return self._slots[slot].is_packed
 
-    def hold(self, holder: Holder, chunk: int, now: float) -> int | None:
-        """Give a slot to a chunk, to be packed; None if there is none for it."""
-        held = self._held.get(holder, {})
-        if not may_take(len(held), len(self._free)):
-            return None
-        slot = self._free.pop(0)
-        self._slots[slot] = _Slot(holder, chunk, now)
-        self._held.setdefault(holder, {})[chunk] = slot
-        return slot
+    def wait(self, chunk: WaitingChunk) -> bool:
+        """Let a chunk wait for a slot; False if its reader may not have more than it has.
+
+        A chunk that waits already keeps its place.
+        """
+        holder = chunk.holder
+        num_held = len(self._held.get(holder, {}))
+        num_waiting = sum(each == holder for each, _ in self._waiting)
+        key = holder, chunk.request.chunk
+        if key not in self._waiting and num_held + num_waiting >= self._num_slots:
+            return False
+        self._waiting[key] = chunk
+        return True
+
+    def pop_packable(self, now: float) -> list[tuple[WaitingChunk, int]]:
+        """Give free slots to chunks that wait, in order: each is to be packed into its slot."""
+        packable: list[tuple[WaitingChunk, int]] = []
+        for (holder, number), chunk in list(self._waiting.items()) if self._free else ():
+            if may_take(len(self._held.get(holder, {})), len(self._free)):
+                slot = self._free.pop(0)
+                self._slots[slot] = _Slot(holder, number, now)
+                self._held.setdefault(holder, {})[number] = slot
+                del self._waiting[holder, number]
+                packable.append((chunk, slot))
+        return packable
 
     def on_packed(self, slot: int, *, is_packed: bool) -> bool:
         """It is not written any more. Whether a reader waits for it; it keeps what was packed."""
@@ -92,7 +131,9 @@ class RingBook:
         return True
 
     def release(self, holder: Holder, holds: Collection[int]) -> None:
-        """A reader has no more chunks than these."""
+        """A reader waits for no other chunks than these, and reads no others."""
+        for key in [key for key in self._waiting if key[0] == holder and key[1] not in holds]:
+            del self._waiting[key]
         for chunk in [chunk for chunk in self._held.get(holder, {}) if chunk not in holds]:
             slot = self._release(holder, chunk)
             if self._slots[slot].is_packed:
@@ -115,12 +156,18 @@ class RingBook:
         """Forget all readers, whatever state this is in; these slots are still being written."""
         nobody = Nonce(""), Rank(0)
         self._held.clear()
+        self._waiting.clear()
         self._numbers.clear()
         self._slots = {slot: _Slot(nobody, 0, 0.0, is_abandoned=True) for slot in writing}
         self._free = [slot for slot in range(self._num_slots) if slot not in self._slots]
 
     def validate(self) -> None:
-        """Check that each slot is free, or somebody's, or written for nobody."""
+        """Check that each slot has one state, and that no chunk waits that could be packed."""
+        for holder, _ in self._waiting:
+            if may_take(len(self._held.get(holder, {})), len(self._free)):
+                raise LocalProtocolError(
+                    f"a chunk of {holder} waits beside {self._free} free slots"
+                )
         held = [slot for chunks in self._held.values() for slot in chunks.values()]
         abandoned = [number for number, slot in self._slots.items() if slot.is_abandoned]
         if sorted(held + abandoned + self._free) != list(range(self._num_slots)):

@@ -33,7 +33,8 @@ WIRE_VERSION history (of tickets and messages alike)
    before; a tool can change the label of an engine's weights, and undo draining; a description
    names bytes that prove a mapping of GPU memory
 9  a status is an open record; nothing declines an offer; a rank's NIXL metadata ends with its host,
-   its PID namespace and whether it has RDMA
+   its PID namespace and whether it has RDMA; chunks wait for slots of prefill's ring, and a request
+   to pack a chunk that its reader no longer holds only gives slots back
 """
 
 import base64

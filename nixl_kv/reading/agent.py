@@ -1,15 +1,14 @@
-"""One agent that reads: the peers that it has prepared, and its reads under way.
+"""One agent that reads: a transport, the remote ranks that it can read, and its reads in progress.
 
-It knows the geometry and the transport; what a read is for, and what follows from its end, is the
-protocol's affair. Runs on the transfer thread alone.
+The agent knows geometry, paths and the transport. The protocol knows what a read is for and what
+follows from its end. All of it runs on the transfer thread, except `close`.
 
-A rank that can be read is read at once, for nothing: a slot, and some bytes of its cache into
-memory that is nobody's. The first read of a peer pays for the connection and for mapping its
-memory; so that is paid while the rank is still being asked, and by nobody who waits. Of the first
-rank on a host it is then measured how fast it is read, if it packs and is not mapped.
+The first read of a rank makes the connection and maps memory. So the agent warms up a READY rank:
+it reads a fence slot and some bytes of the cache and discards them. Meanwhile decode still asks for
+a grant.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -19,44 +18,39 @@ import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, block_ids
-from nixl_kv.geometry.plan import IndexBuffer
-from nixl_kv.ids import Rank, RequestId
+from nixl_kv.ids import Generation, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.gather.base import GatherRead, MappedPlan
-from nixl_kv.reading.paths import Link, Path
-from nixl_kv.reading.peers import PreparedPeers, PreparedRank, RemotePeers
-from nixl_kv.reading.probes import Prober
+from nixl_kv.reading.paths.base import ExtraMemory, Read, ReadOp
+from nixl_kv.reading.peers import Ranks, RemotePeers, RemoteRank, WaitingRead
 from nixl_kv.reading.scratch import Scratch, make_scratch
-from nixl_kv.reading.staged.copier import Staging
-from nixl_kv.reading.staged.read import STOPPED, StagedRead
 from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
 
 logger = get_logger(__name__)
 
 MAX_SLOT_READS: Final = 4096
-"""Slots that can be read at the same time."""
-WARM_UP: Final = RequestId("")
-"""In place of a request, of a read that warms up."""
+"""Fence slots that can be read at the same time."""
 MAX_WARM_UPS: Final = 256
-"""Reads that warm up, under way at the same time; those that never end are among them."""
+"""Warm-up reads in progress, including those that never end."""
 WARM_UP_S: Final = 2.0
-"""How long the end of one is waited for: as long as prefill serves after a reader's last word."""
-MOST_PROBES: Final = 20
-"""Reads of one rank to measure it, also those that tell nothing since others were under way."""
+"""How long a warm-up keeps the agent busy. Prefill progresses NIXL for so long after a message."""
+SAMPLE_BYTES: Final = 4096
+"""Bytes of each registered region that a warm-up reads."""
+SAMPLED_SPANS: Final = 64
+"""Regions that a warm-up reads."""
 AT_ONCE_BYTES: Final = 64 << 20
-"""Of reads of data of one turn, that are looked at when they are posted: the end of one lets the
-next one begin, and a turn has more to do than to copy what waits."""
+"""Bytes per turn of the reads that are polled right after they are posted. Over shared memory they
+have ended by then, so further reads can begin; the limit leaves time for the rest of the turn."""
 READING_PAUSE_S: Final = 0.0001
 LONGEST_PAUSE_S: Final = 0.0005
 PAUSE_SHARE: Final = 1 / 40
-"""Of the time that a read has taken so far: its end is seen later by half of that on average. Each
-look takes a core, and Python's lock from vLLM's step, for some 40 us."""
+"""Pause between two polls, as a share of the read's time so far: on average, the agent notices an
+end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A transport that may write into this rank's cache, and into memory of its own."""
+    """A transport with which this rank's cache is registered, and memory that only it uses."""
 
     transport: Transport
     slots: SlotPage
@@ -64,11 +58,9 @@ class Opened:
 
 
 def open_transport(
-    make: Callable[[], Transport], layout: CacheLayout, staging: Staging | None = None
+    make: Callable[[], Transport], layout: CacheLayout, memory: tuple[ExtraMemory, ...] = ()
 ) -> Opened:
-    """Make a transport that reads into this rank's cache.
-
-    And into its ring, if it has one.
+    """Make a transport, and register this rank's cache and `memory` with it.
 
     Slow; runs on any thread.
 
@@ -76,91 +68,109 @@ def open_transport(
         TransportError: if it cannot be created, or does not accept the memory.
     """
     opened = Opened(make(), SlotPage(MAX_SLOT_READS), make_scratch(layout))
-    register(opened.transport, layout, opened.slots, staging)
+    register(opened.transport, layout, opened.slots, memory)
     if opened.scratch is not None:
         opened.transport.register(opened.scratch.span, layout.memory, layout.device)
     return opened
 
 
 def register(
-    transport: Transport, layout: CacheLayout, slots: SlotPage, staging: Staging | None = None
+    transport: Transport, layout: CacheLayout, slots: SlotPage, memory: tuple[ExtraMemory, ...] = ()
 ) -> None:
-    """Let a transport use this rank's cache and a page of slots: its own, or for those it reads.
+    """Register this rank's cache, a page of slots and other memory with a transport.
 
     Raises:
-        TransportError: if the transport does not accept the memory.
+        TransportError: if the transport does not accept some of it.
     """
     for span in layout.spans:
         transport.register(span, layout.memory, layout.device)
     transport.register(slots.span, "DRAM", 0)
-    if staging is not None:
-        transport.register(staging.ring.span, staging.memory, staging.device)
+    for each in memory:
+        transport.register(*each)
 
 
-@dataclass(frozen=True)
-class _Data:
-    """What a data read reads, by which path, and in how many seconds it should."""
+class SlotOp(ReadOp):
+    """The read of a fence slot into an entry of this agent's page. The entry is cleared first."""
 
-    link: Link
-    path: Path
-    num_runs: int
-    num_bytes: int
-    estimate: float
-    is_alone: bool  # no other read was under way when it began
-    goes_on_alone: bool  # who reads has nothing to do before its end
+    def __init__(self, agent: "ReadAgent", rank: RemoteRank, slot: int) -> None:
+        """Post the read.
 
+        Raises:
+            TransportError: if it cannot be posted; then the entry is free again.
+        """
+        self._agent = agent
+        self._entry = agent.free_entries.pop()
+        self._has_ended = False
+        self.token: Generation | None = None
+        agent.slots.clear(self._entry)
+        try:
+            self._handle = agent.transport.read(
+                agent.entries, rank.slots, (block_ids([self._entry]), block_ids([slot]))
+            )
+        except TransportError:
+            self.release()
+            raise
 
-@dataclass(eq=False)
-class _Probing:
-    """A rank of which it is being measured how fast it is read."""
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
 
-    peer: events.PeerKey
-    prepared: PreparedRank
-    prober: Prober
-    lists: tuple[ListHandle, ListHandle]
-    is_disturbed: bool = False  # what is under way: then it tells nothing
-    tries_left: int = MOST_PROBES
+    def poll(self) -> list[events.ReadEvent]:
+        try:
+            if self._agent.transport.poll(self._handle):
+                self.token = self._agent.slots.read(self._entry)
+                self.release()
+        except PeerLost as error:
+            self.failure, self.is_connection_lost = str(error), True
+            self.release()
+        return []
 
-    def give_up(self) -> None:
-        """Who is met next on this host may be measured."""
-        self.prepared.link.is_probed = False
+    def stop(self) -> None:
+        """16 bytes arrive soon, or fail."""
+
+    def release(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._agent.free_entries.append(self._entry)
 
 
 @dataclass(eq=False)
 class ActiveRead:
-    """A read under way: of data, or of a slot into the entry `slot` of this side's page."""
+    """A read in progress: of a load's data, or of the fence slot."""
 
-    handle: ReadHandle | GatherRead
-    peer: events.PeerKey
+    op: ReadOp
+    remote: RemoteRank
     request: RequestId
-    rank: Rank
     started_at: float
-    data: _Data | None = None
-    slot: int | None = None
-    mapped: MappedPlan | None = None  # of a gather
-    probing: _Probing | None = None
-    is_unwanted: bool = False  # its end is waited for, not its bytes
-    is_cut: bool = False  # not all of it is read
+    num_bytes: int = 0
+    num_runs: int = 0
+    slot_op: SlotOp | None = None  # if it reads the slot
+    is_unwanted: bool = False
     is_abandoned: bool = False
-    error: str = ""  # it cannot be told whether it goes on, so it is abandoned too
+    error: str = ""  # why its state is unknown; then it is not polled again
 
     @property
-    def warms_up(self) -> bool:
-        """Whether it is for no request."""
-        return self.request == WARM_UP
+    def rank(self) -> Rank:
+        return self.remote.rank
 
     def doubt(self, reason: str) -> None:
-        """It cannot be told whether it goes on: who waits for it need not."""
-        self.is_abandoned, self.error = not self.warms_up, reason
+        """The state is unknown, so only the end of the agent ends the read."""
+        self.is_abandoned, self.error = True, reason
 
-    @property
-    def may_be_late(self) -> bool:
-        """Whether a look at it may be late by a share of its time."""
-        return self.warms_up or (self.data is not None and self.data.goes_on_alone)
+
+@dataclass(eq=False)
+class _WarmUp:
+    """A warm-up read in progress. Its bytes land in scratch memory."""
+
+    remote: RemoteRank
+    handle: ReadHandle
+    started_at: float
+    entry: int | None = None  # of the slot page, if it reads a slot
+    is_in_doubt: bool = False
 
 
 class ReadAgent:
-    """See the module's head."""
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -170,469 +180,327 @@ class ReadAgent:
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Start with no read.
+        """Start without reads.
 
         Args:
-            opened: what `open_transport` gave.
-            peers: that this rank may read.
-            background: where they are prepared, see `PreparedPeers`.
-            counts: the seconds that warming up took are added to them.
+            opened: the result of `open_transport`.
+            peers: the engines that this rank may read.
+            background: where ranks are prepared, see `Ranks`.
+            counts: first reads, and their seconds, are added to them.
             clock: monotonic seconds.
         """
         self.transport = opened.transport
-        self.peers = PreparedPeers(
+        self.ranks = Ranks(
             self.transport,
             peers,
             background,
             is_reading=self.is_reading,
-            is_using=self.is_using,
-            on_rank=self._warm_up,
+            on_ready=self._warm_up,
         )
         self.reads: list[ActiveRead] = []
+        self.warm_ups: list[_WarmUp] = []
+        self.slots = opened.slots
+        self.free_entries = list(range(self.slots.count))
+        self.entries: ListHandle = self.transport.prepare(self.slots.rows(), "DRAM", None)
+        self._scratch = opened.scratch
         self._layout = peers.layout
+        self._paths = peers.paths
         self._clock = clock
         self._counts = counts
-        self._slots, self._scratch = opened.slots, opened.scratch
-        self._free_slots = list(range(self._slots.count))
-        self._slot_list = self.transport.prepare(self._slots.rows(), "DRAM", None)
-        self._indices = IndexBuffer()
-        self._gather = peers.means.gather
-        self._num_ended = 0  # of `Gather.num_ended`, what has been dealt with
-        self._to_probe: deque[_Probing] = deque()
         self._at_once_bytes = AT_ONCE_BYTES  # left of this turn
-        self._broken: set[events.PeerKey] = set()  # to be prepared anew: their connection broke
-        self._breaks: list[events.PeerBroken] = []  # to be told
+        self._broken: set[events.PeerKey] = set()  # their connection broke
+        self._breaks: list[events.PeerBroken] = []  # to be reported
 
     def __repr__(self) -> str:
-        return f"<ReadAgent: {len(self.reads)} reads, {self.peers!r}>"
+        return f"<ReadAgent: {len(self.reads)} reads, {self.ranks!r}>"
 
-    def is_reading(self, peer: events.PeerKey) -> bool:
-        """Whether something of a peer is being read: then it must not be dropped.
-
-        What warms up and cannot be told from what has ended writes where nobody looks.
-        """
-        return any(read.peer == peer and not (read.warms_up and read.error) for read in self.reads)
-
-    def is_using(self, mapped: MappedPlan) -> bool:
-        """Whether a kernel reads memory that is mapped so: then it must not be unmapped."""
-        return any(read.mapped is mapped for read in self.reads)
+    def is_reading(self, name: str) -> bool:
+        """Whether a read needs this name, so that the transport must not forget the rank."""
+        reads = (read.remote for read in self.reads)
+        warm_ups = (read.remote for read in self.warm_ups if not read.is_in_doubt)
+        return any(remote.name == name for remote in (*reads, *warm_ups))
 
     @property
     def is_busy(self) -> bool:
-        """Whether a peer is being prepared or measured, or the end of a read is waited for."""
-        return bool(self._to_probe) or not self._is_idle
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether nothing is read but what warms up and does not end, and no peer is prepared."""
+        """Whether a read, a warm-up that is not late, or a rank's preparation is in progress."""
         since = self._clock() - WARM_UP_S
-        ends = any(not r.warms_up or (not r.error and r.started_at > since) for r in self.reads)
-        return not ends and not self.peers.is_busy
+        warms_up = any(not r.is_in_doubt and r.started_at > since for r in self.warm_ups)
+        return bool(self.reads) or warms_up or self.ranks.is_busy
 
     @property
     def pause_s(self) -> float:
-        """How long it need not be looked at, in seconds, while it is busy."""
+        """Seconds until the next poll, while the agent is busy."""
         now = self._clock()
-        since = max((r.started_at if r.may_be_late else now for r in self.reads), default=now)
-        return min(max(READING_PAUSE_S, (now - since) * PAUSE_SHARE), LONGEST_PAUSE_S)
+        since = [r.started_at if r.op.is_autonomous else now for r in self.reads]
+        since += [r.started_at for r in self.warm_ups]
+        pause = (now - max(since, default=now)) * PAUSE_SHARE
+        return min(max(READING_PAUSE_S, pause), LONGEST_PAUSE_S)
 
     @property
     def is_drained(self) -> bool:
-        """Whether nobody waits for anything of it, and no call of its transport is under way."""
-        awaited = any(not (read.warms_up or read.is_abandoned) for read in self.reads)
-        return not awaited and not self.peers.is_adding
+        """Whether only abandoned reads are left, and no call of the transport is in progress."""
+        return all(read.is_abandoned for read in self.reads) and not self.ranks.is_adding
 
-    def start_read(self, action: events.StartRead) -> list[events.DataEvent] | None:
-        """Post the data read of one load from one rank; what is known of it at once.
-
-        None: it has to wait, until it is planned how that rank is read.
-        """
-        request, rank, load = action.load.request, action.rank, action.load
+    def start(self, action: WaitingRead) -> list[events.DataEvent]:
+        """Start a read, or let it wait at the record of its rank; return the events so far."""
+        request = request_of(action)
+        rank = self.ranks.find(action.peer, action.rank)
+        if rank is None:
+            reason = f"engine {action.peer.engine!r} is gone"
+            return [events.ReadFailed(request, action.rank, reason)]
+        if rank.source is None or self.ranks.is_adding:
+            self.ranks.wait(rank, action)
+            return []
         try:
-            prepared = self.peers.get(action.peer, rank)
-            tokens = range(load.begin, load.end)
-            pieces = prepared.plan.pieces(load.tables, action.grant.tables, tokens)
-            num_bytes, num_runs = prepared.plan.num_bytes(pieces), prepared.plan.num_runs(pieces)
-            if not num_bytes:
-                return [events.ReadDone(request, rank)]
-            paths, size = self._paths(prepared), (num_runs, num_bytes)
-            path = prepared.link.choose(paths, *size)
-            staged = self._staged_read(prepared, action) if path == "staged" else None
-            if path == "staged" and staged is None:
-                if self.peers.is_planning(action.peer, rank):
-                    return None
-                # It cannot be cut so that it fits.
-                paths.remove("staged")
-                path = prepared.link.choose(paths, *size)
-            estimate = prepared.link.estimate(path).seconds(*size)
-            is_alone = all(read.warms_up and not read.probing for read in self.reads)
-            self._disturb_probes()
-            goes_on = path == "gather" or (path == "direct" and not self._is_paced(prepared))
-            data = _Data(prepared.link, path, num_runs, num_bytes, estimate, is_alone, goes_on)
-            mapped = None
-            started_at = self._clock()
-            if staged is not None:
-                handle = staged
-            elif path == "gather" and self._gather is not None:
-                mapped = prepared.mapped
-                handle = self._gather.read(mapped, pieces)
-            else:
-                indices = prepared.plan.indices(pieces, self._indices)
-                handle = self.transport.read(prepared.local, prepared.remote_list, indices)
+            if isinstance(action, events.ReadSlot):
+                return self._start_slot(action, rank)
+            return self._start_data(action, rank)
         except (TransportError, ValueError) as error:
             self._note(error, action.peer)
-            return [events.ReadFailed(request, rank, str(error))]
-        read = ActiveRead(handle, action.peer, request, rank, started_at, data)
-        read.mapped = mapped
-        self.reads.append(read)
-        known = self._look_at(read) if num_bytes <= self._at_once_bytes else self._advance(read)
-        self._at_once_bytes -= num_bytes
-        return known
+            return [events.ReadFailed(request, action.rank, str(error))]
 
-    def read_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
-        """Go on with a read by chunks, if it is one of this agent's."""
-        wanted: list[events.DataEvent] = []
-        for read in self._staged_reads(action.request, action.rank):
-            read.handle.on_packed(action)
-            wanted += self._advance(read)
-        return wanted
+    def on_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
+        """Pass prefill's answer to the read that asked, if this agent has it."""
+        happened: list[events.DataEvent] = []
+        for read in self._reads_of(action.request, action.rank):
+            read.op.on_message(action)
+            if not self.ranks.is_adding:
+                happened += self._poll(read)
+        return happened
 
-    def stop_read(self, action: events.StopRead) -> None:
-        """End a read of data as soon as can be, if it is one of this agent's."""
-        for read in self.reads:
-            is_meant = read.request == action.request and read.rank == action.rank
-            read.is_unwanted |= is_meant and read.data is not None
-        for staged in self._staged_reads(action.request, action.rank):
-            staged.handle.stop()
-
-    def read_slot(self, action: events.ReadSlot) -> list[events.DataEvent]:
-        """Post the read of a generation slot, into an entry that is cleared beforehand."""
-        if not self._free_slots:
-            return [events.ReadFailed(action.request, action.rank, "too many slots are being read")]
-        slot = self._free_slots.pop()
-        self._slots.clear(slot)
-        indices = (block_ids([slot]), block_ids([action.slot]))
-        started_at = self._clock()
-        self._disturb_probes()
-        try:
-            prepared = self.peers.get(action.peer, action.rank)
-            handle = self.transport.read(self._slot_list, prepared.slots, indices)
-        except TransportError as error:
-            self._note(error, action.peer)
-            self._free_slots.append(slot)
-            return [events.ReadFailed(action.request, action.rank, str(error))]
-        read = ActiveRead(handle, action.peer, action.request, action.rank, started_at, slot=slot)
-        self.reads.append(read)
-        return self._look_at(read)
+    def stop(self, action: events.StopRead) -> None:
+        """End a read as soon as possible, if this agent has it."""
+        for read in self._reads_of(action.request, action.rank):
+            read.is_unwanted = True  # the transport may be busy: the next poll stops it
 
     def poll(self) -> list[events.DataEvent]:
-        """Ask for the state of all reads; those that ended become events.
+        """Continue all reads; return the events since the last call.
 
-        A read that the thread dies of, by a bug, is not asked again: nor are those that have ended.
+        If a bug raises here, the agent does not poll that read again.
         """
-        if self.peers.is_adding:
-            self._disturb_probes()
+        if self.ranks.is_adding:
             return []
-        self._unmap_ended()
         self._at_once_bytes = AT_ONCE_BYTES
-        ended = [event for read in list(self.reads) for event in self._look_at(read)]
-        self._probe()
-        return ended
-
-    def _look_at(self, read: ActiveRead) -> list[events.DataEvent]:
-        """What is known of it; also when it was just posted: over shared memory it has ended."""
-        try:
-            known = self._advance(read)
-            event = None if read.error else self._poll_read(read)
-        except Exception as error:
-            read.doubt(f"{type(error).__name__}: {error}")
-            raise
-        if event is None:
-            return known
-        self.reads.remove(read)
-        if read.warms_up:
-            self._on_warm(read, event)
-            return known
-        return [*known, event]
+        self.ranks.budget.renew()
+        for path in self._paths:
+            path.tidy()
+        for warm_up in list(self.warm_ups):
+            self._poll_warm_up(warm_up)
+        return [event for read in list(self.reads) for event in self._poll(read)]
 
     def fail_all(self) -> list[events.DataEvent]:
-        """All reads have failed, since this agent is gone."""
+        """Fail all reads. The transport is gone, so nothing writes for them."""
         reads, self.reads = self.reads, []
         for read in reads:
-            if isinstance(read.handle, StagedRead):
-                read.handle.release()
+            read.op.release()
         return [
             events.ReadFailed(
                 read.request,
                 read.rank,
-                f"{read.error or 'it did not end'}, and was stopped with its agent",
+                f"{read.error or 'it did not end'}; destroying its NIXL agent stopped it",
             )
             for read in reads
-            if not read.warms_up
         ]
 
-    def _unmap_ended(self) -> None:
-        """Processes have ended whose memory is mapped: others may need it."""
-        if self._gather is not None and self._num_ended != self._gather.num_ended:
-            num_ended = self._gather.num_ended
-            if self.peers.unmap_ended():
-                self._num_ended = num_ended
+    def drop_broken(self) -> list[WaitingRead]:
+        """Forget engines with a broken connection once nothing reads them; later reads add them.
 
-    def drop_broken(self) -> None:
-        """Those of which nothing is read any more; who reads them next prepares them anew."""
+        Returns the reads that waited for a rank that such an engine shares with another one.
+        """
+        waiting: list[WaitingRead] = []
         for peer in list(self._broken):
-            if not self.is_reading(peer) and not self.peers.is_preparing(peer):
+            remotes = [read.remote for read in self.reads] + [r.remote for r in self.warm_ups]
+            is_read = any(remote.peer == peer for remote in remotes)
+            if not is_read and not self.ranks.is_preparing(peer):
                 self._broken.remove(peer)
-                self.peers.drop(peer, is_lost=True)
+                waiting += self.ranks.drop(peer, is_lost=True)
+        return waiting
+
+    def pop_breaks(self) -> list[events.PeerBroken]:
+        """Return the engines whose connection broke since the last call."""
+        breaks, self._breaks = self._breaks, []
+        return breaks
 
     def close(self) -> None:
-        """End its transport: nothing of it writes any more. Kernels end by themselves.
+        """Wait for copies and end the transport. Then nothing of this agent writes.
+
+        Runs on any thread, while nothing else uses the agent.
 
         Raises:
-            TransportError: if that cannot be proven; it may be called again.
+            TransportError: if the end cannot be proven; call it again.
         """
-        if self._gather is not None:
-            self._gather.wait()  # before anything is unmapped that a kernel reads
-        self.peers.close()
-        self.peers.unmap_all()
-        for one in (*self._to_probe, *(r.probing for r in self.reads if r.probing)):
-            one.give_up()
         for read in self.reads:
-            if isinstance(read.handle, StagedRead):
-                read.handle.end_copies()
+            read.op.end_copies()  # before memory is unmapped that a kernel reads
+        self.ranks.close()
         self.transport.close()
-
-    def _warm_up(self, peer: events.PeerKey, prepared: PreparedRank) -> None:
-        """Read a slot, and some bytes of its cache; if that fails, the next read will say so."""
-        if sum(read.warms_up for read in self.reads) + 2 > MAX_WARM_UPS:
-            return
-        try:
-            self._warm_up_data(peer, prepared)
-            self._warm_up_slot(peer, prepared)
-        except TransportError as error:
-            logger.info("the first read of %s failed: %s", peer, error)
-            self._note(error, peer)
-
-    def _warm_up_data(self, peer: events.PeerKey, prepared: PreparedRank) -> None:
-        """As many pieces as it takes to use all of the transport's connections to the rank."""
-        spread = self.transport.spread(prepared.name)
-        if self._scratch is None or not spread:  # the slot's read connects
-            return
-        lengths = prepared.sample_lengths
-        into = [(self._scratch.span.address, n, self._layout.device, n, 1) for n in lengths]
-        rows: Rows = np.array(into, dtype=np.uint64)
-        local = self.transport.prepare(rows, self._layout.memory, None)
-        times = -(-spread // len(lengths))
-        pieces: Indices = np.tile(np.arange(len(lengths), dtype=np.int32), times)
-        self._post_warm_up(peer, prepared, (local, prepared.sample), (pieces, pieces))
-
-    def _warm_up_slot(self, peer: events.PeerKey, prepared: PreparedRank) -> None:
-        if self._free_slots:
-            slot = self._free_slots.pop()
-            pieces = block_ids([slot]), block_ids([0])
-            lists = self._slot_list, prepared.slots
-            self._post_warm_up(peer, prepared, lists, pieces, slot=slot)
-
-    def _post_warm_up(
-        self,
-        peer: events.PeerKey,
-        prepared: PreparedRank,
-        lists: tuple[ListHandle, ListHandle],
-        pieces: tuple[Indices, Indices],
-        *,
-        slot: int | None = None,
-        probing: _Probing | None = None,
-    ) -> None:
-        started_at = self._clock()
-        try:
-            handle = self.transport.read(*lists, pieces)
-        except TransportError:
-            if slot is not None:
-                self._free_slots.append(slot)
-            raise
-        self.reads.append(
-            ActiveRead(handle, peer, WARM_UP, prepared.rank, started_at, slot=slot, probing=probing)
-        )
-
-    def _on_warm(self, read: ActiveRead, event: events.DataEvent) -> None:
-        seconds = self._clock() - read.started_at
-        if isinstance(event, events.ReadFailed):
-            logger.info("the first read of %s failed: %s", read.peer, event.reason)
-            if read.probing is not None:
-                read.probing.give_up()
-        elif read.probing is not None:
-            if not read.probing.is_disturbed:
-                read.probing.prober.on_end(seconds)
-            self._to_probe.append(read.probing)
-        else:
-            self._counts["warm_ups"] += 1
-            self._counts["warm_up_seconds"] += seconds
-            if read.slot is None:
-                self._look_at_link(read.peer, read.rank)
-
-    def _look_at_link(self, peer: events.PeerKey, rank: Rank) -> None:
-        """If it counts, and was not measured before; it can be connected by now.
-
-        What is mapped is gathered, but for a few runs: to measure these would hold up first loads.
-        """
-        if self._scratch is None or not self.peers.has(peer, rank):
-            return
-        prepared = self.peers.get(peer, rank)
-        link = prepared.link
-        if link.is_probed or not link.has_choice or self._paths(prepared) != ["direct", "staged"]:
-            return
-        remote, scratch = prepared.remote.layout, self._scratch.span
-        try:
-            prober = Prober(self._layout, remote, scratch)
-            lists = (
-                self.transport.prepare(prober.rows[0], self._layout.memory, None),
-                self.transport.prepare(prober.rows[1], remote.memory, prepared.name),
-            )
-        except (TransportError, ValueError) as error:
-            logger.info("how fast %s is read is not measured: %s", peer, error)
-            return
-        link.is_probed = True
-        self._to_probe.append(_Probing(peer, prepared, prober, lists))
-
-    def _probe(self) -> None:
-        """Go on with what is being measured, while nothing else is read, and no peer prepared."""
-        while self._to_probe and self._is_idle:
-            one = self._to_probe.popleft()
-            pieces = one.prober.next
-            if pieces is None:
-                self._end_probing(one)
-            elif one.tries_left and self.peers.is_ready(one.peer, one.prepared):
-                one.is_disturbed, one.tries_left = False, one.tries_left - 1
-                try:
-                    self._post_warm_up(one.peer, one.prepared, one.lists, pieces, probing=one)
-                except TransportError as error:
-                    logger.info("reading %s failed: %s", one.peer, error)
-                    self._note(error, one.peer)
-                    one.give_up()
-            else:
-                one.give_up()
-
-    def _end_probing(self, one: _Probing) -> None:
-        """All is known that its reads tell."""
-        costs = one.prober.costs
-        if costs is None:
-            one.give_up()
-            return
-        one.prepared.link.on_probed(costs)
-        logger.info(
-            "reads of %s take %.0f us, %.2f us a run and 1 s for %.1f GB",
-            *(one.peer, costs[0] * 1e6, costs[1] * 1e6, 1e-9 / costs[2]),
-        )
-
-    def _disturb_probes(self) -> None:
-        """Something else begins, or goes on: what is measured meanwhile does not count."""
         for read in self.reads:
-            if read.probing is not None:
-                read.probing.is_disturbed = True
+            read.op.release()
+
+    # --- reads
+
+    def _start_slot(self, action: events.ReadSlot, rank: RemoteRank) -> list[events.DataEvent]:
+        if not self.free_entries:
+            raise TransportError(f"{MAX_SLOT_READS} fence slots are being read; allowed: no more")
+        started_at = self._clock()
+        op = SlotOp(self, rank, action.slot)
+        read = ActiveRead(op, rank, action.request, started_at, slot_op=op)
+        self.reads.append(read)
+        return self._poll(read)
+
+    def _start_data(self, action: events.StartRead, rank: RemoteRank) -> list[events.DataEvent]:
+        """Raise TransportError or ValueError if the path that accepts the read cannot start it."""
+        load, source = action.load, rank.source
+        assert source is not None  # noqa: S101 - READY
+        tokens = range(load.begin, load.end)
+        pieces = source.plan.pieces(load.tables, action.grant.tables, tokens)
+        num_bytes, num_runs = source.plan.num_bytes(pieces), source.plan.num_runs(pieces)
+        if not num_bytes:
+            return [events.ReadDone(load.request, action.rank)]
+        started_at = self._clock()
+        request = Read(action, source, pieces, num_bytes, num_runs)
+        ops = (path.start(prepared, request) for path, prepared in rank.paths)
+        op = next(op for op in ops if op is not None)  # the last path accepts every read
+        read = ActiveRead(op, rank, load.request, started_at, num_bytes, num_runs)
+        self.reads.append(read)
+        is_polled = num_bytes <= self._at_once_bytes
+        self._at_once_bytes -= num_bytes
+        return self._poll(read) if is_polled else []
+
+    def _poll(self, read: ActiveRead) -> list[events.DataEvent]:
+        """Continue a read. Over shared memory even a read that was just posted has ended."""
+        if read.error:
+            return []
+        happened: list[events.DataEvent] = []
+        try:
+            if read.is_unwanted:
+                read.op.stop()
+            happened += read.op.poll()
+        except TransportError as error:
+            read.doubt(str(error))
+            return []
+        except Exception as error:
+            read.doubt(f"{type(error).__name__}: {error}")
+            raise
+        if not read.op.has_ended:
+            return happened
+        self.reads.remove(read)
+        if read.op.is_connection_lost:
+            self._break(read.remote.peer, read.op.failure or "a read ended in an error")
+        return [*happened, self._end_of(read)]
+
+    def _end_of(self, read: ActiveRead) -> events.DataEvent:
+        """The event that reports a read's end."""
+        op = read.op
+        if op.failure is not None:
+            return events.ReadFailed(read.request, read.rank, op.failure)
+        if read.slot_op is not None and read.slot_op.token is not None:
+            return events.SlotRead(read.request, read.rank, read.slot_op.token)
+        is_direct = op.num_direct_bytes == read.num_bytes
+        return events.ReadDone(
+            read.request,
+            read.rank,
+            read.num_bytes,
+            read.num_runs,
+            self._clock() - read.started_at,
+            "direct" if is_direct else op.path,
+            0 if is_direct else op.num_direct_bytes,
+        )
+
+    def _reads_of(self, request: RequestId, rank: Rank) -> list[ActiveRead]:
+        """At most one, except after a restart of the transfer thread."""
+        return [read for read in self.reads if (read.request, read.rank) == (request, rank)]
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
-        """NIXL does not connect again by itself: all later reads of that peer would fail, too."""
+        """NIXL does not connect again by itself, so later reads of that engine would fail too."""
         if isinstance(error, PeerLost):
             self._break(peer, str(error))
 
     def _break(self, peer: events.PeerKey, reason: str) -> None:
-        """Say so once for each connection, however many reads it costs."""
+        """Report a broken connection once, even if it breaks several reads."""
         if peer not in self._broken:
             self._broken.add(peer)
             self._breaks.append(events.PeerBroken(peer, reason))
 
-    def pop_breaks(self) -> list[events.PeerBroken]:
-        """The peers whose connection broke since the last call."""
-        breaks, self._breaks = self._breaks, []
-        return breaks
+    # --- warm-up
 
-    def _poll_read(self, read: ActiveRead) -> events.DataEvent | None:
+    def _warm_up(self, rank: RemoteRank) -> None:
+        """Read a slot and some bytes of the cache. If that fails, the next read reports it."""
+        if len(self.warm_ups) + 2 > MAX_WARM_UPS:
+            return
         try:
-            if not self._poll_handle(read):
-                return None
+            self._warm_up_data(rank)
+            if self.free_entries:
+                entry = self.free_entries.pop()
+                try:
+                    pieces = block_ids([entry]), block_ids([0])
+                    self._post_warm_up(rank, (self.entries, rank.slots), pieces, entry)
+                except TransportError:
+                    self.free_entries.append(entry)
+                    raise
+        except TransportError as error:
+            logger.info("the warm-up read of %s failed: %s", rank, error)
+            self._note(error, rank.peer)
+
+    def _warm_up_data(self, rank: RemoteRank) -> None:
+        """Read enough pieces to use all of the transport's connections to the rank."""
+        source, scratch = rank.source, self._scratch
+        spread = 0 if source is None else self.transport.spread(source.name)
+        if (
+            source is None or scratch is None or not spread
+        ):  # over TCP, the read of the slot makes the connection
+            return
+        remote, layout = rank.description.layout, self._layout
+        lengths = [min(SAMPLE_BYTES, span.length) for span in remote.spans[:SAMPLED_SPANS]]
+        here: Rows = np.array(
+            [(scratch.span.address, n, layout.device, n, 1) for n in lengths], dtype=np.uint64
+        )
+        there = self.transport.prepare(sample_rows(remote), remote.memory, source.name)
+        local = self.transport.prepare(here, layout.memory, None)
+        times = -(-spread // len(lengths))
+        pieces: Indices = np.tile(np.arange(len(lengths), dtype=np.int32), times)
+        self._post_warm_up(rank, (local, there), (pieces, pieces))
+
+    def _post_warm_up(
+        self,
+        rank: RemoteRank,
+        lists: tuple[ListHandle, ListHandle],
+        pieces: tuple[Indices, Indices],
+        entry: int | None = None,
+    ) -> None:
+        started_at = self._clock()
+        handle = self.transport.read(*lists, pieces)
+        self.warm_ups.append(_WarmUp(rank, handle, started_at, entry))
+
+    def _poll_warm_up(self, read: _WarmUp) -> None:
+        if read.is_in_doubt:
+            return
+        try:
+            if not self.transport.poll(read.handle):
+                return
+            self._counts["warm_ups"] += 1
+            self._counts["warm_up_seconds"] += self._clock() - read.started_at
         except PeerLost as error:
-            self._note(error, read.peer)
-            if read.slot is not None:
-                self._free_slots.append(read.slot)
-            return events.ReadFailed(read.request, read.rank, str(error))
-        except TransportError as error:
-            read.doubt(str(error))
-            return None
-        if isinstance(read.handle, StagedRead) and read.data is not None:
-            staged = read.handle
-            if staged.is_lost:
-                self._break(read.peer, staged.failure or "a chunk could not be read")
-            if staged.failure is not None:
-                return events.ReadFailed(read.request, read.rank, staged.failure)
-        if read.slot is not None:
-            generation = self._slots.read(read.slot)
-            self._free_slots.append(read.slot)
-            return events.SlotRead(read.request, read.rank, generation)
-        return self._end_data(read)
-
-    def _end_data(self, read: ActiveRead) -> events.DataEvent:
-        """All that was read has landed."""
-        if read.is_cut:
-            return events.ReadFailed(read.request, read.rank, STOPPED)
-        return _read_done(read, self._clock() - read.started_at)
-
-    def _poll_handle(self, read: ActiveRead) -> bool:
-        if isinstance(read.handle, StagedRead):
-            return read.handle.has_ended
-        if read.data is not None and read.data.path == "gather" and self._gather is not None:
-            return self._gather.poll(read.handle)
-        if read.is_unwanted and not read.is_cut:
-            read.is_cut = self.transport.stop(read.handle)
-        return self.transport.poll(read.handle)
-
-    def _is_paced(self, prepared: PreparedRank) -> bool:
-        return self.transport.spread(prepared.name) == 0
-
-    def _staged_reads(self, request: RequestId, rank: Rank) -> list[ActiveRead]:
-        """At most one, but after a restart."""
-        return [
-            read
-            for read in self.reads
-            if read.request == request and read.rank == rank and isinstance(read.handle, StagedRead)
-        ]
-
-    def _advance(self, read: ActiveRead) -> list[events.DataEvent]:
-        """Look after the chunks of a read, if it has some; those that are to be asked for."""
-        if not isinstance(read.handle, StagedRead) or read.error or self.peers.is_adding:
-            return []
-        try:
-            return read.handle.advance()
-        except TransportError as error:
-            read.doubt(str(error))
-            return []
-
-    def _staged_read(self, prepared: PreparedRank, action: events.StartRead) -> StagedRead | None:
-        """The read by chunks, if it can be."""
-        staged = self.peers.stage(prepared)
-        try:
-            return None if staged is None else StagedRead(staged, action)
-        except ValueError as error:
-            logger.debug("request %s is not read by chunks: %s", action.load.request, error)
-            return None
-
-    def _paths(self, prepared: PreparedRank) -> list[Path]:
-        """By which ways it can be read; whether by chunks is known when that is planned."""
-        paths: list[Path] = ["direct"]
-        mapped = prepared.mapped
-        if self._gather is not None and mapped is not None and self._gather.is_mapped(mapped):
-            paths.insert(0, "gather")
-        if self.peers.may_stage(prepared):
-            paths.append("staged")
-        return paths
+            logger.info("the warm-up read of %s failed: %s", read.remote, error)
+            self._note(error, read.remote.peer)
+        except TransportError:
+            read.is_in_doubt = True
+            return
+        self.warm_ups.remove(read)
+        if read.entry is not None:
+            self.free_entries.append(read.entry)
 
 
-def _read_done(read: ActiveRead, seconds: float) -> events.ReadDone:
-    """All of it has landed; what it took is told to the next ones."""
-    data = read.data
-    if data is None:
-        return events.ReadDone(read.request, read.rank, seconds=seconds)
-    if data.is_alone:
-        data.link.correct(data.path, data.num_runs, data.num_bytes, seconds)
-    return events.ReadDone(
-        read.request, read.rank, data.num_bytes, data.num_runs, seconds, data.path, data.estimate
-    )
+def request_of(read: WaitingRead) -> RequestId:
+    """The request for which a read is made."""
+    return read.load.request if isinstance(read, events.StartRead) else read.request
+
+
+def sample_rows(layout: CacheLayout) -> Rows:
+    """One piece of each of the first SAMPLED_SPANS regions of a rank: shape (n, 5)."""
+    spans = layout.spans[:SAMPLED_SPANS]
+    lengths = [min(SAMPLE_BYTES, span.length) for span in spans]
+    rows = [
+        (span.address, length, layout.device, length, 1)
+        for span, length in zip(spans, lengths, strict=True)
+    ]
+    return np.array(rows, dtype=np.uint64)

@@ -1,59 +1,46 @@
-"""The remote engines that this rank reads: whether they fit, which of their ranks, and how.
+"""The remote engines that this rank reads, and their ranks as one agent reads them.
 
-`RemotePeers` is what the rank knows of them, whichever agent reads. `PreparedPeers` is what one
-agent needs: their metadata loaded, and the lists of rows that it reads. Both belong to the transfer
-thread; what takes long of a preparation runs beside it, on threads of the agent's own.
+`RemotePeers` is what this rank knows of remote engines, whichever agent reads: whether they fit,
+and which of their ranks it reads. `Ranks` holds one record per remote rank for one agent, with an
+explicit state (`TRANSITIONS`); a read waits at the record of its rank. All of it runs on the
+transfer thread, except what `Ranks` gives to its background threads.
 """
 
 import concurrent.futures
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
-
-import numpy as np
+from typing import Final, NamedTuple, TypeAlias
 
 from nixl_kv.config import AllowedHosts
-from nixl_kv.errors import IncompatiblePeer, NixlKVError, TransportError, get_logger
+from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, NixlKVError
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
-from nixl_kv.geometry.plan import LENGTH, Plan, Share, plan
-from nixl_kv.ids import Endpoint, Rank, endpoint_host
-from nixl_kv.protocol import messages
+from nixl_kv.geometry.plan import Plan, plan
+from nixl_kv.ids import Rank, endpoint_host
+from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey
-from nixl_kv.reading.gather.base import MappedPlan, Means
-from nixl_kv.reading.paths import Link
-from nixl_kv.reading.staged.read import (
-    FreeSlots,
-    StagedPlan,
-    StagedRank,
-    plan_staged,
-    prepare_staged,
-)
-from nixl_kv.transport.base import ListHandle, PeerName, Rows, Transport
+from nixl_kv.reading.paths.base import Budget, Prepared, ReadPath, Source
+from nixl_kv.reading.paths.direct import DirectPath
+from nixl_kv.transport.base import ListHandle, PeerName, Transport
 from nixl_kv.transport.slots import slot_rows
-
-logger = get_logger(__name__)
 
 SHOWN_MISMATCHES: Final = 4
 
-SAMPLE_BYTES: Final = 4096
-"""Of a piece of a peer's cache that is read to warm up."""
-SAMPLED_SPANS: Final = 64
-MAX_LINKS: Final = 1024
-"""Hosts of which is kept how fast they are read: some KB each."""
 ADD_END_S: Final = 2.0
-"""How long the end of an agent waits for a peer that is being added to it."""
+"""How long the end of an agent waits for a rank that is being added to it."""
 
+WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
 
 _Own: TypeAlias = tuple[tuple[CacheLayout, ...], match.Pieces, list[match.Holdings]]
 """The layouts of this engine's ranks, and what `match` makes of them."""
 
 
 class RemotePeers:
-    """The peers that fit this rank, and its own side of what they are compared with."""
+    """The compatible engines, and the local facts with which they are compared."""
 
     def __init__(
         self,
@@ -63,28 +50,23 @@ class RemotePeers:
         allowed: AllowedHosts | None = None,
         *,
         extras: Mapping[str, str] | None = None,
-        means: Means | None = None,
+        paths: Sequence[ReadPath] = (),
     ) -> None:
-        """Start with no peer, as the only rank of this engine that is known.
+        """Start without peers. This rank is the only one of its engine until the engine is known.
 
         Args:
-            layout: of this rank's cache.
-            rank: of this engine's ranks, which this one is.
-            model: this engine's facts of its model.
-            allowed: the hosts that peers may be on; None for any.
-            extras: facts of what this engine has besides its model, and so needs of its peers.
-            means: what this rank reads with; by default NIXL alone.
+            layout: the layout of this rank's cache.
+            rank: this rank's number within its engine.
+            model: the facts of this engine's model.
+            allowed: the hosts on which peers may be; None for any.
+            extras: facts besides the model that this engine needs its peers to share.
+            paths: ways to read besides direct reads, in the order in which an agent asks them.
         """
         self.layout = layout
         self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
         self.descriptions: dict[PeerKey, messages.Description] = {}
-        """Of the peers that were checked, and fit."""
-        self.means = means or Means()
-        staging = self.means.staging
-        self.free_slots = None if staging is None else FreeSlots(staging.ring)
-        """Of this rank's ring, whichever agent reads into them."""
-        self.links: dict[str, Link] = {}
-        """What is known of the ways to other hosts."""
+        """The descriptions of the compatible engines."""
+        self.paths: tuple[ReadPath, ...] = (*paths, DirectPath(layout.memory))
         self._rank = rank
         self._model = model
         self._extras = extras or {}
@@ -92,7 +74,7 @@ class RemotePeers:
         self._summed_up: _Own | None = None
 
     def check(self, description: messages.Description) -> None:
-        """Check that this engine can read that one.
+        """Check that this engine can read another one.
 
         Raises:
             IncompatiblePeer: names what differs, or the endpoint that is not allowed.
@@ -114,7 +96,7 @@ class RemotePeers:
             )
 
     def routes(self, description: messages.Description) -> tuple[Route, ...]:
-        """Which of its ranks this rank reads, and which it only releases."""
+        """Which ranks of an engine this rank reads, and which it only releases."""
         return match.routes(
             self._rank,
             self._own()[2],
@@ -122,31 +104,22 @@ class RemotePeers:
         )
 
     def add(self, peer: PeerKey, description: messages.Description) -> None:
-        """A peer fits."""
+        """Add an engine that fits."""
         self.descriptions[peer] = description
 
     def forget(self, peer: PeerKey) -> None:
-        """It is not read any more."""
+        """Forget an engine: this rank no longer reads it."""
         self.descriptions.pop(peer, None)
 
-    def link(self, endpoint: Endpoint) -> Link:
-        """The way to a rank's host, of the `MAX_LINKS` hosts that were met last."""
-        host = endpoint_host(endpoint)
-        link = self.links.pop(host, None) or Link(self.layout.memory, self.means.wanted)
-        self.links[host] = link
-        if len(self.links) > MAX_LINKS:
-            del self.links[next(iter(self.links))]
-        return link
-
     def _own(self) -> _Own:
-        """This engine's layouts, summed up once and not for each peer."""
+        """The layouts of this engine, summarized once instead of for each peer."""
         if self._summed_up is None or self._summed_up[0] is not self.engine_layouts:
             layouts = self.engine_layouts
             self._summed_up = layouts, match.pieces(layouts), list(map(match.holdings, layouts))
         return self._summed_up
 
     def _check_endpoints(self, description: messages.Description) -> None:
-        """A description may lead to other hosts than the one that gave it."""
+        """Check each endpoint: a description may name other hosts than its sender's."""
         if len({rank.endpoint for rank in description.ranks}) < len(description.ranks):
             raise IncompatiblePeer(
                 f"engine {description.engine!r} has several ranks at one endpoint; allowed: one"
@@ -159,77 +132,130 @@ class RemotePeers:
                 )
 
 
-@dataclass(eq=False)
-class PreparedRank:
-    """One rank of a peer, ready to be read."""
+class RankState(enum.Enum):
+    """States of a remote rank, for one agent. A rank without a record is in none."""
 
-    rank: Rank
-    name: PeerName
-    share: Share
-    plan: Plan
-    local: ListHandle
-    remote_list: ListHandle
-    slots: ListHandle
-    sample: ListHandle
-    """A piece of each of its registered regions, to warm up, `sample_lengths` long."""
-    sample_lengths: tuple[int, ...]
-    link: Link
-    remote: messages.RankDescription
-    mapped: MappedPlan | None
-    """Where its memory is mapped here."""
-    staging: Future[StagedPlan] | None = None
-    """Where it is being planned how it is read where it packs."""
-    staged: StagedRank | None = None
-    is_packed: bool = True  # as far as it is known, what is read can be
+    QUEUED = enum.auto()  # waits for a background thread
+    PREPARING = enum.auto()  # is being planned, and added to the transport
+    READY = enum.auto()  # reads can start
+    LEAVING = enum.auto()  # no new reads; waits for the transport, and for its last read
+
+    __hash__ = object.__hash__  # Enum's own is Python code
+
+
+class RankEvent(enum.Enum):
+    """Events that change the state of a remote rank."""
+
+    BEGIN = enum.auto()  # a background thread is free
+    PREPARED = enum.auto()  # it is planned and added, and its lists are made
+    FAIL = enum.auto()  # it, or another rank of its engine, cannot be prepared
+    DROP = enum.auto()  # its engine is forgotten; the connections stay for the next handshake
+    LOSE = enum.auto()  # its connections broke, or its engine died
+    IDLE = enum.auto()  # nothing reads it, and the transport is not busy
+
+    __hash__ = object.__hash__
+
+
+TRANSITIONS: Final[Mapping[RankState, Mapping[RankEvent, tuple[RankState | None, ...]]]] = {
+    RankState.QUEUED: {
+        RankEvent.BEGIN: (RankState.PREPARING,),
+        RankEvent.FAIL: (None,),
+        RankEvent.DROP: (None,),
+        RankEvent.LOSE: (None,),
+    },
+    RankState.PREPARING: {
+        RankEvent.PREPARED: (RankState.READY,),
+        RankEvent.FAIL: (None, RankState.LEAVING),
+        RankEvent.DROP: (None, RankState.LEAVING),
+        RankEvent.LOSE: (RankState.LEAVING, None),
+    },
+    RankState.READY: {
+        RankEvent.FAIL: (None,),
+        RankEvent.DROP: (None,),
+        RankEvent.LOSE: (RankState.LEAVING,),
+    },
+    RankState.LEAVING: {
+        RankEvent.IDLE: (None,),
+    },
+}
+"""For each state, the states to which an event may lead; None: the record is gone.
+
+A PREPARING rank that is dropped stays in LEAVING until `add_peer` has returned. FAIL and DROP keep
+the connections, so that the next handshake uses them again. LOSE makes the transport forget the
+rank, or NIXL would never connect again.
+"""
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """What is prepared of a rank without the transport."""
+    """The part of a rank's preparation that needs no transport."""
 
     plan: Plan
-    mapped: MappedPlan | None
+    paths: tuple[tuple[ReadPath, Prepared], ...]  # in the order in which an agent asks them
+
+    def release(self) -> None:
+        for _, prepared in self.paths:
+            prepared.release()
 
 
 @dataclass(eq=False)
-class _Preparation:
-    """A peer that is being prepared."""
+class RemoteRank:
+    """One rank of a remote engine, for one agent."""
 
     peer: PeerKey
-    description: messages.Description
-    routes: Sequence[Route]  # of the ranks that are read
-    plans: dict[Rank, Future[_Planned]] = field(default_factory=dict)
-    names: dict[Rank, PeerName] = field(default_factory=dict)  # of those that were added
-    prepared: dict[Rank, PreparedRank] = field(default_factory=dict)
+    route: Route
+    description: messages.RankDescription
+    state: RankState = RankState.QUEUED
+    waiting: list[WaitingRead] = field(default_factory=list)
+    """Reads that start when the rank is READY and the transport is not busy."""
+    planning: Future[_Planned] | None = None
+    adding: Future[PeerName] | None = None
+    name: PeerName | None = None
+    is_lost: bool = False  # the transport must forget it
+    source: Source | None = None  # set in READY
+    slots: ListHandle = None  # set in READY: the fence slots
+    paths: tuple[tuple[ReadPath, Prepared], ...] = ()  # set in READY
 
     @property
-    def is_complete(self) -> bool:
-        return len(self.prepared) == len(self.routes)
+    def rank(self) -> Rank:
+        return self.route.remote_rank
 
-    @property
-    def next_to_add(self) -> Rank | None:
-        ranks = (route.remote_rank for route in self.routes)
-        return next((rank for rank in ranks if rank not in self.names), None)
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.peer}"
+
+    def move(self, event: RankEvent, after: RankState | None) -> None:
+        """Change the state; nothing else does.
+
+        Raises:
+            LocalProtocolError: for a transition that is not in the table.
+        """
+        allowed = TRANSITIONS[self.state].get(event, ())
+        if after not in allowed:
+            raise LocalProtocolError(
+                f"{self}: {event.name} leads from {self.state.name} to {after}; allowed: {allowed}"
+            )
+        if after is not None:
+            self.state = after
 
 
-@dataclass(frozen=True)
-class Ended:
-    """All ranks of a peer are prepared, or with an `error` none is."""
+class Ended(NamedTuple):
+    """The end of an engine's preparation: all of its ranks are READY, or with an `error` none is.
+
+    The reads in `waiting` fail with it.
+    """
 
     peer: PeerKey
     error: str | None = None
+    waiting: tuple[WaitingRead, ...] = ()
 
 
-class PreparedPeers:
-    """The peers' ranks that one agent can read.
+class Ranks:
+    """The remote ranks of one agent.
 
-    A peer is prepared when it joins, and for a later agent when it is first read with that one,
-    beside the transfer thread: there one rank is planned at a time, and one is added to the
-    transport. While that lasts (`is_adding`, 2 to 140 ms), any other call of that transport would
-    wait until it is: none is made. Between two of them there is one turn at least.
-
-    How a rank is read where it packs is planned when it is first wanted, beside the transfer thread
-    too: reads of it wait for that.
+    Two background threads prepare them: one plans, one adds ranks to the transport. `add_peer`
+    takes 2 to 140 ms, and any other call of the transport would wait for it. So while `is_adding`,
+    the agent does not call its transport, and reads wait at their ranks. At least one turn of the
+    transfer thread lies between two calls of `add_peer`, and the waiting reads start in it.
     """
 
     def __init__(
@@ -238,370 +264,300 @@ class PreparedPeers:
         peers: RemotePeers,
         background: Executor,
         *,
-        is_reading: Callable[[PeerKey], bool],
-        is_using: Callable[[MappedPlan], bool],
-        on_rank: Callable[[PeerKey, PreparedRank], None],
+        is_reading: Callable[[PeerName], bool],
+        on_ready: Callable[[RemoteRank], None],
     ) -> None:
         """Start with none.
 
         Args:
             transport: the agent's.
-            peers: that this rank may read.
-            background: two threads at least, for nothing else.
-            is_reading: whether the agent reads a peer; then that is not dropped.
-            is_using: whether the agent reads mapped memory; then that is not unmapped.
-            on_rank: to be called when a rank can be read.
+            peers: the engines that fit, and the paths.
+            background: at least two threads that nothing else uses.
+            is_reading: whether the agent reads the rank with this name.
+            on_ready: called with each rank that becomes READY.
         """
+        self.budget = Budget()
+        """Limits what the agent posts per turn."""
         self._transport = transport
         self._peers = peers
         self._background = background
         self._is_reading = is_reading
-        self._is_using = is_using
-        self._on_rank = on_rank
-        self._queue: deque[_Preparation] = deque()
-        self._adding: tuple[_Preparation, Rank, Future[PeerName]] | None = None
-        self._planning: Future[_Planned] | Future[StagedPlan] | None = None
-        self._to_stage: deque[PreparedRank] = deque()
-        self._prepared: dict[PeerKey, dict[Rank, PreparedRank]] = {}
-        self._leaving: dict[PeerKey, set[PeerName]] = {}  # to be dropped when nothing reads them
-        self._kept: set[PeerName] = set()  # of peers that were forgotten: they may come again
-        self._num_dropped = 0  # names whose connections stay open until the agent ends
-        self._unused: list[MappedPlan] = []  # to be unmapped when no read uses it
-        self._is_closed = False
+        self._on_ready = on_ready
+        self._ranks: dict[PeerKey, dict[Rank, RemoteRank]] = {}
+        self._busy: dict[RemoteRank, None] = {}  # in order: not READY, or with reads that wait
+        self._adding: RemoteRank | None = None
+        self._planning: Future[_Planned] | None = None
+        self._ended: list[Ended] = []  # to be reported
+        self._kept: set[PeerName] = set()  # names whose connections stay, without a record
+        self._num_dropped = 0  # likewise, which the transport has forgotten
 
     def __repr__(self) -> str:
-        counts = (f"{len(prepared)} of {key.engine}" for key, prepared in self._prepared.items())
-        return f"<PreparedPeers: {', '.join(counts) or 'none'}>"
+        states = Counter(rank.state.name for rank in self._all())
+        return f"<Ranks: {', '.join(f'{n} {state}' for state, n in states.items()) or 'none'}>"
 
     @property
     def is_adding(self) -> bool:
-        """Whether the transport is busy with a peer."""
-        return self._adding is not None and not self._adding[2].done()
+        """Whether the transport is busy because it adds a rank."""
+        rank = self._adding
+        return rank is not None and rank.adding is not None and not rank.adding.done()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a peer is being prepared, or to be dropped."""
-        is_leaving = any(not self._is_reading(peer) for peer in self._leaving)
-        is_leaving |= any(not self._is_using(mapped) for mapped in self._unused)
-        is_planning = self._planning is not None or bool(self._to_stage)
-        return bool(self._queue) or self._adding is not None or is_planning or is_leaving
+        """Whether a background thread or the next turn changes something here."""
+        return self._adding is not None or bool(self._ended) or any(map(self._is_due, self._busy))
 
     @property
     def num_left(self) -> int:
-        """Ranks whose connections only the end of the agent closes, and that nobody reads."""
-        self._kept -= self._names_in_use()
+        """The number of ranks without a record whose connections are still open.
+
+        Only the end of the agent closes them.
+        """
+        self._kept -= self._names()
         return len(self._kept) + self._num_dropped
 
     @property
     def has_left(self) -> bool:
-        """Whether there may be some."""
+        """Whether `num_left` may exceed 0; much cheaper to ask."""
         return bool(self._kept or self._num_dropped)
 
     @property
     def known(self) -> list[PeerKey]:
-        """The peers of which some rank is prepared."""
-        return list(self._prepared)
+        """The engines with a READY rank."""
+        return [peer for peer, ranks in self._ranks.items() if any(map(_is_ready, ranks.values()))]
 
     @property
-    def num_ranks(self) -> int:
-        """Their ranks that are prepared."""
-        return sum(len(ranks) for ranks in self._prepared.values())
+    def num_ready(self) -> int:
+        """Ranks in READY."""
+        return sum(map(_is_ready, self._all()))
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a read waits for a rank."""
+        return any(rank.waiting for rank in self._busy)
 
     def is_preparing(self, peer: PeerKey) -> bool:
-        """Whether this peer is, or will be in its turn."""
-        return any(one.peer == peer for one in self._queue)
+        """Whether a rank of this engine is not READY yet."""
+        return not all(map(_is_ready, self._ranks.get(peer, {}).values()))
+
+    def find(self, peer: PeerKey, rank: Rank) -> RemoteRank | None:
+        """The record of a rank."""
+        return self._ranks.get(peer, {}).get(rank)
 
     def prepare(
         self, peer: PeerKey, description: messages.Description, routes: Sequence[Route]
     ) -> None:
-        """Make all ranks of a peer readable that this rank reads, or none; `end_step` tells."""
-        read = [route for route in routes if route.readers]
-        self._queue.append(_Preparation(peer, description, read))
+        """Make the ranks of an engine that this rank reads READY: all or none. See `collect`."""
+        ranks = self._ranks.setdefault(peer, {})
+        for route in routes:
+            if route.readers and route.remote_rank not in ranks:
+                rank = RemoteRank(peer, route, description.ranks[route.remote_rank])
+                ranks[rank.rank] = rank
+                self._busy[rank] = None
+        if not self.is_preparing(peer):
+            self._ended.append(Ended(peer))
 
-    def drop(self, peer: PeerKey, *, is_lost: bool = False) -> None:
-        """Forget a peer, or do not prepare it.
+    def wait(self, rank: RemoteRank, read: WaitingRead) -> None:
+        """Queue a read at its rank; `pop_startable` returns it."""
+        rank.waiting.append(read)
+        self._busy[rank] = None
 
-        Its connections and its metadata stay, so that the next meeting uses them again: NIXL closes
-        no connection before the agent ends, and adding the same metadata twice makes no second one.
-        If its connections are lost, NIXL has to forget the metadata, or it never connects again.
-        """
-        for one in [one for one in self._queue if one.peer == peer]:
-            self._give_up(one)
-        lost = {rank.name for rank in self._prepared.get(peer, {}).values()} if is_lost else set()
-        self._forget(peer, is_lost=is_lost)
-        for other, prepared in list(self._prepared.items()):  # another life of it may share ranks
-            if any(rank.name in lost for rank in prepared.values()):
-                self._forget(other, is_lost=True)
-        self._drop_left()
-
-    def _forget(self, peer: PeerKey, *, is_lost: bool = False) -> None:
-        prepared = self._prepared.pop(peer, {}).values()
-        self._to_stage = deque(rank for rank in self._to_stage if rank not in prepared)
-        names = {rank.name for rank in prepared}
-        if is_lost:
-            self._leave(peer, names)
-        else:
-            self._kept |= names
-        for rank in prepared:
-            self._put_away(rank.mapped)
-
-    def give_up_all(self) -> None:
-        """Prepare nothing any more."""
-        for one in list(self._queue):
-            self._give_up(one)
-
-    def has(self, peer: PeerKey, rank: Rank) -> bool:
-        """Whether this rank can be read."""
-        return rank in self._prepared.get(peer, {})
-
-    def is_ready(self, peer: PeerKey, prepared: PreparedRank) -> bool:
-        """Whether this rank can still be read as it was prepared."""
-        return self._prepared.get(peer, {}).get(prepared.rank) is prepared
-
-    def get(self, peer: PeerKey, rank: Rank) -> PreparedRank:
-        """One rank of a peer.
-
-        Raises:
-            TransportError: if it is not prepared.
-        """
-        prepared = self._prepared.get(peer, {}).get(rank)
-        if prepared is None:
-            raise TransportError(f"engine {peer.engine!r} is gone")
-        return prepared
-
-    def may_stage(self, rank: PreparedRank) -> bool:
-        """Whether it can be read where it packs, as far as is known."""
-        has_rings = self._peers.means.staging is not None and rank.remote.ring is not None
-        return has_rings and rank.is_packed
-
-    def is_planning(self, peer: PeerKey, rank: Rank) -> bool:
-        """Whether it is being planned how this rank is read where it packs."""
-        one = self._prepared.get(peer, {}).get(rank)
-        if one is None:
-            return False
-        return one in self._to_stage or (one.staging is not None and not one.staging.done())
-
-    def stage(self, rank: PreparedRank) -> StagedRank | None:
-        """How a rank is read where it packs; None where it does not, or not so that it fits.
-
-        None also until it is planned, which begins with the first question: see `is_planning`.
-        """
-        slots = self._peers.free_slots
-        if rank.staged is not None or slots is None or not self.may_stage(rank):
-            return rank.staged
-        if rank.staging is None:
-            self._to_stage.append(rank)
-        elif rank.staging.done():
-            planning, rank.staging = rank.staging, None
-            lists = rank.local, rank.remote_list
-            try:
-                planned = planning.result()
-                rank.staged = prepare_staged(planned, slots, self._transport, rank.name, lists)
-            except TransportError as error:
-                rank.is_packed = False
-                endpoint = rank.remote.endpoint
-                logger.info("the rank at %s is not read by chunks: %s", endpoint, error)
-        return rank.staged
-
-    def unmap_ended(self) -> bool:
-        """Let the memory of processes go that have ended; False if some of it is being read."""
-        gather, all_gone = self._peers.means.gather, True
-        for prepared in self._prepared.values():
-            for rank in prepared.values():
-                if gather is None or rank.mapped is None or gather.is_mapped(rank.mapped):
-                    continue
-                if self._is_using(rank.mapped):
-                    all_gone = False
-                else:
-                    gather.unmap(rank.mapped)
-                    rank.mapped = None
-        return all_gone
-
-    def unmap_all(self) -> None:
-        """Let all mapped memory go; nothing of it is being read."""
-        for prepared in self._prepared.values():
-            for rank in prepared.values():
-                self._put_away(rank.mapped)
-                rank.mapped = None
-        self._unmap_unused(lambda _: False)
-
-    def _put_away(self, mapped: MappedPlan | None) -> None:
-        """To be unmapped when no read uses it; on any thread."""
-        if mapped is not None:
-            self._unused.append(mapped)
-            if self._is_closed:
-                self._unmap_unused(lambda _: False)
-
-    def _unmap_unused(self, is_using: Callable[[MappedPlan], bool]) -> None:
-        gather = self._peers.means.gather
-        for one in list(self._unused):
-            if gather is None or is_using(one):
-                continue
-            try:
-                self._unused.remove(one)
-            except ValueError:  # another thread does
-                continue
-            gather.unmap(one)
-
-    def _map(self, remote: messages.RankDescription, planned: Plan) -> MappedPlan | None:
-        """The rank's memory, where it can be mapped; else NIXL reads it."""
-        if self._peers.means.gather is None or remote.export is None:
-            return None
-        try:
-            return self._peers.means.gather.map(remote.export, planned)
-        except TransportError as error:
-            logger.info(
-                "the GPU memory of the rank at %s is not mapped: %s", remote.endpoint, error
-            )
-            return None
-
-    def end_step(self) -> list[Ended]:
-        """Take up what was done in the background; the preparations that have ended by it."""
+    def pop_startable(self) -> list[WaitingRead]:
+        """Remove and return the reads that can start now."""
         if self.is_adding:
             return []
-        ended: list[Ended] = []
-        try:
-            self._end_add()
-            while self._queue and self._finish_ranks(self._queue[0]).is_complete:
-                ended.append(Ended(self._queue.popleft().peer))
-        except (NixlKVError, ValueError) as error:
-            failed = self._queue[0]
-            self._give_up(failed)
-            self._forget(failed.peer)
-            ended.append(Ended(failed.peer, str(error)))
+        startable = []
+        for rank in [rank for rank in self._busy if _is_ready(rank)]:
+            startable += rank.waiting
+            rank.waiting = []
+            del self._busy[rank]
+        return startable
+
+    def pop_waiting(
+        self, is_meant: Callable[[WaitingRead], bool] = lambda _: True
+    ) -> list[WaitingRead]:
+        """Remove and return waiting reads."""
+        popped: list[WaitingRead] = []
+        for rank in self._busy:
+            popped += [read for read in rank.waiting if is_meant(read)]
+            rank.waiting = [read for read in rank.waiting if not is_meant(read)]
+        return popped
+
+    def drop(self, peer: PeerKey, *, is_lost: bool = False) -> list[WaitingRead]:
+        """Forget an engine, or give up preparing it; return the reads that waited for it.
+
+        If its connections are lost, other records of the same ranks are lost with them.
+        """
+        ranks = list(self._ranks.get(peer, {}).values())
+        event = RankEvent.LOSE if is_lost else RankEvent.DROP
+        names = {rank.name for rank in ranks if is_lost and rank.name is not None}
+        waiting = [read for rank in ranks for read in self._remove(rank, event)]
+        shared = {rank.peer: None for rank in self._all() if rank.name in names}
+        for other in shared:
+            waiting += self.drop(other, is_lost=True)
+        return waiting
+
+    def give_up_all(self) -> None:
+        """Give up all preparations."""
+        for peer in [peer for peer in self._ranks if self.is_preparing(peer)]:
+            self.drop(peer)
+
+    def collect(self) -> list[Ended]:
+        """Take over the background threads' results; return the preparations that have ended."""
+        if not self.is_adding:
+            self._end_adding()
+            for rank in [rank for rank in self._busy if rank.state is RankState.PREPARING]:
+                if rank in self._busy:  # else another rank of its engine has just failed
+                    self._finish(rank)
+        ended, self._ended = self._ended, []
         return ended
 
-    def begin_step(self) -> None:
-        """Drop what is to leave, and add the next rank in the background."""
-        self._drop_left()
+    def begin_next(self) -> None:
+        """End the records of LEAVING ranks, and give the background threads work."""
+        if not self.is_adding:
+            for rank in [rank for rank in self._busy if rank.state is RankState.LEAVING]:
+                self._leave(rank)
+        pending = [r for r in self._busy if r.state in (RankState.QUEUED, RankState.PREPARING)]
         if self._planning is None or self._planning.done():
-            self._planning = self._plan_next()
-        if self._adding is not None or not self._queue:
-            return
-        one = self._queue[0]
-        self._leaving.pop(one.peer, None)  # still read; to add it once more is harmless
-        rank = one.next_to_add
-        if rank is not None:
-            metadata = one.description.ranks[rank].agent
-            self._adding = one, rank, self._background.submit(self._transport.add_peer, metadata)
-
-    def _plan_next(self) -> Future[_Planned] | Future[StagedPlan] | None:
-        """One at a time, so that a thread is free on which ranks are added."""
-        staging = self._peers.means.staging
-        if self._to_stage and staging is not None:  # reads wait for it
-            rank = self._to_stage.popleft()
-            rank.staging = self._background.submit(
-                plan_staged, staging, self._peers.layout, rank.remote, rank.share, rank.plan
-            )
-            return rank.staging
-        for one in self._queue:
-            for route in one.routes:
-                if route.remote_rank not in one.plans:
-                    remote = one.description.ranks[route.remote_rank]
-                    planned = self._background.submit(self._prepare_rank, remote, route)
-                    one.plans[route.remote_rank] = planned
-                    return planned
-        return None
+            for rank in pending:
+                if rank.planning is None:
+                    self._begin(rank)
+                    rank.planning = self._planning = self._background.submit(self._plan, rank)
+                    break
+        if self._adding is None:
+            for rank in pending:
+                if rank.adding is None:
+                    self._begin(rank)
+                    metadata = rank.description.agent
+                    rank.adding = self._background.submit(self._transport.add_peer, metadata)
+                    self._adding = rank
+                    break
 
     def close(self) -> None:
-        """Nothing is prepared any more; waits for a rank that is being added."""
-        self._is_closed = True
-        self.give_up_all()
-        if self._adding is not None and not self._adding[2].cancel():
-            concurrent.futures.wait([self._adding[2]], ADD_END_S)
+        """Give up all preparations and free all ranks; waits for `add_peer`, up to ADD_END_S."""
+        for peer in list(self._ranks):
+            self.drop(peer)
+        adding = self._adding.adding if self._adding is not None else None
+        if adding is not None and not adding.cancel():
+            concurrent.futures.wait([adding], ADD_END_S)
         self._background.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare_rank(self, remote: messages.RankDescription, route: Route) -> _Planned:
-        """What takes time and needs no transport. Runs in the background."""
-        planned = plan(self._peers.layout, remote.layout, route.share)
-        return _Planned(planned, self._map(remote, planned))
+    def _all(self) -> Iterator[RemoteRank]:
+        return (rank for ranks in self._ranks.values() for rank in ranks.values())
 
-    def _end_add(self) -> None:
-        """The name of the rank that was added, for who wanted it, or to be dropped again."""
-        if self._adding is None:
+    def _names(self) -> set[PeerName]:
+        """Names that a record has. An engine at two addresses has the same names under both."""
+        leaving = (rank for rank in self._busy if rank.state is RankState.LEAVING)
+        ranks = (*self._all(), *leaving)
+        return {rank.name for rank in ranks if rank.name is not None}
+
+    def _is_due(self, rank: RemoteRank) -> bool:
+        """Whether the next turn or a background thread has something to do for a rank."""
+        if rank.state is RankState.LEAVING:
+            return rank.name is None or not self._is_reading(rank.name)
+        return True
+
+    def _begin(self, rank: RemoteRank) -> None:
+        if rank.state is RankState.QUEUED:
+            rank.move(RankEvent.BEGIN, RankState.PREPARING)
+
+    def _plan(self, rank: RemoteRank) -> _Planned:
+        """Plan a rank, and prepare its paths; on a background thread."""
+        planned = plan(self._peers.layout, rank.description.layout, rank.route.share)
+        paths = []
+        for path in self._peers.paths:
+            prepared = path.prepare(rank.description, rank.route.share, planned)
+            if prepared is not None:
+                paths.append((path, prepared))
+        return _Planned(planned, tuple(paths))
+
+    def _end_adding(self) -> None:
+        rank, self._adding = self._adding, None
+        if rank is None or rank.adding is None:
             return
-        (one, rank, future), self._adding = self._adding, None
-        if one in self._queue:
-            one.names[rank] = future.result()
-        elif not future.cancelled() and future.exception() is None:
-            self._kept.add(future.result())
+        has_name = not rank.adding.cancelled() and rank.adding.exception() is None
+        rank.name = rank.adding.result() if has_name else None
 
-    def _finish_ranks(self, one: _Preparation) -> _Preparation:
-        """Make the lists of those ranks that were added and planned."""
-        for route in one.routes:
-            rank = route.remote_rank
-            planned = one.plans.get(rank)
-            if rank in one.prepared or rank not in one.names or planned is None:
-                continue
-            if planned.done():
-                remote = one.description.ranks[rank]
-                ready = self._make_lists(remote, route, planned.result(), one.names[rank])
-                one.prepared[rank] = ready
-                self._prepared.setdefault(one.peer, {})[rank] = ready
-                self._on_rank(one.peer, ready)
-        return one
+    def _finish(self, rank: RemoteRank) -> None:
+        """Make a rank READY that is planned and added. If that fails, fail its engine."""
+        planning, adding = rank.planning, rank.adding
+        try:
+            if adding is not None and adding.done():
+                adding.result()
+            if planning is None or not planning.done():
+                return
+            planned = planning.result()
+            if rank.name is None:
+                return
+            self._make_lists(rank, planned, rank.name)
+        except (NixlKVError, ValueError) as error:
+            failed = list(self._ranks[rank.peer].values())
+            reads = [read for each in failed for read in self._remove(each, RankEvent.FAIL)]
+            self._ended.append(Ended(rank.peer, str(error), tuple(reads)))
+            return
+        rank.move(RankEvent.PREPARED, RankState.READY)
+        if not rank.waiting:
+            del self._busy[rank]
+        self._on_ready(rank)
+        if not self.is_preparing(rank.peer):
+            self._ended.append(Ended(rank.peer))
 
-    def _make_lists(
-        self, remote: messages.RankDescription, route: Route, planned: _Planned, name: PeerName
-    ) -> PreparedRank:
-        """The rows of one rank, as lists of the transport: some microseconds."""
-        layout, transport = self._peers.layout, self._transport
-        slots = slot_rows(remote.slots.address, remote.slots.count)
-        sample = sample_rows(remote.layout)
-        return PreparedRank(
-            route.remote_rank,
-            name,
-            route.share,
-            planned.plan,
-            transport.prepare(planned.plan.local, layout.memory, None),
-            transport.prepare(planned.plan.remote, remote.layout.memory, name),
-            transport.prepare(slots, "DRAM", name),
-            transport.prepare(sample, remote.layout.memory, name),
-            tuple(sample[:, LENGTH].tolist()),
-            self._peers.link(remote.endpoint),
-            remote,
-            planned.mapped,
+    def _make_lists(self, rank: RemoteRank, planned: _Planned, name: PeerName) -> None:
+        """Describe the rows of a rank to the transport; takes microseconds."""
+        transport, remote = self._transport, rank.description
+        rank.source = Source(
+            transport=transport,
+            name=name,
+            description=remote,
+            plan=planned.plan,
+            local=transport.prepare(planned.plan.local, self._peers.layout.memory, None),
+            remote=transport.prepare(planned.plan.remote, remote.layout.memory, name),
+            is_tcp=transport.spread(name) == 0,
+            budget=self.budget,
         )
+        slots = slot_rows(remote.slots.address, remote.slots.count)
+        rank.slots = transport.prepare(slots, "DRAM", name)
+        rank.paths = planned.paths
 
-    def _give_up(self, one: _Preparation) -> None:
-        self._queue.remove(one)
-        for rank, planned in one.plans.items():
-            if rank not in one.prepared and not planned.cancel():
-                planned.add_done_callback(self._put_planned_away)
-        self._kept.update(one.names.values())
+    def _remove(self, rank: RemoteRank, event: RankEvent) -> list[WaitingRead]:
+        """End a record, at once or when the transport is free; return the reads that waited."""
+        ranks = self._ranks[rank.peer]
+        del ranks[rank.rank]
+        if not ranks:
+            del self._ranks[rank.peer]
+        waiting, rank.waiting = rank.waiting, []
+        if rank.planning is not None and not rank.planning.cancel():
+            rank.planning.add_done_callback(_release_planned)
+        rank.is_lost = event is RankEvent.LOSE and rank.name is not None
+        if rank is self._adding or rank.is_lost:
+            rank.move(event, RankState.LEAVING)
+            self._busy[rank] = None
+            return waiting
+        rank.move(event, None)
+        self._busy.pop(rank, None)
+        if rank.name is not None:
+            self._kept.add(rank.name)
+        return waiting
 
-    def _put_planned_away(self, planned: Future[_Planned]) -> None:
-        if planned.exception() is None:
-            self._put_away(planned.result().mapped)
-
-    def _drop_left(self) -> None:
-        self._unmap_unused(self._is_using)
-        if self.is_adding:
+    def _leave(self, rank: RemoteRank) -> None:
+        """End a LEAVING record, unless a read still needs it. The transport is not busy."""
+        if rank.name is not None and self._is_reading(rank.name):
             return
-        for peer in list(self._leaving):
-            if not self._is_reading(peer):
-                for name in self._leaving.pop(peer) - self._names_in_use():
-                    self._kept.discard(name)
-                    self._num_dropped += 1
-                    self._transport.drop_peer(name)
-
-    def _names_in_use(self) -> set[PeerName]:
-        """An engine that is known under two addresses has the same agents under both."""
-        prepared = (rank.name for ranks in self._prepared.values() for rank in ranks.values())
-        added = (name for one in self._queue for name in one.names.values())
-        return {*prepared, *added, *(name for names in self._leaving.values() for name in names)}
-
-    def _leave(self, peer: PeerKey, names: set[PeerName]) -> None:
-        if names:
-            self._leaving.setdefault(peer, set()).update(names)
+        rank.move(RankEvent.IDLE, None)
+        del self._busy[rank]
+        if rank.name is None or rank.name in self._names():
+            return
+        if rank.is_lost:
+            self._kept.discard(rank.name)
+            self._num_dropped += 1
+            self._transport.drop_peer(rank.name)
+        else:
+            self._kept.add(rank.name)
 
 
-def sample_rows(layout: CacheLayout) -> Rows:
-    """A piece of each region that a rank has registered, or of the first ones: shape (n, 5)."""
-    spans = layout.spans[:SAMPLED_SPANS]
-    lengths = [min(SAMPLE_BYTES, span.length) for span in spans]
-    rows = [
-        (span.address, length, layout.device, length, 1)
-        for span, length in zip(spans, lengths, strict=True)
-    ]
-    return np.array(rows, dtype=np.uint64)
+def _is_ready(rank: RemoteRank) -> bool:
+    return rank.state is RankState.READY
+
+
+def _release_planned(planning: "Future[_Planned]") -> None:
+    if not planning.cancelled() and planning.exception() is None:
+        planning.result().release()

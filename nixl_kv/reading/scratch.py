@@ -1,4 +1,4 @@
-"""Memory of the cache's kind that is nobody's: what is read into it is thrown away."""
+"""Scratch memory of the cache's kind, into which warm-up reads go."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,21 +12,31 @@ SCRATCH_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Scratch:
-    """SCRATCH_BYTES of memory, for as long as this is referred to."""
+    """SCRATCH_BYTES of memory, allocated as long as `owner` lives."""
 
     span: Span
     owner: object
 
 
 def make_scratch(layout: CacheLayout) -> Scratch | None:
-    """Where a rank's cache is; None where none can be had there."""
+    """Allocate memory where a rank's cache is; None if that fails."""
     if layout.memory == "DRAM":
         memory = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         return Scratch(Span(memory.ctypes.data, SCRATCH_BYTES), memory)
     try:
-        from nixl_kv.reading.gpu_scratch import allocate  # noqa: PLC0415 - torch: GPUs only
-
-        address, owner = allocate(SCRATCH_BYTES, layout.device)
+        address, owner = allocate_on_gpu(SCRATCH_BYTES, layout.device)
     except (ImportError, RuntimeError, AssertionError):  # the last one: torch without CUDA
         return None
     return Scratch(Span(address, SCRATCH_BYTES), owner)
+
+
+def allocate_on_gpu(num_bytes: int, device: int) -> tuple[int, object]:
+    """Return the address of GPU memory, and the object that keeps it allocated.
+
+    Raises:
+        RuntimeError: if there is no such GPU, or it lacks memory.
+    """
+    import torch  # noqa: PLC0415 - only GPU machines need it
+
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")
+    return memory.data_ptr(), memory

@@ -13,17 +13,19 @@ from typing import Any, Final, TypeAlias
 
 from nixl_kv.protocol import load, peers, prefill
 from nixl_kv.protocol.events import OVER
+from nixl_kv.reading import peers as ranks
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-Table: TypeAlias = Mapping[Any, Mapping[type, Any]]
+Table: TypeAlias = Mapping[Any, Mapping[Any, Any]]
 """For each state, a member of an enum, which event leads to which state, or to one of several."""
 
 TABLES: Final[Mapping[str, Table]] = {
     "load": load.TRANSITIONS,
     "offer": prefill.TRANSITIONS,
     "peer": peers.TRANSITIONS,
+    "rank": ranks.TRANSITIONS,
 }
 
 
@@ -31,7 +33,7 @@ def render(table: Table) -> str:
     """One row per state, one column per type of event; a dot where there is no transition."""
     events = list(dict.fromkeys(event for moves in table.values() for event in moves))
     lines = [
-        " | ".join(["| state", *(event.__name__ for event in events)]) + " |",
+        " | ".join(["| state", *(_name(event) for event in events)]) + " |",
         "|---" * (len(events) + 1) + "|",
     ]
     for state, moves in table.items():
@@ -43,6 +45,11 @@ def render(table: Table) -> str:
 def rewrite(text: str) -> str:
     """Put each machine's table between its markers."""
     return BLOCK.sub(lambda match: match[1] + render(TABLES[match[2]]) + match[3], text)
+
+
+def _name(event: Any) -> str:
+    """Of a type, or of a member of an enum."""
+    return event.__name__ if isinstance(event, type) else str(event.name)
 
 
 def _cell(after: Any) -> str:

@@ -27,7 +27,7 @@ from nixl_kv.geometry.layout import Span  # noqa: E402
 from nixl_kv.geometry.plan import Pieces  # noqa: E402
 from nixl_kv.protocol import messages  # noqa: E402
 from nixl_kv.reading.gather import memory as gpu_memory  # noqa: E402
-from nixl_kv.reading.gather.path import GpuGather  # noqa: E402
+from nixl_kv.reading.gather.gpu import GpuGather  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

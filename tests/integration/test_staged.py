@@ -29,9 +29,13 @@ def kv_of(cache: Cache, table: list[int]) -> np.ndarray:
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("tokens", [(16, 64), (64, 16)], ids=str)
-@pytest.mark.parametrize("tp", [(1, 2), (2, 1)], ids=str)
-def test_chunks_arrive_over_nixl(tp: tuple[int, int], tokens: tuple[int, int]) -> None:
-    """In several chunks, of some blocks each; the second time into slots that had the first."""
+@pytest.mark.parametrize(
+    ("tp", "num_slots"), [((1, 2), 16), ((2, 1), 16), ((1, 4), 4)], ids=["1to2", "2to1", "1to4"]
+)
+def test_chunks_arrive_over_nixl(
+    tp: tuple[int, int], tokens: tuple[int, int], num_slots: int
+) -> None:
+    """Two loads, of several chunks each: four readers share a ring of four slots, as on GPUs."""
     nixl = pytest.importorskip("nixl_kv.transport.nixl", exc_type=ImportError)
     sides = [caches(*cut, "LBHNC") for cut in zip(tp, tokens, strict=True)]
     rng = np.random.default_rng(1)
@@ -47,7 +51,8 @@ def test_chunks_arrive_over_nixl(tp: tuple[int, int], tokens: tuple[int, int]) -
                 nixl.NixlTransport,
                 config=replace(CONFIG, path="staged", verify=1.0),
                 roles=name,
-                staging_bytes=16 * SLOT_BYTES,
+                staging_bytes=num_slots * SLOT_BYTES,
+                num_ring_slots=num_slots,
             )
             for name, side in zip(("prefill", "decode"), sides, strict=True)
         )
@@ -61,7 +66,7 @@ def test_chunks_arrive_over_nixl(tp: tuple[int, int], tokens: tuple[int, int]) -
             reports = decode.wait_load(f"d{request}")
             assert {(report.failure, report.verified) for report in reports} == {(None, True)}
             reads = [read for report in reports for read in report.reads]
-            assert {read.path for read in reads} == {"staged"}
+            assert {(read.path, read.direct_bytes) for read in reads} == {("staged", 0)}
             assert set(prefill.wait_offer(f"p{request}")) == {OfferEnd.READ}
             arrived = np.concatenate([kv_of(cache, tables[1]) for cache in sides[1]], axis=1)
             assert np.array_equal(arrived, whole)

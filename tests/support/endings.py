@@ -3,7 +3,6 @@
 Each answers commands over a pipe. What takes minutes in service takes a second here.
 """
 
-import contextlib
 import gc
 import os
 import signal
@@ -21,8 +20,9 @@ from lab.local.engine import HOST
 from nixl_kv.config import Config
 from nixl_kv.engine import loop, serving
 from nixl_kv.protocol import peers
-from nixl_kv.reading import agents
+from nixl_kv.reading import replace
 from nixl_kv.transport.base import Transport
+from nixl_kv.transport.tcp import paced
 from support.pair import CONFIG, SmallEngine
 from support.processes import START_S, process_context
 
@@ -86,12 +86,9 @@ def hurry() -> None:
     """Make all long times short, in this process."""
     peers.KEPT_S = SHORT_S  # type: ignore[misc]
     loop.LINK_KEPT_S = SHORT_S  # type: ignore[misc]
-    agents.TIDY_S = agents.LEFT_S = SHORT_S  # type: ignore[misc]
+    replace.TIDY_S = replace.LEFT_S = SHORT_S  # type: ignore[misc]
+    paced.UNUSED_S = SHORT_S  # type: ignore[misc]
     serving.CHECK_S = CHECK_S  # type: ignore[misc]
-    with contextlib.suppress(ImportError):  # a feature of its own
-        from nixl_kv.transport.tcp import paced  # noqa: PLC0415
-
-        paced.UNUSED_S = SHORT_S  # type: ignore[misc]
 
 
 class Side:

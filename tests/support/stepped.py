@@ -7,6 +7,7 @@ All planes are in memory. `turn` of a `Stepped` never waits; what it would have 
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, TypeAlias
 
 from lab.local.caches import Cache, Sizes
@@ -24,8 +25,10 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.load import Load
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.copying.host import HostCopier
+from nixl_kv.reading import staged
 from nixl_kv.reading.staged.copier import HostMemory
+from nixl_kv.reading.staged.host_copier import HostCopier
+from nixl_kv.reading.staged.path import FreeSlots, StagedPath
 from nixl_kv.transport.base import Received
 from support.records import CONTEXT, hex32
 
@@ -62,9 +65,10 @@ class Background(Executor):
             self.work()
         return future
 
-    def work(self) -> None:
-        """Do all of it."""
-        while self._jobs:
+    def work(self, count: int | None = None) -> None:
+        """Do all of it, or only the first jobs."""
+        while self._jobs and count != 0:
+            count = None if count is None else count - 1
             future, job = self._jobs.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
@@ -110,9 +114,14 @@ class Stepped:
             make_control=lambda: self.control,
             num_slots=64,
             make_background=lambda _count: self.background,
-            make_copier=lambda: HostCopier(self.copying),
-            make_staging_memory=lambda _length: HostMemory(STAGING_BYTES),
-            num_ring_slots=RING_SLOTS,
+            features=(
+                partial(
+                    staged.build,
+                    make_copier=lambda: HostCopier(self.copying),
+                    make_memory=lambda _length: HostMemory(STAGING_BYTES),
+                    num_slots=RING_SLOTS,
+                ),
+            ),
             clock=world.clock,
         )
         self.engine = TransferEngine(spec)
@@ -120,6 +129,17 @@ class Stepped:
         self.parts = self.loop.parts
         self.directory = DirectoryServer(MemoryControl(world.network, f"{name}'s"), HOST, 0)
         self.directory.publish(self.description)
+
+    @property
+    def staged_path(self) -> StagedPath:
+        """Its way to read what is packed."""
+        (path,) = (p for p in self.parts.agents.peers.paths if isinstance(p, StagedPath))
+        return path
+
+    @property
+    def free_slots(self) -> FreeSlots:
+        """Of the ring into which it reads."""
+        return self.staged_path.slots
 
     @property
     def description(self) -> Description:

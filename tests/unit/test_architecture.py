@@ -18,9 +18,9 @@ EXEMPT = frozenset(
         "reading/copying/kernel.py",  # these run where the cache is in GPU memory
         "verify/gpu.py",
         "gpu.py",
-        "reading/gather/path.py",
+        "reading/gather/gpu.py",
         "reading/gather/memory.py",
-        "reading/gpu_scratch.py",
+        "reading/scratch.py",
         "reading/staged/gpu_copier.py",
         "transport/nixl.py",  # names of UCX's own settings
         "transport/tcp/detect.py",

@@ -11,8 +11,8 @@ import nixl_kv
 PACKAGE = Path(nixl_kv.__file__).parent
 NEEDS_TORCH = frozenset(
     {
-        *("reading.copying.kernel", "reading.gather.memory", "reading.gather.path"),
-        *("reading.gpu_scratch", "reading.staged.gpu_copier", "verify.gpu"),
+        *("reading.copying.kernel", "reading.gather.memory", "reading.gather.gpu"),
+        *("reading.staged.gpu_copier", "verify.gpu"),
     }
 )
 ENGINE = sorted(

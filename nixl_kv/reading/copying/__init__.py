@@ -1,1 +1,1 @@
-"""Copies of many small runs, on hosts and GPUs."""
+"""Copies many small runs within GPU memory; `gather` and `staged` share it."""

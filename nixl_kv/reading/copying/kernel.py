@@ -1,8 +1,8 @@
-"""A kernel that copies runs from GPU memory to GPU memory, which may be another GPU's.
+"""A kernel that copies contiguous runs within GPU memory, also from another GPU.
 
-It takes any runs, in one launch per alignment, with few of the GPU's processors: what bounds it is
-how many bytes are under way, see docs/benchmarks.md. This module is imported only where the cache
-is in GPU memory: Triton is only there.
+One launch per alignment copies any runs. It uses few of the GPU's SMs, because the bytes in flight
+bound its speed, not arithmetic (docs/benchmarks.md). Imported only where the cache is in GPU
+memory, because only GPU machines have Triton.
 """
 
 from collections.abc import Sequence
@@ -21,25 +21,25 @@ from nixl_kv.reading.copying import tiles
 from nixl_kv.reading.copying.tiles import Launch
 
 PROGRAMS: Final = 24
-"""Of one launch, at most: each has a processor of the GPU to itself while it runs."""
+"""Programs per launch at most. Each occupies one SM of the GPU while it runs."""
 
 TILE_BYTES: Final = 1 << 16
-"""What a program has under way."""
+"""Bytes that one program has in flight."""
 
 NUM_WARPS: Final = 16
 
 LEAST_NUMBERS: Final = 1 << 13
 MAX_FREE: Final = 8
-"""Kept of what copies have used."""
+"""Buffers that are kept for later copies."""
 
 
 @triton.jit(do_not_specialize=["num_jobs", "num_tiles"])  # type: ignore[untyped-decorator]
-# Triton reads these annotations, and takes no others.
+# Triton reads the annotations and accepts only its own.
 def _copy(numbers, rows, num_jobs, num_tiles, cut: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Copy tile after tile. `numbers` is a `tiles.Launch`, `rows` are a `tiles.Tiling`'s."""
-    unit: tl.constexpr = cut[0]
-    items: tl.constexpr = cut[1]
-    # Of 16 bytes Triton makes one access of a thread, if it knows how they are aligned.
+    """Copy tile after tile. `numbers` are those of a `Launch`, `rows` those of a `Tiling`."""
+    unit: tl.constexpr = cut[0]  # bytes of an item
+    items: tl.constexpr = cut[1]  # of a tile
+    # With 16 bytes per item, Triton emits one access per thread if it knows the alignment.
     words: tl.constexpr = 2 if unit == 16 else 1  # noqa: PLR2004
     word: tl.constexpr = _word(unit)
     places = tl.arange(0, words)[None, :]
@@ -69,7 +69,7 @@ def _copy(numbers, rows, num_jobs, num_tiles, cut: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _job_of(tile, numbers, num_jobs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """The last job that begins with this tile, or before."""
+    """The last job that begins at or before this tile."""
     low = 0
     high = num_jobs - 1
     while low < high:
@@ -82,30 +82,31 @@ def _job_of(tile, numbers, num_jobs):  # type: ignore[no-untyped-def]  # noqa: A
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _word(unit: int) -> tl.dtype:
-    """The type that a thread loads."""
+    """The type that one thread loads."""
     return {1: tl.int8, 2: tl.int16, 4: tl.int32}.get(unit, tl.int64)
 
 
 def launch_copy(
-    launch: Launch, numbers: torch.Tensor, rows: torch.Tensor, *, programs: int | None = None
+    launch: Launch, numbers: torch.Tensor, rows: torch.Tensor, *, programs: int = PROGRAMS
 ) -> None:
-    """Start it on the current stream.
+    """Start a kernel on the current stream.
 
     Args:
-        launch: what is copied.
-        numbers: the launch's.
-        rows: the tiling's.
-        programs: at most so many, in place of the usual number.
+        launch: the jobs and pieces to copy.
+        numbers: the launch's numbers, on the GPU.
+        rows: the tiling's rows, on the GPU.
+        programs: how many programs run at most.
     """
-    cut = launch.unit, TILE_BYTES // launch.unit
-    grid = (min(programs or PROGRAMS, launch.num_tiles),)
+    unit = launch.unit
+    grid = (min(programs, launch.num_tiles),)
+    cut = unit, TILE_BYTES // unit
     _copy[grid](numbers, rows, launch.num_jobs, launch.num_tiles, cut, num_warps=NUM_WARPS)
 
 
 class _Numbers:
-    """Room for a read's numbers on both sides, and the event behind the read.
+    """Buffers for a copy's numbers on the host and the GPU, and the event behind the copy.
 
-    They are used again: to allocate them takes as long as to launch a kernel.
+    Copies reuse them, because allocating them takes as long as launching a kernel.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -116,11 +117,13 @@ class _Numbers:
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def send(self, parts: Sequence[Ints]) -> list[torch.Tensor]:
-        """Copy all of these to the GPU, on the current stream; where they are."""
+        """Copy arrays to the GPU, on the current stream; return where they are there."""
         end = 0
         there = []
         for part in parts:
-            begin = end + end % 2  # Triton compiles another kernel for what 16 does not divide
+            begin = (
+                end + end % 2
+            )  # Triton compiles another kernel for an address that 16 does not divide
             end = begin + len(part)
             self._here[begin:end] = part
             there.append(self._there[begin:end])
@@ -130,7 +133,7 @@ class _Numbers:
 
 @dataclass(eq=False)
 class CopyRun:
-    """A request's kernels, under way."""
+    """The kernels of one copy in progress."""
 
     numbers: _Numbers
     rows: torch.Tensor
@@ -140,52 +143,55 @@ class KernelStream:
     """A stream of one GPU, on which copies run one after the other."""
 
     def __init__(self, device: int) -> None:
-        """Make it, and compile the kernels, which needs seconds the first time.
+        """Make a stream and compile the kernels, which takes seconds the first time.
 
-        Args:
-            device: the ordinal of the GPU.
+        `device` is the ordinal of the GPU.
 
         Raises:
-            TransportError: if that cannot be done here.
+            TransportError: if the GPU cannot do that.
         """
         self._device = device
         self._free: list[_Numbers] = []
-        with translated(TransportError, "compiling what copies KV"), torch.cuda.device(device):
+        with translated(TransportError, "compiling the copy kernel"), torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # Not behind the copies under way. torch keeps 2 MiB for each stream that allocates.
+            # Not behind copies in progress. torch keeps 2 MiB for each stream that allocates.
             self._small_reads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._warm_up()
 
     def to_device(self, numbers: Ints) -> torch.Tensor:
-        """These numbers where kernels read them."""
+        """Copy numbers to the GPU."""
         with translated(TransportError, "preparing a copy"):
             return torch.from_numpy(numbers).to(f"cuda:{self._device}")
 
     def copy(self, launches: Sequence[Launch], rows: torch.Tensor) -> CopyRun:
-        """Start a request's launches, of TILE_BYTES; `rows` are their tiling's."""
-        parts = [launch.numbers for launch in launches]
-        size = sum(len(part) + 1 for part in parts)
+        """Start launches that were cut into tiles of TILE_BYTES; `rows` are their tiling's.
+
+        Raises:
+            TransportError: if one cannot be started; then nothing is in progress.
+        """
+        size = sum(len(launch.numbers) + 1 for launch in launches)
         with translated(TransportError, "starting a kernel"), on(self._stream):
             numbers = self._free.pop() if self._free else None
             if numbers is None or numbers.size < size:
                 numbers = _Numbers(max(2 * size, LEAST_NUMBERS), rows.device)
             try:
-                for launch, part in zip(launches, numbers.send(parts), strict=True):
+                there = numbers.send([launch.numbers for launch in launches])
+                for launch, part in zip(launches, there, strict=True):
                     launch_copy(launch, part, rows)
                 numbers.done.record()
             except UNABLE:
-                self._stream.synchronize()  # of several kernels some may have begun
+                self._stream.synchronize()  # one of several kernels may run already
                 raise
         return CopyRun(numbers, rows)
 
     def read_16(self, address: int) -> bytes:
-        """Read 16 bytes at an address that 16 divides, and wait for them; on any thread.
+        """Read 16 bytes at a multiple of 16, and wait for them; on any thread.
 
         Raises:
             TransportError: if they cannot be read.
         """
         if address % 16:
-            raise TransportError(f"reading 16 bytes at {address:#x}: 16 does not divide it")
+            raise TransportError(f"reading 16 bytes at {address:#x}; allowed: multiples of 16")
         with translated(TransportError, "reading 16 bytes"), on(self._small_reads):
             here = torch.zeros(16, dtype=torch.uint8, device=self._device)
             rows = torch.tensor([[here.data_ptr(), address]], device=self._device)
@@ -195,7 +201,7 @@ class KernelStream:
             return bytes(here.cpu().numpy())
 
     def has_ended(self, copy: CopyRun, doing: str) -> bool:
-        """Ask for the event behind its kernels."""
+        """Query the event behind a copy's kernels."""
         with translated(TransportError, doing):
             is_done = bool(copy.numbers.done.query())  # type: ignore[no-untyped-call]
         if is_done and len(self._free) < MAX_FREE:
@@ -208,18 +214,17 @@ class KernelStream:
             self._stream.synchronize()
 
     def _warm_up(self) -> None:
-        """Do all that the first request would pay for: 20 to 130 ms, and a compiler's seconds.
+        """Compile all kernels and load them, so that the first copy does not wait for that.
 
-        By launches of which nothing is inside.
+        Loading takes 20 to 130 ms, compiling takes seconds. The launches copy nothing.
         """
         nothing = np.zeros(tiles.JOB_COLUMNS, dtype=np.int64)
-        nothing[2:4] = 1  # a row of one unit, which no piece has
+        nothing[2:4] = 1  # a row of one unit, without pieces
         with on(self._stream):
             for unit in tiles.UNITS:
                 numbers = _Numbers(LEAST_NUMBERS, self._stream.device)
-                launch = Launch(unit, nothing, 1, 1)
                 (there,) = numbers.send([nothing])
-                launch_copy(launch, there, there)
+                launch_copy(Launch(unit, nothing, 1, 1), there, there)
                 numbers.done.record()
                 self._free.append(numbers)
         self._stream.synchronize()

@@ -1,8 +1,8 @@
-"""A plan's runs as a kernel takes them: rows of equal width, whose bytes are counted through.
+"""Cuts a plan's runs into equal tiles for a kernel.
 
-A job is a set of rows of one width, and the pieces of a request: each row has all pieces. The bytes
-of a job are numbered: piece by piece, in each row by row. A kernel takes a fixed number of units at
-a time, wherever they begin, so that long and short runs keep equally many bytes under way.
+A job is a set of rows of one width, with the pieces of a request: each row has all pieces. The
+units of a job are numbered piece by piece, and row by row within a piece. A tile is a fixed number
+of consecutive units, so long and short runs keep the same number of bytes in flight.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,20 @@ import numpy.typing as npt
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Ints, Pieces, Plan, Rows
 
 UNITS: Final = (16, 8, 4, 2, 1)
-"""Bytes that a thread takes at a time: what divides all addresses, strides and lengths."""
+"""Bytes of one access of a thread: the largest one that divides addresses, strides, lengths."""
 
 JOB_COLUMNS: Final = 8
-"""Of a job: the tiles before it, its first row, rows, units of a row, the strides of both sides,
-where its pieces begin, pieces."""
+"""Columns of a job: tiles before it, first row, rows, units per row, local and remote stride, index
+of its first piece, pieces."""
+
 
 Locate: TypeAlias = Callable[[Ints, Ints], Ints]
-"""A function of where pieces begin and end, as their owner has them; where they begin here."""
+"""Maps the begins and ends of pieces at their owner to their begins in this process."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Rows of one width of one of the plan's `PagedRows`. Pairs are (local, remote)."""
+    """Rows of one width, of one of the plan's `PagedRows`. Pairs are (local, remote)."""
 
     unit: int
     paged: int  # number within the plan
@@ -40,26 +41,27 @@ class Job:
 
 @dataclass(frozen=True)
 class Launch:
-    """One request's jobs of one unit.
+    """One request's jobs of one unit: `numbers` holds the jobs, shape (jobs, 8), then the pieces.
 
-    `numbers` has the jobs, shape (jobs, JOB_COLUMNS), then the pieces, (local, remote) of each.
+    Pieces are pairs (local, remote), of the plan's `paged` rows in this order.
     """
 
     unit: int
     numbers: Ints
     num_jobs: int
     num_tiles: int
+    paged: tuple[int, ...] = ()
 
 
 class Tiling:
-    """The rows of a plan, sorted by width and alignment.
+    """The rows of a plan, grouped by width and alignment.
 
-    `rows` has the addresses of both sides, shape (rows, 2), int64: (local, remote). Each of `jobs`
-    has some of them.
+    `rows` holds the addresses of both sides, shape (rows, 2), int64: (local, remote). Each of
+    `jobs` covers some of them.
     """
 
     def __init__(self, plan: Plan, locate: Locate) -> None:
-        """Cut a plan's rows; `locate` says where the remote ones are in this process."""
+        """Group a plan's rows. `locate` maps the remote ones into this process."""
         self.rows: Ints = np.empty((0, 2), dtype=np.int64)
         self.jobs: list[Job] = []
         chunks: list[Ints] = []
@@ -85,7 +87,7 @@ class Tiling:
         self.rows = np.concatenate([self.rows, *chunks])
 
     def launches(self, pieces: Sequence[Pieces], tile_bytes: int) -> list[Launch]:
-        """The jobs of a request; `pieces` are those of all the plan's rows, in order."""
+        """Make the launches of a request. `pieces` are those of all the plan's rows, in order."""
         launches = []
         for unit in sorted({job.unit for job in self.jobs}, reverse=True):
             jobs = [job for job in self.jobs if job.unit == unit and len(pieces[job.paged].local)]
@@ -108,7 +110,7 @@ def _launch(unit: int, jobs: list[Job], pieces: Sequence[Pieces], tile_bytes: in
         count = len(wanted.local)
         row[:] = (tiles, job.first, job.count, job.width, *job.strides, places[job.paged], count)
         tiles += -(-job.count * count * job.width * unit // tile_bytes)
-    return Launch(unit, np.concatenate([table.ravel(), *parts]), len(jobs), tiles)
+    return Launch(unit, np.concatenate([table.ravel(), *parts]), len(jobs), tiles, tuple(places))
 
 
 def _rows_of(rows: Rows, first: npt.NDArray[np.int32]) -> Ints:

@@ -1,10 +1,10 @@
 """GPU memory that one process of a host exports, and another maps.
 
-An allocation has a handle of CUDA's; what torch calls expandable segments has a file descriptor for
-each of its pieces, which are mapped one behind the other. Both outlive their owner: so a process
-that maps memory has to watch for its owner's end, or nobody else can use that memory again.
+A plain allocation has a CUDA IPC handle. An expandable segment of torch has a file descriptor per
+piece, and the reader maps the pieces one behind the other. A mapping outlives the owner of its
+memory, so a process that maps memory must watch the owner and unmap the memory when it ends.
 
-This module is imported only where the cache is in GPU memory: CUDA's bindings come with torch.
+Imported only where the cache is in GPU memory, because CUDA's bindings come with torch.
 """
 
 import contextlib
@@ -24,20 +24,19 @@ from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import Ints
 from nixl_kv.protocol import messages
-from nixl_kv.reading.gpu_scratch import allocate
+from nixl_kv.reading.scratch import allocate_on_gpu
 
 PIDFD_OPEN: Final = 434
 PIDFD_GETFD: Final = 438
-"""The numbers of these system calls on all of Linux's architectures; not all builds of Python have
-them."""
+"""System call numbers on every Linux architecture. Some builds of Python lack these calls."""
 
 DESCRIPTOR: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 PEER_ACCESS: Final = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 HANDLE_BYTES: Final = 64
-"""CU_IPC_HANDLE_SIZE."""
+"""CU_IPC_HANDLE_SIZE of cuda.h."""
 
 PROOF_OFFSET: Final = 512
-"""An offset that is lost on the way shows. torch allocates in units of so many bytes."""
+"""torch's allocation unit. The proof lies at this offset, so that a lost offset is noticed."""
 
 READ_WRITE: Final = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
@@ -46,10 +45,10 @@ class Exported:
     """Memory of this process that other processes of the host may map."""
 
     def __init__(self, spans: Iterable[Span], device: int) -> None:
-        """Export spans of the memory of the GPU with this ordinal, and a proof beside them.
+        """Export spans of memory of one GPU, given by its ordinal, and a proof beside them.
 
         Raises:
-            TransportError: if some of it has no handle, such as memory of vLLM's sleep mode.
+            TransportError: if some memory has no handle, such as that of vLLM's sleep mode.
         """
         with _on_device(device, "exporting GPU memory"), contextlib.ExitStack() as undo:
             proof = self._write_proof(device)
@@ -81,8 +80,8 @@ class Exported:
         self._undo.close()
 
     def _write_proof(self, device: int) -> messages.Proof:
-        """Write it where torch allocates, as the cache, and not where an allocation begins."""
-        address, self._memory_of_proof = allocate(2 * PROOF_OFFSET, device)
+        """Write the proof into memory from torch, as the cache is, but not where it begins."""
+        address, self._memory_of_proof = allocate_on_gpu(2 * PROOF_OFFSET, device)
         proof = messages.Proof(
             address=address + PROOF_OFFSET, value=secrets.token_bytes(messages.PROOF_BYTES)
         )
@@ -91,7 +90,7 @@ class Exported:
 
 
 def _allocations(span: Span) -> Iterator[messages.Allocation]:
-    """Those that a span lies in, each as far as it does."""
+    """The parts of allocations that a span covers."""
     address, end = span.address, span.address + span.length
     while address < end:
         base, size = map(int, _call(driver.cuMemGetAddressRange, address))
@@ -115,7 +114,7 @@ def _allocations(span: Span) -> Iterator[messages.Allocation]:
 
 @dataclass(frozen=True)
 class _Mapped:
-    """`length` bytes that their owner has at `address` are `at` here."""
+    """`length` bytes at their owner's `address`, which are `at` another address here."""
 
     address: int
     length: int
@@ -123,24 +122,25 @@ class _Mapped:
 
 
 class Mapping:
-    """Memory of another process, for kernels on one GPU of this one."""
+    """Memory of another process, mapped for kernels on one GPU of this process."""
 
     def __init__(self, export: messages.Export, device: int) -> None:
-        """Map it for the GPU with this ordinal: 10 ms for an allocation.
+        """Map it for a GPU, given by its ordinal; takes 10 ms per allocation.
 
         Raises:
-            TransportError: if its owner is not a process of this host that this one sees, or the
-                memory cannot be mapped.
+            TransportError: if this process does not see the owner, or cannot map the memory.
         """
         if export.host != _processes() or export.pid == os.getpid():
-            raise TransportError("its process is not another one of those that this one sees")
+            raise TransportError(
+                "it is on another host, in another PID namespace, or in this process"
+            )
         self._device = device
         self._undo = contextlib.ExitStack()
         with _on_device(device, f"mapping memory of process {export.pid}"), self._undo:
             self.owner = _system_call(PIDFD_OPEN, export.pid, 0)
             self._undo.callback(os.close, self.owner)
             if _started(export.pid) != export.started:
-                raise TransportError("its process has ended")
+                raise TransportError(f"its process {export.pid} has ended")
             self._spans = [self._open(one) for one in export.allocations if one.handle]
             self._spans += self._import([one for one in export.allocations if not one.handle])
             self._spans.sort(key=lambda mapped: mapped.address)
@@ -148,28 +148,28 @@ class Mapping:
 
     @property
     def has_owner_ended(self) -> bool:
-        """Whether its process is gone; the memory is as that has left it."""
+        """Whether the owner is gone. Its last bytes stay in the memory."""
         ended = select.poll()
         ended.register(self.owner, select.POLLIN)
         return bool(ended.poll(0))
 
     def close(self) -> None:
-        """Unmap it; no kernel uses it any more."""
+        """Unmap it. No kernel may use it."""
         with _on_device(self._device, "unmapping memory"):
             self._undo.close()
 
     def locate(self, first: Ints, last: Ints) -> Ints:
-        """Where pieces are here that their owner has from address `first` to before `last`.
+        """The local addresses of pieces that their owner has in `[first, last)`.
 
         Raises:
-            TransportError: if a piece is not in memory that is mapped in one line.
+            TransportError: if a piece is not within contiguous mapped memory.
         """
         starts = np.array([mapped.address for mapped in self._spans], dtype=np.int64)
         ends = starts + np.array([mapped.length for mapped in self._spans], dtype=np.int64)
         number = np.searchsorted(starts, first, side="right") - 1
         # `last` is negative where it does not fit into an int64.
         if (number < 0).any() or (last > ends[number]).any() or (last <= first).any():
-            raise TransportError("some of its cache is not in the memory that it exports")
+            raise TransportError("part of its cache lies outside of the memory that it exports")
         moved = np.array([mapped.at - mapped.address for mapped in self._spans], dtype=np.int64)
         located: Ints = first + moved[number]
         return located
@@ -182,11 +182,12 @@ class Mapping:
         self._undo.callback(driver.cuIpcCloseMemHandle, base)
         _, size = map(int, _call(driver.cuMemGetAddressRange, base))
         if allocation.offset + allocation.length > size:
-            raise TransportError(f"an allocation has {size} bytes, and is said to have more")
+            end = allocation.offset + allocation.length
+            raise TransportError(f"byte {end} of an allocation of {size} bytes is exported")
         return _Mapped(allocation.address, allocation.length, int(base) + allocation.offset)
 
     def _import(self, pieces: list[messages.Allocation]) -> list[_Mapped]:
-        """What is in one line for its owner is in one line here."""
+        """Map pieces that are contiguous for their owner so that they are contiguous here."""
         lines: list[list[messages.Allocation]] = []
         for piece in sorted(pieces, key=lambda one: one.address):
             if lines and lines[-1][-1].address + lines[-1][-1].length == piece.address:
@@ -220,15 +221,15 @@ class Mapping:
         return _Mapped(pieces[0].address, size, start)
 
     def _descriptor(self, number: int) -> int:
-        """Its owner's file descriptor, as one of this process."""
+        """Duplicate a file descriptor of the owner into this process."""
         return _system_call(PIDFD_GETFD, self.owner, number, 0)
 
 
 def _system_call(number: int, *arguments: int) -> int:
-    """What Linux answers.
+    """Make a Linux system call.
 
     Raises:
-        OSError: if that is an error.
+        OSError: if it returns an error.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     answer = int(libc.syscall(number, *arguments))
@@ -239,7 +240,7 @@ def _system_call(number: int, *arguments: int) -> int:
 
 
 def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
-    """What a call of CUDA's gives besides its error.
+    """Call CUDA's driver; return the values after the error code.
 
     Raises:
         TransportError: names the call and its error.
@@ -252,7 +253,7 @@ def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _on_device(ordinal: int, doing: str) -> Iterator[None]:
-    """With the context current that torch uses on this GPU."""
+    """Make torch's context of this GPU current."""
     try:
         (device,) = _call(driver.cuDeviceGet, ordinal)
         (context,) = _call(driver.cuDevicePrimaryCtxRetain, device)
@@ -269,12 +270,12 @@ def _on_device(ordinal: int, doing: str) -> Iterator[None]:
 
 
 def _processes() -> str:
-    """What names the processes among which a process id means one: this boot, this namespace."""
+    """Name the scope of a process id: this boot and this PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _started(pid: int) -> int:
-    """At which tick of the clock a process began: field 22 of its `stat`, after its name."""
+    """The clock tick at which a process started: field 22 of its `stat`."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return int(stat.rpartition(")")[2].split()[19])

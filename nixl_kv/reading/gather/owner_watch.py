@@ -1,4 +1,7 @@
-"""Notices that processes have ended whose memory is mapped: nobody else would let it go."""
+"""Watches the processes whose memory is mapped here, so that it is unmapped when they end.
+
+A mapping outlives its owner: until it is closed, no other process can allocate that GPU memory.
+"""
 
 import os
 import select
@@ -12,9 +15,9 @@ class OwnerWatch:
     """A thread that waits for the ends of processes."""
 
     def __init__(self, on_ended: Callable[[], None]) -> None:
-        """Start with none; `on_ended` is called on that thread, after an end was counted."""
+        """Start without processes. The thread calls `on_ended` after it has counted an end."""
         self.num_ended = 0
-        """How many have ended."""
+        """Watched processes that have ended."""
         self._on_ended = on_ended
         self._owners = select.epoll()
         self._closing = os.eventfd(0)
@@ -23,10 +26,10 @@ class OwnerWatch:
         self._thread.start()
 
     def add(self, process: int) -> None:
-        """Watch a process, by a descriptor of it (pidfd), until that is closed.
+        """Watch a process until its pidfd, `process`, is closed.
 
         Raises:
-            OSError: if it cannot be watched, or nothing is any more.
+            OSError: if it cannot be watched, or this watch is closed.
         """
         try:
             self._owners.register(process, select.EPOLLIN | select.EPOLLONESHOT)

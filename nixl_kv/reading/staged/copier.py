@@ -1,7 +1,7 @@
-"""A rank's staging memory, and what copies between it and the cache.
+"""The interface of copies between a rank's staging memory and its cache, and that memory.
 
-Prefill packs into its ring and decode scatters from its own one, by any plan of `geometry`. This is
-the interface; `host_copy` has it for host memory, `gpu_staging` for GPUs.
+Prefill packs into its ring, and decode scatters from its own, by any plan of `geometry`.
+`host_copier` copies in host memory, and `gpu_copier` on GPUs.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ from nixl_kv.geometry.staging import Ring
 
 PAGE: Final = 4096
 ALIGNMENT: Final = 64
-"""Of slots, in bytes."""
+"""Slots begin at a multiple of this number of bytes."""
 
 PreparedCopy: TypeAlias = Any
-"""A plan as a copier takes it, opaque, of use only to the copier that made it."""
+"""A plan that one copier has prepared; opaque."""
 
 Copy: TypeAlias = Any
-"""A copy under way, opaque, of use only to the copier that started it."""
+"""A copy in progress, for the copier that started it; opaque."""
 
 
 class Copier(Protocol):
     """Copies within this rank's memory. All methods but `end` run on the transfer thread.
 
-    A copy that was started ends by itself.
+    A copy ends by itself.
     """
 
     def prepare(self, plan: Plan) -> PreparedCopy:
-        """Prepare a plan, both sides of which are this rank's own memory.
+        """Prepare a plan whose sides are both this rank's own memory.
 
         Raises:
             TransportError: if it cannot be prepared.
@@ -42,31 +42,31 @@ class Copier(Protocol):
         """Start to copy the plan's remote pieces into the local ones.
 
         Raises:
-            TransportError: if it cannot be started; then nothing is under way.
+            TransportError: if it cannot be started; then nothing is in progress.
         """
 
     def poll(self, copy: Copy) -> bool:
-        """Whether it has ended well.
+        """Whether the copy is complete.
 
         Raises:
-            TransportError: if it has failed, and writes no more.
+            TransportError: if it has failed, and no longer writes.
         """
 
     def end(self, copy: Copy) -> None:
-        """Return when it writes no more, whatever is missing; may run on any thread."""
+        """Wait until it no longer writes, complete or not; on any thread."""
 
 
 class StagingMemory(Protocol):
-    """Allocated until it is forgotten."""
+    """Memory for a ring; allocated as long as this object lives."""
 
     span: Span
 
 
 class HostMemory:
-    """Zeroed memory of this process, on a page boundary of its own; pages are there when used."""
+    """Zeroed host memory that begins at a page. Linux adds its pages when they are used."""
 
     def __init__(self, length: int) -> None:
-        """Allocate so many bytes."""
+        """Allocate `length` bytes."""
         self._memory = np.zeros(length + PAGE, dtype=np.uint8)
         address = -(-self._memory.ctypes.data // PAGE) * PAGE
         self.span = Span(address, length)
@@ -74,7 +74,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Staging:
-    """One side's ring, in memory of the cache's kind. `owner` keeps it allocated."""
+    """A ring of this rank, in memory of the cache's kind. `owner` keeps it allocated."""
 
     ring: Ring
     memory: Memory
@@ -84,6 +84,6 @@ class Staging:
 
 
 def split(span: Span, count: int, num_slots: int) -> list[Ring]:
-    """So many rings, one behind the other."""
+    """Divide memory into `count` rings."""
     length = span.length // count // num_slots // ALIGNMENT * ALIGNMENT * num_slots
     return [Ring(Span(span.address + n * length, length), num_slots) for n in range(count)]

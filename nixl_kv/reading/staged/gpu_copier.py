@@ -1,6 +1,6 @@
 """Staging memory of a GPU, and a kernel that copies between it and the cache.
 
-This module is imported only where the cache is in GPU memory: Triton is only there.
+Imported only where the cache is in GPU memory, because only GPU machines have Triton.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from nixl_kv.reading.staged.copier import PAGE
 
 
 class GpuMemory:
-    """Memory of one GPU, on a page boundary of its own."""
+    """Memory of one GPU that begins at a page."""
 
     def __init__(self, length: int, device: int) -> None:
-        """Allocate so many bytes.
+        """Allocate `length` bytes.
 
         Raises:
-            TransportError: if the GPU has not so many.
+            TransportError: if the GPU lacks memory.
         """
         with translated(TransportError, "allocating staging memory"):
             self._memory = torch.empty(length + PAGE, dtype=torch.uint8, device=f"cuda:{device}")
@@ -38,28 +38,28 @@ class _Prepared:
 
 
 class GpuCopier:
-    """See `staging.Copier`. Kernels run one after the other, on a stream of their own."""
+    """See `Copier`. Kernels run one after the other, on a stream of their own."""
 
     def __init__(self, device: int) -> None:
-        """Make a stream, and compile the kernels, which needs seconds the first time.
+        """Make a stream and compile the kernels, which takes seconds the first time.
 
         Raises:
-            TransportError: if that cannot be done here.
+            TransportError: if the GPU cannot do that.
         """
         self._stream = KernelStream(device)
 
     def prepare(self, plan: Plan) -> _Prepared:
-        """Put the plan's rows where kernels read them."""
+        """Copy the plan's rows to the GPU."""
         tiling = Tiling(plan, lambda first, _: first)
         return _Prepared(tiling, self._stream.to_device(tiling.rows))
 
     def start(self, prepared: _Prepared, pieces: Sequence[Pieces]) -> CopyRun:
-        """One launch per alignment of the plan's rows: one for most."""
+        """One launch per alignment of the plan's rows: one for most plans."""
         launches = prepared.tiling.launches(pieces, TILE_BYTES)
         return self._stream.copy(launches, prepared.rows)
 
     def poll(self, copy: CopyRun) -> bool:
-        """Ask for the event behind its kernels."""
+        """Query the event behind its kernels."""
         return self._stream.has_ended(copy, "copying staged KV")
 
     def end(self, copy: CopyRun) -> None:

@@ -1,6 +1,7 @@
-"""Packing, on prefill: chunks of offers' blocks into slots of this rank's ring, beside all else.
+"""Packing on prefill: copies chunks of granted blocks into slots of this rank's ring.
 
-As many are under way as the ring has slots. One that fails costs its reader a slower way.
+`protocol` assigns the slots, so the ring bounds the copies in progress. If this rank
+cannot pack a chunk, its reader reads it directly.
 """
 
 from collections import OrderedDict, defaultdict
@@ -16,16 +17,16 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.reading.staged.copier import Copy, PreparedCopy, Staging
 
 MAX_CROPS: Final = 256
-"""That are kept: a decode engine has one for each pair of its ranks and groups, for ever."""
+"""Plans that are kept. A decode engine uses one per pair of ranks and groups."""
 
 _Layers: TypeAlias = tuple[messages.LayerHeads, ...]
 
 
 @dataclass(frozen=True)
 class _Crop:
-    """How one share of a group is packed."""
+    """How this rank packs one share of a group."""
 
-    number: int  # of the group
+    number: int  # the group's
     group: Group
     entry_bytes: int
     plan: Plan
@@ -41,36 +42,34 @@ class _Pack:
 
 
 class PackQueue:
-    """See the module's head. Runs on the transfer thread alone."""
+    """See `Packer`."""
 
     def __init__(
         self,
         layout: CacheLayout,
-        staging: Staging | None,
+        staging: Staging,
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Start with none. What is packed is added to `counts`; without staging nothing is."""
+        """Pack from this cache. Chunks, their bytes and seconds are added to `counts`."""
         self._layout = layout
         self._staging = staging
         self._counts = counts
         self._clock = clock
-        self._crops: OrderedDict[_Layers, _Crop | str] = OrderedDict()  # or why there is none
+        self._crops: OrderedDict[_Layers, _Crop | str] = OrderedDict()  # or why there is no plan
         self._packs: list[_Pack] = []
 
     def __repr__(self) -> str:
-        return f"<PackQueue: {len(self._packs)} under way>"
+        return f"<PackQueue: {len(self._packs)} copies>"
 
     def __len__(self) -> int:
         return len(self._packs)
 
     @property
     def writing(self) -> list[int]:
-        """The slots that are being written."""
         return [pack.action.slot for pack in self._packs]
 
     def add(self, action: events.PackChunk) -> events.ChunkPacked | None:
-        """Begin; an event if it cannot be packed."""
         try:
             self._packs.append(self._start(action))
         except (TransportError, IncompatiblePeer, ValueError) as error:
@@ -78,12 +77,11 @@ class PackQueue:
         return None
 
     def poll(self) -> list[events.ChunkPacked]:
-        """Those that have ended."""
         ended: list[events.ChunkPacked] = []
         for pack in list(self._packs):
             refusal = None
             try:
-                if self._staging is None or not self._staging.copier.poll(pack.copy):
+                if not self._staging.copier.poll(pack.copy):
                     continue
                 self._counts["chunks_packed"] += 1
                 self._counts["chunk_bytes"] += pack.num_bytes
@@ -95,21 +93,18 @@ class PackQueue:
         return ended
 
     def close(self) -> None:
-        """Return when neither the cache is read any more nor the ring written."""
-        if self._staging is not None:
-            for pack in self._packs:
-                self._staging.copier.end(pack.copy)
+        for pack in self._packs:
+            self._staging.copier.end(pack.copy)
 
     def _start(self, action: events.PackChunk) -> _Pack:
-        """Raise ValueError if this is not what can be packed into that slot."""
-        if self._staging is None:
-            raise ValueError("this rank does not pack")
+        """Raises ValueError if the chunk is empty or does not fit into the slot."""
         request = action.pack_request
         crop, ring = self._crop(request.layers), self._staging.ring
         table = action.tables[crop.number]
         entries = staged_entries(table, crop.group, range(request.begin, request.end))
-        if not 0 < len(entries) <= ring.capacity(crop.entry_bytes):
-            raise ValueError(f"a chunk has {len(entries)} entries")
+        capacity = ring.capacity(crop.entry_bytes)
+        if not 0 < len(entries) <= capacity:
+            raise ValueError(f"a chunk has {len(entries)} entries; allowed: 1 to {capacity}")
         first = ring.first_entry(action.slot, crop.entry_bytes)
         size = crop.group.entry_size
         pieces = crop.plan.pieces(
@@ -121,7 +116,11 @@ class PackQueue:
         return _Pack(action, copy, crop.plan.num_bytes(pieces), self._clock())
 
     def _crop(self, layers: _Layers) -> _Crop:
-        """How these heads are packed; it is planned once."""
+        """Plan how to pack these heads, once.
+
+        Raises:
+            ValueError: if this rank cannot pack them; says why, each time.
+        """
         crop = self._crops.get(layers)
         if crop is None:
             try:
@@ -133,15 +132,13 @@ class PackQueue:
                 self._crops.popitem(last=False)
         self._crops.move_to_end(layers)
         if isinstance(crop, str):
-            raise ValueError(crop)  # noqa: TRY004 - of what was asked for
+            raise ValueError(crop)  # noqa: TRY004 - the request has a wrong value
         return crop
 
     def _plan(self, layers: _Layers) -> _Crop:
-        if self._staging is None:
-            raise ValueError("this rank does not pack")
         layer, wanted = layers[0].layer, {each.layer: (each.first, each.end) for each in layers}
         if len(wanted) < len(layers):
-            raise ValueError("a layer occurs twice in a chunk; allowed: once")
+            raise ValueError("a chunk names a layer twice; allowed: once")
         regions = self._layout.regions
         if layer not in regions:
             raise ValueError(f"layer {layer!r} is not on this rank")

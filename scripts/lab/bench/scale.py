@@ -56,8 +56,8 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
-from nixl_kv.reading.agents import Agents
 from nixl_kv.reading.peers import RemotePeers
+from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import FromEndpoint, Lost, PeerName
 from nixl_kv.transport.zmq import ZmqControl
 

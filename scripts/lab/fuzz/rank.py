@@ -6,7 +6,7 @@ placeholder. So an input means the same in the next process.
 
 import ctypes
 import mmap
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -33,7 +33,8 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Reader
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.copying.host import HostCopier
+from nixl_kv.reading import staged
+from nixl_kv.reading.staged.host_copier import HostCopier
 from nixl_kv.transport.base import FromEndpoint
 
 HOST: Final = "127.0.0.1"
@@ -130,7 +131,7 @@ class RankUnderTest:
             is_decode=True,
             make_transport=lambda: MemoryTransport(fabric),
             make_control=lambda: self._control,
-            make_copier=lambda: HostCopier(self._background),
+            features=(partial(staged.build, make_copier=lambda: HostCopier(self._background)),),
             make_background=lambda _count: self._background,
             num_slots=SLOTS,
             clock=lambda: self._now,
@@ -210,6 +211,6 @@ class RankUnderTest:
                 if isinstance(result, events.LoadEnded):
                     self.loads.append(result)
             parts = self._parts
-            if not (parts.agents.is_busy or parts.digests or len(parts.packs)):
+            if not (parts.agents.is_busy or parts.digests or len(parts.packs or ())):
                 return
         raise BrokenPromiseError(f"something under way has not ended after {MAX_TURNS} turns")

@@ -7,11 +7,12 @@ Caches are the caller's: a layout for each rank.
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from nixl_kv.config import Config
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.engine.engine import RankSpec, TransferEngine, host_copier
+from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Parts
 from nixl_kv.engine.trust import Trust
 from nixl_kv.geometry.layout import CacheLayout, Table
@@ -20,6 +21,8 @@ from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
+from nixl_kv.reading import staged
+from nixl_kv.reading.paths.base import BuildFeature
 from nixl_kv.reading.staged.copier import Copier, HostMemory
 from nixl_kv.transport.base import ControlPlane, Transport
 
@@ -75,6 +78,13 @@ class LocalRank:
                 case events.Counts():
                     for name, amount in result.counts.items():
                         self.counts[name] = self.counts.get(name, 0) + amount
+
+
+def features_with(**options: Any) -> tuple[BuildFeature, ...]:
+    """A rank's features, of which `staged` has these options."""
+    return tuple(
+        partial(staged.build, **options) if build is staged.build else build for build in FEATURES
+    )
 
 
 class LocalEngine:
@@ -134,9 +144,11 @@ class LocalEngine:
                 make_transport=make_transport,
                 make_checker=make_checker,
                 make_control=make_control,
-                make_copier=make_copier or host_copier,
-                make_staging_memory=lambda length: HostMemory(staging_bytes or length),
-                num_ring_slots=num_ring_slots,
+                features=features_with(
+                    make_copier=make_copier or staged.make_host_copier,
+                    make_memory=lambda length: HostMemory(staging_bytes or length),
+                    num_slots=num_ring_slots,
+                ),
             )
             engine = TransferEngine(spec)
             self.ranks.append(LocalRank(engine, engine.start()))

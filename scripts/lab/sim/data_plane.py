@@ -196,7 +196,8 @@ class SimTransport(MemoryTransport):
             TransportError: if the peer was dropped.
         """
         self._faults.touch()
-        self._reads.clock.now += self._reads.costs.post
+        costs = self._reads.costs
+        self._reads.clock.now += costs.post + costs.run * len(indices[0])
         if remote.owner not in self._peers:
             raise TransportError(f"no such peer: {remote.owner}")
         read = super().read(local, remote, indices)

@@ -29,7 +29,8 @@ from nixl_kv.engine.loop import LINGER_S, LINK_KEPT_S, Parts
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
-from nixl_kv.reading.agents import TRY_AGAIN_S
+from nixl_kv.reading.replace import TRY_AGAIN_S
+from nixl_kv.reading.staged.path import StagedPath
 
 PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0
@@ -74,6 +75,7 @@ def _queue_s(world: World) -> float:
     return (
         shape.join * num_ranks * len(world.prefills()) * max(shape.prefill, shape.decode)
         + (shape.post + shape.tick) * num_ranks * world.router.num_used
+        + shape.run * num_ranks * world.router.num_tokens
         + (num_bytes / shape.rate if shape.rate else 0)
     )
 
@@ -215,6 +217,7 @@ def _left_on(rank: RankLife) -> Iterator[str]:
 def _left_in_rings(parts: Parts) -> Iterator[str]:
     if parts.packs or parts.prefill.ring:
         yield f"{len(parts.prefill.ring)} slots that were packed"
-    free = parts.agents.peers.free_slots
-    if free is not None and len(free) < free.ring.num_slots:
-        yield f"{free.ring.num_slots - len(free)} slots that were read"
+    for path in parts.agents.peers.paths:
+        free = path.slots if isinstance(path, StagedPath) else ()
+        if isinstance(path, StagedPath) and len(free) < path.slots.ring.num_slots:
+            yield f"{path.slots.ring.num_slots - len(free)} slots that were read"

@@ -34,7 +34,7 @@ from nixl_kv.errors import LimitedLog
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.plan import IndexBuffer
 from nixl_kv.protocol.messages import Description, RankDescription
-from nixl_kv.reading.peers import PreparedRank
+from nixl_kv.reading.peers import RemoteRank
 from nixl_kv.transport.slots import SlotPage
 
 SECRET: Final = re.compile(r"[0-9a-f]{32}")
@@ -50,7 +50,7 @@ OPAQUE: Final = (
     MemoryControl,
     MemoryTransport,
     np.ndarray,
-    PreparedRank,
+    RemoteRank,
     RankCache,
     RankDescription,
     SlotPage,

@@ -11,10 +11,11 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that pass inside a turn: to join a rank of a peer, post a read, do what is due."""
+    """Seconds that pass inside a turn: to join a rank, post a read and each run of it, and tick."""
 
     join: float = 0.0
     post: float = 0.0
+    run: float = 0.0
     tick: float = 0.0
 
 

@@ -212,6 +212,19 @@ PROFILES: Final[Mapping[str, Profile]] = {
         gentle=True,
         num_steps=400,
     ),
+    "long": Profile(
+        # One read takes longer than a timeout, and to post all of it longer than a lease.
+        {**IN_STEP, "prefill long": 2, "decode once": 8},
+        shapes=[
+            Shape(rate=70, blocks=100),
+            Shape(run=0.15, blocks=100),
+            Shape(1, 2, rate=160, blocks=100),
+            Shape(rate=150, blocks=100, staged=1024),
+            Shape(2, 1, run=0.1, blocks=100),
+        ],
+        gentle=True,
+        num_steps=300,
+    ),
 }
 DEFAULT_PROFILES: Final = tuple(PROFILES)
 VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
@@ -388,6 +401,12 @@ def _length(world: World, rng: random.Random) -> int | None:
     return rng.choice((1, 3, 4, 5, 8, 9, 13, 17))
 
 
+def _great_length(world: World, rng: random.Random) -> int | None:
+    """Of a prompt that is the only one."""
+    is_first = all(not engine.scheduler.requests for engine in world.alive())
+    return rng.choice((40, 50, 60)) if is_first else None
+
+
 def _recent_ticket(world: World, rng: random.Random) -> int | None:
     """One of the last, which may have been used."""
     count = len(world.router.tickets)
@@ -402,6 +421,7 @@ def _next_ticket(world: World, _rng: random.Random) -> int | None:
 
 ARGUMENTS: Final[Mapping[str, Sequence[Draw]]] = {
     "prefill": (_length, _one_of(1, 1, 1, 2, 3, 4), _prefill_engine),
+    "prefill long": (_great_length, _one_of(1), _prefill_engine),
     "decode": (_decode_engine, _recent_ticket, _one_of(0, 0, 0, 0, 1, 9)),
     "decode once": (_decode_engine, _next_ticket, _one_of(0, 0, 0, 1)),
     "foreign": (_decode_engine, _recent_ticket),

@@ -18,8 +18,9 @@ from nixl_kv.engine.loop import STOP_TIMEOUT_S, Parts
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.copying.host import HostCopier
+from nixl_kv.reading import staged
 from nixl_kv.reading.staged.copier import HostMemory
+from nixl_kv.reading.staged.host_copier import HostCopier
 
 RING_SLOTS: Final = 4
 WORK_S: Final = 0.5
@@ -65,6 +66,7 @@ class Environment:
     fabric: SimFabric
     config: Config
     window: int = 0
+    has_copy_failed: bool = False
     observer: Observer = field(init=False)
 
 
@@ -125,9 +127,14 @@ class RankLife:
                 make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
                 num_slots=seat.slots.count,
-                make_copier=lambda: HostCopier(self.copying),
-                make_staging_memory=lambda _length: seat.staging,
-                num_ring_slots=RING_SLOTS,
+                features=(
+                    partial(
+                        staged.build,
+                        make_copier=lambda: HostCopier(self.copying),
+                        make_memory=lambda _length: seat.staging,
+                        num_slots=RING_SLOTS,
+                    ),
+                ),
                 clock=environment.clock,
             )
         )
@@ -175,6 +182,7 @@ class RankLife:
 
     def work(self, *, fail: bool = False) -> None:
         """Make or destroy an agent, or else copy between the cache and the ring."""
+        self._environment.has_copy_failed |= fail and not self.background.waiting
         (self.background if self.background.waiting else self.copying).work(fail=fail)
 
     def join_at_once(self) -> None:
@@ -182,8 +190,8 @@ class RankLife:
         while self.joining.waiting:
             self.joining.work()
         for agent in self.parts.agents.polled:
-            for read in agent.reads:
-                if read.warms_up and isinstance(read.handle, Read):
+            for read in agent.warm_ups:
+                if isinstance(read.handle, Read):
                     read.handle.land_all()
 
     def stop(self) -> None:

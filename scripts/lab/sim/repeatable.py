@@ -9,7 +9,8 @@ from unittest.mock import patch
 from nixl_kv import ids
 from nixl_kv.connector import paging
 from nixl_kv.protocol import read_queue
-from nixl_kv.reading import peers as remote_peers
+from nixl_kv.reading import agent as read_agent
+from nixl_kv.reading.paths import base, direct
 from nixl_kv.verify import digest
 
 WINDOW_EDGE: Final = 4
@@ -64,6 +65,8 @@ def repeatable(seed: int = 0) -> Iterator[None]:
         patch.object(digest, "STEP_BYTES", 1),
         patch.object(paging, "WINDOW_EDGE", WINDOW_EDGE),
         patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),
-        patch.object(remote_peers, "SAMPLE_BYTES", 4),
+        patch.object(read_agent, "SAMPLE_BYTES", 4),
+        patch.object(direct, "SLICE_RUNS", 1),
+        patch.object(base, "RUNS_PER_TURN", 2),
     ):
         yield

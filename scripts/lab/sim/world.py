@@ -46,6 +46,7 @@ class Shape:
     rate: float = 0.0  # bytes a second of each link; 0: the schedule lands them
     join: float = 0.0  # seconds that it takes to join a rank of a peer,
     post: float = 0.0  # to post a read,
+    run: float = 0.0  # and each of its runs,
     tick: float = 0.0  # and to do what is due
     links: int = 0  # connections that a listener takes; 0: all
     apart: bool = False  # peers are prepared when the schedule says so, not at once
@@ -58,7 +59,7 @@ class Shape:
         more += [f"{self.engines} engines"] if self.engines != 1 else []
         more += ["both"] if self.both else []
         more += ["copies"] if self.heads < self.prefill else []
-        flags = "tcp", "window", "verify", "rate", "join", "post", "tick", "links", "staged"
+        flags = "tcp", "window", "verify", "rate", "join", "post", "run", "tick", "links", "staged"
         more += [name for name in (*flags, "apart", "newer") if getattr(self, name)]
         return " ".join([f"{self.prefill}x{self.decode}", *more])
 
@@ -119,7 +120,7 @@ class World:
         self.shape = shape
         self.clock = Clock()
         self.network = SimNetwork(held=True, max_links=shape.links)
-        costs = Costs(shape.join, shape.post, shape.tick)
+        costs = Costs(shape.join, shape.post, shape.run, shape.tick)
         self.fabric = SimFabric(self.clock, tcp=shape.tcp, rate=shape.rate, costs=costs)
         self.environment = Environment(
             self.clock, self.network, self.fabric, shape.config(), shape.window

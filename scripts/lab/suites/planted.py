@@ -24,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from lab.local.engine import features_with
 from lab.suites.detect.planting import Planted, Planter, Planting, PlantingCopier, PlantingTransport
 from nixl_kv.connector import worker
 from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
@@ -77,7 +78,9 @@ class PlantingWorker(worker.Worker):
             return replace(
                 spec,
                 make_transport=lambda: PlantingTransport(spec.make_transport(), planter),
-                make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter),
+                features=features_with(
+                    make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter)
+                ),
             )
 
         with patch.object(worker, "rank_spec", planting_spec):

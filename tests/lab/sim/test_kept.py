@@ -86,6 +86,16 @@ SCHEDULES = [
             ]
         ),
     ),
+    (
+        "a short read that waits behind a long one over a slow link",
+        ";".join(
+            [
+                *["world rate=80 blocks=100 gentle=1", "prefill 60 1", "prefill 5 1"],
+                *[*["step p"] * 12, "turn p.0", "decode d0 1 0", "step d0", "turn d0.0"],
+                *["decode d0 0 0", "end calm"],
+            ]
+        ),
+    ),
 ]
 
 

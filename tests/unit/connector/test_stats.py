@@ -38,13 +38,11 @@ NAMES = [
     "descriptors",
     "reads_direct",
     "read_seconds_direct",
-    "estimated_seconds_direct",
     "reads_gather",
     "read_seconds_gather",
-    "estimated_seconds_gather",
     "reads_staged",
     "read_seconds_staged",
-    "estimated_seconds_staged",
+    "staged_bytes_read_directly",
     "chunks_packed",
     "chunk_bytes",
     "chunk_seconds",
@@ -106,7 +104,7 @@ def test_each_end_of_an_offer_has_a_counter(end: OfferEnd) -> None:
 
 def good_load(*seconds: float, verified: bool = False) -> LoadEnded:
     reads = tuple(
-        read_done(rank, num_bytes=1000, num_runs=5, seconds=each, path="gather", estimate=0.2)
+        read_done(rank, num_bytes=1000, num_runs=5, seconds=each, path="gather")
         for rank, each in enumerate(seconds)
     )
     return LoadEnded(D1, 7, None, PEER, verified=verified, reads=reads)
@@ -124,9 +122,16 @@ def test_a_good_load_counts_its_reads() -> None:
         "descriptors": 10,
         "reads_gather": 2,
         "read_seconds_gather": 0.75,
-        "estimated_seconds_gather": 0.4,
         TRANSFER_SECONDS: [0.5, 0.0],
     }
+
+
+def test_bytes_of_a_staged_read_that_were_read_directly_are_counted() -> None:
+    stats = Stats()
+    read = read_done(0, num_bytes=1000, path="staged", direct_bytes=300)
+    stats.count_results([LoadEnded(D1, 7, None, PEER, reads=(read,))])
+    assert stats.data["bytes_read"] == 1000
+    assert stats.data["staged_bytes_read_directly"] == 300
 
 
 def test_an_offer_is_counted_when_it_is_published() -> None:

@@ -1,9 +1,7 @@
 """A rank's transfer engine, as it is put together from its specification."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +16,13 @@ from nixl_kv.engine.engine import (
     MIN_SLOTS,
     RankSpec,
     TransferEngine,
-    _make_gather,
     slots_for,
 )
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
+from nixl_kv.reading.staged.path import StagedPath
 from nixl_kv.transport.base import Transport
 from support.records import description
 from support.stepped import Background, StepControl
@@ -172,7 +170,7 @@ def test_a_rank_that_is_not_to_pack_has_no_ring(step: Step, changed: dict[str, A
     engine = step(config=Config(**changed))
     assert engine.loop is not None
     assert engine.loop.parts.description.ring is None
-    assert engine.loop.parts.agents.peers.means.staging is None
+    assert not any(isinstance(path, StagedPath) for path in engine.loop.parts.agents.peers.paths)
 
 
 @pytest.mark.parametrize("is_decode", [True, False])
@@ -182,11 +180,12 @@ def test_a_rank_that_packs_and_reads_has_half_of_its_staging_for_either(
     engine = step(is_decode=is_decode, config=Config(staging_mib=2))
     assert engine.loop is not None
     ring = engine.loop.parts.description.ring
-    staging = engine.loop.parts.agents.peers.means.staging
+    paths = engine.loop.parts.agents.peers.paths
+    readers = [path.staging for path in paths if isinstance(path, StagedPath)]
     assert ring is not None
     assert (ring.length, ring.num_slots) == ((1 if is_decode else 2) << 20, 16)
-    assert (staging is not None) == is_decode
-    if staging is not None:
+    assert len(readers) == is_decode
+    for staging in readers:
         assert staging.ring.span == Span(ring.address + ring.length, ring.length)
 
 
@@ -271,13 +270,3 @@ def test_a_start_that_fails_says_why(planes: Planes) -> None:
 
 def spec_in(planes: Planes, memory: Memory, **changed: Any) -> RankSpec:
     return spec_of(planes, layout=replace(CACHE.layout(), memory=memory), **changed)
-
-
-@pytest.mark.parametrize("path", ["auto", "gather", "direct", "staged"])
-def test_mapped_memory_is_read_by_who_may_read_it_so(
-    planes: Planes, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = SimpleNamespace(GpuGather=lambda *arguments: arguments)
-    monkeypatch.setitem(sys.modules, "nixl_kv.reading.gather.path", fake)
-    gather = _make_gather(spec_in(planes, "VRAM", config=Config(path=path)), lambda: None)
-    assert (gather is not None) == (path in {"auto", "gather"})

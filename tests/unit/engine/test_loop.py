@@ -57,7 +57,7 @@ from nixl_kv.protocol.messages import (
 from nixl_kv.protocol.peers import CONNECT_TIMEOUT_S
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
-from nixl_kv.reading.agents import TIDY_S, TRY_AGAIN_S
+from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
 from support.records import HOME, ask, description, digest_request
 from support.stepped import Background, MakeWorld, Stepped, World

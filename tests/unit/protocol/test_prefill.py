@@ -386,6 +386,17 @@ CHUNK_3 = pack_request(3, holds=(0, 1, 2, 3))
 CHUNK_OF_SECOND = pack_request(0, reader=SECOND)
 TO_PACK = (asked(CHUNK_0), pack(CHUNK_0))
 PACKED: Script = after(GRANTED, TO_PACK, (packed(CHUNK_0), replied(pack_reply())))
+CHUNK_4, CHUNK_0_READ = (
+    pack_request(4, holds=(0, 1, 2, 3, 4)),
+    pack_request(0, number=5, holds=(1, 2, 3)),
+)
+NEXT_OF_SECOND = pack_request(1, reader=SECOND, holds=(0, 1))
+ALONE: Script = after(
+    PACKED,
+    (asked(CHUNK_1), pack(CHUNK_1, 1)),
+    (asked(CHUNK_2), pack(CHUNK_2, 2)),
+    (asked(CHUNK_3),),
+)
 CHUNKS: dict[str, Script] = {
     "what is granted is packed, and the slot is told when it is": PACKED,
     "a request that comes again is not packed again": after(
@@ -394,11 +405,34 @@ CHUNKS: dict[str, Script] = {
     "a request that comes again is answered again": after(
         PACKED, (asked(CHUNK_0, b"again"), replied(pack_reply(), b"again"))
     ),
-    "a reader that is alone leaves a quarter of the ring": after(
-        PACKED,
+    "a reader that is alone leaves a quarter of the ring": ALONE,
+    "a chunk that has been read leaves its slot to one that waits": after(
+        ALONE, (asked(pack_request(0, number=5, holds=(1, 2, 3))), pack(CHUNK_3, 3))
+    ),
+    "a chunk that waits is not packed twice if it is asked for again": after(
+        ALONE,
+        (asked(CHUNK_3, b"again"),),
+        (asked(CHUNK_0_READ, b"again"), pack(CHUNK_3, 3, b"again")),
+    ),
+    "a chunk that its reader gives up waits no longer": after(
+        ALONE,
+        (asked(pack_request(2, number=5, holds=(0, 1, 2))),),
+        (asked(pack_request(0, number=6, holds=(1, 2))),),
+    ),
+    "chunks of several readers wait in order": after(
+        BOTH_ASKED,
+        TO_PACK,
         (asked(CHUNK_1), pack(CHUNK_1, 1)),
         (asked(CHUNK_2), pack(CHUNK_2, 2)),
-        (asked(CHUNK_3), replied(pack_reply(3, slot=None))),
+        (asked(CHUNK_3),),
+        (asked(CHUNK_OF_SECOND), pack(CHUNK_OF_SECOND, 3)),
+        (asked(NEXT_OF_SECOND),),
+        (packed(CHUNK_0), replied(pack_reply())),
+        (packed(CHUNK_1, 1), replied(pack_reply(1, slot=1))),
+        (asked(pack_request(0, number=5, holds=(2, 3))), pack(CHUNK_3, 0), pack(NEXT_OF_SECOND, 1)),
+    ),
+    "a reader that asks for more than a ring has is refused": after(
+        ALONE, (asked(CHUNK_4), replied(pack_reply(4, slot=None)))
     ),
     "what a reader does not name any more is free": after(
         PACKED,
@@ -480,27 +514,21 @@ RIVALS: Script = [
         replied(grant(nonce=NONCE2, claim=RIVAL, slot=2, generation=generation(2))),
     ),
 ]
-IN_VAIN = (asked(OTHER_CHUNK), replied(pack_reply(nonce=NONCE2, claim=RIVAL, slot=None)))
-BACK = (
-    100.0 + HOLD_S,
-    asked(OTHER_CHUNK),
-    *EXPIRED,
-    replied(pack_reply(nonce=NONCE2, claim=RIVAL, slot=None)),
-)
-THEN = (asked(OTHER_CHUNK), pack(OTHER_CHUNK))
+WAITS = (asked(OTHER_CHUNK),)
 SLOT_TAKEN_BACK: dict[str, Script] = {
-    "a ring that is full means direct; a slot is not kept for ever": after(
-        PACKED, *RIVALS, IN_VAIN, (100.0 + HOLD_S - 0.1, *IN_VAIN), BACK, THEN
-    ),
-    "also of who reads": after(
+    "a slot is not kept for ever while others wait for it": after(
         PACKED,
         *RIVALS,
-        (asked(renew(3, CLAIM, RIVAL, reading=1)), replied(renewed(number=3))),
-        BACK,
-        THEN,
+        WAITS,
+        (
+            100.0 + HOLD_S - 0.1,
+            asked(renew(3, CLAIM, RIVAL, reading=2)),
+            replied(renewed(number=3)),
+        ),
+        (100.0 + HOLD_S, Tick(), *EXPIRED, pack(OTHER_CHUNK)),
     ),
-    "also of who was recalled": after(
-        PACKED, *RIVALS, (ReclaimBlocks(1), replied(recall())), BACK, THEN
+    "a slot goes to the next one with the end of its offer": after(
+        PACKED, *RIVALS, WAITS, (*READ, pack(OTHER_CHUNK))
     ),
 }
 ONE_SLOT = list(SLOT_TAKEN_BACK.values())
@@ -846,7 +874,6 @@ def test_the_scripts_above_make_each_transition_of_the_table(
         *["Release: read", "Release: aborted", "Release: not_needed", "Renew: aborted"],
         *["Tick: expired", "Tick: unclaimed", "RevokeOffer: revoked", "WithdrawOffer"],
         *["Tick: revoked", "Release: revoked", "ReclaimBlocks: revoked"],
-        "PackRequest: expired",
     }
 
 

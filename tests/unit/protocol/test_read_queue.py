@@ -118,6 +118,14 @@ def test_what_waits_advances_with_what_is_before_it() -> None:
     assert {queue.moved_at(key(number)) for number in (1, 2)} == {7.0}
 
 
+def test_a_read_that_waits_behind_one_that_moves_is_not_stuck() -> None:
+    queue = queue_of((0, at(0), MAX_BYTES), (1, at(0), MAX_BYTES))
+    assert started(queue) == [0]
+    queue.note_progress(key(0), 5.0)
+    queue.note_progress(key(9), 6.0)
+    assert queue.moved_at(key(1)) == 5.0
+
+
 def test_what_waits_for_others_alone_advances_with_them() -> None:
     queue = queue_of((0, at(0), MAX_BYTES), (1, at(1), MAX_BYTES), (2, at(2), MAX_BYTES))
     assert started(queue) == [0]

@@ -1,104 +1,26 @@
 """One agent that reads: data and slots, what becomes of them, and what cannot be read."""
 
-import dataclasses
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL
-from lab.local.memory import Fabric, MemoryTransport
+from lab.local.memory import MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.geometry.layout import CacheLayout, Memory, Table
-from nixl_kv.geometry.staging import Ring
 from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
-    DataEvent,
-    PeerKey,
     ReadDone,
     ReadFailed,
-    ReadSlot,
     SlotRead,
-    StartLoad,
-    StartRead,
     StopRead,
 )
-from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.reading import agent as read_agent
-from nixl_kv.reading.agent import MAX_SLOT_READS, WARM_UP_S, ReadAgent, open_transport
-from nixl_kv.reading.copying.host import HostCopier
-from nixl_kv.reading.gather.base import Means
-from nixl_kv.reading.peers import PreparedPeers, RemotePeers
-from nixl_kv.reading.staged.copier import HostMemory, Staging
-from support.memory_gather import EXPORT, MemoryGather
-from support.readable import ReadableRank, engine_of
-from support.records import D1, PEER, grant
-from support.stepped import Background, Clock
+from nixl_kv.reading.agent import MAX_SLOT_READS
+from support.agent_reading import R0, SIZES, Reading
+from support.records import D1, PEER
 
-SIZES = Sizes()
-R0 = Rank(0)
-RING = StagingRing(address=1 << 20, length=1 << 20, num_slots=4)
 UNKNOWN = replace(PEER, endpoint=Endpoint("tcp://10.0.0.9:5600"))
-
-
-class Reading:
-    """A decode rank's agent, and the prefill rank that it reads."""
-
-    def __init__(
-        self,
-        make_means: Callable[[CacheLayout], Means] | None = None,
-        sizes: Sizes = SIZES,
-        memory: Memory = "VRAM",
-    ) -> None:
-        self.fabric, self.clock = Fabric(), Clock()
-        self.prefill = ReadableRank(self.fabric, sizes)
-        self.cache = Cache(sizes).fill(2)
-        layout = dataclasses.replace(self.cache.layout(), memory=memory)
-        means = None if make_means is None else make_means(layout)
-        self.peers = RemotePeers(layout, R0, MODEL, means=means)
-        engine = engine_of(self.prefill)
-        ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
-        described = replace(engine, ranks=ranks)
-        self.peers.add(PEER, described)
-        opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
-        self.counts: defaultdict[str, float] = defaultdict(float)
-        self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
-        self.prepare()
-        while self.agent.reads:  # that warm up
-            assert self.agent.poll() == []
-        self.counts.clear()
-        self.fabric.bytes_copied = 0
-
-    def prepare(self) -> None:
-        """Until the peer can be read."""
-        description = self.peers.descriptions[PEER]
-        self.agent.peers.prepare(PEER, description, self.peers.routes(description))
-        while self.agent.peers.is_busy:
-            self.agent.peers.end_step()
-            self.agent.peers.begin_step()
-
-    def start(
-        self,
-        local: list[int],
-        remote: list[int],
-        tokens: range,
-        *,
-        peer: PeerKey = PEER,
-    ) -> list[DataEvent]:
-        """What is known at once of a read."""
-        load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),))
-        granted = grant(tables=(Table.of(remote),))
-        events = self.agent.start_read(StartRead(peer, R0, granted, load))
-        assert events is not None
-        return events
-
-    def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
-        """The same of a slot."""
-        return self.agent.read_slot(ReadSlot(peer, R0, D1, slot))
 
 
 @pytest.fixture
@@ -110,7 +32,7 @@ def test_a_read_ends_when_all_bytes_have_landed(reading: Reading) -> None:
     reading.fabric.polls = 3
     before = reading.cache.view.copy()
     assert reading.start([2, 9], [7, 3], range(8)) == []
-    assert repr(reading.agent) == "<ReadAgent: 1 reads, <PreparedPeers: 1 of prefill>>"
+    assert repr(reading.agent) == "<ReadAgent: 1 reads, <Ranks: 1 READY>>"
     assert reading.agent.poll() == []
     assert reading.agent.poll() == []
     assert np.array_equal(reading.cache.view, before)
@@ -190,7 +112,7 @@ def test_a_peer_that_was_dropped_cannot_be_read(reading: Reading) -> None:
     reason = "engine 'prefill' is gone"
     assert reading.start([2], [7], range(4), peer=UNKNOWN) == [ReadFailed(D1, R0, reason)]
     assert reading.read_slot(3, UNKNOWN) == [ReadFailed(D1, R0, reason)]
-    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+    assert len(reading.agent.free_entries) == MAX_SLOT_READS
 
 
 def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None:
@@ -202,8 +124,8 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
     reading.fabric.polls = 2
     assert reading.read_slot(3) == []
     (read,) = reading.agent.reads
-    assert read.slot is not None
-    assert reading.agent._slots.read(read.slot) == bytes(16)
+    assert read.slot_op is not None
+    assert reading.agent.slots.read(read.slot_op._entry) == bytes(16)
     reading.prefill.slots.write(3, second)
     assert reading.agent.poll() == []
     assert reading.agent.poll() == [SlotRead(D1, R0, second)]
@@ -215,10 +137,12 @@ def test_a_cleared_slot_reads_as_zeros(reading: Reading) -> None:
 
 
 def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
-    reading.agent._free_slots = [1]
+    reading.agent.free_entries = [1]
     reading.fabric.reads_hang = True
     assert reading.read_slot(0) == []
-    assert reading.read_slot(0) == [ReadFailed(D1, R0, "too many slots are being read")]
+    (failed,) = reading.read_slot(0)
+    assert isinstance(failed, ReadFailed)
+    assert str(MAX_SLOT_READS) in failed.reason
     reading.fabric.reads_hang = False
     assert len(reading.agent.poll()) == 1
     assert reading.read_slot(0) == []
@@ -227,7 +151,7 @@ def test_entries_for_slots_are_bounded_and_used_again(reading: Reading) -> None:
 def test_a_slot_that_the_peer_does_not_have_is_refused(reading: Reading) -> None:
     (event,) = reading.read_slot(8)
     assert isinstance(event, ReadFailed)
-    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+    assert len(reading.agent.free_entries) == MAX_SLOT_READS
 
 
 @pytest.mark.parametrize("kind", ["data", "slot"])
@@ -249,7 +173,7 @@ def test_a_read_whose_state_is_not_known_ends_with_its_agent(
     (read,) = reading.agent.reads
     assert read.is_abandoned
     assert len(asked) == 1, "it is not asked again"
-    reason = "not found, and was stopped with its agent"
+    reason = "not found; destroying its NIXL agent stopped it"
     assert reading.agent.fail_all() == [ReadFailed(D1, R0, reason)]
 
 
@@ -262,7 +186,7 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
     assert [type(event) for event in events] == [ReadFailed, ReadFailed]
     assert "is gone" in str(events[0])
     assert reading.agent.reads == []
-    assert len(reading.agent._free_slots) == MAX_SLOT_READS
+    assert len(reading.agent.free_entries) == MAX_SLOT_READS
 
 
 def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_read(
@@ -297,7 +221,7 @@ def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_re
     reading.fabric.reads_hang = False
     assert len(reading.agent.poll()) == 1
     reading.agent.drop_broken()
-    assert not reading.agent.peers.has(PEER, R0)
+    assert reading.agent.ranks.find(PEER, R0) is None
     reading.prepare()
     assert dropped == [name]
     assert reading.start([2], [7], range(4)) == []
@@ -321,321 +245,20 @@ def test_a_read_that_is_not_wanted_ends_when_what_is_under_way_has_landed(
     monkeypatch.setattr(MemoryTransport, "stop", stop)
     reading.fabric.polls = 1
     reading.start([2, 9], [7, 3], range(8))
-    reading.agent.stop_read(StopRead(D1, Rank(1)))
-    reading.agent.stop_read(StopRead(RequestId("d2"), R0))
+    reading.agent.stop(StopRead(D1, Rank(1)))
+    reading.agent.stop(StopRead(RequestId("d2"), R0))
     assert stopped == []
-    reading.agent.stop_read(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
-    before = reading.agent.peers.get(PEER, R0).link.estimate("direct").seconds(1, 1)
     reading.fabric.polls = 3
     reading.start([2, 9], [7, 3], range(8))
-    reading.agent.stop_read(StopRead(D1, R0))
-    reading.agent.stop_read(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
     reading.clock.now += 50.0
     assert [reading.agent.poll() for _ in range(2)] == [[], []]
-    assert reading.agent.poll() == [ReadFailed(D1, R0, "it is not wanted any more")]
+    assert reading.agent.poll() == [ReadFailed(D1, R0, "no longer wanted")]
     assert len(stopped) == 2
-    estimate = reading.agent.peers.get(PEER, R0).link.estimate("direct").seconds(1, 1)
-    assert estimate == before, "what was cut short tells nothing"
     reading.read_slot(3)
-    reading.agent.stop_read(StopRead(D1, R0))
+    reading.agent.stop(StopRead(D1, R0))
     assert len(reading.agent.poll()) == 0
-
-
-class Gathering(Reading):
-    """Prefill's memory is mapped."""
-
-    def __init__(self, *, is_able: bool = True) -> None:
-        self.gather = MemoryGather(is_able=is_able)
-        super().__init__(lambda _: Means(self.gather, "gather"))
-
-    def read(self) -> list[DataEvent]:
-        return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()
-
-
-def test_mapped_memory_is_read_without_nixl() -> None:
-    reading = Gathering()
-    reading.gather.polls = 2
-    before = reading.cache.view.copy()
-    assert reading.start([2, 9], [7, 3], range(8)) == []
-    assert reading.agent.poll() == []
-    assert np.array_equal(reading.cache.view, before)
-    (event,) = reading.agent.poll()
-    assert isinstance(event, ReadDone)
-    assert (event.path, event.num_bytes) == ("gather", reading.cache.blocks([0, 0]).nbytes)
-    expected = reading.prefill.cache.blocks([7, 3])
-    assert np.array_equal(reading.cache.blocks([2, 9]), expected)
-    assert reading.fabric.bytes_copied == 0
-
-
-def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
-    reading = Gathering(is_able=False)
-    (event,) = reading.read()
-    assert isinstance(event, ReadDone)
-    assert event.path == "direct"
-    assert reading.fabric.bytes_copied == event.num_bytes
-
-
-def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> None:
-    """It would stay allocated, and the owner's next life would lack it."""
-    reading = Gathering()
-    reading.gather.polls = 3
-    reading.start([2, 9], [7, 3], range(8))
-    reading.gather.end_owners()
-    assert reading.agent.poll() == []
-    assert len(reading.gather.mapped) == 1
-    while not reading.agent.poll():
-        assert len(reading.gather.mapped) == 1
-    reading.agent.poll()
-    assert reading.gather.mapped == []
-    (event,) = reading.read()
-    assert isinstance(event, ReadDone)
-    assert event.path == "direct"
-
-
-def test_a_dropped_peer_is_unmapped() -> None:
-    reading = Gathering()
-    reading.read()
-    assert len(reading.gather.mapped) == 1
-    reading.agent.peers.drop(PEER)
-    assert reading.gather.mapped == []
-
-
-def test_a_dropped_peer_is_unmapped_with_the_last_read_that_uses_the_mapping() -> None:
-    """Other reads of the peer may never pause, and each new mapping would come on top."""
-    reading = Gathering()
-    reading.gather.polls = 3
-    reading.start([2, 9], [7, 3], range(8))
-    reading.fabric.reads_hang = True
-    assert reading.read_slot(3) == []
-    reading.agent.peers.drop(PEER)
-    ended: list[DataEvent] = []
-    while not ended:
-        reading.agent.peers.begin_step()
-        assert len(reading.gather.mapped) == 1
-        ended = reading.agent.poll()
-    reading.agent.peers.begin_step()
-    assert reading.gather.mapped == []
-    assert reading.agent.is_reading(PEER)
-
-
-def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
-    reading = Gathering()
-    reading.read()
-    reading.agent.close()
-    assert reading.gather.num_waits == 1
-    assert not reading.gather.is_closed, "other agents use it"
-    assert reading.gather.mapped == []
-    assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
-
-
-class Probing(Reading):
-    """Memory that is long enough to measure how fast it is read: a read takes what it costs."""
-
-    COSTS = (200e-6, 5e-6, 1 / 2e9)
-    SIZES = Sizes(blocks=700, heads=8, key=128, value=128)
-    NUM_PROBES = 3 + 2 + 2
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        wanted: str = "auto",
-        sizes: Sizes = SIZES,
-        gather: MemoryGather | None = None,
-    ) -> None:
-        owner = HostMemory(RING.length)
-        staging = Staging(
-            Ring(owner.span, RING.num_slots), "DRAM", 0, HostCopier(Background()), owner
-        )
-        self.num_posted = 0
-        read = MemoryTransport.read
-
-        def timed(transport: Any, local: Any, remote: Any, indices: Any) -> Any:
-            handle = read(transport, local, remote, indices)
-            num_bytes = sum(length for (_, length), _ in handle.pairs)
-            self.num_posted += 1
-            start, run, byte = self.COSTS
-            self.clock.now += start + run * len(indices[0]) + byte * num_bytes
-            return handle
-
-        monkeypatch.setattr(MemoryTransport, "read", timed)
-        super().__init__(lambda _: Means(gather, wanted, staging), sizes, "DRAM")
-        self.link = self.agent.peers.get(PEER, R0).link
-        self.num_first = self.num_posted
-
-    def meet(self) -> Any:
-        """The host, as if for the first time, until it is being measured."""
-        self.agent.peers.drop(PEER)
-        self.link.is_probed = False
-        self.link._estimates.clear()
-        self.prepare()
-        while not (probes := [read for read in self.agent.reads if read.probing]):
-            assert self.agent.poll() == []
-        return probes[0].probing
-
-    def poll(self) -> list[DataEvent]:
-        ended = []
-        while self.agent.is_busy:
-            ended += self.agent.poll()
-            self.agent.peers.begin_step()
-        return ended
-
-    def check(self) -> None:
-        """It is known what a read costs."""
-        start, run, byte = self.COSTS
-        estimate = self.link.estimate("direct")
-        for num_runs, num_bytes in ((1, 1), (36864, 1 << 26), (500, 1 << 30)):
-            seconds = start + run * num_runs + byte * num_bytes
-            assert estimate.seconds(num_runs, num_bytes) == pytest.approx(seconds, rel=0.01)
-
-
-def test_of_a_host_that_is_met_it_is_measured_how_fast_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.check()
-    assert reading.num_first == 2 + Probing.NUM_PROBES
-    reading.agent.peers.drop(PEER)
-    reading.prepare()
-    assert reading.poll() == []
-    assert reading.num_posted == reading.num_first + 2, "measured when it was met again"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "sizes", "gather"),
-    [
-        pytest.param("staged", Probing.SIZES, None, id="staged"),
-        pytest.param("direct", Probing.SIZES, None, id="direct"),
-        pytest.param("auto", SIZES, None, id="too little memory"),
-        pytest.param("auto", Probing.SIZES, MemoryGather(), id="mapped"),
-    ],
-)
-def test_what_tells_nothing_is_not_measured(
-    wanted: str, sizes: Sizes, gather: MemoryGather | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no choice of paths, an easy one, or too little memory."""
-    assert Probing(monkeypatch, wanted, sizes, gather).num_first == 2
-
-
-def test_what_is_measured_beside_other_reads_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    before = reading.num_posted
-    assert reading.start([2, 9], [7, 3], range(8)) == []
-    reading.clock.now += 1.0
-    (done,) = reading.poll()
-    assert isinstance(done, ReadDone)
-    reading.check()
-    assert reading.num_posted == before + 1 + Probing.NUM_PROBES, "one of them again"
-
-
-def test_what_is_measured_beside_a_slot_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    reading.read_slot(3)
-    reading.clock.now += 1.0
-    assert len(reading.poll()) == 1
-    reading.check()
-
-
-def test_what_is_measured_while_a_peer_is_added_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    probing = reading.meet()
-    with monkeypatch.context() as patch:
-        patch.setattr(PreparedPeers, "is_adding", True)
-        reading.clock.now += 0.1
-        assert reading.agent.poll() == []
-    assert probing.is_disturbed
-    assert reading.poll() == []
-    reading.check()
-
-
-def test_nothing_is_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = Probing(monkeypatch)
-    probing = reading.meet()
-    while reading.link.is_probed:
-        probing.is_disturbed = True
-        assert reading.agent.poll() == []
-    assert probing.tries_left == 0
-    assert not reading.agent.is_busy
-    assert not reading.link._estimates, "something was measured"
-
-
-def test_a_host_that_was_lost_while_it_was_measured_is_measured_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    reading.fabric.lost_peers.add(reading.prefill.transport.name)
-    assert reading.poll() == []
-    assert not reading.link.is_probed
-    reading.fabric.lost_peers.clear()
-    reading.meet()
-    assert reading.poll() == []
-    reading.check()
-
-
-def test_a_host_that_was_prepared_anew_is_not_read_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    before = reading.num_posted
-    reading.agent.peers.drop(PEER)
-    reading.prepare()
-    assert reading.poll() == []
-    assert reading.num_posted == before + 2, "what warms up"
-    assert not reading.link.is_probed
-    assert not reading.link._estimates, "something was measured"
-
-
-def test_a_host_whose_agent_ends_while_it_is_measured_may_be_measured_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.meet()
-    reading.agent.close()
-    assert not reading.link.is_probed
-
-
-def test_a_warm_up_that_hangs_keeps_no_host_from_being_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reading = Probing(monkeypatch)
-    reading.fabric.polls = 10**9
-    reading.agent._post_warm_up(  # its host is another one, which stands still
-        UNKNOWN,
-        reading.agent.peers.get(PEER, R0),
-        (reading.agent._slot_list, reading.agent.peers.get(PEER, R0).slots),
-        (np.zeros(1, np.int32), np.zeros(1, np.int32)),
-    )
-    reading.fabric.polls = 1
-    reading.clock.now += WARM_UP_S + 1
-    reading.meet()
-    assert reading.poll() == []
-    reading.check()
-
-
-def test_a_read_that_was_alone_corrects_the_estimate() -> None:
-    reading = Reading()
-    (peer,) = (reading.agent.peers.get(PEER, R0),)
-    read = ReadDone(D1, R0)
-    for _ in range(60):
-        reading.start([2, 9], [7, 3], range(8))
-        reading.clock.now += 0.002
-        (event,) = reading.agent.poll()
-        assert isinstance(event, ReadDone)
-        read = event
-    estimate = peer.link.estimate("direct").seconds(read.num_runs, read.num_bytes)
-    assert estimate == pytest.approx(0.002, rel=0.01)
-    reading.start([2, 9], [7, 3], range(8))
-    reading.start([4, 5], [7, 3], range(8))
-    reading.clock.now += 50.0
-    assert len(reading.agent.poll()) == 2
-    # The first of them was alone when it began.
-    assert peer.link.estimate("direct").seconds(1, 1) < 50

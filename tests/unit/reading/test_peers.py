@@ -10,19 +10,21 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import MODEL
 from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import AllowedHosts, Config
-from nixl_kv.errors import IncompatiblePeer, TransportError
+from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Endpoint, Rank
 from nixl_kv.protocol.messages import Description
+from nixl_kv.reading.agent import SAMPLE_BYTES, sample_rows
 from nixl_kv.reading.peers import (
-    MAX_LINKS,
-    SAMPLE_BYTES,
     SHOWN_MISMATCHES,
+    TRANSITIONS,
     Ended,
-    PreparedPeers,
+    RankEvent,
+    Ranks,
+    RankState,
     RemotePeers,
-    sample_rows,
+    RemoteRank,
 )
 from nixl_kv.transport.base import ListHandle, PeerName, Rows
 from support.readable import ReadableRank, engine_of
@@ -46,19 +48,6 @@ def fabric() -> Fabric:
 @pytest.fixture
 def cache() -> Cache:
     return Cache(SIZES)
-
-
-def test_only_the_hosts_that_were_met_last_are_remembered(cache: Cache) -> None:
-    peers = peers_of(cache)
-    first, second = Endpoint("tcp://10.1.0.0:5600"), Endpoint("tcp://10.1.0.1:5600")
-    link, other = peers.link(first), peers.link(second)
-    for number in range(2, MAX_LINKS):
-        peers.link(Endpoint(f"tcp://10.1.{number >> 8}.{number & 255}:5600"))
-    assert peers.link(first) is link
-    peers.link(Endpoint("tcp://10.2.0.0:5600"))
-    assert len(peers.links) == MAX_LINKS
-    assert peers.link(first) is link
-    assert peers.link(second) is not other
 
 
 # --- whether they fit
@@ -220,13 +209,12 @@ class Preparing:
         self.ready: list[int] = []
         self.ended: list[Ended] = []
         self.peers = peers
-        self.prepared = PreparedPeers(
+        self.prepared = Ranks(
             transport,
             peers,
             self.background,
-            is_reading=lambda _peer: self.is_reading,
-            is_using=lambda _mapped: self.is_reading,
-            on_rank=lambda _peer, prepared: self.ready.append(prepared.rank),
+            is_reading=lambda _name: self.is_reading,
+            on_ready=lambda rank: self.ready.append(rank.rank),
         )
 
     def prepare(self, description: Description) -> None:
@@ -234,8 +222,8 @@ class Preparing:
 
     def step(self) -> None:
         """What a turn does, and the background before the next one."""
-        self.ended += self.prepared.end_step()
-        self.prepared.begin_step()
+        self.ended += self.prepared.collect()
+        self.prepared.begin_next()
         self.background.work()
 
     def run(self) -> list[Ended]:
@@ -255,7 +243,7 @@ def test_all_ranks_that_are_read_are_prepared(
 ) -> None:
     described, ranks = two_halves(fabric)
     prepared = preparing.prepared
-    assert repr(prepared) == "<PreparedPeers: none>"
+    assert repr(prepared) == "<Ranks: none>"
     preparing.prepare(described)
     assert prepared.is_preparing(PEER)
     assert not prepared.is_preparing(OTHER)
@@ -263,16 +251,15 @@ def test_all_ranks_that_are_read_are_prepared(
     assert not prepared.is_preparing(PEER)
     assert preparing.ready == [0, 1]
     assert transport.known == [rank.transport.name for rank in ranks]
-    assert repr(prepared) == "<PreparedPeers: 2 of prefill>"
+    assert repr(prepared) == "<Ranks: 2 READY>"
     for number, rank in enumerate(ranks):
-        assert prepared.has(PEER, Rank(number))
-        one = prepared.get(PEER, Rank(number))
-        assert one.name == rank.transport.name
-        assert one.share == {f"layer.{layer}": (number, number + 1) for layer in range(3)}
+        one = prepared.find(PEER, Rank(number))
+        assert one is not None
+        assert (one.state, one.name) == (RankState.READY, rank.transport.name)
+        assert one.route.share == {f"layer.{layer}": (number, number + 1) for layer in range(3)}
+    prepared.drop(PEER)
     for missing in (OTHER, PEER):
-        prepared.drop(PEER)
-        with pytest.raises(TransportError, match=r"^engine 'prefill' is gone$"):
-            prepared.get(missing, Rank(0))
+        assert prepared.find(missing, Rank(0)) is None
 
 
 def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Preparing) -> None:
@@ -280,15 +267,17 @@ def test_one_rank_is_planned_while_one_is_added(fabric: Fabric, preparing: Prepa
     described, _ = two_halves(fabric)
     preparing.prepare(described)
     for _ in range(2):
-        preparing.prepared.begin_step()
+        preparing.prepared.begin_next()
         assert len(preparing.background) == 2, "one is planned, one is added"
         assert preparing.prepared.is_adding
     preparing.background.work()
     assert not preparing.prepared.is_adding
-    assert preparing.prepared.end_step() == []
+    assert preparing.prepared.collect() == []
     assert preparing.ready == [0]
-    assert preparing.prepared.has(PEER, Rank(0))
-    assert not preparing.prepared.has(PEER, Rank(1))
+    assert [rank.state for rank in preparing.prepared._all()] == [
+        RankState.READY,
+        RankState.QUEUED,
+    ]
     assert preparing.run() == [Ended(PEER)]
 
 
@@ -296,7 +285,7 @@ def test_a_peer_of_which_nothing_is_read_is_prepared_at_once(
     fabric: Fabric, preparing: Preparing
 ) -> None:
     preparing.prepared.prepare(PEER, two_halves(fabric)[0], [Route(Rank(0), ())])
-    assert preparing.prepared.end_step() == [Ended(PEER)]
+    assert preparing.prepared.collect() == [Ended(PEER)]
 
 
 def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
@@ -308,7 +297,7 @@ def test_a_rank_that_cannot_be_added_leaves_nothing_of_its_engine(
     preparing.prepare(described)
     assert preparing.run() == [Ended(PEER, f"no peer {name!r} on the fabric")]
     assert preparing.prepared.num_left == 1, "the other one's connections stay open"
-    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+    assert repr(preparing.prepared) == "<Ranks: none>"
 
 
 def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
@@ -322,7 +311,7 @@ def test_a_list_that_cannot_be_prepared_leaves_nothing_of_its_engine(
     preparing.prepare(two_halves(fabric)[0])
     assert preparing.run() == [Ended(PEER, "no such memory")]
     assert preparing.prepared.num_left == 2
-    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+    assert repr(preparing.prepared) == "<Ranks: none>"
 
 
 def test_a_rank_that_cannot_be_planned_leaves_nothing_of_its_engine(
@@ -333,7 +322,7 @@ def test_a_rank_that_cannot_be_planned_leaves_nothing_of_its_engine(
     preparing.prepared.prepare(PEER, described, routes)
     (ended,) = preparing.run()
     assert ended.error is not None
-    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+    assert repr(preparing.prepared) == "<Ranks: none>"
 
 
 def test_the_others_are_prepared_after_one_that_fails(fabric: Fabric, preparing: Preparing) -> None:
@@ -390,7 +379,7 @@ def test_a_lost_rank_is_prepared_anew_for_each_life_that_has_it(
     preparing.run()
     preparing.prepared.drop(PEER, is_lost=True)
     preparing.run()
-    assert not preparing.prepared.has(OTHER, Rank(0))
+    assert preparing.prepared.find(OTHER, Rank(0)) is None
     assert set(transport.known) == set()
 
 
@@ -406,17 +395,17 @@ def test_a_peer_that_comes_back_while_it_is_still_read_stays(
     preparing.step()
     preparing.is_reading = False
     assert preparing.run()[-1] == Ended(PEER)
-    assert preparing.prepared.has(PEER, Rank(1))
+    assert preparing.prepared.find(PEER, Rank(1)) is not None
     assert set(transport.known) == {rank.agent.decode() for rank in described.ranks}
 
 
 def test_nothing_is_added_after_the_end(fabric: Fabric, preparing: Preparing) -> None:
     preparing.prepare(two_halves(fabric)[0])
-    preparing.prepared.begin_step()
+    preparing.prepared.begin_next()
     preparing.prepared.close()
     preparing.background.work()
-    assert preparing.prepared.end_step() == []
-    assert repr(preparing.prepared) == "<PreparedPeers: none>"
+    assert preparing.prepared.collect() == []
+    assert repr(preparing.prepared) == "<Ranks: none>"
 
 
 def test_heads_that_no_rank_has_have_no_route(fabric: Fabric, preparing: Preparing) -> None:
@@ -432,3 +421,22 @@ def test_a_piece_of_each_region_is_the_sample(cache: Cache) -> None:
     length = min(SAMPLE_BYTES, span.length)
     expected = [(span.address, length, 0, length, 1), (span.address, 10, 0, 10, 1)]
     assert rows.tolist() == [list(row) for row in expected]
+
+
+@pytest.mark.parametrize("event", RankEvent)
+@pytest.mark.parametrize("state", RankState)
+def test_a_rank_changes_its_state_by_the_table_only(
+    fabric: Fabric, preparing: Preparing, state: RankState, event: RankEvent
+) -> None:
+    described, _ = two_halves(fabric)
+    (route, _) = preparing.peers.routes(described)
+    rank = RemoteRank(PEER, route, described.ranks[0], state)
+    allowed = TRANSITIONS[state].get(event, ())
+    for after in (None, *RankState):
+        rank.state = state
+        if after in allowed:
+            rank.move(event, after)
+            assert rank.state is (after or state)
+        else:
+            with pytest.raises(LocalProtocolError, match=f"{event.name} leads from {state.name}"):
+                rank.move(event, after)

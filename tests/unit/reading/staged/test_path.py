@@ -15,12 +15,15 @@ from lab.local.caches import Sizes
 from nixl_kv.config import Config
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Table
-from nixl_kv.ids import Claim, Nonce, Rank
+from nixl_kv.ids import Claim, EngineId, Incarnation, Nonce, Rank
 from nixl_kv.protocol import messages
-from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk, Reply
+from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import PackReply
-from nixl_kv.reading.copying import host as host_copy
+from nixl_kv.protocol.ring import RingBook, WaitingChunk
+from nixl_kv.reading.paths import direct
+from nixl_kv.reading.staged import host_copier as host_copy
+from nixl_kv.reading.staged.packs import PackQueue
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World
 
 TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
@@ -42,9 +45,9 @@ def staged_world(make_world: MakeWorld, **changed: Any) -> World:
     return make_world(config, ("prefill and decode", "prefill and decode"))
 
 
-def start(world: World, number: int = 1, table: list[int] = OTHER) -> None:
+def start(world: World, number: int = 1, table: list[int] = OTHER, *, verify: bool = False) -> None:
     world.decode.prepare_load(number, world.prefill.offer(number, TABLE, TOKENS))
-    world.decode.start_load(number, table, TOKENS)
+    world.decode.start_load(number, table, TOKENS, verify=verify)
 
 
 def start_long(world: World) -> None:
@@ -68,9 +71,15 @@ def blocks_are_there(world: World) -> bool:
 
 def free_slots(world: World) -> int:
     """Of decode."""
-    slots = world.decode.parts.agents.peers.free_slots
-    assert slots is not None
+    slots = world.decode.free_slots
     return len(slots)
+
+
+def pack_queue(world: World) -> PackQueue:
+    """Prefill's."""
+    packs = world.prefill.parts.packs
+    assert isinstance(packs, PackQueue)
+    return packs
 
 
 def nothing_is_left(world: World) -> bool:
@@ -80,18 +89,21 @@ def nothing_is_left(world: World) -> bool:
     return free_slots(world) == RING_SLOTS and not ring and not world.prefill.parts.packs
 
 
-def assert_arrives(world: World) -> None:
-    """All of the only load, and nothing of it is left."""
+def arrives(world: World) -> tuple[str, int]:
+    """All of the only load, and nothing of it is left. Its path, and the bytes read directly."""
     world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
+    end = world.decode.ended_load()
+    assert end.failure is None
     assert blocks_are_there(world)
     world.run()
     assert nothing_is_left(world)
+    (read,) = end.reads
+    return read.path, read.direct_bytes
 
 
 def sent_packs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[PackChunk]:
     """What prefill packs from now on."""
-    packs = world.prefill.parts.packs
+    packs = pack_queue(world)
     added: list[PackChunk] = []
     add = packs.add
 
@@ -103,12 +115,15 @@ def sent_packs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[PackChunk]
     return added
 
 
-def test_a_prompt_arrives_by_chunks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+def test_a_prompt_arrives_by_chunks(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, verify: bool
+) -> None:
     packs = sent_packs(world, monkeypatch)
-    start(world)
+    start(world, verify=verify)
     world.until(has_ended(world))
     end = world.decode.ended_load()
-    assert end.failure is None
+    assert (end.failure, end.verified) == (None, verify)
     assert [(read.path, read.num_bytes) for read in end.reads] == [("staged", 6 * 288)]
     assert blocks_are_there(world)
     assert [pack.pack_request.chunk for pack in packs] == list(range(CHUNKS))
@@ -137,34 +152,131 @@ def test_a_rank_without_staging_is_read_as_it_is(make_world: MakeWorld) -> None:
     assert blocks_are_there(world)
 
 
-def test_a_full_ring_means_that_the_rest_is_read_as_it_is(world: World) -> None:
+def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
+    return messages.LayerHeads(layer=layer, first=0, end=end)
+
+
+OTHERS = [(Nonce(digit * 32), Rank(0)) for digit in "ef"]
+
+
+def pack_request(world: World, **changed: Any) -> messages.PackRequest:
+    """Sizes() has three layers, `layer.0` to `layer.2`."""
+    values: dict[str, Any] = {
+        "incarnation": world.prefill.parts.description.incarnation,
+        "nonce": Nonce("0" * 32),
+        "claim": Claim("1" * 32),
+        "reader": messages.Reader(
+            engine=EngineId("other"), incarnation=Incarnation("2" * 32), rank=Rank(0)
+        ),
+        "number": 1,
+        "chunk": 0,
+        "begin": 0,
+        "end": TOKENS,
+        "layers": tuple(heads_of(f"layer.{n}") for n in range(Sizes().layers)),
+        "holds": (0,),
+    }
+    return messages.PackRequest(**{**values, **changed})
+
+
+def fill_ring(world: World) -> RingBook:
+    """Others have all of prefill's slots."""
     ring = world.prefill.parts.prefill.ring
-    nobody = Nonce("f" * 32), Rank(0)
-    held = [ring.hold(nobody, chunk, world.clock()) for chunk in range(2)]
-    others = Nonce("e" * 32), Rank(0)
-    held += [ring.hold(others, chunk, world.clock()) for chunk in range(2)]
-    assert sorted(slot for slot in held if slot is not None) == list(range(RING_SLOTS))
+    for slot in range(RING_SLOTS):
+        request = pack_request(world, nonce=OTHERS[slot % 2][0], chunk=slot)
+        assert ring.wait(WaitingChunk(b"route", request))
+        ((_, given),) = ring.pop_packable(world.clock())
+        assert ring.on_packed(given, is_packed=True)
+    return ring
+
+
+def test_chunks_wait_until_others_have_read_prefills_slots(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read run by run because the ring is full."""
+    packs = sent_packs(world, monkeypatch)
+    ring = fill_ring(world)
     start(world)
+    world.run(20)
+    assert (ring.num_waiting, packs, world.decode.ends()) == (3, [], [])
+    for other in OTHERS:
+        ring.forget(other)
+    world.clock.now += ASK_AGAIN_S
     world.until(has_ended(world))
     end = world.decode.ended_load()
-    assert (end.failure, end.reads[0].num_bytes) == (None, 6 * 288)
+    assert (end.failure, [read.path for read in end.reads]) == (None, ["staged"])
+    assert len(packs) == CHUNKS
     assert blocks_are_there(world)
-    assert free_slots(world) == RING_SLOTS
-    ring.forget(nobody)
-    ring.forget(others)
+    world.run()
+    assert nothing_is_left(world)
 
 
-def test_a_full_ring_of_its_own_means_the_same(world: World) -> None:
-    slots = world.decode.parts.agents.peers.free_slots
-    assert slots is not None
+def test_reads_wait_for_slots_of_decodes_ring(world: World) -> None:
+    slots = world.decode.free_slots
     taken = [slots.pop(0) for _ in range(RING_SLOTS)]
     start(world)
-    world.until(has_ended(world))
-    assert world.decode.ended_load().failure is None
-    assert blocks_are_there(world)
+    world.run(20)
+    assert world.decode.ends() == []
     for slot in taken:
         assert slot is not None
         slots.add(slot)
+    arrives(world)
+
+
+def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
+    """Others wait for it, while this load is scattered or verified."""
+    world.decode.copying.is_held = True
+    start(world)
+    world.run(20)
+    assert world.decode.ends() == []
+    assert len(world.prefill.parts.prefill.ring) == 0
+    world.decode.copying.is_held = False
+    world.decode.copying.work()
+    arrives(world)
+
+
+def test_a_read_that_advances_is_not_late(world: World) -> None:
+    """However long all of it takes."""
+    world.prefill.copying.is_held = True
+    start_long(world)
+    for _ in range(LONG_CHUNKS):
+        world.run(8)
+        world.clock.now += 0.8 * world.config.request_timeout_s
+        world.prefill.copying.work()
+    world.prefill.copying.is_held = False
+    world.prefill.copying.work()
+    world.until(has_ended(world))
+    assert world.decode.ended_load().failure is None
+    assert long_is_there(world)
+
+
+def test_a_read_that_is_being_scattered_is_not_late(world: World) -> None:
+    world.decode.copying.is_held = True
+    start(world)
+    world.run(20)
+    for _ in range(CHUNKS):
+        world.clock.now += 0.8 * world.config.request_timeout_s
+        world.decode.copying.work(1)
+        world.run(2)
+    world.decode.copying.is_held = False
+    arrives(world)
+
+
+def test_a_direct_read_that_advances_is_not_late(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slice that has landed is progress."""
+    monkeypatch.setattr(direct, "SLICE_RUNS", 1)
+    monkeypatch.setattr(direct, "MAX_SLICES", 1)
+    world = make_world(Config(host=HOST, path="direct"), ("prefill", "decode"))
+    world.fabric.polls = 10
+    start(world)
+    started = world.clock.now
+    while not has_ended(world)():
+        world.run(12)
+        world.clock.now += 0.6 * world.config.request_timeout_s
+    assert world.decode.ended_load().failure is None
+    assert world.clock.now > started + 3 * world.config.request_timeout_s
+    assert blocks_are_there(world)
 
 
 def test_what_cannot_be_packed_is_read_as_it_is(
@@ -173,11 +285,10 @@ def test_what_cannot_be_packed_is_read_as_it_is(
     def fail(*_: object) -> None:
         raise TransportError("no kernel")
 
-    staging = world.prefill.parts.packs._staging
-    assert staging is not None
+    staging = pack_queue(world)._staging
     monkeypatch.setattr(staging.copier, "start", fail)
     start(world)
-    assert_arrives(world)
+    assert arrives(world) == ("direct", 0)
 
 
 def test_what_makes_too_many_views_is_read_as_it_is(
@@ -195,8 +306,7 @@ def test_what_makes_too_many_views_is_read_as_it_is(
 def test_what_cannot_be_planned_is_planned_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging = world.prefill.parts.packs._staging
-    assert staging is not None
+    staging = pack_queue(world)._staging
     planned: list[object] = []
 
     def refuse(plan: object) -> None:
@@ -214,8 +324,7 @@ def test_what_cannot_be_planned_is_planned_once(
 def test_a_fault_in_packing_costs_that_chunk_its_way(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging = world.prefill.parts.packs._staging
-    assert staging is not None
+    staging = pack_queue(world)._staging
     poll, faults = staging.copier.poll, iter([TransportError("out of memory")])
 
     def fail_once(copy: Any) -> bool:
@@ -225,14 +334,13 @@ def test_a_fault_in_packing_costs_that_chunk_its_way(
 
     monkeypatch.setattr(staging.copier, "poll", fail_once)
     start(world)
-    assert_arrives(world)
+    assert arrives(world) == ("staged", 2 * 288)
 
 
 def test_what_cannot_be_scattered_fails_that_load_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging = world.decode.parts.agents.peers.means.staging
-    assert staging is not None
+    staging = world.decode.staged_path.staging
     begin, faults = staging.copier.start, iter([TransportError("no kernel")])
 
     def fail_once(*arguments: Any) -> Any:
@@ -258,9 +366,10 @@ def test_one_alone_asks_for_nothing_in_vain(world: World, monkeypatch: pytest.Mo
     machine = world.prefill.parts.prefill
     answer, asked = machine._on_pack_request, []
 
-    def note(request: messages.PackRequest, route: bytes, now: float) -> list[Any]:
-        asked.append(request.chunk)
-        return answer(request, route, now)
+    def note(request: messages.PackRequest, route: bytes) -> list[Any]:
+        if request.chunk in request.holds:
+            asked.append(request.chunk)
+        return answer(request, route)
 
     monkeypatch.setattr(machine, "_on_pack_request", note)
     start_long(world)
@@ -297,8 +406,7 @@ def test_one_slot_is_enough_for_all_of_a_read(
     world.prefill.copying.is_held = True
     start_long(world)
     world.until(lambda: len(packs) == 3)
-    slots = world.decode.parts.agents.peers.free_slots
-    assert slots is not None
+    slots = world.decode.free_slots
     taken = [slots.pop(0) for _ in range(RING_SLOTS - 1)]
     assert None not in taken
     world.prefill.copying.is_held = False
@@ -378,7 +486,7 @@ def test_a_restart_of_prefill_leaves_no_slot_behind(world: World) -> None:
     world.prefill.copying.is_held = True
     start(world)
     world.run()
-    assert len(world.prefill.parts.packs) == 3
+    assert len(pack_queue(world)) == 3
     world.prefill.loop.restart()
     assert len(world.prefill.parts.prefill.ring) == 3
     world.prefill.copying.work()
@@ -416,50 +524,8 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
     start(world)
     world.until(has_ended(world))
     failure = world.decode.failed_load()
-    assert (failure.kind, "no slot 1000" in failure.detail) == (FailureKind.BROKEN, True)
+    assert (failure.kind, "slot 1000" in failure.detail) == (FailureKind.BROKEN, True)
     assert free_slots(world) == RING_SLOTS
-
-
-def test_a_late_answer_is_not_taken_for_that_to_a_later_request(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ring is full at first; what is asked for anew gets a slot that no late answer names."""
-    machine = world.prefill.parts.prefill
-    ring, answer = machine.ring, machine._on_pack_request
-    others = [(Nonce(digit * 32), Rank(0)) for digit in "ef"]
-    for chunk in range(RING_SLOTS - 1):
-        slot = ring.hold(others[chunk // 2], chunk, world.clock())
-        assert slot is not None
-        ring.on_packed(slot, is_packed=True)
-    denied: dict[int, messages.PackRequest] = {}
-    late: list[int] = []
-
-    def answer_late(request: messages.PackRequest, route: bytes, now: float) -> list[Any]:
-        answers = answer(request, route, now)
-        earlier = denied.get(request.begin)
-        if any(isinstance(each, Reply) and each.message.slot is None for each in answers):  # type: ignore[union-attr]
-            denied[request.begin] = request
-            if len(denied) == CHUNKS - 1:
-                for other in others:
-                    ring.forget(other)
-        elif earlier is not None:
-            (slot,) = [each.slot for each in answers if isinstance(each, PackChunk)]
-            late.append((slot + 1) % RING_SLOTS)
-            return [machine._packed(earlier, route, late[-1]), *answers]
-        return answers
-
-    monkeypatch.setattr(machine, "_on_pack_request", answer_late)
-    start(world)
-    world.until(has_ended(world))
-    assert len(late) == CHUNKS - 1
-    assert world.decode.ended_load().failure is None
-    assert blocks_are_there(world)
-    world.run()
-    assert nothing_is_left(world)
-
-
-def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
-    return messages.LayerHeads(layer=layer, first=0, end=end)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +533,7 @@ def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
     [
         ({"layers": (heads_of("layer.9"),)}, "layer 'layer.9' is not on this rank"),
         ({"layers": (heads_of("layer.0", 3),)}, "allowed: within 0 to 2"),
-        ({"layers": (heads_of("layer.0"),) * 2}, "a layer occurs twice"),
+        ({"layers": (heads_of("layer.0"),) * 2}, "names a layer twice"),
         ({"begin": 99}, "a chunk has 0 entries"),
         ({"begin": TOKENS + 1, "end": 1}, "a chunk has 0 entries"),
         ({}, "a chunk has 6 entries"),
@@ -476,21 +542,8 @@ def heads_of(layer: str, end: int = 2) -> messages.LayerHeads:
 def test_a_reader_that_asks_for_what_is_not_there_gets_nothing(
     world: World, changed: dict[str, Any], why: str
 ) -> None:
-    """Sizes() has three layers, `layer.0` to `layer.2`."""
-    values: dict[str, Any] = {
-        "incarnation": world.prefill.parts.description.incarnation,
-        "nonce": Nonce("0" * 32),
-        "claim": Claim("1" * 32),
-        "reader": world.decode.parts.decode.reader,
-        "number": 1,
-        "chunk": 0,
-        "begin": 0,
-        "end": TOKENS,
-        "layers": tuple(heads_of(f"layer.{n}") for n in range(Sizes().layers)),
-        "holds": (0,),
-    }
-    request = messages.PackRequest(**{**values, **changed})
+    request = pack_request(world, **changed)
     table = Table.of(TABLE)
-    packed = world.prefill.parts.packs.add(PackChunk(b"route", request, (table,), 0))
+    packed = pack_queue(world).add(PackChunk(b"route", request, (table,), 0))
     assert packed is not None
     assert why in (packed.refusal or "")

@@ -34,18 +34,16 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import Description
 from nixl_kv.reading.agent import WARM_UP_S, open_transport
-from nixl_kv.reading.agents import LEFT_S, MAX_LEFT, TIDY_S, TRY_AGAIN_S, Agents
-from nixl_kv.reading.gather.base import Means
 from nixl_kv.reading.peers import RemotePeers
+from nixl_kv.reading.replace import LEFT_S, MAX_LEFT, TIDY_S, TRY_AGAIN_S, Agents
 from nixl_kv.transport.base import PeerName, Transport
-from support.memory_gather import MemoryGather
 from support.readable import ReadableRank, engine_of
 from support.records import D1, D2, PEER, grant
 from support.stepped import Background, Clock
 
 R0, R1 = Rank(0), Rank(1)
 D3 = RequestId("d3")
-STOPPED = "it did not end, and was stopped with its agent"
+STOPPED = "it did not end; destroying its NIXL agent stopped it"
 
 
 class Reading:
@@ -161,7 +159,7 @@ def test_no_call_is_made_of_an_agent_to_which_a_peer_is_being_added(
             return _method(*arguments)
 
         monkeypatch.setattr(transport, name, noted)
-    peers = [replace(PEER, endpoint=Endpoint(f"tcp://10.0.0.{n}:5600")) for n in range(3)]
+    peers = [replace(PEER, endpoint=Endpoint(f"tcp://10.0.2.{n}:5600")) for n in range(3)]
     for peer in peers:
         reading.agents.execute(JoinPeer(peer, reading.description))
     reading.agents.poll()
@@ -217,7 +215,7 @@ def test_a_peer_that_is_dropped_is_not_joined(
     reading.agents.execute(DropPeer(OTHER))
     for _ in range(6):
         assert reading.poll() == []
-    assert reading.agents.current.peers.num_left == 2, "its connections stay open"
+    assert reading.agents.current.ranks.num_left == 2, "its connections stay open"
     assert not reading.agents.is_busy
 
 
@@ -232,11 +230,11 @@ def test_an_agent_that_another_peer_has_too_is_not_dropped(
         reading.poll()
     reading.agents.execute(DropPeer(OTHER))
     reading.poll()
-    assert reading.agents.current.peers.num_left == 0
+    assert reading.agents.current.ranks.num_left == 0
     reading.agents.execute(DropPeer(PEER))
     reading.poll()
     assert dropped == []
-    assert reading.agents.current.peers.num_left == 2
+    assert reading.agents.current.ranks.num_left == 2
 
 
 def test_a_read_waits_for_the_join(reading: Reading) -> None:
@@ -355,7 +353,7 @@ def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> No
     reading.fabric.reads_hang = True
     assert reading.join(reading.description, OTHER)[-1] == PeerJoined(OTHER)
     agent = reading.agents.current
-    assert [read.warms_up for read in agent.reads] == [True] * 4, "data and a slot of each rank"
+    assert len(agent.warm_ups) == 4, "data and a slot of each rank"
     assert reading.agents.is_busy
     reading.clock.now += WARM_UP_S
     assert not reading.agents.is_busy, "nobody waits for it any more"
@@ -364,7 +362,7 @@ def test_what_warms_up_and_never_ends_costs_nothing_else(reading: Reading) -> No
     assert not reading.agents.is_busy
     reading.fabric.reads_hang = False
     assert reading.poll() == []
-    assert agent.reads == []
+    assert agent.warm_ups == []
     assert reading.counts["warm_ups"] == 4
 
 
@@ -388,7 +386,7 @@ def test_an_agent_ends_while_a_peer_is_added_to_it(reading: Reading) -> None:
     assert reading.num_transports == 0
 
 
-def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(
+def test_a_rank_that_is_still_read_stays_with_the_agent_that_reads_it(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart nobody else knows of that read, and only the agent's end stops it."""
@@ -400,7 +398,7 @@ def test_a_peer_that_is_still_read_stays_with_the_agent_that_reads_it(
     reading.agents.execute(DropPeer(PEER, is_dead=True))
     assert reading.start(D2) == [ReadFailed(D2, R0, "engine 'prefill' is gone")]
     assert reading.agents.poll() == []
-    assert dropped == []
+    assert dropped == [reading.prefill[1].transport.name], "the other one is being read"
     reading.fabric.reads_hang = False
     (done,) = reading.agents.poll()
     assert isinstance(done, ReadDone)
@@ -444,7 +442,7 @@ def test_an_agent_with_connections_that_nobody_uses_is_replaced(
     assert reading.num_transports == 2
     assert reading.start(D2, block=8) == []
     assert [read.request for read in reading.agents.current.reads] == [D2], "no peer is added first"
-    long.handle.polls_left = 0  # type: ignore[union-attr]
+    long.op._posted[0].polls_left = 0  # type: ignore[attr-defined]
     ended: list[DataEvent] = []
     while reading.agents.is_busy:
         ended += reading.poll()
@@ -498,7 +496,7 @@ def test_a_rank_without_an_agent_reads_nothing() -> None:
     )
     assert agents.poll() == []
     assert not agents.is_busy
-    with pytest.raises(LocalProtocolError, match="no agent to read with"):
+    with pytest.raises(LocalProtocolError, match="no agent"):
         agents.execute(ReadSlot(PEER, R0, D1, 0))
     agents.close()
 
@@ -586,7 +584,10 @@ def test_an_agent_that_cannot_be_made_is_tried_again_later(
         assert reading.agents.poll() == []
         assert len(reading.background) == 0, "it waits before it tries again"
         reading.clock.now += TRY_AGAIN_S
-    assert "no other NIXL agent: no memory; blocks stay held, trying again" in caplog.text
+    assert (
+        "cannot create a NIXL agent: no memory; blocks stay held until a retry succeeds"
+        in caplog.text
+    )
     reading.agents.poll()
     reading.poll()
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
@@ -606,7 +607,10 @@ def test_an_agent_that_is_not_gone_is_destroyed_again_later(
     reading.clock.now += TRY_AGAIN_S
     with caplog.at_level(logging.ERROR):
         assert reading.poll() == []
-    assert "a NIXL agent is not gone: this transport does not end; blocks stay held" in caplog.text
+    assert (
+        "cannot destroy a NIXL agent: this transport does not end; its blocks stay held"
+        in caplog.text
+    )
     assert reading.agents.is_read(D1)
     reading.fabric.closes_fail = False
     assert reading.poll() == [ReadFailed(D1, R0, STOPPED)]
@@ -662,11 +666,14 @@ def test_one_agent_that_does_not_end_keeps_no_other_one(
     assert reading.num_transports == 0
 
 
-def test_what_is_closed_reads_nothing_any_more(reading: Reading) -> None:
+def test_what_is_closed_reads_nothing_any_more(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading.fabric.reads_hang = True
     reading.start(D1)
-    gather = MemoryGather()
-    reading.agents.peers.means = Means(gather)
+    closed: list[str] = []
+    (path,) = reading.agents.peers.paths
+    monkeypatch.setattr(path, "close", lambda: closed.append("direct"))
     reading.agents.close()
     assert reading.num_transports == 0
-    assert gather.is_closed
+    assert closed == ["direct"]

@@ -1,7 +1,7 @@
-"""Copies runs within host memory, on threads: numpy lets the others run while it copies.
+"""Copies runs within host memory, on threads: numpy releases the GIL while it copies.
 
-Of a plan's rows, those that are equally far apart on both sides make a view for each side, of all
-blocks. A copy then takes one call for each pair of views, whatever blocks it is of.
+Rows of a plan that are equally far apart on both sides form one view of all blocks per side. A copy
+then takes one numpy call per pair of views, for any block table.
 """
 
 import ctypes
@@ -20,17 +20,17 @@ from nixl_kv.geometry.plan import Ints, Pieces, Plan
 from nixl_kv.reading.copying.tiles import Job, Tiling
 
 NUM_THREADS: Final = 2
-"""One saturates no memory; more would take them from the model."""
+"""One thread does not saturate the memory; more than two would take cores from the model."""
 
 MIN_SHARE: Final = 1 << 20
-"""Bytes for which it pays to wake another thread."""
+"""Bytes from which waking another thread pays off."""
 
 LONG: Final = 1 << 14
-"""Bytes of a piece, from which a call for each is faster than numpy's copy of what it gathers."""
+"""Bytes of a piece from which one call per piece is faster than numpy's fancy indexing, which
+copies twice."""
 
 MAX_VIEWS: Final = 1 << 14
-"""Of a plan. Each costs a copy some microseconds, whatever it copies; more are read faster as they
-are."""
+"""Views of a plan. Each costs a copy some microseconds, so with more of them direct reads win."""
 
 View = npt.NDArray[Any]
 """Shape (pieces, rows, units)."""
@@ -38,7 +38,7 @@ View = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows at equal distances. `paged`: the number of their `PagedRows` in the plan."""
+    """Rows at equal distances. `paged` is the number of their `PagedRows` in the plan."""
 
     paged: int
     views: tuple[View, View]  # local, remote
@@ -51,18 +51,18 @@ class _HostCopy:
 
 
 class HostCopier:
-    """See `staging.Copier`."""
+    """See `Copier`."""
 
     def __init__(self, executor: Executor) -> None:
-        """Copy on this executor."""
+        """Copy on the threads of this executor."""
         self._executor = executor
 
     def prepare(self, plan: Plan) -> list[_Rows]:
-        """Make the views; nothing of the memory is touched."""
+        """Make the views, without touching the memory."""
         tiling = Tiling(plan, lambda first, _: first)
         groups = [(job, group) for job in tiling.jobs for group in _split(tiling.rows, job)]
         if len(groups) > MAX_VIEWS:
-            raise TransportError(f"it has {len(groups)} kinds of rows; allowed: {MAX_VIEWS}")
+            raise TransportError(f"the plan needs {len(groups)} views; allowed: {MAX_VIEWS}")
         return [_rows_at(job, group) for job, group in groups]
 
     def start(self, prepared: list[_Rows], pieces: Sequence[Pieces]) -> _HostCopy:
@@ -77,11 +77,11 @@ class HostCopier:
                     for number in range(num_shares)
                 ]
             )
-        except RuntimeError as error:  # this process ends
+        except RuntimeError as error:  # the process exits
             raise TransportError(f"starting a copy: {error}") from error
 
     def poll(self, copy: _HostCopy) -> bool:
-        """Ask the threads."""
+        """Ask all threads, and report the first error."""
         if not all(share.done() for share in copy.shares):
             return False
         for share in copy.shares:
@@ -91,18 +91,18 @@ class HostCopier:
         return True
 
     def end(self, copy: _HostCopy) -> None:
-        """Wait for what a thread has begun; the rest is not done."""
+        """Wait for the shares that threads have begun, and cancel the others."""
         wait_for([share for share in copy.shares if not share.cancel()])
 
 
 def _split(addresses: Ints, job: Job) -> list[Ints]:
-    """The rows of a job, as few times as they can be taken together: shape (rows, 2) each."""
+    """Split a job's rows into as few sets of equal distances as possible: shape (rows, 2) each."""
     rows = addresses[job.first : job.first + job.count]
     steps = np.diff(rows, axis=0)
     changes = (np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 2).tolist()
     found, start = [], 0
     for end in (*changes, len(rows)):
-        if end > start + 1 or end == len(rows):  # what follows one alone is apart from it as well
+        if end > start + 1 or end == len(rows):  # a lone row joins the next set
             found.append(rows[start:end])
             start = end
     return found
@@ -117,7 +117,7 @@ def _rows_at(job: Job, rows: Ints) -> _Rows:
 
 
 def _view(address: int, rows: tuple[int, int], job: Job, side: int) -> View:
-    """All pieces of these rows, which are `rows[1]` bytes apart."""
+    """A view of all pieces of `rows[0]` rows, which are `rows[1]` bytes apart."""
     unit = min(job.unit, 8)
     count, width = rows[0], job.width * job.unit // unit
     num_pieces = job.num_pieces[side]
@@ -135,7 +135,7 @@ def _view(address: int, rows: tuple[int, int], job: Job, side: int) -> View:
 
 
 def _copy(rows: Sequence[_Rows], pieces: Sequence[Pieces]) -> None:
-    """What one thread does."""
+    """Copy one thread's share."""
     chosen = {each.paged: _choose(pieces[each.paged]) for each in rows}
     for each in rows:
         (local, remote), (mine, theirs) = each.views, chosen[each.paged]
@@ -148,7 +148,7 @@ def _copy(rows: Sequence[_Rows], pieces: Sequence[Pieces]) -> None:
 
 
 def _choose(pieces: Pieces) -> tuple[slice | BlockIds, slice | BlockIds]:
-    """Pieces that follow each other as a slice: numpy then needs no copy of its own."""
+    """Index consecutive pieces by slices, because numpy then makes no copy of its own."""
     return _as_slice(pieces.local), _as_slice(pieces.remote)
 
 

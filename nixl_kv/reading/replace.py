@@ -1,0 +1,451 @@
+"""The agents with which one rank reads: the current one, and earlier ones, which drain.
+
+Only the end of its NIXL agent stops a read. So when decode abandons a read, another agent serves
+all new reads, and the old one drains. When only abandoned reads are left on the old agent, this
+rank destroys it. These reads fail once the agent is proven to be gone, and only then vLLM may use
+their blocks again.
+
+Creating or destroying an agent can take a second, so both run in the background, except for the
+first agent. Each has a thread of its own, so an agent that cannot be destroyed does not keep
+another one from being created.
+
+NIXL closes no connection, on either side, before the agent ends. So this rank also replaces an
+agent that has collected many connections to ranks that died or were forgotten. The new agent first
+connects to all engines that the old one reads, in the background, so no read waits for it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError, get_logger
+from nixl_kv.geometry.plan import plan
+from nixl_kv.ids import Rank, RequestId
+from nixl_kv.protocol import events
+from nixl_kv.reading.agent import (
+    READING_PAUSE_S,
+    Opened,
+    ReadAgent,
+    open_transport,
+    request_of,
+)
+from nixl_kv.reading.paths.base import STOPPED, ExtraMemory
+from nixl_kv.reading.peers import Ended, RemotePeers, WaitingRead
+from nixl_kv.transport.base import Transport
+
+logger = get_logger(__name__)
+
+TRY_AGAIN_S: Final = 1.0
+
+TIDY_S: Final = 30.0
+"""Between two checks for unused connections, while there are some."""
+LEFT_S: Final = 60.0
+"""How long an agent keeps the connections to a rank that died or was forgotten."""
+MAX_LEFT: Final = 16
+"""How many such ranks an agent may have before that. Over TCP each holds up to 40 descriptors."""
+READ_PER_LEFT: Final = 10
+"""How many ranks may be added again to drop one. Each costs 10 ms of a background thread."""
+CHANGING_PAUSE_S: Final = 0.002
+"""Between two polls while an agent is created or destroyed and nothing waits for it."""
+
+PREPARING_THREADS: Final = 2
+"""Threads per agent: NIXL adds a rank on one while the other plans."""
+
+
+@dataclass
+class _Closing:
+    """An agent that is being destroyed."""
+
+    agent: ReadAgent
+    closed: Future[None]
+    started_at: float
+
+    @property
+    def stops_reads(self) -> bool:
+        """Whether the agent has reads that only its end stops."""
+        return bool(self.agent.reads)
+
+
+class Agents:
+    """See the module's docstring. On the transfer thread alone."""
+
+    def __init__(
+        self,
+        make_transport: Callable[[], Transport],
+        peers: RemotePeers,
+        counts: defaultdict[str, float],
+        *,
+        memory: tuple[ExtraMemory, ...] = (),
+        clock: Callable[[], float],
+        make_background: Callable[[int], Executor],
+    ) -> None:
+        """Start without an agent: an engine that only prefills never needs one.
+
+        Args:
+            make_transport: makes a transport with nothing registered.
+            peers: the engines that this rank may read, and its own cache.
+            counts: replaced agents and joined peers are added to them.
+            memory: memory besides the cache that every agent registers.
+            clock: monotonic seconds.
+            make_background: makes an executor with a number of threads: one creates agents, one
+                destroys them, and each agent has PREPARING_THREADS.
+        """
+        self.peers = peers
+        self.polled: list[ReadAgent] = []
+        """The agents whose reads are polled. New reads use the first; the others drain."""
+        self._counts = counts
+        self._make_transport = make_transport
+        self._memory = memory
+        self._clock = clock
+        self._open_on = make_background(1)
+        self._close_on = make_background(1)
+        self._make_background = make_background
+        self._joining: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
+        self._closing: list[_Closing] = []
+        self._opening: Future[Opened] | None = None
+        self._open_again_at = 0.0
+        self._is_worn = False  # another agent is created because of unused connections
+        self._successor: ReadAgent | None = None  # one of `polled`, while it connects to the peers
+        self._introduced: set[events.PeerKey] = (
+            set()
+        )  # engines to which the successor connects or has connected
+        self._tidy_at: float | None = None
+        self._left_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Agents: {self.polled}, {len(self._closing)} closing>"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a handshake, a read, or the start or end of an agent is in progress."""
+        return self._is_changing or any(agent.is_busy for agent in self.polled)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next poll, while this is busy."""
+        awaited = any(closing.stops_reads for closing in self._closing)
+        if self._joining or awaited or (self._opening and not self._is_worn):
+            return READING_PAUSE_S
+        pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
+        return min(pauses, default=CHANGING_PAUSE_S)
+
+    @property
+    def _is_changing(self) -> bool:
+        return bool(self._joining or self._closing or self._opening)
+
+    @property
+    def next_due(self) -> float | None:
+        """When to check for unused connections, in monotonic seconds; None for never."""
+        return self._tidy_at
+
+    def open(self) -> None:
+        """Create the first agent of this process, and wait for it.
+
+        It plans once and rehearses a read from a temporary agent. The first time in a process each
+        takes ten milliseconds or more, and a load would wait for that.
+
+        Raises:
+            TransportError: if it cannot be created.
+        """
+        layout = self.peers.layout
+        plan(layout, layout)
+        opened = open_transport(self._make_transport, layout, self._memory)
+        if opened.scratch is not None:
+            opened.transport.rehearse(opened.scratch.span, layout.memory, layout.device)
+        self.polled.append(self._make_agent(opened))
+
+    def execute(self, action: events.DataAction) -> list[events.DataEvent]:
+        """Carry out an action of the decode machine; return the events so far."""
+        match action:
+            case events.JoinPeer():
+                return [self._join(action)]
+            case events.DropPeer():
+                return self._drop(action.peer, is_dead=action.is_dead)
+            case events.StartRead() | events.ReadSlot():
+                return [*self._drop_broken(), *self._start(action)]
+            case events.ReadChunk():
+                return [event for agent in self.polled for event in agent.on_chunk(action)]
+            case events.StopRead():
+                for agent in self.polled:
+                    agent.stop(action)
+                return self._fail_waiting(action.request, action.rank, STOPPED)
+            case events.AbandonRead():
+                self.abandon(action.request, action.rank)
+                reason = "it could not begin in time"
+                return self._fail_waiting(action.request, action.rank, reason)
+        return []
+
+    def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
+        """Give up reads that do not end. They fail when the end of their agent has stopped them."""
+        for agent in self.polled:
+            for read in agent.reads:
+                if read.request == request and rank in (None, read.rank):
+                    read.is_abandoned = True
+
+    def forget_peers(self) -> None:
+        """Forget all peers and the reads that wait for them. Reads in progress stay."""
+        for peer in list(self.peers.descriptions):
+            self._drop(peer)
+
+    def poll(self) -> list[events.DataEvent]:
+        """Continue all reads and agents; return the events since the last call."""
+        ended: list[events.DataEvent] = []
+        for agent in self.polled:
+            for preparation in agent.ranks.collect():
+                if agent is self.current:
+                    ended += self._on_prepared(preparation)
+            ended += [*agent.poll(), *agent.pop_breaks()]
+        self._tidy(has_read=bool(ended))
+        ended += self._replace_current()
+        ended += self._introduce()
+        self._close_drained()
+        ended += self._poll_closing()
+        if self.polled:
+            for read in self.current.ranks.pop_startable():
+                ended += self._start(read)
+        for agent in self.polled:
+            agent.ranks.begin_next()
+        return ended
+
+    def is_read(self, request: RequestId) -> bool:
+        """Whether a read may still write into a request's blocks."""
+        agents = [*self.polled, *(closing.agent for closing in self._closing)]
+        return any(read.request == request for agent in agents for read in agent.reads)
+
+    def close(self) -> None:
+        """Destroy all agents, even with reads in progress.
+
+        Raises:
+            TransportError: if one is not proven to be gone yet; call it again.
+        """
+        if self._opening is not None and self._opening.cancel():
+            self._opening = None
+        elif self._opening is not None and self._opening.done():
+            opening, self._opening = self._opening, None
+            if opening.exception() is None:
+                self.polled.append(self._make_agent(opening.result()))
+        left = [] if self._opening is None else ["a NIXL agent is being created"]
+        for agent in list(self.polled):
+            try:
+                agent.close()
+                self.polled.remove(agent)
+            except TransportError as error:  # noqa: PERF203 - one that fails keeps no other
+                left.append(str(error))
+        self._poll_closing()
+        for closing in self._closing:
+            num_reads = len(closing.agent.reads)
+            left.append(f"a NIXL agent is being destroyed; {num_reads} of its reads may go on")
+        if left:
+            raise TransportError("; ".join(left))
+        self._open_on.shutdown(wait=False)
+        self._close_on.shutdown(wait=False)
+        for path in self.peers.paths:
+            path.close()
+
+    @property
+    def current(self) -> ReadAgent:
+        """The agent that new reads use."""
+        if not self.polled:
+            raise LocalProtocolError("this rank has no agent that reads: it only prefills")
+        return self.polled[0]
+
+    def _make_agent(self, opened: Opened) -> ReadAgent:
+        background = self._make_background(PREPARING_THREADS)
+        return ReadAgent(opened, self.peers, background, self._counts, self._clock)
+
+    # --- peers
+
+    def _join(self, action: events.JoinPeer) -> events.DataEvent:
+        """Check a description, and begin to prepare its ranks."""
+        peer, description = action.peer, action.description
+        try:
+            self.peers.check(description)
+            routes = self.peers.routes(description)
+            self.current.ranks.prepare(peer, description, routes)
+        except (NixlKVError, ValueError) as error:
+            return events.PeerRefused(peer, str(error))
+        self.peers.add(peer, description)
+        self._joining[peer] = self._clock()
+        return events.PeerFits(peer, description, routes)
+
+    def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
+        """All ranks of an engine are READY, or the reads that waited for them fail."""
+        since = self._joining.pop(ended.peer, None)
+        if ended.error is None:
+            if since is None:
+                return []
+            self._counts["joins"] += 1
+            self._counts["join_seconds"] += self._clock() - since
+            return [events.PeerJoined(ended.peer)]
+        failed = _failed(ended.waiting, ended.error)
+        if since is not None:
+            self.peers.forget(ended.peer)
+            failed.insert(0, events.PeerRefused(ended.peer, ended.error))
+        return failed
+
+    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> list[events.DataEvent]:
+        """Forget an engine. Reads that waited for it fail, or wait until it is added again."""
+        self.peers.forget(peer)
+        self._joining.pop(peer, None)
+        waiting = [r for a in self.polled for r in a.ranks.drop(peer, is_lost=is_dead)]
+        return [event for read in waiting for event in self._start(read)]
+
+    def _drop_broken(self) -> list[events.DataEvent]:
+        """Let the current agent add engines with a broken connection again."""
+        if self.current.ranks.is_adding:
+            return []
+        waiting = self.current.drop_broken()
+        return [event for read in waiting for event in self._start(read)]
+
+    # --- reads
+
+    def _start(self, read: WaitingRead) -> list[events.DataEvent]:
+        """Start a read with the current agent. It may have to add the engine first."""
+        agent, description = self.current, self.peers.descriptions.get(read.peer)
+        if description is not None and agent.ranks.find(read.peer, read.rank) is None:
+            # Another agent made the handshake, or the connection broke.
+            agent.ranks.prepare(read.peer, description, self.peers.routes(description))
+        return agent.start(read)
+
+    def _fail_waiting(self, request: RequestId, rank: Rank, reason: str) -> list[events.DataEvent]:
+        """Fail a read that waits; it writes nothing."""
+        waiting = [
+            read
+            for agent in self.polled
+            for read in agent.ranks.pop_waiting(
+                lambda read: (request_of(read), read.rank) == (request, rank)
+            )
+        ]
+        return _failed(waiting, reason)
+
+    # --- agents
+
+    def _replace_current(self) -> list[events.DataEvent]:
+        """Create another agent after an abandoned read, and let a new one take over."""
+        abandoned = bool(self.polled) and any(read.is_abandoned for read in self.current.reads)
+        if self._opening is None:
+            if abandoned and self._successor is not None:
+                return self._promote(self._successor)
+            if abandoned and self._clock() >= self._open_again_at:
+                logger.warning("a read timed out: replacing the NIXL agent")
+                self._open(is_worn=False)
+        elif self._opening.done():
+            opening, self._opening = self._opening, None
+            try:
+                agent = self._make_agent(opening.result())
+            except TransportError as error:
+                self._open_again_at = self._clock() + TRY_AGAIN_S
+                cost = "connections" if self._is_worn and not abandoned else "blocks"
+                message = "cannot create a NIXL agent: %s; %s stay held until a retry succeeds"
+                logger.error(message, error, cost)  # noqa: TRY400 - the message says it all
+                return []
+            if abandoned or not self._is_worn:
+                return self._promote(agent)
+            self._successor, self._introduced = agent, set()
+            self.polled.append(agent)
+            return [events.PeersMoved(tuple(self.current.ranks.known))]
+        return []
+
+    def _open(self, *, is_worn: bool) -> None:
+        self._is_worn = is_worn
+        self._opening = self._open_on.submit(
+            open_transport, self._make_transport, self.peers.layout, self._memory
+        )
+
+    def _promote(self, agent: ReadAgent) -> list[events.DataEvent]:
+        """Let new and waiting reads use this agent from now on; the others drain."""
+        waiting = self.current.ranks.pop_waiting()
+        self.current.ranks.give_up_all()
+        if agent is self._successor:
+            self.polled.remove(agent)
+            self._successor = None
+        self.polled.insert(0, agent)
+        self._left_since = None
+        for peer in self._joining:
+            description = self.peers.descriptions[peer]
+            agent.ranks.prepare(peer, description, self.peers.routes(description))
+        return [event for read in waiting for event in self._start(read)]
+
+    def _introduce(self) -> list[events.DataEvent]:
+        """Let the successor connect to the current agent's engines, and then take its place."""
+        if self._successor is None:
+            return []
+        new = [peer for peer in self.current.ranks.known if peer not in self._introduced]
+        self._introduced.update(new)
+        for peer in new:
+            description = self.peers.descriptions.get(peer)
+            if description is not None:
+                routes = self.peers.routes(description)
+                self._successor.ranks.prepare(peer, description, routes)
+        return [] if self._successor.is_busy else self._promote(self._successor)
+
+    def _tidy(self, *, has_read: bool) -> None:
+        """Replace the agent if it has too many unused connections, which only its end closes."""
+        now = self._clock()
+        if self._tidy_at is None and self.polled and not self.current.ranks.is_adding:
+            is_wanted = self.current.ranks.has_left
+            if is_wanted or (has_read and self.current.transport.tidy()):
+                self._tidy_at = now + TIDY_S
+        if self._tidy_at is None or now < self._tidy_at or not self.polled:
+            return
+        ranks = self.current.ranks
+        if ranks.is_adding or self._opening is not None or self._successor is not None:
+            self._tidy_at = now + TRY_AGAIN_S
+            return
+        self._drop_broken()
+        has_spares, num_left = self.current.transport.tidy(), ranks.num_left
+        self._tidy_at = now + TIDY_S if has_spares or num_left else None
+        if not num_left:
+            self._left_since = None
+            return
+        self._left_since = now if self._left_since is None else self._left_since
+        is_due = num_left >= MAX_LEFT or now >= self._left_since + LEFT_S
+        if is_due and ranks.num_ready <= num_left * READ_PER_LEFT:
+            logger.info(
+                "replacing the NIXL agent: it has open connections to %d ranks that left", num_left
+            )
+            self._open(is_worn=True)
+
+    def _close_drained(self) -> None:
+        """Destroy each drained agent."""
+        for agent in self.polled[1:]:
+            if agent is not self._successor and agent.is_drained:
+                self.polled.remove(agent)
+                self._close(agent)
+
+    def _close(self, agent: ReadAgent) -> None:
+        """Destroy an agent in the background; nothing else uses it."""
+        closed = self._close_on.submit(agent.close)
+        self._closing.append(_Closing(agent, closed, self._clock()))
+
+    def _poll_closing(self) -> list[events.DataEvent]:
+        """Fail the reads of destroyed agents. Without proof of the end, their blocks stay held."""
+        failed: list[events.DataEvent] = []
+        for closing in [closing for closing in self._closing if closing.closed.done()]:
+            error = closing.closed.exception()
+            seconds = self._clock() - closing.started_at
+            if error is None:
+                self._closing.remove(closing)
+                if closing.stops_reads:
+                    self._counts["agents_recycled"] += 1
+                    logger.warning(
+                        "destroyed a NIXL agent in %.2f s; its reads have ended", seconds
+                    )
+                else:
+                    self._counts["agents_replaced"] += 1
+                    logger.info("replaced a NIXL agent; its connections are closed")
+                failed += closing.agent.fail_all()
+            elif seconds >= TRY_AGAIN_S:
+                self._closing.remove(closing)
+                logger.error(
+                    "cannot destroy a NIXL agent: %s; its blocks stay held until a retry succeeds",
+                    error,
+                )
+                self._close(closing.agent)
+        return failed
+
+
+def _failed(reads: Iterable[WaitingRead], reason: str) -> list[events.DataEvent]:
+    return [events.ReadFailed(request_of(read), read.rank, reason) for read in reads]

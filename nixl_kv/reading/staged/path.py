@@ -1,0 +1,534 @@
+"""Staged reads: prefill packs short runs into a ring, NIXL reads slots of it, decode scatters them.
+
+Decode cuts a read into chunks that fit into a slot of either ring. It requests each chunk, and
+prefill packs the chunk into a slot of its ring. Decode reads that slot into a slot of its own ring
+and copies it from there into the cache. Several chunks of a read are in progress at a time.
+
+A read holds one slot of decode's ring from its first request to its last copy. So decode can always
+read a packed chunk, and slots of prefill's ring always become free. On both sides reads wait for
+free slots in order. Decode reads chunks directly that prefill cannot pack.
+
+NIXL writes into a slot and a copy writes into the cache even after the load was cancelled. So a
+slot is free, and the operation has ended, only when both have ended.
+"""
+
+import enum
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from nixl_kv.errors import IncompatiblePeer, PeerLost, TransportError, get_logger
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
+from nixl_kv.geometry.plan import MAX_INDEX, Plan, Rows, Share, plan
+from nixl_kv.geometry.staging import (
+    LEAST_CHUNK,
+    LEAST_CHUNKS,
+    Crop,
+    Ring,
+    crops,
+    entry_bytes,
+    may_take,
+    most_slots,
+    split_tokens,
+    staged_entries,
+    staged_layout,
+    staged_table,
+)
+from nixl_kv.protocol import events, messages
+from nixl_kv.reading.paths.base import STOPPED, Read, ReadOp, Source
+from nixl_kv.reading.paths.direct import DirectOp, part_of
+from nixl_kv.reading.staged.copier import PreparedCopy, Staging
+from nixl_kv.transport.base import ListHandle
+
+logger = get_logger(__name__)
+
+LONG_RUN: Final[dict[Memory, int]] = {"VRAM": 128 << 10, "DRAM": 512}
+"""Bytes per run from which a direct read takes less time than a staged one. Between two H200
+a descriptor costs 3.3 us, and a staged read moves 40 to 58 GB/s with 256 MiB of staging memory.
+Both are equal at 130 to 190 KB. In host memory, 1.5 us per run at 8 GB/s equals 0.3 GB/s at 470
+bytes. See docs/benchmarks.md."""
+
+LONG_TCP_RUN: Final = 64 << 10
+"""The same over TCP, where 129,024 runs of a host cache took 58 s directly and 0.2 s staged."""
+
+FEW_RUNS: Final[dict[Memory, int]] = {"VRAM": 150, "DRAM": 1300}
+"""Up to this number of runs, a direct read ends before a staged one has its first byte. That takes
+0.5 ms between GPUs, and 2 ms in host memory."""
+
+
+class State(enum.Enum):
+    """States of a chunk in progress."""
+
+    ASKED = enum.auto()  # prefill packs it, or waits for a slot to do so
+    PACKED = enum.auto()  # waits for a slot of decode's ring
+    READING = enum.auto()  # NIXL reads prefill's slot
+    SCATTERING = enum.auto()  # a copy moves it into the cache
+
+
+_ON_PREFILL: Final = (State.ASKED, State.PACKED, State.READING)
+_WRITING: Final = (State.READING, State.SCATTERING)
+
+
+class FreeSlots:
+    """The slots of decode's ring that nothing writes into."""
+
+    def __init__(self, ring: Ring) -> None:
+        """All slots of the ring are free."""
+        self.ring = ring
+        self._free = deque(range(ring.num_slots))
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def pop(self, held: int) -> int | None:
+        """Give a slot to a read that holds `held` slots; None if it must wait."""
+        return self._free.popleft() if may_take(held, len(self._free)) else None
+
+    def add(self, slot: int) -> None:
+        """Return a slot. Nothing writes into it."""
+        self._free.append(slot)
+
+
+class HeldSlots:
+    """The slots of decode's ring that one read holds."""
+
+    def __init__(self, free: FreeSlots) -> None:
+        """Hold none yet."""
+        self._free = free
+        self._num_held = 0
+        self._spare: int | None = None  # the last one that it holds, while it is empty
+
+    def open(self) -> bool:
+        """Whether the read holds a slot, or gets one now."""
+        if not self._num_held:
+            self._spare = self._free.pop(0)
+            self._num_held = int(self._spare is not None)
+        return self._num_held > 0
+
+    def take(self) -> int | None:
+        """Return an empty slot, if the read holds or gets one."""
+        slot, self._spare = self._spare, None
+        if slot is None:
+            slot = self._free.pop(self._num_held)
+            self._num_held += slot is not None
+        return slot
+
+    def put(self, slot: int) -> None:
+        """Return a slot, unless it is the last one. Nothing writes into it."""
+        if self._num_held == 1:
+            self._spare = slot
+        else:
+            self._num_held -= 1
+            self._free.add(slot)
+
+    def close(self) -> None:
+        """Return the empty slot: the read needs no more slots."""
+        if self._spare is not None:
+            self._num_held = 0
+            self._free.add(self._spare)
+            self._spare = None
+
+
+@dataclass(frozen=True)
+class _Crop:
+    """How decode reads some layers and heads of a prefill rank's cache."""
+
+    number: int  # among the rank's crops
+    crop: Crop
+    groups: tuple[Group, Group]
+    entry_bytes: int
+    max_entries: int  # of a chunk
+    least_entries: int  # of a chunk, unless fewer are left
+    rows: tuple[Rows, Rows]  # of the entries in both rings
+    scatter: Plan
+    prepared: PreparedCopy
+    direct: Plan  # the part of the rank's plan that reads this crop
+    layers: tuple[messages.LayerHeads, ...]  # as a request names them
+
+
+@dataclass
+class _Chunk:
+    number: int
+    crop: _Crop
+    tokens: range
+    entries: range
+    state: State = State.ASKED
+    slot: int | None = None  # of decode's ring
+    packed_in: int = 0  # of prefill's
+    handle: Any = None  # of the READ, later of the copy
+
+
+class StagedRank:
+    """A remote rank that packs, for one agent. See `Prepared`."""
+
+    def __init__(self, ring: Ring, rank_crops: tuple[_Crop, ...]) -> None:
+        self.ring = ring
+        """Prefill's."""
+        self.crops = rank_crops
+        self._lists: list[tuple[ListHandle, ListHandle]] | None = None
+
+    def lists(self, source: Source, memory: Memory) -> list[tuple[ListHandle, ListHandle]]:
+        """Lists of the entries in both rings, per crop: (local, remote). Made at the first read.
+
+        Raises:
+            TransportError: if the agent does not accept them.
+        """
+        if self._lists is None:
+            prepare = source.transport.prepare
+            self._lists = [
+                (prepare(here, memory, None), prepare(there, memory, source.name))
+                for here, there in (crop.rows for crop in self.crops)
+            ]
+        return self._lists
+
+    def release(self) -> None:
+        """Nothing to free: the lists belong to the agent."""
+
+
+class StagedPath:
+    """See `ReadPath`; shared by all agents of a rank."""
+
+    def __init__(self, layout: CacheLayout, staging: Staging, *, is_forced: bool = False) -> None:
+        """Read into a cache through a ring, if `is_forced` even where direct reads are faster."""
+        self.staging = staging
+        self.slots = FreeSlots(staging.ring)
+        self._layout = layout
+        self._is_forced = is_forced
+
+    def prepare(
+        self, description: messages.RankDescription, share: Share, plan: Plan
+    ) -> StagedRank | None:
+        if description.ring is None:
+            return None
+        ring = description.ring
+        try:
+            theirs = Ring(Span(ring.address, ring.length), ring.num_slots)
+            return StagedRank(theirs, tuple(self._crops(description.layout, theirs, share, plan)))
+        except (IncompatiblePeer, TransportError, ValueError) as error:
+            logger.info("cannot stage reads of %s: %s", description.endpoint, error)
+            return None
+
+    def start(self, prepared: StagedRank, read: Read) -> ReadOp | None:
+        """Accept many short runs. The module's constants say how many and how short."""
+        memory, is_tcp = self._layout.memory, read.source.is_tcp
+        long_run = max(LONG_RUN[memory], LONG_TCP_RUN if is_tcp else 0)
+        are_few = read.num_runs <= FEW_RUNS[memory] and not is_tcp
+        if not self._is_forced and (are_few or read.num_bytes >= read.num_runs * long_run):
+            return None
+        try:
+            return StagedOp(self, prepared, read)
+        except (TransportError, ValueError) as error:
+            request = read.action.load.request
+            logger.info("cannot stage the read of request %s: %s", request, error)
+            return None
+
+    def tidy(self) -> None:
+        """Nothing to free: the ring stays."""
+
+    def close(self) -> None:
+        """Nothing to wait for: operations wait for their copies."""
+
+    def _crops(self, remote: CacheLayout, ring: Ring, share: Share, direct: Plan) -> list[_Crop]:
+        """Plan how each crop is packed and scattered; takes milliseconds.
+
+        Raises:
+            TransportError: if the copier cannot do it.
+            ValueError: if an entry does not fit into a ring.
+        """
+        layout, staging, found = self._layout, self.staging, list[_Crop]()
+        for crop in crops(layout, remote, share):
+            groups = layout.groups[crop.groups[0]], remote.groups[crop.groups[1]]
+            staged = staged_layout(
+                groups[1],
+                crop.share,
+                staging.ring.span,
+                memory=staging.memory,
+                device=staging.device,
+            )
+            size, scatter = entry_bytes(staged), plan(layout, staged, crop.share)
+            layers = tuple(
+                messages.LayerHeads(layer=layer, first=heads[0], end=heads[1])
+                for layer, heads in crop.share.items()
+            )
+            paged = tuple(each for each in direct.paged_rows if each.groups == crop.groups)
+            found.append(
+                _Crop(
+                    number=len(found),
+                    crop=crop,
+                    groups=groups,
+                    entry_bytes=size,
+                    max_entries=min(ring.capacity(size), staging.ring.capacity(size)),
+                    least_entries=_least_entries(groups, size, staging.memory),
+                    rows=(
+                        _entry_rows(staging.ring, size, staging.device),
+                        _entry_rows(ring, size, remote.device),
+                    ),
+                    scatter=scatter,
+                    prepared=staging.copier.prepare(scatter),
+                    direct=replace(direct, paged_rows=paged),
+                    layers=layers,
+                )
+            )
+        return found
+
+
+def _least_entries(groups: tuple[Group, Group], size: int, memory: Memory) -> int:
+    """The fewest entries that are worth a chunk; they must cover one local entry."""
+    mine, theirs = (group.entry_size for group in groups)
+    return max(LEAST_CHUNK[memory] // size, -(-mine // theirs) + 1)
+
+
+def _entry_rows(ring: Ring, size: int, device: int) -> Rows:
+    """One row, with a piece per entry.
+
+    Raises:
+        ValueError: if there are too many entries for an int32 index.
+    """
+    count = ring.span.length // size
+    if count > MAX_INDEX:
+        raise ValueError(f"a ring has {count} entries; allowed: at most {MAX_INDEX}")
+    return np.array([[ring.span.address, size, device, size, count]], dtype=np.uint64)
+
+
+class StagedOp(ReadOp):
+    """One load's staged read of one rank."""
+
+    path = "staged"
+
+    def __init__(self, path: StagedPath, rank: StagedRank, read: Read) -> None:
+        """Cut the read into chunks. The first `poll` requests some of them.
+
+        Raises:
+            TransportError: if the agent does not accept the rings.
+            ValueError: if chunks would not fit into slots, or would be too many.
+        """
+        self._staging = path.staging
+        self._rank = rank
+        self._read = read
+        self._load = read.action.load
+        self._tables = read.action.grant.tables
+        self._lists = rank.lists(read.source, path.staging.memory)
+        self._slots = HeldSlots(path.slots)
+        self._most_asked = most_slots(rank.ring.num_slots)
+        self._waiting = deque(
+            _Chunk(number, crop, tokens, entries)
+            for number, (crop, tokens, entries) in enumerate(self._cut())
+        )
+        if len(self._waiting) > messages.MAX_CHUNKS:
+            raise ValueError(
+                f"it has {len(self._waiting)} chunks; allowed: at most {messages.MAX_CHUNKS}"
+            )
+        self._active: dict[int, _Chunk] = {}  # from the request to the end of the copy
+        self._direct: list[DirectOp] = []  # for chunks that prefill cannot pack
+        self._is_stopped = False
+        self._news: list[events.ReadEvent] = []
+
+    @property
+    def has_ended(self) -> bool:
+        if any(chunk.state in _WRITING for chunk in self._active.values()) or self._direct:
+            return False
+        return self._is_stopped or not (self._active or self._waiting)
+
+    def poll(self) -> list[events.ReadEvent]:
+        for chunk in list(self._active.values()):
+            if chunk.number in self._active:  # the failure of one chunk ends others
+                self._poll(chunk)
+        for op in list(self._direct):
+            self._poll_direct(op)
+        if not self._is_stopped:
+            self._ask()
+        news, self._news = self._news, []
+        return news
+
+    def on_message(self, message: events.ReadChunk) -> None:
+        """Prefill has packed a chunk, or cannot pack it."""
+        chunk = self._active.get(message.chunk)
+        if chunk is None or chunk.state is not State.ASKED:
+            return
+        if message.slot is not None:
+            chunk.state, chunk.packed_in = State.PACKED, message.slot
+            return
+        self._end(chunk)
+        for each in (chunk, *self._waiting):  # nor can it pack the others
+            self._read_directly(each)
+        self._waiting.clear()
+
+    def stop(self) -> None:
+        self._stop(STOPPED)
+
+    def end_copies(self) -> None:
+        for chunk in self._active.values():
+            if chunk.state is State.SCATTERING:
+                self._staging.copier.end(chunk.handle)
+
+    def release(self) -> None:
+        for chunk in list(self._active.values()):
+            self._end(chunk)
+        self._slots.close()
+
+    # --- chunks
+
+    def _cut(self) -> list[tuple[_Crop, range, range]]:
+        cut = []
+        for crop in self._rank.crops:
+            mine, theirs = crop.crop.groups
+            tokens = range(self._load.begin, self._load.end)
+            num_entries = len(staged_entries(self._tables[theirs], crop.groups[1], tokens))
+            most = min(crop.max_entries, max(crop.least_entries, -(-num_entries // LEAST_CHUNKS)))
+            for part in split_tokens(crop.groups, self._load.tables[mine], tokens, most):
+                entries = staged_entries(self._tables[theirs], crop.groups[1], part)
+                if len(entries):
+                    cut.append((crop, part, entries))
+        return cut
+
+    def _ask(self) -> None:
+        """Request the next chunks, unless packed ones already wait for slots of decode's ring."""
+        is_backed_up = any(chunk.state is State.PACKED for chunk in self._active.values())
+        if is_backed_up or not self._waiting or not self._slots.open():
+            return
+        num_asked = sum(chunk.state in _ON_PREFILL for chunk in self._active.values())
+        wanted: list[_Chunk] = []
+        for _ in range(min(self._most_asked - num_asked, len(self._waiting))):
+            chunk = self._waiting.popleft()
+            self._active[chunk.number] = chunk
+            wanted.append(chunk)
+        if wanted:
+            self._tell(wanted)
+
+    def _tell(self, chunks: list[_Chunk]) -> None:
+        """Report progress and request chunks.
+
+        Prefill frees the slots of chunks that `holds` lacks.
+        """
+        asked = tuple(
+            events.Chunk(chunk.number, chunk.tokens.start, chunk.tokens.stop, chunk.crop.layers)
+            for chunk in chunks
+        )
+        active = self._active.values()
+        holds = tuple(chunk.number for chunk in active if chunk.state in _ON_PREFILL)
+        self._news.append(
+            events.ChunksWanted(self._load.request, self._read.action.rank, asked, holds)
+        )
+
+    def _poll(self, chunk: _Chunk) -> None:
+        if chunk.state is State.PACKED:
+            self._fetch(chunk)
+        elif chunk.state is State.READING:
+            try:
+                if not self._read.source.transport.poll(chunk.handle):
+                    return
+            except PeerLost as error:
+                self._end(chunk)
+                self._fail(error)
+                return
+            self._on_landed(chunk)
+        elif chunk.state is State.SCATTERING:
+            try:
+                if self._staging.copier.poll(chunk.handle):
+                    self._end(chunk)
+                    self._note_progress()
+            except TransportError as error:
+                self._end(chunk)
+                self._stop(str(error))
+
+    def _fetch(self, chunk: _Chunk) -> None:
+        """Read prefill's slot, if decode's ring has a free one."""
+        if chunk.slot is None:  # else the thread died here and was restarted
+            chunk.slot = self._slots.take()
+        if chunk.slot is None:
+            return
+        try:
+            chunk.handle, chunk.state = self._post(chunk, chunk.slot), State.READING
+        except TransportError as error:
+            self._fail(error)
+
+    def _post(self, chunk: _Chunk, slot: int) -> Any:
+        """Post one READ from a slot of prefill's ring into a slot of decode's."""
+        size, count = chunk.crop.entry_bytes, len(chunk.entries)
+        if chunk.packed_in >= self._rank.ring.num_slots:
+            raise TransportError(
+                f"prefill packed into slot {chunk.packed_in}; its ring has "
+                f"{self._rank.ring.num_slots} slots"
+            )
+        starts = (
+            self._staging.ring.first_entry(slot, size),
+            self._rank.ring.first_entry(chunk.packed_in, size),
+        )
+        local, remote = (np.arange(start, start + count, dtype=np.int32) for start in starts)
+        return self._read.source.transport.read(*self._lists[chunk.crop.number], (local, remote))
+
+    def _on_landed(self, chunk: _Chunk) -> None:
+        """Copy a slot that has landed into the cache, and give prefill's slot back."""
+        if chunk.slot is None or self._is_stopped:
+            self._end(chunk)
+            return
+        crop = chunk.crop
+        first = self._staging.ring.first_entry(chunk.slot, crop.entry_bytes)
+        table = staged_table(self._tables[crop.crop.groups[1]], chunk.entries, first)
+        try:
+            pieces = crop.scatter.pieces(self._load.tables, [table], chunk.tokens)
+            chunk.handle = self._staging.copier.start(crop.prepared, pieces)
+            chunk.state = State.SCATTERING
+        except (TransportError, ValueError) as error:
+            self._end(chunk)
+            self._stop(str(error))
+            return
+        # The next request would tell prefill that its slot is free. After the last one, tell it
+        # with a request for the chunk that has landed: `holds` lacks it, so prefill packs nothing.
+        self._tell([] if self._waiting else [chunk])
+
+    # --- chunks that prefill cannot pack
+
+    def _read_directly(self, chunk: _Chunk) -> None:
+        direct = chunk.crop.direct
+        try:
+            pieces = direct.pieces(self._load.tables, self._tables, chunk.tokens)
+            part = part_of(self._read, direct, pieces)
+            if part.num_bytes:
+                self._direct.append(DirectOp(part, self._staging.memory, plan=direct))
+        except ValueError as error:
+            self._stop(str(error))
+
+    def _poll_direct(self, op: DirectOp) -> None:
+        """Continue one direct read of chunks."""
+        if op.poll():
+            self._note_progress()
+        if not op.has_ended:
+            return
+        self._direct.remove(op)
+        if op.failure is None:
+            self.num_direct_bytes += op.num_bytes
+            self._note_progress()
+            return
+        self.is_connection_lost |= op.is_connection_lost
+        self._stop(op.failure)
+
+    # --- the end
+
+    def _note_progress(self) -> None:
+        self._tell([])
+
+    def _fail(self, error: TransportError) -> None:
+        self.is_connection_lost |= isinstance(error, PeerLost)
+        self._stop(str(error))
+
+    def _stop(self, why: str) -> None:
+        """Request nothing more. The operation ends when its reads and copies have ended."""
+        self._is_stopped, self.failure = True, self.failure or why
+        for chunk in list(self._active.values()):
+            if chunk.state not in _WRITING:
+                self._end(chunk)
+        for op in self._direct:
+            op.stop()
+        self._slots.close()
+
+    def _end(self, chunk: _Chunk) -> None:
+        """Remove a chunk that is no longer in progress."""
+        del self._active[chunk.number]
+        if chunk.slot is not None:
+            self._slots.put(chunk.slot)
+            chunk.slot = None
+        if self._is_stopped or not (self._active or self._waiting):
+            self._slots.close()

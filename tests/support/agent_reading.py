@@ -1,0 +1,83 @@
+"""A decode rank's agent, without its machine, and the prefill rank that it reads."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from lab.local.caches import Cache, Sizes
+from lab.local.engine import MODEL
+from lab.local.memory import Fabric, MemoryTransport
+from nixl_kv.geometry.layout import Memory, Table
+from nixl_kv.ids import Rank
+from nixl_kv.protocol.events import (
+    DataEvent,
+    PeerKey,
+    ReadSlot,
+    StartLoad,
+    StartRead,
+)
+from nixl_kv.protocol.messages import StagingRing
+from nixl_kv.reading.agent import ReadAgent, open_transport
+from nixl_kv.reading.paths.base import ReadPath
+from nixl_kv.reading.peers import RemotePeers
+from support.memory_gather import EXPORT
+from support.readable import ReadableRank, engine_of
+from support.records import D1, PEER, grant
+from support.stepped import Background, Clock
+
+SIZES = Sizes()
+R0 = Rank(0)
+RING = StagingRing(address=1 << 20, length=1 << 20, num_slots=4)
+
+
+class Reading:
+    """A decode rank's agent, and the prefill rank that it reads."""
+
+    def __init__(
+        self, paths: Sequence[ReadPath] = (), sizes: Sizes = SIZES, memory: Memory = "VRAM"
+    ) -> None:
+        self.fabric, self.clock = Fabric(), Clock()
+        self.prefill = ReadableRank(self.fabric, sizes)
+        self.cache = Cache(sizes).fill(2)
+        layout = dataclasses.replace(self.cache.layout(), memory=memory)
+        self.peers = RemotePeers(layout, R0, MODEL, paths=paths)
+        engine = engine_of(self.prefill)
+        ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
+        described = replace(engine, ranks=ranks)
+        self.peers.add(PEER, described)
+        opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)
+        self.prepare()
+        while self.agent.warm_ups:
+            assert self.agent.poll() == []
+        self.counts.clear()
+        self.fabric.bytes_copied = 0
+
+    def prepare(self) -> None:
+        """Until the peer can be read."""
+        description = self.peers.descriptions[PEER]
+        self.agent.ranks.prepare(PEER, description, self.peers.routes(description))
+        while self.agent.ranks.is_busy:
+            self.agent.ranks.collect()
+            self.agent.ranks.begin_next()
+
+    def start(
+        self,
+        local: list[int],
+        remote: list[int],
+        tokens: range,
+        *,
+        verify: bool = False,
+        peer: PeerKey = PEER,
+    ) -> list[DataEvent]:
+        """What is known at once of a read."""
+        load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
+        granted = grant(tables=(Table.of(remote),))
+        return self.agent.start(StartRead(peer, R0, granted, load))
+
+    def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
+        """The same of a slot."""
+        return self.agent.start(ReadSlot(peer, R0, D1, slot))

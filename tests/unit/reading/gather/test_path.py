@@ -1,0 +1,101 @@
+"""Memory of another process that is mapped: by what it is read, and when it is unmapped."""
+
+import numpy as np
+
+from nixl_kv.protocol.events import (
+    DataEvent,
+    ReadDone,
+)
+from nixl_kv.reading.gather.path import GatherPath
+from support.agent_reading import Reading
+from support.memory_gather import MemoryGather
+from support.records import PEER
+
+
+class Gathering(Reading):
+    """Prefill's memory is mapped."""
+
+    def __init__(self, *, is_able: bool = True) -> None:
+        self.gather = MemoryGather(is_able=is_able)
+        super().__init__([GatherPath(self.gather)])
+
+    def read(self) -> list[DataEvent]:
+        return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()
+
+
+def test_mapped_memory_is_read_without_nixl() -> None:
+    reading = Gathering()
+    reading.gather.polls = 2
+    before = reading.cache.view.copy()
+    assert reading.start([2, 9], [7, 3], range(8)) == []
+    assert reading.agent.poll() == []
+    assert np.array_equal(reading.cache.view, before)
+    (event,) = reading.agent.poll()
+    assert isinstance(event, ReadDone)
+    assert (event.path, event.num_bytes) == ("gather", reading.cache.blocks([0, 0]).nbytes)
+    expected = reading.prefill.cache.blocks([7, 3])
+    assert np.array_equal(reading.cache.blocks([2, 9]), expected)
+    assert reading.fabric.bytes_copied == 0
+
+
+def test_memory_that_cannot_be_mapped_is_read_by_nixl() -> None:
+    reading = Gathering(is_able=False)
+    (event,) = reading.read()
+    assert isinstance(event, ReadDone)
+    assert event.path == "direct"
+    assert reading.fabric.bytes_copied == event.num_bytes
+
+
+def test_memory_whose_owner_has_ended_is_unmapped_when_nothing_reads_it() -> None:
+    """It would stay allocated, and the owner's next life would lack it."""
+    reading = Gathering()
+    reading.gather.polls = 3
+    reading.start([2, 9], [7, 3], range(8))
+    reading.gather.end_owners()
+    assert reading.agent.poll() == []
+    assert len(reading.gather.mapped) == 1
+    while not reading.agent.poll():
+        assert len(reading.gather.mapped) == 1
+    reading.agent.poll()
+    assert reading.gather.mapped == []
+    (event,) = reading.read()
+    assert isinstance(event, ReadDone)
+    assert event.path == "direct"
+
+
+def test_a_dropped_peer_is_unmapped() -> None:
+    reading = Gathering()
+    reading.read()
+    assert len(reading.gather.mapped) == 1
+    reading.agent.ranks.drop(PEER)
+    assert reading.gather.mapped == []
+
+
+def test_a_dropped_peer_is_unmapped_with_the_last_read_that_uses_the_mapping() -> None:
+    """Other reads of the peer may never pause, and each new mapping would come on top."""
+    reading = Gathering()
+    reading.gather.polls = 3
+    reading.start([2, 9], [7, 3], range(8))
+    reading.fabric.reads_hang = True
+    assert reading.read_slot(3) == []
+    reading.agent.ranks.drop(PEER)
+    ended: list[DataEvent] = []
+    while not ended:
+        reading.agent.ranks.begin_next()
+        assert len(reading.gather.mapped) == 1
+        ended = reading.agent.poll()
+    reading.agent.ranks.begin_next()
+    assert reading.gather.mapped == []
+    assert reading.agent.is_reading(reading.prefill.transport.name)
+
+
+def test_an_agent_ends_when_no_kernel_writes_any_more() -> None:
+    reading = Gathering()
+    reading.read()
+    reading.gather.polls = 3
+    reading.start([2, 9], [7, 3], range(8))
+    reading.agent.close()
+    assert reading.gather.num_waits == 1
+    assert not reading.gather.is_closed, "other agents use it"
+    assert reading.gather.mapped == []
+    assert reading.fabric.transports.keys() == {reading.prefill.transport.name}
