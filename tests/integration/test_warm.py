@@ -7,8 +7,8 @@ import pytest
 
 from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST
+from nixl_kv.connector.trust import Trust
 from nixl_kv.engine.directory import DirectoryServer
-from nixl_kv.engine.trust import Trust
 from nixl_kv.ids import endpoint_at
 from nixl_kv.protocol import peers
 from support.pair import CONFIG, MakeTransport, SmallEngine, exchange

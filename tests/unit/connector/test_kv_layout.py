@@ -398,7 +398,7 @@ def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatc
     config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"speaks of \[2, 4\] KV heads"):
+    with pytest.raises(ConfigError, match=r"names \[2, 4\] as possible numbers of KV heads"):
         kv_layout._HeadShards(config).number("layers.0", spec)
 
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from nixl_kv.connector.block_pinning import PinnedBlocks
+from nixl_kv.connector.paging import Pins, RequestBlocks
 from nixl_kv.connector.vllm_config import pagings
 from nixl_kv.geometry.layout import ABSENT, Table
 from nixl_kv.ids import RequestId
@@ -105,7 +105,9 @@ class Engine:
             block_hasher=self.hasher,
         )
 
-    def prefill(self, blocks: PinnedBlocks, prompt: int, chunk: int) -> tuple[Table, ...]:
+    def prefill(
+        self, blocks: RequestBlocks, pins: Pins, prompt: int, chunk: int
+    ) -> tuple[Table, ...]:
         """Compute a prompt in chunks as the scheduler does; the tables that are offered."""
         request = self.request(prompt)
         hit, local, _ = self.manager.get_computed_blocks(request)
@@ -116,14 +118,14 @@ class Engine:
             count = min(chunk, prompt - computed)
             self.manager.new_step_starts()
             assert self.manager.allocate_slots(request, count, *first) is not None
-            blocks.pin(P, prompt)
-            offered = blocks.tables(P, prompt, blocks.current(P))
+            blocks.pin(P, prompt, pins)
+            offered = blocks.tables(prompt, blocks.current(P), pins)
             computed += count
             request.num_computed_tokens, first = computed, ()
         request.append_output_token_ids(7)
         self.manager.remove_skipped_blocks(P, prompt, prompt)
         tables = self.manager.get_block_ids_for_computed_tokens(P, prompt)
-        assert blocks.tables(P, prompt, tables) == offered
+        assert blocks.tables(prompt, tables, pins) == offered
         self.manager.free(request)  # what the offer keeps of the other group is vLLM's to keep
         return offered
 
@@ -142,6 +144,11 @@ class Engine:
         table = list(self.manager.get_block_ids(P)[WINDOW])
         self.manager.free(request)
         return table
+
+
+def blocks_of(engine: Engine, manager: Any = None) -> RequestBlocks:
+    cache = engine.cache
+    return RequestBlocks(pagings(VllmConfig(), cache), cache.num_blocks, manager)
 
 
 def missing(wanted: list[int], offered: list[int], sizes: tuple[int, int], end: int) -> list[int]:
@@ -173,15 +180,15 @@ def test_all_that_decode_wants_of_a_window_is_offered(
     vllm_config: VllmConfig, make: Any, window: int, sizes: tuple[int, int], *, chunk: int
 ) -> None:
     prefill, decode = (Engine(vllm_config, make(size, window)) for size in sizes)
-    blocks = PinnedBlocks(pagings(VllmConfig(), prefill.cache), prefill.manager)
+    blocks, pins = blocks_of(prefill, prefill.manager), Pins()
     pool = prefill.manager.block_pool
     for prompt in PROMPTS:
-        offered = prefill.prefill(blocks, prompt, chunk)
+        offered = prefill.prefill(blocks, pins, prompt, chunk)
         table = written_out(offered[WINDOW])
         assert all(pool.blocks[block].ref_cnt == 1 for block in table if block > 0), prompt
         wanted = decode.wanted(prompt) if prompt > 1 else []
         assert missing(wanted, table, sizes, prompt - 1) == [], prompt
-        blocks.unpin([P])
+        blocks.unpin(pins)
         for engine in (prefill, decode):
             assert engine.free() == engine.idle, prompt
             assert engine.manager.reset_prefix_cache()
@@ -200,14 +207,15 @@ def test_without_pins_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
 
 def test_a_preempted_requests_blocks_are_given_back(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config, sliding(16, 64))
-    blocks = PinnedBlocks(pagings(VllmConfig(), engine.cache))
-    blocks.bind(engine.manager, lambda request: blocks.unpin([request, RequestId("another")]))
+    blocks = blocks_of(engine)
+    pins: Pins = {}
+    blocks.bind(engine.manager, lambda _: blocks.unpin(pins))
     request = engine.request(100)
     engine.manager.allocate_slots(request, 100)
-    blocks.pin(P, 100)
+    blocks.pin(P, 100, pins)
     engine.manager.free(request)
     assert engine.free() == engine.idle
-    assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
+    assert pins == {}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -216,10 +224,10 @@ def test_all_is_offered_of_a_prompt_that_prefill_has_in_its_cache(
 ) -> None:
     """A hit shows only the window before its own end. Decode's blocks are of the same size."""
     prefill, decode = (Engine(vllm_config, sliding(16, 64)) for _ in range(2))
-    blocks = PinnedBlocks(pagings(VllmConfig(), prefill.cache), prefill.manager)
+    blocks, pins = blocks_of(prefill, prefill.manager), Pins()
     wanted = decode.wanted(prompt) if prompt > 1 else []
     for _ in range(2):
-        offered = prefill.prefill(blocks, prompt, 512)
+        offered = prefill.prefill(blocks, pins, prompt, 512)
         table = written_out(offered[WINDOW])
         assert missing(wanted, table, (16, 16), prompt - 1) == []
-        blocks.unpin([P])
+        blocks.unpin(pins)
