@@ -32,9 +32,9 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge the metadata of several workers."""
-        if not isinstance(other, WorkerMetadata):
-            return self
-        return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
+        if isinstance(other, WorkerMetadata):
+            return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
+        return self
 
 
 @dataclass

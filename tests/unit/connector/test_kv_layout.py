@@ -178,6 +178,12 @@ def test_a_cache_of_another_shape_is_refused() -> None:
         kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
 
 
+def test_a_cache_whose_content_has_strides_is_refused() -> None:
+    caches = {name: tensor[..., ::2] for name, tensor in recorded.kv_caches().items()}
+    with pytest.raises(ConfigError, match=r"has the strides .*allowed: 1 for the last axis"):
+        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+
+
 def test_layers_of_one_group_have_blocks_of_one_size() -> None:
     caches = recorded.kv_caches()
     name = next(iter(caches))
