@@ -4,9 +4,10 @@ vLLM creates one instance in the scheduler's process and one in each worker, and
 hooks of that role. Each hook delegates to the method of the same name in `scheduler.py` or
 `worker.py`. The docstrings here say when vLLM calls a hook, where the name does not.
 
-A request with a ticket passes on_new_request, get_num_new_matched_tokens, update_state_after_alloc
-and build_connector_meta in the scheduler; bind_connector_metadata and get_transfer_results in each
-worker; then update_connector_output and, at its end, request_finished_all_groups in the scheduler.
+For a request with a ticket, vLLM calls on_new_request, get_num_new_matched_tokens,
+update_state_after_alloc and build_connector_meta in the scheduler. Each worker then gets
+bind_connector_metadata and get_transfer_results. At last the scheduler gets update_connector_output
+and, when the request ends, request_finished_all_groups.
 """
 
 import logging
@@ -181,8 +182,8 @@ class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, Support
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """Whether vLLM may reuse local KV of a prompt whose recurrent state it does not have.
 
-        Yes, because a load brings the state. Without this vLLM would hardly ever have a local hit
-        on hybrid models, since it keeps few states.
+        Yes, because a load brings the state. If this were false, vLLM would hardly ever have a
+        local hit on hybrid models, since it keeps few states.
         """
         return bool(self._kv_cache_config.has_mamba_layers)
 

@@ -4,9 +4,9 @@ A request that arrives with a valid ticket is a load. Workers ask prefill for it
 that prefill holds them while the request is queued. When vLLM allocates blocks, the first
 allocation decides: it starts the load, or releases prefill if the local cache has everything.
 
-vLLM must hear of each started load exactly once. A load whose KV is from before a cache reset must
-never count as good, so `update_connector_output` holds such a report back and the workers report
-the load again, as failed.
+vLLM must get exactly one report of each started load. A load whose KV is from before a cache reset
+must never count as good. So `update_connector_output` holds such a report back, and the workers
+report the load again, as failed.
 
 No vLLM here, so that the simulator and the tests can run it alone.
 """

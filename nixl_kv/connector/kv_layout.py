@@ -53,7 +53,7 @@ PLAIN: Final = frozenset(
         "TRITON_ATTN_DIFFKV",
     )
 )
-"""Backends that store what the axes say."""
+"""Backends whose bytes follow the axes of the view."""
 
 WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """Types of latent caches that keep a token in one piece. Quantised ones may store scales apart."""
@@ -134,7 +134,7 @@ def cache_layout(
 
 
 class _Backends:
-    """What the layers and their attention backends store in their views. In a worker only."""
+    """Knows the bytes that attention backends store in their layers' views. In a worker only."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
@@ -158,7 +158,10 @@ class _Backends:
         return plain and self._isa(spec) in TRANSPOSED_K
 
     def opaque_kind(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
-        """What two engines must share to exchange whole blocks; empty if all know the content."""
+        """The kind of block, which two engines must share to exchange blocks whole.
+
+        Empty if the bytes are known, so that engines may exchange any part of a block.
+        """
         if self.is_transposed(layer, spec) or self._is_plain(layer, spec):
             return ""
         backend = self._backend(layer)
@@ -170,7 +173,7 @@ class _Backends:
         return f"in {kind} blocks of {tensor.shape[2]} tokens and {shards} shards{order}{turns}"
 
     def _is_plain(self, layer: str, spec: Any) -> bool:
-        """Whether a layer stores what the axes say."""
+        """Whether the bytes of a layer follow the axes of its view."""
         backend, stored = self._backend(layer), self._stored(layer)
         if spec.num_head_slots is not None:
             return False
@@ -295,7 +298,7 @@ def _check_shape(layer: str, tensor: torch.Tensor) -> None:
 
 
 def _bytes_of(layer: str, tensor: torch.Tensor, spec: Any, backends: _Backends) -> Region:
-    """Where the bytes of a layer are, whatever they mean."""
+    """Address the bytes of a layer. `_Backends.regions` adds their type and scales."""
     item = tensor.element_size()
     block_stride, head_stride, token_stride = (step * item for step in tensor.stride()[:3])
     if backends.is_transposed(layer, spec):

@@ -1,8 +1,8 @@
 """vLLM's block tables of a request, and the part of them that a transfer names.
 
 On prefill this also pins blocks of sliding windows. vLLM frees a block once no later token attends
-to it. With p tokens computed, it has freed every block before p - window + 1, and it frees the last
-one right before a connector may take the blocks over. Decode computes the prompt's last token
+to it. With p tokens computed, it has freed every block before p - window + 1. It frees the last
+of them right before a connector may take the blocks over. Decode computes the prompt's last token
 itself, so it attends to one token more, and its blocks may be larger than prefill's. So the
 connector holds one more reference to each block of the last `window` tokens. It takes the reference
 in the step that fills the block, and drops it when the offer ends or vLLM frees the request. The

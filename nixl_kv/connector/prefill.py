@@ -19,6 +19,7 @@ No vLLM here, so that the simulator and the tests can run it alone.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
@@ -36,7 +37,8 @@ from nixl_kv.protocol.ticket import Ticket
 logger = get_logger(__name__)
 
 BLOCK_WAIT_S: Final = 1.0
-"""How long a request waits, while no request gets blocks and no offer ends, before offers go."""
+"""How long a request waits, while no request gets blocks and no offer ends, before the workers
+reclaim blocks from offers."""
 
 ALL_BLOCKS: Final = 1 << 31
 """More blocks than any cache has."""
@@ -60,7 +62,7 @@ class Address:
 
 @dataclass
 class _Offer:
-    """A request to be decoded elsewhere, from its arrival to the end of its offer."""
+    """A request that another engine decodes, from its arrival to the end of its offer."""
 
     request: RequestId
     num_tokens: int
@@ -73,7 +75,6 @@ class _Offer:
     tables: tuple[Table, ...] = ()
     # Once the ticket has left:
     held: _Indices = field(default_factory=lambda: _NO_BLOCKS)  # each block once
-    is_revocable: bool = False  # unclaimed, as far as the scheduler knows
 
 
 class PrefillScheduler:
@@ -107,6 +108,7 @@ class PrefillScheduler:
         self._shortage = BlockShortage(clock)
         self._awaited: dict[RequestId, _Offer] = {}  # their tickets have not left
         self._offers: dict[RequestId, _Offer] = {}  # their tickets have left, the oldest first
+        self._revocable: OrderedDict[Nonce, _Offer] = OrderedDict()  # those not known to be claimed
         self._allowed = int(blocks.num_blocks * offer_share)
         self._held = _DistinctBlocks(blocks.num_blocks)
         self._unclaimed = _DistinctBlocks(blocks.num_blocks)
@@ -211,7 +213,7 @@ class PrefillScheduler:
             self._shortage.on_progress()
 
     def on_free(self, request: RequestId) -> None:
-        """VLLM frees a request's blocks: it is over, or preempted and will get other blocks.
+        """Withdraw an offer whose blocks vLLM frees: at the request's end, or a preemption.
 
         If vLLM computes the prompt again, the offer gets a new nonce, because the workers know
         other blocks under the old one.
@@ -227,10 +229,10 @@ class PrefillScheduler:
 
         Any host may send any nonce, so unknown ones are ignored.
         """
-        if nonces:
-            for offer in self._offers.values():
-                if offer.is_revocable and offer.nonce in nonces:
-                    self._revoke(offer)
+        for nonce in nonces:
+            offer = self._revocable.get(nonce)
+            if offer is not None:
+                self._revoke(offer)
 
     def reset_cache(self) -> None:
         """Offer no KV from before a cache reset or a change of weights.
@@ -283,24 +285,21 @@ class PrefillScheduler:
         self._expect(offer, 0)
         del offer.make_context  # it holds the prompt: embeddings may be hundreds of megabytes
         offer.held = distinct_ids(tables).astype(np.intp)  # numpy converts other types at each use
-        offer.is_revocable = True
         self._offers[offer.request] = offer
         self._held.add(offer.held)
+        self._revocable[offer.nonce] = offer
         self._unclaimed.add(offer.held)
-        for oldest in self._offers.values():
-            # Never the newest: a prompt may be longer than all that offers may hold.
-            if len(self._unclaimed) <= self._allowed or oldest is offer:
-                return
-            if oldest.is_revocable:
-                self._revoke(oldest)
+        # Keep the newest: its prompt may be longer than the budget.
+        while len(self._unclaimed) > self._allowed and len(self._revocable) > 1:
+            self._revoke(next(iter(self._revocable.values())))
 
     def _revoke(self, offer: _Offer) -> None:
-        """Revoke it unless it is claimed. Either way it counts as unclaimed no longer."""
+        """Revoke an offer unless it is claimed. In both cases it no longer counts as unclaimed."""
         self._count_as_claimed(offer)
         self._commands.append(events.RevokeOffer(offer.nonce))
 
     def _count_as_claimed(self, offer: _Offer) -> None:
-        offer.is_revocable = False
+        del self._revocable[offer.nonce]
         self._unclaimed.remove(offer.held)
 
     def _forget(self, request: RequestId) -> None:
@@ -309,9 +308,9 @@ class PrefillScheduler:
             self._release(offer)
 
     def _release(self, offer: _Offer) -> None:
-        """It holds no blocks, and none are reserved for it."""
+        """Forget the blocks that an offer holds, or will hold."""
         self._expect(offer, 0)
-        if offer.is_revocable:
+        if offer.nonce in self._revocable:
             self._count_as_claimed(offer)
         self._held.remove(offer.held)
         offer.held = _NO_BLOCKS

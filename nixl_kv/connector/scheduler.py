@@ -301,7 +301,7 @@ class Scheduler:
         )
 
     def _listen(self) -> DirectoryServer:
-        """Bind the port that tickets name. Of a pure decode engine only tools need it."""
+        """Bind the port that tickets name. On a pure decode engine, only tools need it."""
         port = port_of(self._config, self._vllm_config)
         control = self._trust.control()
         listen = partial(

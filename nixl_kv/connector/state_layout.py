@@ -57,8 +57,8 @@ def state_regions(
         layer: its name.
         page: an int8 view of shape [blocks, 1, 1, bytes of all states].
         spec: vLLM's MambaSpec.
-        module: the layer itself, for what the spec does not say.
-        place: this rank's.
+        module: the layer itself, for facts that the spec lacks.
+        place: this worker's.
 
     Raises:
         ConfigError: if the model does not say how its states are sharded.

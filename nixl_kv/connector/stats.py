@@ -1,16 +1,17 @@
 """Counters and gauges, and how they reach vLLM's log and Prometheus.
 
-The scheduler and each worker fill a `Stats` in every step. vLLM sums them up over ranks and steps
-with `aggregate`, logs `reduce()`, and passes the rest to `PromMetrics` in the API server.
+The scheduler and each worker fill a `Stats` in every step. vLLM merges them over ranks and steps
+with `aggregate`. The API server logs `reduce()` and passes the data to `PromMetrics`.
 """
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -103,14 +104,19 @@ COUNTERS: Final = {
 
 GAUGES: Final = {
     "open_offers": "Offers that hold blocks now.",
-    "unreadable": (
-        "1 while any rank's own check fails to connect to its memory, so that peers cannot read "
-        "it; else 0."
-    ),
-    "open_descriptors": "Open file descriptors of the worker process that has most.",
     "open_loads": "Requests that load KV now, or will when they have blocks.",
 }
-"""Each shows the maximum over its sources: the scheduler, or all ranks."""
+"""The scheduler measures these, once per engine."""
+
+RANK_GAUGES: Final = {
+    "unreadable": (
+        "1 while the rank's own check cannot connect to its memory, so that peers cannot read it; "
+        "else 0."
+    ),
+    "open_descriptors": "Open file descriptors of the rank's process.",
+}
+"""Each rank measures its own. A sum, or the value that arrived last, would be wrong for all ranks,
+so Prometheus shows a series per rank (label `rank`)."""
 
 DESCRIPTORS_S: Final = 10.0
 """Between two counts of the open file descriptors."""
@@ -131,12 +137,12 @@ _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 class Stats(KVConnectorStats):
     """The counts of one step, in `data`: vLLM sends that field between processes.
 
-    It has a number per counter, `{source: value}` per gauge, and a list of transfer times in
-    seconds. A source sends a gauge only when it changes.
+    It has a number per counter and per engine's gauge, `{rank: value}` per rank's gauge, and a list
+    of transfer times in seconds. A gauge is sent only when it changes.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
-    source: int = 0  # the rank, so that gauges of several ranks do not replace each other
+    rank: int = 0  # the worker's
     _descriptors_at: float = -math.inf
     _warn_at: float = -math.inf
     _measured: dict[str, int] = field(default_factory=dict)  # the gauges as last sent
@@ -147,7 +153,7 @@ class Stats(KVConnectorStats):
     def measure(self, name: str, value: int) -> None:
         if self._measured.get(name, 0) != value:
             self._measured[name] = value
-            self.data[name] = {str(self.source): value}
+            self.data[name] = value if name in GAUGES else {str(self.rank): value}
 
     def measure_descriptors(self, now: float) -> None:
         """Count this process's file descriptors every DESCRIPTORS_S; warn before they run out."""
@@ -178,7 +184,7 @@ class Stats(KVConnectorStats):
                     self.count(f"offers_{result.end.value}")
                 case events.Counts():
                     for name, amount in result.counts.items():
-                        if name in GAUGES:
+                        if name in RANK_GAUGES:
                             self.measure(name, int(amount))
                         else:
                             self.count(name, amount)
@@ -217,21 +223,24 @@ class Stats(KVConnectorStats):
         for name, value in other.data.items():
             if isinstance(value, list):
                 self.data[name] = [*self.data.get(name, []), *value]
-            elif name in GAUGES:
+            elif name in RANK_GAUGES:
                 self.data[name] = {**self.data.get(name, {}), **value}
+            elif name in GAUGES:
+                self.data[name] = value
             else:
                 self.count(name, value)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of vLLM's log line. A gauge covers the ranks where it has changed since."""
-        numbers: dict[str, int | float] = {
-            name: max(value.values()) if name in GAUGES else value
-            for name, value in self.data.items()
-            if name != TRANSFER_SECONDS and not name.startswith(NOT_LOGGED)
-        }
+        """The numbers of vLLM's log line: all counts, and the gauges that have changed since."""
+        numbers: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if name in RANK_GAUGES:
+                numbers |= {f"{name} of rank {rank}": each for rank, each in value.items()}
+            elif name != TRANSFER_SECONDS and not name.startswith(NOT_LOGGED):
+                numbers[name] = value
         seconds = self.data.get(TRANSFER_SECONDS, [])
-        if seconds:
+        if any(seconds):  # a rank that has nothing to read needs no time
             numbers["median transfer ms"] = round(statistics.median(seconds) * 1000, 2)
             numbers["GB/s"] = round(self.data.get("bytes_read", 0) / sum(seconds) / 1e9, 2)
         return numbers
@@ -243,37 +252,53 @@ class Stats(KVConnectorStats):
 class PromMetrics(KVConnectorPromMetrics):
     """`vllm:nixl_kv_<counter>_total`, `vllm:nixl_kv_<gauge>`, and a histogram of seconds."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Register each metric once, with a child per engine. The arguments are vLLM's."""
-        super().__init__(*args, **kwargs)
-        self._by_source: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
+        super().__init__(vllm_config, *args, **kwargs)
         self._counters = {
-            name: self._make(self._counter_cls, name, text) for name, text in COUNTERS.items()
+            name: self._per_engine(self._register(self._counter_cls, name, text))
+            for name, text in COUNTERS.items()
         }
+        # With several API servers, each gets the stats of some steps.
+        register_gauge = partial(self._register, self._gauge_cls, multiprocess_mode="mostrecent")
         self._gauges = {
-            name: self._make(self._gauge_cls, name, text, multiprocess_mode="mostrecent")
-            for name, text in GAUGES.items()
+            name: self._per_engine(register_gauge(name, text)) for name, text in GAUGES.items()
         }
-        self._seconds = self._make(
-            self._histogram_cls,
-            TRANSFER_SECONDS,
-            "Seconds that the slowest rank of a load needed to read it.",
-            buckets=_BUCKETS,
+        self._rank_gauges = {
+            name: register_gauge(name, text, labelnames=[*self._labelnames, "rank"])
+            for name, text in RANK_GAUGES.items()
+        }
+        for engine in self.per_engine_labelvalues:  # show 0 from the start
+            for rank in range(vllm_config.parallel_config.world_size):
+                for name in RANK_GAUGES:
+                    self._rank_gauge(name, engine, str(rank))
+        self._seconds = self._per_engine(
+            self._register(
+                self._histogram_cls,
+                TRANSFER_SECONDS,
+                "Seconds that the longest read of a load took, per rank.",
+                buckets=_BUCKETS,
+            )
         )
 
-    def _make(self, kind: Any, name: str, text: str, **options: Any) -> Any:
-        metric = kind(
-            name=f"vllm:nixl_kv_{name}", documentation=text, labelnames=self._labelnames, **options
-        )
+    def _register(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        options = {"labelnames": self._labelnames} | options
+        return kind(name=f"vllm:nixl_kv_{name}", documentation=text, **options)
+
+    def _per_engine(self, metric: Any) -> Any:
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+    def _rank_gauge(self, name: str, engine: int, rank: str) -> Any:
+        return self._rank_gauges[name].labels(*self.per_engine_labelvalues[engine], rank)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)
             elif name in self._gauges:
-                latest = self._by_source[name, engine_idx]
-                latest.update(value)
-                self._gauges[name][engine_idx].set(max(latest.values()))
+                self._gauges[name][engine_idx].set(value)
+            elif name in self._rank_gauges:
+                for rank, each in value.items():
+                    self._rank_gauge(name, engine_idx, rank).set(each)
         for seconds in transfer_stats_data.get(TRANSFER_SECONDS, []):
             self._seconds[engine_idx].observe(seconds)

@@ -98,7 +98,7 @@ class Worker:
         self._loading: set[RequestId] = set()
         self._wait_until = -math.inf  # for these loads, in monotonic seconds
         self._computes = True  # whether the current step does
-        self.stats = Stats(source=vllm_config.parallel_config.rank)
+        self.stats = Stats(rank=vllm_config.parallel_config.rank)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the cache and start the transfer engine, as a new incarnation of the rank.
@@ -155,6 +155,7 @@ class Worker:
                 "Until then it transfers no KV and computes all prompts itself"
             ) from error
         self._late_results += self._ending.pop_results()
+        self._late_results.append(events.Counts({"unreadable": 0}))  # it says nothing of the next
         self._ending = None
 
     def shutdown(self) -> None:
@@ -255,8 +256,8 @@ class UnwrittenOffers:
     """Offers whose last KV may still be on its way to memory when their ticket leaves.
 
     With speculative decoding, the model runner copies a step's output to the host before the draft
-    model runs, and that writes the KV of the draft layers. So prefill may grant such an offer only
-    after an event that this class records on the GPU's stream, after the draft model.
+    model runs. The draft model then writes the KV of its own layers. So prefill may grant such an
+    offer only after an event that this class records on the GPU's stream, after the draft model.
 
     vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
     runner calls `get_transfer_results` before it; the V2 runner does so from 0.33 on. On a pipeline
@@ -344,7 +345,7 @@ class StaleTails:
                 cache[last * per_entry : (last + 1) * per_entry].zero_()
 
 
-# --- what the transfer engine is made of
+# --- the transfer engine's specification
 
 
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
@@ -391,7 +392,7 @@ def rank_host(host: str, *, spans_machines: bool) -> str:
     one of them. The others use their own address on the route to that machine.
 
     Raises:
-        ConfigError: if there is no such route, or if only its own machine can reach `host`.
+        ConfigError: if no route leads to `host`, or if only the machine itself can reach it.
     """
     if spans_machines and ipaddress.ip_address(host).is_loopback:
         raise ConfigError(
@@ -413,7 +414,7 @@ def rank_port(config: Config, parallel: ParallelConfig, rank: Rank) -> int:
     """The port of a rank's control plane, different for all ranks of a data-parallel group.
 
     Raises:
-        ConfigError: if that is no valid port, or the port of an engine's description.
+        ConfigError: if the result is not a valid port, or is the port of an engine's description.
     """
     if not config.rank_port:
         return 0

@@ -44,7 +44,7 @@ def tiny_model() -> ModelConfig:
 
 
 def make_config(
-    transfer: KVTransferConfig,
+    transfer: KVTransferConfig | None,
     num_blocks: int,
     *,
     is_async: bool = False,

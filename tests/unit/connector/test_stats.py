@@ -170,14 +170,19 @@ def test_a_gauge_is_sent_when_it_changes_and_the_latest_value_counts() -> None:
     assert first.aggregate(stats).reduce() == {"open_loads": 1}
 
 
-def test_a_gauge_of_several_ranks_shows_the_maximum() -> None:
-    ranks = [Stats(source=number) for number in range(3)]
+def test_gauges_of_several_ranks_stay_apart() -> None:
+    ranks = [Stats(rank=number) for number in range(3)]
     for stats, value in zip(ranks, (5, 7, 6), strict=True):
         stats.measure("open_descriptors", value)
     total = Stats()
     for stats in ranks:
         total = total.aggregate(stats)
-    assert total.reduce() == {"open_descriptors": 7}
+    ranks[1].measure("open_descriptors", 4)
+    assert total.aggregate(ranks[1]).reduce() == {
+        "open_descriptors of rank 0": 5,
+        "open_descriptors of rank 1": 4,
+        "open_descriptors of rank 2": 6,
+    }
 
 
 def test_the_log_line_has_counts_and_the_median_time() -> None:
@@ -201,16 +206,20 @@ def test_without_a_transfer_there_is_no_speed() -> None:
     stats.reset()
     assert stats.is_empty()
     assert stats.reduce() == {}
+    stats.count_results([LoadEnded(D1, 0, None)])  # this rank has none of the prompt's KV
+    assert stats.reduce() == {"loads": 1, "tokens_loaded": 0}
 
 
 # --- Prometheus
 
 
 def metrics(engines: int) -> PromMetrics:
-    """As vLLM makes them, for several engines of one model."""
+    """As vLLM makes them, for several engines of one model, with two ranks each."""
+    config = recorded.vllm_config()
+    config.parallel_config.world_size = 2
     kinds: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     labels: dict[int, list[object]] = {number: ["tiny", str(number)] for number in range(engines)}
-    return PromMetrics(recorded.vllm_config(), kinds, ["model_name", "engine"], labels)
+    return PromMetrics(config, kinds, ["model_name", "engine"], labels)
 
 
 @pytest.fixture
@@ -232,8 +241,8 @@ def shown(registry: Any, name: str, engine: int, **labels: str) -> float | None:
 def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
     prom = metrics(2)
     prom.observe({"loads": 3, TRANSFER_SECONDS: [0.004, 0.2], "unknown": 7}, 1)
-    prom.observe({"loads": 1, "open_loads": {"0": 2}}, 0)
-    prom.observe({"open_loads": {"0": 1}}, 0)
+    prom.observe({"loads": 1, "open_loads": 2}, 0)
+    prom.observe({"open_loads": 1}, 0)
     value = partial(shown, registry)
     assert [value("loads_total", engine) for engine in (0, 1)] == [1, 3]
     assert all(value(f"{name}_total", 0) is not None for name in NAMES)
@@ -243,17 +252,18 @@ def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
     assert value("transfer_seconds_count", 0) == 0
 
 
-def test_prometheus_shows_the_worst_rank_and_not_the_one_that_changed_last(registry: Any) -> None:
-    prom, ranks = metrics(2), [Stats(source=number) for number in range(2)]
-    values = []
+def test_prometheus_shows_a_gauge_of_each_rank(registry: Any) -> None:
+    prom, ranks = metrics(2), [Stats(rank=number) for number in range(2)]
+    value = partial(shown, registry, "unreadable")
+    seen = []
     for rank, is_unreadable in [(0, 1), (1, 1), (1, 0), (0, 0)]:
         ranks[rank].measure("unreadable", is_unreadable)
         popped = ranks[rank].pop()
         assert popped is not None
         prom.observe(popped.data, 0)
-        values.append(shown(registry, "unreadable", 0))
-    assert values == [1, 1, 1, 0]
-    assert shown(registry, "unreadable", 1) == 0, "another engine's"
+        seen.append((value(0, rank="0"), value(0, rank="1")))
+    assert seen == [(1, 0), (1, 1), (1, 0), (0, 0)]
+    assert (value(1, rank="0"), value(1, rank="1")) == (0, 0), "another engine's, from the start"
 
 
 def test_open_descriptors_are_shown_and_few_left_are_a_warning(

@@ -10,7 +10,6 @@ from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -25,6 +24,7 @@ from nixl_kv.connector.vllm_config import pagings
 from nixl_kv.geometry.layout import ABSENT, Table
 from nixl_kv.ids import RequestId
 from support.tables import written_out
+from support.vllm_scheduler import make_config
 
 try:
     from vllm.v1.core import kv_cache_planning
@@ -38,9 +38,7 @@ WINDOW = 0  # its group's number
 
 @pytest.fixture(scope="module")
 def vllm_config() -> VllmConfig:
-    config = VllmConfig()
-    register_all_kvcache_specs(config)
-    config.cache_config.kv_cache_layout = "LBHNC"
+    config = make_config(None, 0)
     config.model_config = SimpleNamespace(
         max_model_len=2048, original_max_model_len=2048, supports_kv_cache_grouping=False
     )
@@ -81,6 +79,7 @@ class Engine:
     def __init__(self, config: VllmConfig, spec: AttentionSpec) -> None:
         size = config.cache_config.block_size = spec.block_size
         layers = {"layers.0": spec, "layers.1": FullAttentionSpec(**_common(size))}
+        self.config = config
         self.cache = cache_config(config, layers)
         self.manager = KVCacheManager(
             self.cache,
@@ -148,7 +147,7 @@ class Engine:
 
 def blocks_of(engine: Engine, manager: Any = None) -> RequestBlocks:
     cache = engine.cache
-    return RequestBlocks(pagings(VllmConfig(), cache), cache.num_blocks, manager)
+    return RequestBlocks(pagings(engine.config, cache), cache.num_blocks, manager)
 
 
 def missing(wanted: list[int], offered: list[int], sizes: tuple[int, int], end: int) -> list[int]:

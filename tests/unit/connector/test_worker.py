@@ -112,6 +112,18 @@ def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
     assert described(worker) == after != new
 
 
+def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
+    worker.register_kv_caches(recorded.kv_caches())
+    assert worker._engine is not None
+    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker.get_transfer_results()
+    assert worker.stats.data["unreadable"] == {"0": 1}
+    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker.restore_kv_caches()
+    worker.get_transfer_results()
+    assert worker.stats.data["unreadable"] == {"0": 0}
+
+
 def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric) -> None:
     worker.register_kv_caches(recorded.kv_caches())
     worker.unregister_kv_caches()
