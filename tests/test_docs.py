@@ -45,12 +45,12 @@ def table(document: str) -> dict[str, str]:
 
 def metrics() -> dict[str, str]:
     """Gauges and counters. Read, not imported: the module needs vLLM."""
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, str] = {}
     for node in ast.parse(read("nixl_kv/connector/stats.py")).body:
         name = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else ""
-        if name in ("COUNTERS", "GAUGES"):
-            found[name] = ast.literal_eval(ast.unparse(node).partition(" = ")[2])
-    return found["GAUGES"] | found["COUNTERS"]
+        if name in ("COUNTERS", "GAUGES", "RANK_GAUGES"):
+            found |= ast.literal_eval(ast.unparse(node).partition(" = ")[2])
+    return found
 
 
 @cache

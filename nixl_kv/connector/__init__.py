@@ -1,7 +1,7 @@
-"""vLLM's side: what vLLM calls, and what turns its objects into ours.
+"""Adapts vLLM to the transfer engine: vLLM calls the hooks here, under vLLM's own names.
 
-The class is looked up when it is asked for, so that the plugin hook, which every vLLM process runs
-at its start, imports none of it.
+vLLM's plugin hook imports this package in every process, so it imports nothing itself. The class is
+resolved on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,12 @@ __all__ = ["NixlConnector", "NixlKVConnector", "NixlPullConnector", "NixlPushCon
 def __getattr__(name: str) -> Any:
     """Import the connector when vLLM's factory asks for it.
 
-    It also has the names of vLLM's own connectors, by which platforms, and vLLM itself, know what
-    speaks NIXL. A process may load no plugins (`VLLM_PLUGINS`), but vLLM's MultiConnector looks up
-    the statistics of its children by name: so this registers the name too.
+    It also answers to the names of vLLM's own connectors, by which platforms and vLLM recognise a
+    NIXL connector. It registers its name as well, because a process may load no plugins
+    (`VLLM_PLUGINS`), and MultiConnector looks up the statistics of its children by name.
     """
     if name in __all__:
-        from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - for `register`
+        from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it
 
         from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
         from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above

@@ -1,4 +1,15 @@
-"""The scheduler's side of decode: which requests load KV, and into which blocks."""
+"""The decode half of the scheduler: which requests load their KV, and into which blocks.
+
+A request that arrives with a valid ticket is a load. Workers ask prefill for its blocks at once, so
+that prefill holds them while the request is queued. When vLLM allocates blocks, the first
+allocation decides: it starts the load, or releases prefill if the local cache has everything.
+
+vLLM must get exactly one report of each started load. A load whose KV is from before a cache reset
+must never count as good. So `update_connector_output` holds such a report back, and the workers
+report the load again, as failed.
+
+No vLLM here, so that the simulator and the tests can run it alone.
+"""
 
 import random
 import time
@@ -8,34 +19,45 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_kv.connector.paging import Paging
-from nixl_kv.connector.prompt import Prompt
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import Incarnation, Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
-from nixl_kv.protocol.ticket import SealedTicket, Ticket
+from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
 IN_USE_S: Final = 60.0
-"""How long after its last ticket an engine still counts as one that decodes."""
+"""An engine counts as decoding for this long after its last ticket."""
 
 REMEMBER_S: Final = 600.0
-"""How long a used nonce is remembered here. Later than that prefill denies it anyway."""
-
+"""How long a used nonce is remembered. Prefill denies an older one anyway."""
 
 MAX_ENGINES: Final = 1 << 14
-"""Prefill engines that are remembered: 3 MiB, also if a client without a key invents them."""
+"""How many prefill engines are remembered: 3 MiB, even if a client without a key invents them."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The parts of a vLLM request that determine its KV."""
+
+    request: RequestId
+    num_tokens: int
+    token_ids: Sequence[int] | None  # None for prompt embeddings
+    extras: tuple[bytes, ...] = ()  # see `context_hash`
+
+    def context(self, nonce: Nonce) -> str:
+        return context_hash(nonce, self.token_ids, self.extras)
 
 
 @dataclass
 class _Load:
-    """A request with a valid ticket."""
+    """A request with a valid ticket, until vLLM has finished it."""
 
-    num_tokens: int  # to be loaded at most: all but the last of the prompt, or the last few
-    local: int = 0  # tokens that vLLM has in its own cache, by its last question
+    num_tokens: int  # the upper bound of tokens to load
+    local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     is_started: bool = False
 
 
 class DecodeScheduler:
-    """Decides loads."""
+    """The loads of one engine. Scheduler thread only."""
 
     def __init__(
         self,
@@ -47,17 +69,17 @@ class DecodeScheduler:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """Start with nothing to load.
+        """Start without loads.
 
         Args:
-            pagings: of the groups that are transferred.
-            check: finds the ticket in `kv_transfer_params`, of any version; it raises
-                RemoteProtocolError for one that is not to be trusted.
-            computed: how many of a prompt's last tokens are computed here, at least.
-            verify: the share of loads that are verified.
+            pagings: the transferred cache groups.
+            check: finds the ticket in `kv_transfer_params`, see `Trust.check`.
+            computed: how many of a prompt's last tokens this engine computes itself, at least.
+            verify: the share of loads to verify, 0 to 1.
             clock: monotonic seconds.
-            draw: a random number from 0 to 1 (excluded), for that share.
+            draw: a random number in [0, 1), for that share.
         """
+        self.weights = ""  # the label of this engine's weights
         self._pagings = pagings
         self._check_trust = check
         self._computed = computed
@@ -65,44 +87,39 @@ class DecodeScheduler:
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
-        self._open: set[RequestId] = set()  # of these, those that have not ended
-        self._retracted: set[RequestId] = set()  # of these, those that must not end well
-        self._held_back: list[RequestId] = []  # to be reported as failed with the next step
-        self._used: OrderedDict[Nonce, float] = OrderedDict()
-        self._epochs: dict[Incarnation, int] = {}  # the latest of each engine met since the reset
-        self._outdated: dict[Incarnation, int] = {}  # the latest of each engine met before
+        self._open: set[RequestId] = set()  # the loads that have not ended
+        self._retracted: set[RequestId] = set()  # the open loads that must not end well
+        self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
+        self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
+        self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset
+        self._outdated: dict[Incarnation, int] = {}  # the latest of each engine before it
         self._commands: list[events.Command] = []
-        self.weights = ""
-        """The label of this engine's weights."""
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a request with a ticket came lately."""
         last = next(reversed(self._used.values()), None)
         return last is not None and self._clock() < last + IN_USE_S
 
     @property
     def num_open(self) -> int:
-        """How many requests are being loaded, or will be when they have blocks."""
+        """How many requests load, or will load when they have blocks."""
         return len(self._open)
 
-    def on_arrival(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
-        """A request brings a ticket: ask for its blocks at once, so that they wait for it.
+    def on_new_request(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
+        """Ask prefill for the blocks of a new request, so that it holds them from now on.
 
-        Args:
-            prompt: of the request.
-            params: what the client sent as `kv_transfer_params`.
-            is_rejected: vLLM's frontend says that the request never came here, and has put another
-                prompt in its place: it only releases its offer.
+        If vLLM's frontend has rejected the request, its prompt is a placeholder, and it only
+        releases its offer.
 
         Raises:
-            RemoteProtocolError: if the ticket is not valid; the request is computed here.
+            RemoteProtocolError: if the ticket is not valid; this engine computes the request.
         """
-        sealed = self._check_trust(params)  # before anything is connected to where it leads
+        sealed = self._check_trust(params)  # before anything connects to the ticket's host
         ticket = sealed.open()
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
         if is_rejected:
-            # The frontend says so too of each request whose client hung up after it had come here.
+            # The frontend also rejects a request whose client hung up after it had arrived here.
+            # Its own load already uses the nonce.
             if ticket.nonce not in self._used:
                 self._commands += [prepare, events.CancelLoad(prompt.request)]
             return
@@ -111,18 +128,18 @@ class DecodeScheduler:
         if outdated:
             self._give_back(prepare)
             raise RemoteProtocolError(f"kv_transfer_params: {outdated}")
-        self._meet(ticket)
+        self._note_epoch(ticket)
         self._used[ticket.nonce] = self._clock()
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
         self._loads[prompt.request] = _Load(num_tokens)
         self._open.add(prompt.request)
         self._commands.append(prepare)
 
-    def count_matched(self, request: RequestId, local: int) -> tuple[int, bool]:
-        """How many tokens to load beyond the `local` ones. May be asked often, starts nothing.
+    def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int, bool]:
+        """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
 
-        At most all but the last of the prompt: that one is computed here, for its logits. A draft
-        model of several modules looks at more.
+        At most all but the prompt's last token, which is computed here for its logits. A draft
+        model with several modules needs more.
         """
         load = self._loads.get(request)
         if load is None or load.is_started:
@@ -131,15 +148,12 @@ class DecodeScheduler:
         num_tokens = load.num_tokens - local
         return (num_tokens, True) if num_tokens > 0 else (0, False)
 
-    def on_allocation(
+    def update_state_after_alloc(
         self, request: RequestId, tables: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
-        """The request has blocks. Only its first allocation decides: load, or release prefill.
+        """Start the load of `num_tokens`, or release prefill if that is 0.
 
-        Args:
-            request: of vLLM.
-            tables: its whole block table, for each group that is transferred.
-            num_tokens: to be loaded, 0 for none.
+        Only the first allocation of a request counts. `tables` are those of the transferred groups.
         """
         load = self._loads.get(request)
         if load is None or load.is_started:
@@ -156,42 +170,41 @@ class DecodeScheduler:
                 tokens.start,
                 tokens.stop,
                 tuple(paging.table(table, tokens) for paging, table in pairs),
-                verify=self._draw() < self._verify,  # one decision for all ranks
+                verify=self._draw() < self._verify,  # drawn here: all ranks must decide alike
             )
         )
 
     def has_begun(self, request: RequestId) -> bool:
-        """Whether its load was started, whatever came of it."""
         load = self._loads.get(request)
         return load is not None and load.is_started
 
-    def on_end(
-        self, requests: Iterable[RequestId], failed: Iterable[RequestId] = ()
+    def update_connector_output(
+        self, finished_recving: Iterable[RequestId], failed_recving: Iterable[RequestId] = ()
     ) -> set[RequestId]:
-        """Their loads have ended, well or not (`failed`).
+        """All workers have reported these loads as ended; `failed_recving` is the failed part.
 
         Returns:
-            Those whose good end vLLM must not see, since their KV is from before a reset. Each is
-            reported once more, as failed; see `pop_held_back`.
+            The loads whose good end vLLM must not see, because their KV is from before a reset.
+            The workers report each once more, as failed; see `pop_held_back`.
         """
-        ended = set(requests)
-        held_back = (ended & self._retracted).difference(failed)
+        ended = set(finished_recving)
+        held_back = (ended & self._retracted).difference(failed_recving)
         self._held_back += held_back
         self._retracted -= ended
         self._open -= ended - held_back
         return held_back
 
     def pop_held_back(self) -> list[RequestId]:
-        """Loads that each worker has to report as failed in the next step."""
+        """The loads that each worker has to report as failed in the next step."""
         held_back, self._held_back = self._held_back, []
         return held_back
 
-    def reset(self) -> None:
-        """The cache was reset, or the weights are others: use no KV from before.
+    def reset_cache(self) -> None:
+        """Use no KV from before a cache reset or a change of weights.
 
-        A request whose load has not started is computed here; vLLM is owed nothing for it. A load
-        that has started ends as failed, even if the workers have just reported it as good. Tickets
-        of all prefill engines that were met are refused until those reset their caches too.
+        A request whose load has not started is computed here; vLLM expects no report for it. A
+        started load ends as failed, even if the workers have just reported it as good. Tickets of
+        the prefill engines that this one knows are refused until those reset their caches too.
         """
         self._outdated |= self._epochs
         self._epochs.clear()
@@ -204,17 +217,15 @@ class DecodeScheduler:
                 self._retracted.add(request)
                 self._commands.append(events.CancelLoad(request))
 
-    def accept_again(self) -> None:
-        """This engine woke up with the weights that it had: tickets from before may be used."""
+    def accept_outdated(self) -> None:
+        """Accept tickets from before the reset: the engine woke up with the same weights."""
         self._outdated.clear()
 
-    def on_finish(self, request: RequestId) -> None:
-        """A request is over, perhaps before its load, or during it."""
+    def request_finished(self, request: RequestId) -> None:
         if request in self._loads:
             self._release(request)
 
-    def pop_commands(self) -> list[events.Command]:
-        """The commands for the next step."""
+    def build_connector_meta(self) -> list[events.Command]:
         commands, self._commands = self._commands, []
         return commands
 
@@ -227,20 +238,18 @@ class DecodeScheduler:
             self._commands += [prepare, events.CancelLoad(prepare.request)]
 
     def _release(self, request: RequestId) -> None:
-        """To cancel what was loaded and reported long ago does nothing."""
         del self._loads[request]
         self._open.discard(request)
-        self._commands.append(events.CancelLoad(request))
+        self._commands.append(events.CancelLoad(request))  # does nothing if the load has ended
 
-    def _meet(self, ticket: Ticket) -> None:
-        """Remember its engine, and how often that has reset its cache."""
+    def _note_epoch(self, ticket: Ticket) -> None:
         latest = self._epochs.pop(ticket.incarnation, 0)
         self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
         if len(self._epochs) > MAX_ENGINES:
             del self._epochs[next(iter(self._epochs))]
 
     def _why_outdated(self, ticket: Ticket) -> str:
-        """Why KV that is of this prompt may be of other weights; empty if it is not."""
+        """Why this prompt's KV may come from other weights; empty if it does not."""
         if ticket.weights != self.weights:
             return f"weights is {ticket.weights!r}; this engine's weights are {self.weights!r}"
         if ticket.epoch <= self._outdated.get(ticket.incarnation, -1):
@@ -251,7 +260,7 @@ class DecodeScheduler:
         return ""
 
     def _check(self, prompt: Prompt, ticket: Ticket) -> None:
-        """A ticket is good for one request, and for its own prompt."""
+        """Refuse a ticket that was used before, or that another prompt got."""
         self._forget_used()
         if ticket.nonce in self._used:
             raise RemoteProtocolError("kv_transfer_params: nonce was used before")

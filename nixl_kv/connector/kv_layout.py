@@ -1,10 +1,11 @@
-"""From vLLM's cache tensors to a `CacheLayout`: where this rank's KV lives.
+"""Turns vLLM's cache tensors into a `CacheLayout`: where this rank's KV lives.
 
-Every backend gets a view [blocks, heads, tokens, content] of each layer, but not every one keeps
-in it what the axes say. What is known of their backends is here, as data. A backend that is not
-known is exchanged in whole blocks, between engines that are cut alike.
+Every attention backend gets a view [blocks, heads, tokens, content] of each layer, but some store
+other bytes in it than the axes suggest. The known backends are listed here, as data. Engines
+exchange whole blocks of an unknown backend, and only if they are sharded alike.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -34,13 +35,12 @@ from nixl_kv.connector.vllm_config import (
     worker_rank,
 )
 from nixl_kv.errors import ConfigError, get_logger
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Region, Span
-from nixl_kv.geometry.views import join_kv, region_from_tensor
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Part, Region, Span
 
 logger = get_logger(__name__)
 
 AXES: Final = "BHNC"
-"""Of the views that vLLM registers: K and V follow each other in the content."""
+"""The axes of vLLM's views. Within the content C, V follows K."""
 
 PLAIN: Final = frozenset(
     (
@@ -52,10 +52,10 @@ PLAIN: Final = frozenset(
         "TRITON_ATTN_DIFFKV",
     )
 )
-"""Backends whose caches are what the axes say."""
+"""Backends whose bytes follow the axes of the view."""
 
 WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
-"""Types of latent caches that keep a token in one piece; quantised ones may put scales apart."""
+"""Types of latent caches that keep a token in one piece. Quantised ones may store scales apart."""
 
 _PER_TENSOR: Final = frozenset(("fp8", "fp8_e4m3"))
 _PER_TOKEN_HEAD: Final = frozenset(
@@ -70,14 +70,14 @@ IN_ONE_PIECE: Final[Mapping[str, frozenset[str]]] = {
     "TRITON_ATTN": _PER_TOKEN_HEAD,
     "TRITON_MLA": _PER_TENSOR,
 }
-"""Quantised caches that keep a token of a head in one piece, with its scales if it has its own: by
-backend, the values of --kv-cache-dtype as the layer has resolved them."""
+"""Quantised caches that keep a token of a head, and its own scales, in one piece: for each backend,
+the values of --kv-cache-dtype as the layer resolves them."""
 
 ONE_BY_ONE: Final = frozenset(("FLASHINFER_MLA",))
-"""Attention backends that take tokens divided among ranks one by one only."""
+"""Backends whose kernels need a DCP interleave of one token."""
 
 TRANSPOSED_K: Final = frozenset(("vec", "vec16"))
-"""Of CPU_ATTN's instruction sets those that keep a head's block as K [D, N], then V [N, D]."""
+"""The instruction sets for which CPU_ATTN stores a head's block as K [D, N], then V [N, D]."""
 
 _E4M3: Final = ("float8_e4m3fn", "float8_e4m3fnuz")
 FP8: Final = {
@@ -86,13 +86,13 @@ FP8: Final = {
     "fp8_e5m2": ("float8_e5m2", "float8_e5m2fnuz"),
     "fp8_per_token_head": tuple(f"{name} with scales" for name in _E4M3),
 }
-"""The types behind vLLM's names for them, and those of platforms whose FP8 has no negative zero."""
+"""vLLM's type names: the stored type, and the one on platforms whose FP8 has no negative zero."""
 
 HEAD_COUNT: Final = re.compile(r"(key_value|kv)_heads$|^n_head_kv$|^num_attention_groups$")
-"""Names under which models' configurations say how many KV heads some or all layers have."""
+"""Keys of model configurations that give the number of KV heads of some or all layers."""
 
 Groups: TypeAlias = list[tuple[Any, dict[str, torch.Tensor]]]
-"""Each group's spec, and its layers' caches."""
+"""Each group's spec, and its layers' caches by name."""
 
 
 def cache_layout(
@@ -100,15 +100,13 @@ def cache_layout(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> CacheLayout:
-    """Where this rank's KV lives, from its tensors' shapes and strides.
-
-    Layers are taken from the groups, never from `kv_caches`, which names a layer that shares
-    another one's cache a second time.
+    """Describe where this rank's KV lives, from the shapes and strides of its tensors.
 
     Args:
-        vllm_config: of this engine.
-        kv_cache_config: its cache groups.
-        kv_caches: by layer, a strided view of shape [blocks, heads, tokens, content].
+        vllm_config: this engine's.
+        kv_cache_config: its cache groups, which name the layers. `kv_caches` has further names for
+            layers that share another layer's cache.
+        kv_caches: for each layer a strided view [blocks, heads, tokens, content].
 
     Raises:
         ConfigError: for a cache of another shape, or a rank without any.
@@ -135,15 +133,14 @@ def cache_layout(
 
 
 class _Backends:
-    """What the layers and their attention backends keep in their views."""
+    """Knows the bytes that attention backends store in their layers' views. In a worker only."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """To be made in a worker only."""
         self.vllm_config = vllm_config
         self.shards = _HeadShards(vllm_config)
 
     def regions(self, layer: str, tensor: torch.Tensor, spec: Any) -> Iterator[Region]:
-        """One for a layer's KV; of a recurrent layer one for each part of its state."""
+        """One region for a layer's KV, or one for each part of a recurrent layer's state."""
         _check_shape(layer, tensor)
         if isinstance(spec, MambaSpec):
             yield from state_regions(layer, tensor, spec, self._module(layer), self.shards.place)
@@ -156,12 +153,14 @@ class _Backends:
         )
 
     def is_transposed(self, layer: str, spec: Any) -> bool:
-        """Whether K is transposed within each head's block."""
         plain = self._backend(layer) == "CPU_ATTN" and not spec.kv_quant_mode
         return plain and self._isa(spec) in TRANSPOSED_K
 
     def opaque_kind(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
-        """What makes a layer's blocks meaningful to its like only; empty if nothing does."""
+        """The kind of block, which two engines must share to exchange blocks whole.
+
+        Empty if the bytes are known, so that engines may exchange any part of a block.
+        """
         if self.is_transposed(layer, spec) or self._is_plain(layer, spec):
             return ""
         backend = self._backend(layer)
@@ -173,7 +172,7 @@ class _Backends:
         return f"in {kind} blocks of {tensor.shape[2]} tokens and {shards} shards{order}{turns}"
 
     def _is_plain(self, layer: str, spec: Any) -> bool:
-        """Whether a layer's cache is what its axes say."""
+        """Whether the bytes of a layer follow the axes of its view."""
         backend, stored = self._backend(layer), self._stored(layer)
         if spec.num_head_slots is not None:
             return False
@@ -184,7 +183,7 @@ class _Backends:
         return known and spec.state_content_bytes is None
 
     def element(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
-        """The stored type, such as 'bfloat16' or 'float8_e4m3fn', and what kind of block has it."""
+        """The stored type, such as 'bfloat16' or 'float8_e4m3fn', with the `opaque_kind`."""
         name = self._stored(layer)
         if not spec.kv_quant_mode:
             name = dtype_name(spec.dtype)
@@ -195,9 +194,9 @@ class _Backends:
         return " ".join(filter(None, (name, self.opaque_kind(layer, spec, tensor))))
 
     def scales(self, layer: str, spec: Any) -> tuple[str, ...]:
-        """What K and V are divided by before they are quantised: for all heads, or for each.
+        """The divisors of K and V before quantisation, for all heads or for each.
 
-        They are final when the cache is registered, since vLLM has loaded the weights before.
+        They are final here: vLLM has loaded the weights before it registers the cache.
         """
         module = self._module(layer)
         found = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
@@ -207,7 +206,7 @@ class _Backends:
         return tuple(f"k {key:.9g}, v {value:.9g}" for key, value in zip(*scales, strict=True))
 
     def _isa(self, spec: Any) -> str:
-        """Which code path CPU_ATTN takes, by which it lays out its blocks."""
+        """The instruction set that CPU_ATTN uses, which decides the layout of its blocks."""
         from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - CPU only
             _get_attn_isa,
         )
@@ -219,7 +218,7 @@ class _Backends:
         return self.vllm_config.compilation_config.static_forward_context.get(layer)
 
     def _stored(self, layer: str) -> str | None:
-        """What vLLM calls the type of a layer's cache; None where the layer does not say."""
+        """The cache type of a layer by vLLM's name; None if the layer has none."""
         return getattr(self._module(layer), "kv_cache_dtype", None)
 
     def _backend(self, layer: str) -> str:
@@ -227,7 +226,6 @@ class _Backends:
 
 
 def backend_name(module: Any) -> str:
-    """Of an attention layer."""
     backend = getattr(module, "attn_backend", None)
     if backend is None:
         backend = getattr(module, "get_attn_backend", lambda: None)()
@@ -235,11 +233,11 @@ def backend_name(module: Any) -> str:
 
 
 def choose_interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Divide tokens in whole blocks, where the operator leaves it open and the kernels can do it.
+    """Make DCP ranks divide tokens by whole blocks, if the operator and the kernels allow it.
 
-    Else vLLM divides them one by one, and each token of each layer is read by itself. The model
-    runner looks at the interleave after it has made the connector. Changes `vllm_config`; to be
-    called in a worker only.
+    vLLM's default is one token at a time, so that each token of each layer would be a run of its
+    own. The model runner reads the interleave after it has created the connector. Changes
+    `vllm_config`. Call it in a worker only.
     """
     parallel = vllm_config.parallel_config
     sizes = {
@@ -255,7 +253,8 @@ def choose_interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if ONE_BY_ONE.isdisjoint(map(backend_name, layers)):
         parallel.cp_kv_cache_interleave_size = sizes.pop()
         logger.info(
-            "ranks divide the tokens by %d (cp_kv_cache_interleave_size)",
+            "decode context parallel ranks take turns every %d tokens "
+            "(cp_kv_cache_interleave_size)",
             parallel.cp_kv_cache_interleave_size,
         )
 
@@ -290,98 +289,115 @@ def _check_shape(layer: str, tensor: torch.Tensor) -> None:
             f"the KV cache of layer {layer!r} has the shape {tuple(tensor.shape)}; "
             "allowed: [blocks, heads, tokens, content]"
         )
+    if tensor.stride(3) != 1:
+        raise ConfigError(
+            f"the KV cache of layer {layer!r} has the strides {tensor.stride()}; "
+            "allowed: 1 for the last axis (content)"
+        )
 
 
 def _bytes_of(layer: str, tensor: torch.Tensor, spec: Any, backends: _Backends) -> Region:
-    """Where they are, whatever they mean."""
-    first_head = backends.shards.first_head(layer, spec, num_heads=tensor.shape[1])
-    if not backends.is_transposed(layer, spec):
-        content = _content(spec, tensor.shape[3] * tensor.element_size())
-        return region_from_tensor(layer, tensor, AXES, first_head=first_head, content=content)
-    blocks, heads, tokens, _ = tensor.shape
-    key, value = tensor.view(blocks, heads, 2, -1).unbind(2)
-    key, value = key.view(blocks, heads, -1, tokens), value.view(blocks, heads, tokens, -1)
-    return join_kv(
-        region_from_tensor(layer, key, "BHCN", first_head=first_head),
-        region_from_tensor(layer, value, AXES, first_head=first_head),
+    """Address the bytes of a layer. `_Backends.regions` adds their type and scales."""
+    item = tensor.element_size()
+    block_stride, head_stride, token_stride = (step * item for step in tensor.stride()[:3])
+    if backends.is_transposed(layer, spec):
+        # A head's block is K as [head size, tokens], then V as [tokens, head size].
+        tokens, size = tensor.shape[2], tensor.shape[3] // 2
+        key = Part(0, item, size, tokens * item, token_stride=item)
+        value = Part(size * tokens * item, size * item, token_stride=size * item)
+        parts: tuple[Part, ...] = (key, value)
+        token_stride = item
+    else:
+        lengths = _content(spec, tensor.shape[3] * item)
+        ends = itertools.accumulate(lengths)
+        parts = tuple(Part(end - length, length) for end, length in zip(ends, lengths, strict=True))
+    return Region(
+        layer=layer,
+        base=tensor.data_ptr(),
+        block_stride=block_stride,
+        head_stride=head_stride,
+        token_stride=token_stride,
+        first_head=backends.shards.first_head(layer, spec, num_heads=tensor.shape[1]),
+        num_heads=tensor.shape[1],
+        parts=parts,
     )
 
 
 def _order(tensor: torch.Tensor) -> str:
-    """The axes of a block of this view, by falling stride."""
+    """The axes of a block of this view, in decreasing order of stride."""
     strides = zip(tensor.stride()[1:], AXES[1:], strict=True)
     return "".join(axis for _, axis in sorted(strides, key=lambda pair: -pair[0]))
 
 
 def _content(spec: Any, content: int) -> tuple[int, ...]:
-    """Bytes of K and of V, where they fill the content; else one piece, as of a latent."""
+    """The bytes of K and of V if they fill the content; else one piece, as for a latent cache."""
     size = spec.dtype.itemsize
     key, value = spec.head_size * size, (spec.head_size_v or 0) * size
     return (key, value) if value and key + value == content else (content,)
 
 
 def _spans(tensors: list[torch.Tensor]) -> tuple[Span, ...]:
-    """The storages behind the views: all layers are usually views of one."""
+    """The storages behind the views. Usually all layers are views of one."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return tuple(Span(address, length) for address, length in storages.items())
 
 
 class _HeadShards:
-    """Tells, for each layer, which heads this tensor-parallel rank holds.
+    """Which heads of each layer this TP rank holds. In a worker only.
 
-    vLLM cuts a layer's heads into as many shards as there are ranks; where there are more ranks
-    than heads, neighbouring ranks hold the same one.
+    vLLM splits a layer's heads into one shard per rank. If there are more ranks than heads,
+    neighbouring ranks hold copies of one head.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """To be made in a worker only."""
         self._vllm_config = vllm_config
         self._tp = parallel_shape(vllm_config).tp
         self.place = Place(worker_rank(vllm_config) % self._tp, self._tp)
 
     def first_head(self, layer: str, spec: Any, *, num_heads: int) -> int:
-        """The model's number of the first head in a layer's cache, which has `num_heads`.
+        """The model-wide index of the first head in a layer's cache, which has `num_heads`.
 
         Raises:
-            ConfigError: if the model's configuration leaves open how many heads there are.
+            ConfigError: if the model's configuration does not say how many heads there are.
         """
         return self.place.rank * self.number(layer, spec) // self._tp * num_heads
 
     def number(self, layer: str, spec: Any) -> int:
-        """How many different sets of heads the tensor-parallel ranks hold of a layer."""
+        """How many distinct shards of a layer's heads the TP ranks hold."""
         if spec.max_tp_shards is not None:
             return int(min(self._tp, spec.max_tp_shards))
         if self._tp == 1 or spec.num_kv_heads > 1:
             return self._tp
-        # One head per rank: as many heads as ranks, or copies of fewer.
+        # One head per rank: either there are as many heads as ranks, or ranks hold copies.
         fitting = {count for count in self._head_counts(layer) if self._tp % count == 0}
         if len(fitting) != 1:
             raise ConfigError(
                 f"layer {layer!r} has one KV head on each of {self._tp} ranks, and the model's "
-                f"configuration speaks of {sorted(fitting)} KV heads; allowed: one such number"
+                f"configuration names {sorted(fitting)} as possible numbers of KV heads; allowed: "
+                "exactly one divisor of the number of ranks"
             )
         return fitting.pop()
 
     def check_copies(self, layer: str, spec: Any, num_stripes: int) -> None:
-        """Refuse ranks that divide the tokens of unequal heads.
+        """Refuse DCP ranks that would divide the tokens of different heads; vLLM admits them.
 
         Raises:
-            ConfigError: for so many, which vLLM admits.
+            ConfigError: names the DCP size and the number of copies.
         """
         copies = self._tp // self.number(layer, spec)
         if copies % num_stripes:
             raise ConfigError(
                 f"decode_context_parallel_size is {num_stripes}, and {copies} ranks have the same "
-                f"KV heads of layer {layer!r}; allowed: what divides these"
+                f"KV heads of layer {layer!r}; allowed: a divisor of {copies}"
             )
 
     def _head_counts(self, layer: str) -> Iterator[int]:
-        """What its model's configuration says of this layer, or of any layer at all."""
+        """All numbers of KV heads that the model's configuration gives for this or any layer."""
         draft = draft_model_of(self._vllm_config, layer)
         model = self._vllm_config.model_config if draft is None else draft
         architecture = model.model_arch_config
         overrides = architecture.per_layer_overrides
-        if overrides is not None:  # a draft's layers do not bear its own numbers
+        if overrides is not None:  # a draft layer's number is not an index into its overrides
             numbers = [extract_layer_index(layer)] if draft is None else range(len(overrides))
             yield from (architecture[number].total_num_kv_heads for number in numbers)
             return

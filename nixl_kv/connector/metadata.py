@@ -1,4 +1,4 @@
-"""What travels between vLLM's scheduler and its workers: one record each way that vLLM carries."""
+"""The records that vLLM carries between its scheduler process and its workers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,25 +15,23 @@ from nixl_kv.protocol.events import Command
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers, with each step: what to do, in order."""
+    """Scheduler to workers, with each step."""
 
-    commands: list[Command] = field(default_factory=list)
-    computes: bool = True
-    """Whether there is anything to compute; else all requests wait, for loads."""
-
+    commands: list[Command] = field(default_factory=list)  # in this order
+    computes: bool = True  # False if all requests wait, for loads
     failed: list[RequestId] = field(default_factory=list)
-    """Loads that all workers have reported as good, and that the scheduler did not pass on because
-    its cache was reset: each worker reports them as failed."""
+    """Each worker reports these loads as failed. All had reported them as good, but the scheduler
+    held that back because its cache was reset."""
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, with a step's output: new lives of ranks, as `HandshakeMetadata`."""
+    """Workers to scheduler, with a step's output: new incarnations of ranks."""
 
-    rank_descriptions: Mapping[int, bytes]
+    rank_descriptions: Mapping[int, bytes]  # by rank, as in HandshakeMetadata
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Those of several ranks."""
+        """Merge the metadata of several workers."""
         if isinstance(other, WorkerMetadata):
             return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
         return self
@@ -41,6 +39,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once after each registration: an encoded `RankDescription`."""
+    """Worker to scheduler, once after each registration of the cache."""
 
-    rank_description: bytes
+    rank_description: bytes  # an encoded RankDescription

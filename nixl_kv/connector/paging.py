@@ -1,43 +1,55 @@
-"""How vLLM pages a cache group, and which part of a block table a transfer is told of."""
+"""vLLM's block tables of a request, and the part of them that a transfer names.
+
+On prefill this also pins blocks of sliding windows. vLLM frees a block once no later token attends
+to it. With p tokens computed, it has freed every block before p - window + 1. It frees the last
+of them right before a connector may take the blocks over. Decode computes the prompt's last token
+itself, so it attends to one token more, and its blocks may be larger than prefill's. So the
+connector holds one more reference to each block of the last `window` tokens. It takes the reference
+in the step that fills the block, and drops it when the offer ends or vLLM frees the request. The
+range starts at a multiple of `WINDOW_EDGE` tokens, because decode fills its (larger) blocks from
+their first token on.
+"""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import wraps
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from nixl_kv.geometry.layout import ABSENT, WINDOW_EDGE, BlockIds, Table, entries
+from nixl_kv.ids import RequestId
 
 NULL_BLOCK: Final = 0
-"""vLLM's placeholder in a block table, where a sliding window has passed."""
+"""vLLM's placeholder in a block table, where a sliding window has moved on."""
+
+Pins: TypeAlias = dict[tuple[int, int], Any]
+"""vLLM's blocks that a request has pinned, by cache group and entry of the block table."""
 
 
 @dataclass(frozen=True)
 class Paging:
-    """A group that keeps something for each token: its number, tokens per block, the window.
-
-    A window of 0 is all tokens.
-    """
+    """How vLLM pages a cache group that keeps something for each token."""
 
     group: int
-    block_size: int
-    window: int
+    block_size: int  # in tokens
+    window: int  # in tokens; 0 for full attention
 
     def wanted(self, num_tokens: int) -> range:
-        """The entries of a block table that decode may ask for, of a prompt of so many tokens."""
+        """The block table entries that decode may read, for a prompt of `num_tokens`."""
         start = num_tokens - self.window if self.window else 0
         begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
         return entries(begin, num_tokens - begin, self.block_size)
 
     def count(self, num_tokens: int) -> int:
-        """How many blocks so many tokens take at most."""
+        """An upper bound of the blocks that `num_tokens` take; a window may take fewer."""
         return -(-num_tokens // self.block_size)
 
     def table(self, ids: Sequence[int], tokens: range) -> Table:
-        """Of a whole block table of vLLM's the part for these tokens, as the protocol has it.
+        """Cut the entries for `tokens` out of vLLM's whole block table.
 
-        The entries are those of the group in the `CacheLayout`.
+        Entries count as in the group's `CacheLayout`.
         """
         span = entries(tokens.start, len(tokens), self.block_size)
         return table_of(ids[span.start : span.stop], span.start)
@@ -45,43 +57,127 @@ class Paging:
 
 @dataclass(frozen=True)
 class StatePaging(Paging):
-    """A group that keeps one state for all tokens before, not something for each.
+    """How vLLM pages a cache group that keeps one recurrent state for all tokens so far.
 
-    The state after t tokens is in the entry of token t - 1, and the other entries are empty, or
-    states of no use to decode. In the `CacheLayout` a block of such a group has one token, and the
-    window is one token.
+    The entry of token t - 1 holds the state after t tokens. The other entries are empty, or hold
+    older states, which decode cannot use. In the `CacheLayout` a block of such a group is one
+    token, and so is its window.
     """
 
-    window: int = 0
-    """Nothing is to be pinned: vLLM keeps the last state until the request's blocks come free."""
+    window: int = 0  # pin nothing: vLLM keeps the last state until it frees the request's blocks
 
     def wanted(self, num_tokens: int) -> range:
-        """See `Paging.wanted`."""
         last = (num_tokens - 1) // self.block_size
         return range(last, last + 1)
 
     def count(self, num_tokens: int) -> int:
-        """See `Paging.count`."""
         return min(num_tokens, 1)
 
     def table(self, ids: Sequence[int], tokens: range) -> Table:
-        """See `Paging.table`. Without the state it is too short, so that nobody reads by it."""
+        # Without the state the table is empty, so no reader accepts it.
         states = [ids[entry] for entry in self.wanted(tokens.stop) if entry < len(ids)]
         return table_of([state for state in states if state], tokens.stop - 1)
 
 
-def table_of(ids: Sequence[int], first: int) -> Table:
-    """Entries of a block table of vLLM's, from number `first` on, as the protocol has them.
+class RequestBlocks:
+    """The blocks that vLLM's cache manager holds for requests. Scheduler thread only."""
 
-    ABSENT is in place of the null block.
-    """
+    def __init__(self, pagings: Sequence[Paging], num_blocks: int, manager: Any = None) -> None:
+        """`pagings` are the transferred groups; `bind` sets the manager later."""
+        self.num_blocks = num_blocks
+        self.manager = manager
+        self._pagings = pagings
+
+    def bind(self, manager: Any, on_free: Callable[[RequestId], None]) -> None:
+        """Use vLLM's KVCacheManager, and report when it frees a request's blocks.
+
+        No hook reports a preemption before the next step, and a paused engine makes no step. So
+        this wraps the manager's two methods that free. vLLM calls `pop_blocks_for_free` while a
+        step in progress may still write the blocks.
+        """
+        self.manager = manager
+        for name in ("free", "pop_blocks_for_free"):
+            setattr(manager, name, _reporting(getattr(manager, name), on_free))
+
+    def count(self, num_tokens: int) -> int:
+        """An upper bound of the blocks that `num_tokens` take in all groups."""
+        return sum(paging.count(num_tokens) for paging in self._pagings)
+
+    def has_blocks(self, request: RequestId) -> bool:
+        return any(self.manager.get_block_ids(request))
+
+    def current(self, request: RequestId) -> list[Sequence[int]]:
+        """The request's block table in each transferred group, as vLLM has it now."""
+        tables = self.manager.get_block_ids(request)
+        return [tables[paging.group] for paging in self._pagings]
+
+    def tables(
+        self, num_tokens: int, current: Sequence[Sequence[int]], pins: Pins
+    ) -> tuple[Table, ...]:
+        """The block tables to offer: `current`, but for a sliding window the pinned blocks."""
+        return tuple(
+            _window_table(paging, num_tokens, pins)
+            if paging.window
+            else paging.table(ids, range(num_tokens))
+            for paging, ids in zip(self._pagings, current, strict=True)
+        )
+
+    def pin(self, request: RequestId, num_tokens: int, pins: Pins) -> None:
+        """Pin the window blocks that the table has by now. Call it in each step of the prompt."""
+        windowed = [paging for paging in self._pagings if paging.window]
+        if not windowed:
+            return
+        tables = self.manager.get_blocks(request).blocks
+        for paging in windowed:
+            table = tables[paging.group]
+            for entry in paging.wanted(num_tokens):
+                is_known = (paging.group, entry) in pins
+                if entry < len(table) and not table[entry].is_null and not is_known:
+                    self.manager.block_pool.touch([table[entry]])
+                    pins[paging.group, entry] = table[entry]
+
+    def unpin(self, pins: Pins) -> None:
+        """Drop all references, and empty `pins`."""
+        # The last blocks first: vLLM evicts in this order, and a prefix is reused more often.
+        self.manager.block_pool.free_blocks(reversed(list(pins.values())))
+        pins.clear()
+
+
+def _window_table(paging: Paging, num_tokens: int, pins: Pins) -> Table:
+    wanted = paging.wanted(num_tokens)
+    blocks = [pins.get((paging.group, entry)) for entry in wanted]
+    ids = [NULL_BLOCK if block is None else int(block.block_id) for block in blocks]
+    return table_of(ids, wanted.start)
+
+
+def _reporting(
+    free: Callable[..., Any], on_free: Callable[[RequestId], None]
+) -> Callable[..., Any]:
+    @wraps(free)
+    def call(request: Any) -> Any:
+        on_free(RequestId(request.request_id))
+        return free(request)
+
+    return call
+
+
+def table_of(ids: Sequence[int], first: int) -> Table:
+    """Convert entries of vLLM's block table, starting at entry `first`; ABSENT for null blocks."""
     entries = ids_of(ids)
     if (entries != NULL_BLOCK).all():
         return Table(first, entries.tobytes())
     return Table.of(np.where(entries == NULL_BLOCK, ABSENT, entries), first)
 
 
+def distinct_ids(tables: Iterable[Sequence[int]]) -> BlockIds:
+    """The ids of all blocks in a request's tables, each once, without the null block."""
+    each = list(map(ids_of, tables))
+    ids: BlockIds = np.concatenate(each)
+    if len(each) > 1:  # one table has no duplicates
+        ids = np.unique(ids)
+    return np.compress(ids != NULL_BLOCK, ids)
+
+
 def ids_of(ids: Sequence[int]) -> BlockIds:
-    """Block ids of vLLM's, which are a list."""
-    packed = struct.pack(f"<{len(ids)}i", *ids)  # numpy takes four times as long
+    packed = struct.pack(f"<{len(ids)}i", *ids)  # np.array(ids) takes four times as long
     return np.frombuffer(packed, dtype="<i4")

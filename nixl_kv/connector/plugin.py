@@ -1,24 +1,45 @@
-"""The `vllm.general_plugins` entry point: makes the connector's name alone enough.
+"""Runs before the connector exists: registers its name, and checks its address before the weights.
 
-It also has vLLM's executors check the connector's address, where this process has loaded them.
+`register` is the `vllm.general_plugins` entry point, so that `"kv_connector": "NixlKVConnector"`
+alone is enough. vLLM runs it in every process of every start, whether the connector is used or not,
+and an exception would end that start. So a missing or unknown vLLM costs only a log line. If vLLM
+loads no plugins, `nixl_kv.connector` runs it.
 
-vLLM runs this in every process of every start in the environment, whether the connector is wanted
-or not, and lets an exception end that start. So a vLLM that is missing, or has another factory,
-costs a line in the log. Where vLLM runs no plugins, the module runs this that has the connector.
+The scheduler, which listens, is created after the model is loaded. No hook of a connector gets the
+configuration earlier: vLLM 0.31 to 0.33 call `get_required_kvcache_layout` after loading the
+weights. So `register` wraps vLLM's executor, which loads the model in the process that will listen.
 """
 
+import errno
+import functools
+import socket
 import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
-from nixl_kv.connector.listening import check_before_weights
-from nixl_kv.errors import get_logger
+from nixl_kv.config import Config
+from nixl_kv.errors import ConfigError, get_logger
 
 logger = get_logger(__name__)
 
-EXECUTORS = "vllm.v1.executor.abstract"
+EXECUTORS: Final = "vllm.v1.executor.abstract"
+
+NAMES: Final = ("NixlKVConnector",)
+"""Connector names that need no `kv_connector_module_path`."""
+
+PORT_WAIT_S: Final = 10.0
+"""How long a port may stay in use. The processes of a killed engine end within two seconds, and its
+successor may start at once."""
+PORT_RETRY_S: Final = 0.1
+
+HOW_TO_CHANGE_THE_PORT: Final = (
+    "set VLLM_NIXL_SIDE_CHANNEL_PORT (or 'port') to another port for each engine on this machine"
+)
 
 
 def register() -> None:
-    """Tell vLLM's factory where `NixlKVConnector` is; again does nothing."""
+    """Tell vLLM's factory where `NixlKVConnector` is. May be called again."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
             KVConnectorFactory,
@@ -28,9 +49,119 @@ def register() -> None:
             KVConnectorFactory.register_connector(
                 "NixlKVConnector", "nixl_kv.connector", "NixlKVConnector"
             )
-        # An engine's process that was spawned has loaded it by now; one that is forked inherits
-        # what its parent does when it looks the connector up.
+        # A spawned engine process has loaded the executors by now. A forked one inherits the
+        # wrapper, because its parent has looked the connector up.
         if EXECUTORS in sys.modules:
             check_before_weights(sys.modules[EXECUTORS].Executor)
     except (ImportError, AttributeError, TypeError, ValueError):
-        logger.warning("NixlKVConnector could not be registered by name", exc_info=True)
+        logger.warning("vLLM's factory did not accept the name NixlKVConnector", exc_info=True)
+
+
+# --- the address of the engine's description
+
+
+def port_of(config: Config, vllm_config: Any) -> int:
+    """The port to serve the description on, one per data-parallel engine; 0 means any free port."""
+    index: int = vllm_config.parallel_config.data_parallel_index
+    return config.port and config.port + index
+
+
+def may_move(config: Config, *, is_prefill: bool) -> bool:
+    """Whether another port would do: no ticket names it, and the operator did not choose it."""
+    return not is_prefill and not config.port_name
+
+
+def check_address(config: Config, vllm_config: Any, *, is_prefill: bool) -> None:
+    """Check that the scheduler will be able to listen; waits up to PORT_WAIT_S for its port.
+
+    Raises:
+        ConfigError: names the setting, its value and what to do.
+    """
+    port = port_of(config, vllm_config)
+    until = time.monotonic() + PORT_WAIT_S
+    is_logged = False
+    while True:
+        try:
+            _bind(config.host, 0 if may_move(config, is_prefill=is_prefill) else port)
+        except OSError as error:  # noqa: PERF203 - the port may become free
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
+                raise cannot_listen(config, port, error) from error
+            if not is_logged:
+                logger.warning("port %d is in use; waiting for up to %g s", port, PORT_WAIT_S)
+            is_logged = True
+            time.sleep(PORT_RETRY_S)
+        else:
+            return
+
+
+def cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(
+            f"{config.host_name} is {config.host!r}, which is not an address of this machine; "
+            "allowed: 'auto', or an IP address or a network interface of this machine"
+        )
+    name = config.port_name or "port"
+    value = f"{config.port}" + ("" if config.port_name else " (the default)")
+    rank = f"; data-parallel rank {port - config.port} listens on {port}"
+    return ConfigError(
+        f"{name} is {value}{rank if port != config.port else ''}; port {port} of {config.host} "
+        f"cannot be used: {error.strerror}; allowed: a free port; {HOW_TO_CHANGE_THE_PORT}"
+    )
+
+
+def check_before_weights(executor: Any) -> None:
+    """Make vLLM's executor class check the address before it loads the model. Wraps it once."""
+    begin = executor.__init__
+    if getattr(begin, "checks_address", False):
+        return
+
+    @functools.wraps(begin)
+    def check_and_begin(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
+        _check(vllm_config)
+        begin(self, vllm_config, *args, **options)
+
+    setattr(check_and_begin, "checks_address", True)  # noqa: B010 - mypy knows no such attribute
+    executor.__init__ = check_and_begin
+
+
+def _check(vllm_config: Any) -> None:
+    """Check the address if this connector is used, and its scheduler runs on this node."""
+    for transfer in filter(_is_ours, _connectors(vllm_config.kv_transfer_config)):
+        if not vllm_config.parallel_config.node_rank_within_dp:
+            from nixl_kv.connector.vllm_config import parse_extra  # noqa: PLC0415 - only if wanted
+
+            config = parse_extra(transfer.get("kv_connector_extra_config") or {})
+            is_prefill = transfer.get("kv_role") != "kv_consumer"
+            check_address(config, vllm_config, is_prefill=is_prefill)
+
+
+def _connectors(transfer: Any) -> Iterator[Mapping[str, Any]]:
+    """The configuration of each child of a MultiConnector, or of the only connector."""
+    if transfer is None:
+        return
+    if transfer.kv_connector == "MultiConnector":
+        yield from transfer.kv_connector_extra_config.get("connectors", ())
+        return
+    names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config", "kv_role")
+    yield {name: getattr(transfer, name) for name in names}
+
+
+def _is_ours(transfer: Mapping[str, Any]) -> bool:
+    module = transfer.get("kv_connector_module_path")
+    if module:
+        return str(module).partition(".")[0] == "nixl_kv"
+    return transfer.get("kv_connector") in NAMES
+
+
+def _bind(host: str, port: int) -> None:
+    """Bind like `LimitedPort`, but without listening, so that two checks do not collide.
+
+    Raises:
+        OSError: if the address is not of this machine, or another socket listens on the port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((host, port))

@@ -1,29 +1,56 @@
-"""The scheduler's side of prefill: which requests are offered, and with which ticket."""
+"""The prefill half of the scheduler: which prompts are offered to decode, and until when.
 
-from collections.abc import Callable, Iterable, KeysView, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+When a step completes the prompt of a request with `do_remote_decode`, every worker gets the offer's
+nonce and block tables. When vLLM finishes the request, its blocks stay and its ticket leaves with
+the response. An offer ends when every rank has reported it as read, expired or revoked; then vLLM
+frees the blocks.
+
+Offers must not fill the cache, so the file also holds their block budget:
+
+- The scheduler may revoke an unclaimed offer at any time, because no reader can be using it. Above
+  `offer_share` of the cache it revokes the oldest. Lost tickets and dead decode engines therefore
+  cost no more than that share. The scheduler does not know which offers decode has claimed. The
+  workers decide, and they keep a claimed offer. The budget then no longer counts it as unclaimed.
+- On an engine that also decodes, a prompt waits while offers hold the share. Otherwise two engines
+  that prefill for each other could fill each other's cache.
+- If a request still finds no blocks, the workers also recall granted offers that no rank reads yet.
+
+No vLLM here, so that the simulator and the tests can run it alone.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from nixl_kv.connector.block_pinning import PinnedBlocks
-from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.paging import NULL_BLOCK, ids_of
-from nixl_kv.connector.prompt import Prompt
+from nixl_kv.connector.paging import Pins, RequestBlocks, distinct_ids
 from nixl_kv.errors import get_logger
+from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket
 
 logger = get_logger(__name__)
 
-ALL: Final = 1 << 31
-"""Blocks: more than any cache has."""
+BLOCK_WAIT_S: Final = 1.0
+"""How long a request waits, while no request gets blocks and no offer ends, before the workers
+reclaim blocks from offers."""
+
+ALL_BLOCKS: Final = 1 << 31
+"""More blocks than any cache has."""
+
+_Indices: TypeAlias = npt.NDArray[np.intp]
+_NO_NONCE: Final = Nonce("")
+_NO_BLOCKS: Final = np.zeros(0, dtype=np.intp)
 
 
 @dataclass(frozen=True)
 class Address:
-    """What every ticket says from one reset of the engine's cache to the next."""
+    """The fields that all tickets share between two resets of the engine's cache."""
 
     engine: EngineId
     incarnation: Incarnation
@@ -35,193 +62,310 @@ class Address:
 
 @dataclass
 class _Offer:
+    """A request that another engine decodes, from its arrival to the end of its offer."""
+
     request: RequestId
     num_tokens: int
-    prompt: Callable[[], Prompt]
-    prepared: events.PrepareOffer | None = None  # in the prompt's last step
+    make_context: Callable[[Nonce], str] = field(repr=False)  # deleted when the ticket leaves
+    expected: int = 0  # blocks that it will hold, from its allocation until its ticket leaves
+    pins: Pins = field(default_factory=dict)
+    # From the step that completes the prompt; a preemption clears them.
+    nonce: Nonce = _NO_NONCE
+    context: str = ""
+    tables: tuple[Table, ...] = ()
+    # Once the ticket has left:
+    held: _Indices = field(default_factory=lambda: _NO_BLOCKS)  # each block once
 
 
 class PrefillScheduler:
-    """Makes offers, from the blocks of vLLM's cache manager."""
+    """Makes offers from the blocks of vLLM's cache manager. Scheduler thread only."""
 
     def __init__(
         self,
-        blocks: PinnedBlocks,
-        quota: OfferQuota,
+        blocks: RequestBlocks,
+        offer_share: float,
         seal: Callable[[Ticket], dict[str, Any]],
         *,
         writes_late: bool = False,
+        is_decoding: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with nothing on offer; `address` is set before any request.
+        """Start without offers. The caller sets `address` before the first request.
 
         Args:
-            blocks: of the cache.
-            quota: of the blocks that offers may hold.
+            blocks: the cache.
+            offer_share: the share of its blocks that offers may hold, 0 to 1.
             seal: makes the `kv_transfer_params` of a ticket, with its MAC.
-            writes_late: whether a step's output may leave before all its KV is written.
+            writes_late: see `UnwrittenOffers` in `worker.py`.
+            is_decoding: whether this engine decodes too, at present.
+            clock: monotonic seconds.
         """
+        self.address: Address | None = None
         self._blocks = blocks
-        self._quota = quota
         self._seal = seal
         self._writes_late = writes_late
-        self._offers: dict[RequestId, _Offer] = {}
+        self._is_decoding = is_decoding
+        self._shortage = BlockShortage(clock)
+        self._awaited: dict[RequestId, _Offer] = {}  # their tickets have not left
+        self._offers: dict[RequestId, _Offer] = {}  # their tickets have left, the oldest first
+        self._revocable: OrderedDict[Nonce, _Offer] = OrderedDict()  # those not known to be claimed
+        self._allowed = int(blocks.num_blocks * offer_share)
+        self._held = _DistinctBlocks(blocks.num_blocks)
+        self._unclaimed = _DistinctBlocks(blocks.num_blocks)
+        self._num_expected = 0
+        self._is_full = False  # in this step, for prompts that will be offered
         self._commands: list[events.Command] = []
-        self.address: Address | None = None
 
     @property
-    def requests(self) -> KeysView[RequestId]:
-        """Those that will be offered when they have finished."""
-        return self._offers.keys()
+    def awaited(self) -> KeysView[RequestId]:
+        """The requests that will be offered when they finish."""
+        return self._awaited.keys()
 
     @property
     def num_offers(self) -> int:
-        """How many hold blocks."""
-        return len(self._quota)
+        """How many offers hold blocks."""
+        return len(self._offers)
 
-    def on_arrival(self, request: RequestId, num_tokens: int, prompt: Callable[[], Prompt]) -> None:
-        """A request asks to be decoded elsewhere.
+    def on_new_request(
+        self, request: RequestId, num_tokens: int, make_context: Callable[[Nonce], str]
+    ) -> None:
+        """Note a request to be decoded elsewhere.
 
-        Args:
-            request: of vLLM.
-            num_tokens: the prompt's first tokens, which are computed here and offered.
-            prompt: makes the record of the prompt as it arrived, each time that it is computed.
+        This engine computes and offers the prompt's first `num_tokens`. `make_context` hashes the
+        whole prompt, as the client sent it, with a nonce.
         """
-        self._offers[request] = _Offer(request, num_tokens, prompt)
+        self._awaited[request] = _Offer(request, num_tokens, make_context)
 
-    def has_room(self, request: RequestId) -> bool:
-        """Whether a request that will be offered may begin, as far as offers may hold blocks."""
-        return self._quota.has_room(self._blocks.count(self._offers[request].num_tokens))
+    def may_begin(self, request: RequestId, num_tokens: int) -> bool:
+        """Whether any waiting request may have blocks now, if vLLM finds enough.
 
-    def on_allocation(self, request: RequestId) -> None:
-        """The request begins."""
-        offer = self._offers.get(request)
+        vLLM asks about its waiting requests in order, in each step. Once a prompt has to wait, all
+        later prompts of this step wait too. So short prompts never overtake a long one for ever:
+        it begins when the offers before it have ended.
+        """
+        offer = self._awaited.get(request)
+        if offer is not None and self._is_decoding():
+            self._is_full = self._is_full or not self._has_room(offer)
+            if self._is_full:
+                return False
+        self._shortage.on_question(self._blocks.count(num_tokens))
+        return True
+
+    def update_state_after_alloc(self, request: RequestId) -> None:
+        """A request has its blocks, whether it will be offered or not."""
+        self._shortage.on_progress()
+        offer = self._awaited.get(request)
         if offer is not None:
-            self._quota.expect(request, self._blocks.count(offer.num_tokens))
+            self._expect(offer, self._blocks.count(offer.num_tokens))
 
-    def reclaim(self, num_blocks: int) -> None:
-        """A request has waited for so many blocks: offers that nobody reads give theirs back."""
-        if self.num_offers:
-            logger.info("a request waits for %d blocks: offers are taken back", num_blocks)
-            self._commands.append(events.ReclaimBlocks(num_blocks))
-
-    def reset(self) -> None:
-        """The cache was reset, or the weights are others: offer nothing that was computed before.
-
-        Offers that no reader has begun to read end. A request that still has blocks is not offered:
-        they may hold KV of both before and after. One that lost them is computed anew, and offered.
-        """
-        for request, offer in list(self._offers.items()):
-            self._withdraw(offer)
-            if self._blocks.has_blocks(request):
-                logger.info("request %s is not offered: the cache was reset meanwhile", request)
-                del self._offers[request]
-                self.on_end([request])
-        if self.num_offers:
-            self._commands.append(events.ReclaimBlocks(ALL))
-
-    def on_step(self, scheduled: Iterable[tuple[RequestId, range]]) -> None:
-        """Tell the workers of the requests whose prompt this step completes, with their blocks.
-
-        `scheduled` are requests, each with the positions of the tokens that the step computes.
-        """
+    def build_connector_meta(
+        self, scheduled: Iterable[tuple[RequestId, range]] = ()
+    ) -> list[events.Command]:
+        """End a step; `scheduled` gives the token positions that it computes of each request."""
         for request, positions in scheduled:
-            offer = self._offers.get(request)
+            offer = self._awaited.get(request)
             if offer is None:
                 continue
-            self._blocks.pin(request, offer.num_tokens)
+            self._blocks.pin(request, offer.num_tokens, offer.pins)
             if offer.num_tokens - 1 in positions:
                 self._prepare(offer)
-
-    def on_finish(
-        self, request: RequestId, tables: Sequence[Sequence[int]], *, reason: str
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over: pin its blocks and hand out its ticket, or withdraw the offer.
-
-        Args:
-            request: of vLLM.
-            tables: its block table, for each group that is transferred.
-            reason: why its KV is not complete, in words; empty if it is.
-        """
-        offer = self._offers.pop(request, None)
-        if offer is None:
-            return False, None
-        reason = reason or self._reason(offer, tables)
-        if reason or self.address is None or offer.prepared is None:
-            logger.info("request %s is not offered: %s", request, reason)
-            self._withdraw(offer)
-            self.on_end([request])
-            return False, None
-        nonce, context = offer.prepared.nonce, offer.prepared.context
-        self._commands.append(events.PublishOffer(nonce, request))
-        self._enforce_quota(request, nonce, tables)
-        ticket = Ticket(
-            engine=self.address.engine,
-            host=self.address.host,
-            port=self.address.port,
-            incarnation=self.address.incarnation,
-            nonce=nonce,
-            num_tokens=offer.num_tokens,
-            context=context,
-            epoch=self.address.epoch,
-            weights=self.address.weights,
-        )
-        return True, self._seal(ticket)
-
-    def on_free(self, request: RequestId) -> None:
-        """A request loses its blocks: it is over, or preempted and will get others.
-
-        If its prompt is computed again, the offer gets a new nonce: what the workers know under the
-        old one concerns other blocks.
-        """
-        self.on_end([request])
-        if request in self._offers:
-            self._withdraw(self._offers[request])
-
-    def on_end(self, requests: Iterable[RequestId]) -> None:
-        """Offers have ended, or their blocks were taken away: nothing is held for them."""
-        requests = list(requests)
-        self._quota.remove(requests)
-        self._blocks.unpin(requests)
-
-    def pop_commands(self) -> list[events.Command]:
-        """The commands for the next step."""
+        self._is_full = False
+        needed = self._shortage.pop_needed()
+        if needed and self._offers:
+            logger.info("a request has waited for %d blocks; reclaiming them from offers", needed)
+            self._commands.append(events.ReclaimBlocks(needed))
         commands, self._commands = self._commands, []
         return commands
 
-    def _prepare(self, offer: _Offer) -> None:
-        """Its prompt is complete with this step."""
-        nonce, request = new_nonce(), offer.request
-        offer.prepared = events.PrepareOffer(
-            nonce,
-            request,
-            offer.prompt().context(nonce),
-            offer.num_tokens,
-            self._blocks.tables(request, offer.num_tokens, self._blocks.current(request)),
-            is_written=not self._writes_late,
+    def request_finished(
+        self, request: RequestId, tables: Sequence[Sequence[int]], *, reason: str
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Publish the offer of a finished request; withdraw it if there is a `reason`.
+
+        `tables` are those of the transferred groups. `reason` says why the KV is incomplete.
+
+        Returns:
+            Whether vLLM has to keep the blocks, and the response's `kv_transfer_params`.
+        """
+        offer = self._awaited.pop(request, None)
+        if offer is None:
+            return False, None
+        reason = reason or self._why_not_offered(offer, tables)
+        if reason or self.address is None:
+            logger.info("request %s is not offered: %s", request, reason)
+            self._withdraw(offer)
+            self._release(offer)
+            return False, None
+        self._commands.append(events.PublishOffer(offer.nonce, request))
+        self._publish(offer, tables)
+        ticket = Ticket(
+            **asdict(self.address),
+            nonce=offer.nonce,
+            num_tokens=offer.num_tokens,
+            context=offer.context,
         )
-        self._commands.append(offer.prepared)
+        return True, self._seal(ticket)
 
-    def _withdraw(self, offer: _Offer) -> None:
-        if offer.prepared is not None:
-            self._commands.append(events.WithdrawOffer(offer.prepared.nonce))
-            offer.prepared = None
+    def update_connector_output(self, finished_sending: Collection[RequestId]) -> None:
+        for request in finished_sending:
+            self._forget(request)
+        if finished_sending:
+            self._shortage.on_progress()
 
-    def _enforce_quota(
-        self, request: RequestId, nonce: Nonce, tables: Sequence[Sequence[int]]
-    ) -> None:
-        """Another offer holds blocks: older ones may have to end."""
-        held = np.concatenate(list(map(ids_of, tables)))
-        if len(tables) > 1:  # a table names each block once
-            held = np.unique(held)
-        self._quota.add(request, nonce, held[held != NULL_BLOCK])
-        self._commands += map(events.RevokeOffer, self._quota.pop_excess())
+    def on_free(self, request: RequestId) -> None:
+        """Withdraw an offer whose blocks vLLM frees: at the request's end, or a preemption.
 
-    def _reason(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
-        """Why a request whose KV is complete cannot be offered; empty if it can."""
+        If vLLM computes the prompt again, the offer gets a new nonce, because the workers know
+        other blocks under the old one.
+        """
+        self._forget(request)
+        offer = self._awaited.get(request)
+        if offer is not None:
+            self._withdraw(offer)
+            self._release(offer)
+
+    def reset_cache(self) -> None:
+        """Offer no KV from before a cache reset or a change of weights.
+
+        Offers end unless a rank is reading them. A request that has blocks now is not offered,
+        because they may mix KV from before and after. vLLM recomputes a preempted request, so its
+        offer stands.
+        """
+        for request, offer in list(self._awaited.items()):
+            self._withdraw(offer)
+            if self._blocks.has_blocks(request):
+                logger.info("request %s is not offered: the cache was reset meanwhile", request)
+                del self._awaited[request]
+                self._release(offer)
+        if self._offers:
+            self._commands.append(events.ReclaimBlocks(ALL_BLOCKS))
+
+    def _prepare(self, offer: _Offer) -> None:
+        offer.nonce = new_nonce()
+        offer.context = offer.make_context(offer.nonce)
+        current = self._blocks.current(offer.request)
+        offer.tables = self._blocks.tables(offer.num_tokens, current, offer.pins)
+        self._commands.append(
+            events.PrepareOffer(
+                offer.nonce,
+                offer.request,
+                offer.context,
+                offer.num_tokens,
+                offer.tables,
+                is_written=not self._writes_late,
+            )
+        )
+
+    def _why_not_offered(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
+        """Why a request with complete KV cannot be offered; empty if it can."""
         if self.address is None:
             return "this engine is not described yet"
-        if offer.prepared is None:
+        if not offer.nonce:
             return "its prompt was not computed in a step"
-        if offer.prepared.tables != self._blocks.tables(offer.request, offer.num_tokens, tables):
+        if offer.tables != self._blocks.tables(offer.num_tokens, tables, offer.pins):
             return "its blocks changed since its prompt was computed"
         return ""
+
+    def _withdraw(self, offer: _Offer) -> None:
+        if offer.nonce:
+            self._commands.append(events.WithdrawOffer(offer.nonce))
+            offer.nonce = _NO_NONCE
+
+    def _publish(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> None:
+        self._expect(offer, 0)
+        del offer.make_context  # it holds the prompt: embeddings may be hundreds of megabytes
+        offer.held = distinct_ids(tables).astype(np.intp)  # numpy converts other types at each use
+        self._offers[offer.request] = offer
+        self._held.add(offer.held)
+        self._revocable[offer.nonce] = offer
+        self._unclaimed.add(offer.held)
+        # Keep the newest: its prompt may be longer than the budget.
+        while len(self._unclaimed) > self._allowed and len(self._revocable) > 1:
+            self._revoke(next(iter(self._revocable.values())))
+
+    def _revoke(self, offer: _Offer) -> None:
+        """Revoke an offer unless it is claimed. In both cases it no longer counts as unclaimed."""
+        self._count_as_claimed(offer)
+        self._commands.append(events.RevokeOffer(offer.nonce))
+
+    def _count_as_claimed(self, offer: _Offer) -> None:
+        del self._revocable[offer.nonce]
+        self._unclaimed.remove(offer.held)
+
+    def _forget(self, request: RequestId) -> None:
+        offer = self._offers.pop(request, None)
+        if offer is not None:
+            self._release(offer)
+
+    def _release(self, offer: _Offer) -> None:
+        """Forget the blocks that an offer holds, or will hold."""
+        self._expect(offer, 0)
+        if offer.nonce in self._revocable:
+            self._count_as_claimed(offer)
+        self._held.remove(offer.held)
+        offer.held = _NO_BLOCKS
+        self._blocks.unpin(offer.pins)
+
+    def _expect(self, offer: _Offer, num_blocks: int) -> None:
+        self._num_expected += num_blocks - offer.expected
+        offer.expected = num_blocks
+
+    def _has_room(self, offer: _Offer) -> bool:
+        held = len(self._held) + self._num_expected
+        # A prompt that is longer than the budget begins alone.
+        return not held or held + self._blocks.count(offer.num_tokens) <= self._allowed
+
+
+class BlockShortage:
+    """Notices that a request waits for blocks while nothing moves.
+
+    Claimed offers delay prefill until they are read, as they should. But of two engines that
+    prefill for each other, each may hold the blocks that the other one waits for.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
+        self._still_since: float | None = None
+
+    def on_question(self, num_blocks: int) -> None:
+        """The scheduler would run a request if it found this many blocks."""
+        self._needed = num_blocks
+
+    def on_progress(self) -> None:
+        """That request has its blocks, or an offer has freed others."""
+        self._needed = 0
+        self._still_since = None
+
+    def pop_needed(self) -> int:
+        """At the end of a step: how many blocks to reclaim, 0 before `BLOCK_WAIT_S` is over."""
+        needed, self._needed = self._needed, 0
+        if not needed:
+            self._still_since = None
+            return 0
+        now = self._clock()
+        if self._still_since is None:
+            self._still_since = now
+        if now < self._still_since + BLOCK_WAIT_S:
+            return 0
+        self._still_since = now
+        return needed
+
+
+class _DistinctBlocks:
+    """The blocks of several offers. Its length counts a block once, as equal prefixes share it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._counts = np.zeros(num_blocks, dtype=np.int32)
+        self._num_used = 0
+
+    def __len__(self) -> int:
+        return self._num_used
+
+    def add(self, blocks: _Indices) -> None:
+        self._num_used += int(np.count_nonzero(self._counts[blocks] == 0))
+        self._counts[blocks] += 1
+
+    def remove(self, blocks: _Indices) -> None:
+        self._counts[blocks] -= 1
+        self._num_used -= int(np.count_nonzero(self._counts[blocks] == 0))

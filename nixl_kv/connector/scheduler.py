@@ -1,11 +1,14 @@
-"""The scheduler role: sends each request to prefill or decode, and describes the engine.
+"""The connector in vLLM's scheduler process: passes each request to the prefill or decode half.
 
-vLLM ends the engine for an exception from any of these hooks, so what a client sent never raises
-beyond `on_arrival`.
+Methods have the names of the hooks that vLLM calls, see `connector.py`. This file turns vLLM's
+objects into ours; `prefill.py` and `decode.py` decide. It also serves the engine description, to
+which every ticket points.
+
+vLLM ends the engine if any hook raises, so a client's input never raises beyond `on_new_request`.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -14,37 +17,31 @@ from typing import Any, Final
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.request import Request
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import needless
-from nixl_kv.connector.admission import Admission
-from nixl_kv.connector.block_pinning import PinnedBlocks
-from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
-from nixl_kv.connector.listening import may_move, port_of, unusable
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from nixl_kv.connector.offer_quota import OfferQuota
+from nixl_kv.connector.paging import RequestBlocks
+from nixl_kv.connector.plugin import cannot_listen, may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.trust import Trust
 from nixl_kv.connector.vllm_config import (
-    choose_load_failure_policy,
     computed_on_decode,
     draft_facts,
-    has_failed,
     model_facts,
     pagings,
     parallel_shape,
     parse_config,
     progress,
     prompt_of,
-    request_ids,
     shorten,
     why_not_offered,
     why_not_shortened,
-    writes_late,
 )
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import (
     ConfigError,
     LimitedLog,
@@ -60,55 +57,57 @@ from nixl_kv.protocol.ticket import FIELD
 
 logger = get_logger(__name__)
 
-OTHERS_HANDSHAKE: Final = (
-    "the workers' handshake is another connector's: of the connectors of a MultiConnector, "
-    "NixlKVConnector has to be the first, and the only one with a handshake of its own"
+FOREIGN_HANDSHAKE: Final = (
+    "another connector made the workers' handshake; in a MultiConnector, list NixlKVConnector "
+    "first, and no other connector with a handshake of its own"
 )
 OUTER_POLICY: Final = (
-    "request %s has failed with its load, although on_load_failure is 'recompute': of a "
-    "MultiConnector, vLLM looks at kv_load_failure_policy of the whole, which has to say the same"
+    "request %s failed because its KV load failed, although on_load_failure is 'recompute'; in a "
+    "MultiConnector, also set kv_load_failure_policy of the whole to 'recompute'"
 )
-IN_TREE_BLOCKS: Final = "remote_block_ids"
-"""vLLM's own NixlConnector on prefill fills in this field."""
-OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
-"""Of the fields of `kv_transfer_params` that a prefill engine or a router writes for decode."""
-
-OTHERS_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
-"""Fields of vLLM's OffloadingConnector (its peer-to-peer tier) that begin like ours."""
-
 IN_TREE_PREFILL: Final = (
     "request %s is computed here: prefill runs vLLM's own NixlConnector (engine %s at %s); load "
     'the same connector on both engines: add "kv_connector_module_path": "nixl_kv.connector" to '
     "prefill's --kv-transfer-config"
 )
+IN_TREE_LOG_S: Final = 60.0
+"""During a migration such requests come for hours: log one line a minute, with a count."""
+
+IN_TREE_BLOCKS: Final = "remote_block_ids"
+"""vLLM's own NixlConnector on prefill fills in this field."""
+
+OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
+"""Prefixes of the `kv_transfer_params` that a prefill engine or a router writes for decode."""
+
+FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
+"""Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier)."""
+
 SHOWN: Final = 64
 """The log cuts a client's value after this many characters."""
-IN_TREE_LOG_S: Final = 60.0
-"""A fleet in migration sends such requests for hours: log one line a minute, with a count."""
 
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
 class Scheduler:
-    """One engine. Every method is called by vLLM on the scheduler's thread, and none waits."""
+    """One engine. vLLM calls every method on the scheduler's thread; none of them waits."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Check the configuration; nothing listens before the workers have described themselves."""
+        """Check the configuration. The engine listens once its workers have described themselves.
+
+        Raises:
+            ConfigError: for a bad key or configuration.
+        """
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
-        for line in needless(vllm_config.kv_transfer_config.kv_connector_extra_config):
+        transfer = vllm_config.kv_transfer_config
+        self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
+        for line in needless(transfer.kv_connector_extra_config):
             logger.info(line)
-        if vllm_config.kv_transfer_config.kv_connector == "NixlPushConnector":
+        if transfer.kv_connector == "NixlPushConnector":
             logger.info("NixlPushConnector of nixl_kv pulls: decode reads KV, prefill pushes none")
         self._trust = Trust.of(self._config)
         groups = pagings(vllm_config, kv_cache_config)
-        self._blocks = PinnedBlocks(groups)
-        quota = OfferQuota(kv_cache_config.num_blocks, self._config.offer_share)
-        seal = partial(self._trust.seal, for_in_tree=self._config.in_tree_decode)
-        self._prefill = PrefillScheduler(
-            self._blocks, quota, seal, writes_late=writes_late(vllm_config)
-        )
         self._decode = DecodeScheduler(
             groups,
             self._trust.check,
@@ -116,72 +115,37 @@ class Scheduler:
             verify=self._config.verify,
         )
         self._decode.weights = self._config.weights
+        self._blocks = RequestBlocks(groups, kv_cache_config.num_blocks)
+        self._prefill = PrefillScheduler(
+            self._blocks,
+            self._config.offer_share,
+            partial(self._trust.seal, for_in_tree=self._config.in_tree_decode),
+            # The model runner returns a step's output before the draft model writes its KV.
+            writes_late=vllm_config.speculative_config is not None,
+            is_decoding=lambda: self._decode.is_in_use,
+        )
         self._epoch = 0
-        self._admission = Admission(self._blocks, self._prefill, self._decode, BlockShortage())
         self._has_state = kv_cache_config.has_mamba_layers
         self._directory: DirectoryServer | None = None
-        self._next_step: list[events.Command] = []
         self._ranks: list[RankDescription] = []
-        self.stats = Stats()
+        self._next_step: list[events.Command] = []
         self._in_tree_log = LimitedLog(logger, time.monotonic, interval_s=IN_TREE_LOG_S)
-        transfer = vllm_config.kv_transfer_config
-        self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
-        policy = choose_load_failure_policy(vllm_config)
+        self.stats = Stats()
+        policy = self._config.on_load_failure
+        # vLLM's scheduler reads this after it has created the connector. In a MultiConnector it has
+        # no effect, because a child sees only its own part of the configuration.
+        transfer.kv_load_failure_policy = policy
         self._recomputes = policy == "recompute"
         if self._is_decode:
-            logger.info("a request whose KV cannot be read %s (on_load_failure)", OUTCOMES[policy])
+            logger.info("a request whose KV load fails %s (on_load_failure)", OUTCOMES[policy])
 
-    def bind(self, kv_cache_manager: Any) -> None:
-        """Keep the cache manager: offers are made from its block tables."""
+    # --- requests
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._blocks.bind(kv_cache_manager, self._prefill.on_free)
 
-    def on_ended(
-        self,
-        offers: Iterable[str] | None,
-        loads: Iterable[str] | None,
-        failed: Iterable[str] | None = None,
-    ) -> Collection[str]:
-        """All workers have reported these offers and loads as ended.
-
-        Returns:
-            The loads whose end vLLM must not see yet, see `DecodeScheduler.on_end`.
-        """
-        self._follow_label()
-        self._admission.on_offers_ended(request_ids(offers))
-        return self._decode.on_end(request_ids(loads), request_ids(failed))
-
-    def reset_cache(self) -> bool:
-        """Let no KV from before this call be offered, or counted as loaded, after it.
-
-        That holds at once, also while the engine is paused: this side decides what may be loaded,
-        and which loads are good. The workers take offers back, and stop reads, with the next step.
-
-        Returns:
-            True: vLLM's own part fails as long as offers and loads hold blocks.
-        """
-        self._epoch += 1
-        if self._prefill.address is not None:
-            self._prefill.address = replace(
-                self._prefill.address, epoch=self._epoch, weights=self._decode.weights
-            )
-        logger.info(
-            "the cache was reset: of %d offers those are taken back that nobody reads, and %d "
-            "loads are cancelled",
-            self._prefill.num_offers,
-            self._decode.num_open,
-        )
-        self._prefill.reset()
-        self._decode.reset()
-        return True
-
-    def pop_stats(self) -> Stats | None:
-        """What is new since the last time."""
-        self.stats.measure("open_offers", self._prefill.num_offers)
-        self.stats.measure("open_loads", self._decode.num_open)
-        return self.stats.pop()
-
-    def on_arrival(self, request: Request) -> None:
-        """A request is new. A ticket that is not valid costs a log line and a counter."""
+    def on_new_request(self, request: Request) -> None:
+        """An invalid ticket costs a log line and a counter; the request is computed here."""
         self._follow_label()
         try:
             self._dispatch(request)
@@ -189,79 +153,135 @@ class Scheduler:
             self.stats.count("tickets_refused")
             logger.warning("request %s is computed here: %s", request.request_id, error)
 
-    def count_matched(self, request: Request, local: int) -> tuple[int | None, bool]:
-        """See `DecodeScheduler.count_matched`. None: the request has to wait, others need not."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """None makes this request wait, while later ones may run."""
         self._follow_label()
         request_id = RequestId(request.request_id)
-        if not self._admission.may_begin(request_id, request.num_tokens):
+        if not self._prefill.may_begin(request_id, request.num_tokens):
             return None, False
-        return self._decode.count_matched(request_id, local)
+        return self._decode.get_num_new_matched_tokens(request_id, num_computed_tokens)
 
-    def on_allocation(self, request: Request, tables: Sequence[list[int]], num_tokens: int) -> None:
-        """See `DecodeScheduler.on_allocation`; `tables` are those of all groups."""
+    def update_state_after_alloc(
+        self, request: Request, tables: Sequence[list[int]], num_external_tokens: int
+    ) -> None:
         request_id = RequestId(request.request_id)
-        self._admission.on_begin(request_id)
-        self._decode.on_allocation(request_id, self._select(tables), num_tokens)
+        self._prefill.update_state_after_alloc(request_id)
+        self._decode.update_state_after_alloc(
+            request_id, self._transferred(tables), num_external_tokens
+        )
 
-    def on_step(self, output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         """The commands of this step: layouts, then those of prefill, then those of decode."""
         self._follow_label()
-        self._prefill.on_step(progress(output, self._prefill.requests))
-        self._admission.on_step()
         commands, self._next_step = self._next_step, []
+        commands += self._prefill.build_connector_meta(progress(output, self._prefill.awaited))
+        commands += self._decode.build_connector_meta()
         return StepMetadata(
-            [*commands, *self._prefill.pop_commands(), *self._decode.pop_commands()],
+            commands,
             computes=output.total_num_scheduled_tokens > 0,
             failed=self._decode.pop_held_back(),
         )
 
-    def on_finish(
+    def request_finished(
         self, request: Request, tables: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether to keep the blocks, and the ticket for them; `tables` are those of all groups."""
         self._follow_label()
         request_id = RequestId(request.request_id)
-        if self._recomputes and self._decode.has_begun(request_id) and has_failed(request):
+        has_failed = request.status is RequestStatus.FINISHED_ERROR
+        if self._recomputes and has_failed and self._decode.has_begun(request_id):
             logger.warning(OUTER_POLICY, request_id)
-        self._decode.on_finish(request_id)
-        return self._prefill.on_finish(
-            request_id, self._select(tables), reason=why_not_offered(request)
+        self._decode.request_finished(request_id)
+        return self._prefill.request_finished(
+            request_id, self._transferred(tables), reason=why_not_offered(request)
         )
 
-    def publish(self, handshakes: Mapping[tuple[int, int], HandshakeMetadata]) -> None:
-        """The workers' parts are here, by (pp, tp) rank: for each other, and for peers.
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Note the ended offers and loads that all workers have reported.
+
+        Removes a load from `finished_recving` if its KV is from before a reset. vLLM has read
+        `failed_recving` already, so that load is reported as failed in a later step.
+        """
+        if isinstance(output.kv_connector_worker_meta, WorkerMetadata):
+            self._update_ranks(output.kv_connector_worker_meta)
+        self._follow_label()
+        self._prefill.update_connector_output(output.finished_sending or ())
+        held_back = self._decode.update_connector_output(
+            output.finished_recving or (), output.failed_recving or ()
+        )
+        if held_back and output.finished_recving:
+            output.finished_recving -= set(held_back)
+
+    def reset_cache(self) -> bool:
+        """Neither offer KV from before this call, nor count it as loaded.
+
+        This holds at once, even while the engine is paused: the scheduler decides which loads may
+        start and which are good. The workers take offers back, and stop reads, in the next step.
+
+        Returns:
+            True. vLLM's own part of the reset fails while offers and loads hold blocks.
+        """
+        self._epoch += 1
+        if self._prefill.address is not None:
+            self._prefill.address = replace(
+                self._prefill.address, epoch=self._epoch, weights=self._decode.weights
+            )
+        logger.info(
+            "cache reset: revoking those of %d offers that no rank is reading; cancelling %d loads",
+            self._prefill.num_offers,
+            self._decode.num_open,
+        )
+        self._prefill.reset_cache()
+        self._decode.reset_cache()
+        return True
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        self.stats.measure("open_offers", self._prefill.num_offers)
+        self.stats.measure("open_loads", self._decode.num_open)
+        return self.stats.pop()
+
+    # --- the engine's description
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[tuple[int, int], HandshakeMetadata]
+    ) -> None:
+        """Describe the engine, from what its workers have registered, by (pp, tp) rank.
 
         Raises:
-            ConfigError: if they are another connector's.
+            ConfigError: if another connector made the metadata.
         """
-        if not handshakes:
+        if not metadata:
             return
-        if not all(isinstance(each, HandshakeMetadata) for each in handshakes.values()):
-            # MultiConnector passes on what the first of its children has.
-            raise ConfigError(OTHERS_HANDSHAKE)
-        ranks = [decode_rank(handshakes[key].rank_description) for key in sorted(handshakes)]
+        if not all(isinstance(each, HandshakeMetadata) for each in metadata.values()):
+            # MultiConnector passes on the metadata of its first child that has any.
+            raise ConfigError(FOREIGN_HANDSHAKE)
+        self._ranks = [decode_rank(metadata[key].rank_description) for key in sorted(metadata)]
         engine = self._vllm_config.kv_transfer_config.engine_id
-        self._next_step = [events.SetEngine(engine, tuple(rank.layout for rank in ranks))]
-        self._ranks = ranks
+        layouts = tuple(rank.layout for rank in self._ranks)
+        self._next_step = [events.SetEngine(engine, layouts)]
         if self._directory is not None:  # after a wake-up
-            self._decode.accept_again()
+            self._decode.accept_outdated()
         self._publish()
 
-    def on_worker_metadata(self, metadata: object) -> None:
-        """Some ranks have begun a new life, so the engine has, if it is of this connector."""
-        if isinstance(metadata, WorkerMetadata) and self._ranks:
+    def shutdown(self) -> None:
+        if self._directory is not None:
+            self._directory.stop()
+
+    def _update_ranks(self, metadata: WorkerMetadata) -> None:
+        """Some ranks have a new incarnation, so the engine has one too."""
+        if self._ranks:
             for rank, description in metadata.rank_descriptions.items():
                 self._ranks[rank] = decode_rank(description)
             self._publish()
 
     def _publish(self) -> None:
-        """Describe the engine, to peers and in its tickets."""
-        ranks, engine = self._ranks, self._vllm_config.kv_transfer_config.engine_id
+        """Serve the current description, and name it in tickets."""
         description = describe_engine(
-            engine,
+            self._vllm_config.kv_transfer_config.engine_id,
             model_facts(self._vllm_config),
             parallel_shape(self._vllm_config),
-            ranks,
+            self._ranks,
             draft_facts(self._vllm_config),
         )
         if self._directory is None:
@@ -277,34 +297,63 @@ class Scheduler:
             self._decode.weights,
         )
         logger.info(
-            "engine %s is described at %s:%d; it has %s",
+            "serving the description of engine %s on %s:%d; it has %s",
             description.engine,
             self._directory.host,
             self._directory.port,
             self._trust,
         )
 
-    def stop(self) -> None:
-        """Stop listening."""
-        if self._directory is not None:
-            self._directory.stop()
+    def _listen(self) -> DirectoryServer:
+        """Bind the port that tickets name. On a pure decode engine, only tools need it."""
+        port = port_of(self._config, self._vllm_config)
+        control = self._trust.control()
+        listen = partial(
+            DirectoryServer,
+            control,
+            self._config.host,
+            count_awaited=lambda: len(self._prefill.awaited),
+            weights=self._decode.weights,
+            has_key=self._trust.keys is not None,
+        )
+        try:
+            return listen(port)
+        except TransportError as error:
+            if may_move(self._config, is_prefill=self._is_prefill):
+                directory = listen(0)
+                logger.warning(
+                    "port %d (the default) is in use: serving this engine's description on port %d",
+                    port,
+                    directory.port,
+                )
+                return directory
+            control.close()
+            if isinstance(error.__cause__, OSError):
+                raise cannot_listen(self._config, port, error.__cause__) from error
+            raise
 
     def _follow_label(self) -> None:
-        """If a tool has set another label, all that was decided by the former one is void.
+        """Reset if a tool has set another label of the weights (`nixl-kv set-weights`).
 
-        Not between a request's `count_matched` and its `on_allocation`: vLLM waits for the end of
-        the load that the first has promised.
+        Never between a request's `get_num_new_matched_tokens` and its `update_state_after_alloc`:
+        vLLM waits for the load that the first has promised.
         """
         if self._directory is not None and self._directory.weights != self._decode.weights:
             self._decode.weights = self._directory.weights
             self.reset_cache()
 
+    # --- kv_transfer_params
+
     def _dispatch(self, request: Request) -> None:
-        """By what a request asks for, if this engine does that."""
+        """Do what `kv_transfer_params` ask for.
+
+        Raises:
+            RemoteProtocolError: if this engine does not do that, or the ticket is invalid.
+        """
         params = request.kv_transfer_params
         if params is None:
             self._note_plain(request)
-        elif _are_anothers(params):
+        elif _is_foreign(params):
             logger.debug(
                 "request %s: its kv_transfer_params are for another connector", request.request_id
             )
@@ -318,34 +367,36 @@ class Scheduler:
             raise RemoteProtocolError(
                 "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
             )
-        elif _are_in_tree(params):
+        elif _is_in_tree(params):
             self._note_in_tree(request.request_id, params)
         else:
-            self._decode.on_arrival(
+            self._decode.on_new_request(
                 prompt_of(request), params, is_rejected=request.abort_immediately
             )
 
     def _begin_offer(self, request: Request) -> None:
-        """With state, decode needs that before the token which it computes itself."""
-        arrived, reason = copy(request), ""  # it may be shortened
+        arrived, reason = copy(request), ""  # `shorten` changes the request
         if self._directory is not None and self._directory.is_draining:
-            reason = "this engine drains"
+            reason = "this engine is draining"
         elif request.resumable:
-            reason = "it goes on with more input"
+            reason = "it is resumable: more input may follow"
         elif self._has_state:
             reason = why_not_shortened(request)
         if reason:
             logger.info("request %s is not offered: %s", request.request_id, reason)
             return
         if self._has_state:
+            # Decode computes the last token itself. It needs the recurrent state before that
+            # token, and prefill keeps only the state at the end of what it computes.
             shorten(request)
-        self._prefill.on_arrival(
-            RequestId(request.request_id), request.num_prompt_tokens, partial(prompt_of, arrived)
+        self._prefill.on_new_request(
+            RequestId(request.request_id),
+            request.num_prompt_tokens,
+            lambda nonce: prompt_of(arrived).context(nonce),
         )
 
     def _note_plain(self, request: Request) -> None:
-        """On an engine that only decodes, a request without a ticket is worth a line."""
-        if not self._is_prefill:
+        if not self._is_prefill:  # such an engine should get no request without a ticket
             self.stats.count("tickets_missing")
             logger.info(
                 "request %s is computed here: its kv_transfer_params have no ticket",
@@ -353,60 +404,31 @@ class Scheduler:
             )
 
     def _note_in_tree(self, request_id: str, params: Mapping[str, Any]) -> None:
-        """Log that prefill runs the other connector: its blocks cannot be read from here."""
+        """Log that prefill runs vLLM's own connector, whose blocks this engine cannot read."""
         self.stats.count("tickets_refused")
         engine, host = (_shown(params.get(name)) for name in ("remote_engine_id", "remote_host"))
         self._in_tree_log.warning(IN_TREE_PREFILL, request_id, engine, host)
 
-    def _listen(self) -> DirectoryServer:
-        """Tickets name this port. An engine that only decodes is asked by tools alone."""
-        port = port_of(self._config, self._vllm_config)
-        control = self._trust.control()
-        listen = partial(
-            DirectoryServer,
-            control,
-            self._config.host,
-            count_awaited=lambda: len(self._prefill.requests),
-            weights=self._decode.weights,
-            has_key=self._trust.keys is not None,
-        )
-        try:
-            return listen(port)
-        except TransportError as error:
-            if may_move(self._config, is_prefill=self._is_prefill):
-                directory = listen(0)
-                logger.warning(
-                    "port %d (the default) is in use: this engine is described at port %d",
-                    port,
-                    directory.port,
-                )
-                return directory
-            control.close()
-            if isinstance(error.__cause__, OSError):
-                raise unusable(self._config, port, error.__cause__) from error
-            raise
-
-    def _select(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """The groups that are transferred."""
+    def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
 
 
-def _are_anothers(params: object) -> bool:
-    """Whether `kv_transfer_params` say nothing to us, but to another connector of a MultiConnector.
+def _is_foreign(params: object) -> bool:
+    """Whether `kv_transfer_params` concern only another connector of a MultiConnector.
 
-    Of ours, and of vLLM's, one field at least is left by every router that has lost others.
+    Every router, even one that drops fields, leaves at least one field of ours or of vLLM's.
     """
     return (
         isinstance(params, Mapping)
         and bool(params)
-        and not any(str(name).startswith(OUR_PREFIXES) for name in params.keys() - OTHERS_FIELDS)
+        and not any(str(name).startswith(OUR_PREFIXES) for name in params.keys() - FOREIGN_FIELDS)
     )
 
 
-def _are_in_tree(params: object) -> bool:
+def _is_in_tree(params: object) -> bool:
     """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`.
 
-    A ticket of ours has the same fields, but names no block. A router may have lost its string.
+    A ticket of ours has the same fields but names no block. A router may have dropped its string.
     """
     if not isinstance(params, Mapping) or FIELD in params:
         return False
@@ -415,5 +437,5 @@ def _are_in_tree(params: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A value that a client may have written, for the log."""
+    """Make a client's value safe for the log."""
     return printable(value, SHOWN) if isinstance(value, str) else f"of type {type(value).__name__}"

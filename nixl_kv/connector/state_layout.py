@@ -1,15 +1,14 @@
-"""From vLLM's pages of recurrent state to regions: which bytes of a page TP cuts, and how.
+"""Turns vLLM's pages of recurrent state into regions: which bytes of a page TP shards, and how.
 
-A layer's page has its states one behind the other: that of the convolution, if there is one, then
-the temporal one. The convolution's has a row for each of the last tokens, and in it the channels of
-several projections, each of which vLLM cuts by itself among the tensor-parallel ranks. So each
-projection is a region of its own, whose heads are the units that are cut: heads of the model, or
-groups of them, or runs of channels. A block has one token, for which the region has one part for
-each row.
+A layer's page contains its convolution state, if any, and then its temporal state. The convolution
+state has a row for each of the last tokens. A row has the channels of several projections, and vLLM
+shards each projection separately over the TP ranks. So each projection is a region of its own. Its
+"heads" are the units of sharding: heads of the model, groups of heads, or runs of channels. A block
+is one token, and the region has one part for each row.
 
-Where vLLM keeps the rows of each channel together (its DS layout), a part has a piece for each
-channel. Rows that speculation needs beyond those that the convolution looks back at are of no use
-to a peer, and are left out.
+In vLLM's DS layout, which keeps the rows of a channel together, a part has one piece for each
+channel. Speculative decoding adds rows beyond the convolution's window. No peer needs those, so no
+region contains them.
 """
 
 import math
@@ -26,25 +25,24 @@ from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Part, Region
 
 CHANNELS: Final = 128
-"""That make a unit, where each channel could be cut off: fewer where a rank would not have whole
-units, if there were up to RANKS of them."""
+"""Channels per unit where vLLM may shard at any channel. Smaller if 64 ranks (RANKS) could not each
+have whole units."""
 RANKS: Final = 64
 
 
 @dataclass(frozen=True)
 class Units:
-    """What is cut among ranks: `number` of `size` channels (or bytes) each, on one rank."""
+    """The units of one projection or state that one rank holds."""
 
     name: str
     number: int
-    size: int
-    is_copied: bool = False
-    """Whether all ranks have the same."""
+    size: int  # channels of a projection, bytes of a state
+    is_copied: bool = False  # whether all ranks hold the same units
 
 
 @dataclass(frozen=True)
 class Place:
-    """Of a worker among the tensor-parallel ranks."""
+    """A worker's TP rank and the TP size."""
 
     rank: int
     size: int
@@ -53,22 +51,22 @@ class Place:
 def state_regions(
     layer: str, page: torch.Tensor, spec: MambaSpec, module: Any, place: Place
 ) -> Iterator[Region]:
-    """What a rank keeps of one recurrent layer.
+    """The regions of one recurrent layer on a rank.
 
     Args:
         layer: its name.
         page: an int8 view of shape [blocks, 1, 1, bytes of all states].
         spec: vLLM's MambaSpec.
-        module: the layer itself, which knows what the spec does not say.
-        place: of this rank.
+        module: the layer itself, for facts that the spec lacks.
+        place: this worker's.
 
     Raises:
-        ConfigError: if it cannot be told how the states are cut.
+        ConfigError: if the model does not say how its states are sharded.
     """
     kind, device = spec.mamba_type.name, page.device.type
     offset = 0
     for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
-        # Kernels of different devices read equal shapes in different ways.
+        # Kernels of different devices store equal shapes differently.
         element = f"{dtype_name(dtype)} state of {kind} on {device}"
         is_convolution = number == 0 and kind != "LINEAR"
         if is_convolution:
@@ -82,7 +80,7 @@ def state_regions(
                 base=page.data_ptr(),
                 block_stride=page.stride(0),
                 head_stride=stride,
-                token_stride=page.stride(0),  # there is one
+                token_stride=page.stride(0),  # unused: a block is one token
                 first_head=first,
                 num_heads=units.number,
                 parts=rows,
@@ -92,13 +90,13 @@ def state_regions(
 
 
 _Cut = tuple[Units, int, tuple[Part, ...]]
-"""Units, the bytes from one to the next, and where the first one's rows are."""
+"""The units, the bytes from one unit to the next, and the rows of the first unit."""
 
 
 def _whole(spec: MambaSpec, shape: Any, dtype: torch.dtype, place: Place, offset: int) -> _Cut:
-    """A state whose first axis is cut; all of a unit is in one piece."""
+    """A state sharded along its first axis. Each unit is contiguous."""
     number, size = shape[0], math.prod(shape[1:]) * dtype.itemsize
-    if spec.mamba_type.name == "MAMBA1":  # the axis has channels
+    if spec.mamba_type.name == "MAMBA1":  # the axis is channels
         run = _channels(number, place)
         number, size = number // run, size * run
     return Units("state", number, size), size, (Part(offset, size),)
@@ -122,12 +120,12 @@ def _convolution(spec: MambaSpec, module: Any, place: Place, offset: int) -> Ite
 
 
 def _num_unused(spec: MambaSpec) -> int:
-    """Rows behind those that are looked back at, for tokens that speculation may reject."""
+    """Rows beyond the convolution's window, for tokens that speculation may reject."""
     return 0 if spec.mamba_type.name == "MAMBA1" else int(spec.num_speculative_blocks)
 
 
 def _projections(spec: MambaSpec, module: Any, place: Place, channels: int) -> list[Units]:
-    """Of a convolution with so many channels on this rank, in their order."""
+    """The projections of a convolution with `channels` on this rank, in order."""
     match spec.mamba_type.name:
         case "GDN_ATTN":
             heads, value_size, key_size = spec.shapes[1]
@@ -153,20 +151,20 @@ def _projections(spec: MambaSpec, module: Any, place: Place, channels: int) -> l
 
 
 def _has_copies(module: Any, groups: int, place: Place) -> bool:
-    """Whether each rank has the model's only group; else each has others of several."""
+    """Whether every rank holds the model's only group, instead of its own share of several."""
     if groups > 1 or place.size == 1:
         return False
     number = getattr(getattr(module, "norm", None), "n_groups", None)
     if number not in (1, place.size):
         raise ConfigError(
-            f"a layer has one group of heads on each of {place.size} ranks, and its model "
-            f"{number}; allowed: 1, or {place.size}"
+            f"a recurrent layer has one group of heads on each of {place.size} ranks, and its "
+            f"model has {number} groups; allowed: 1 or {place.size}"
         )
     return bool(number == 1)
 
 
 def _channels(on_rank: int, place: Place) -> int:
-    """How many channels a unit has, by a rule that all engines of the model agree on."""
+    """Channels per unit, by a rule that gives the same result on all engines of the model."""
     total = on_rank * place.size
     run = math.gcd(total // math.gcd(total, RANKS), CHANNELS)
     return run if on_rank % run == 0 else 1

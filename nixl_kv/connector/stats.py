@@ -1,14 +1,17 @@
-"""Counts, and how they reach vLLM's log and Prometheus.
+"""Counters and gauges, and how they reach vLLM's log and Prometheus.
 
-Workers and the scheduler fill a `Stats` each step; vLLM adds them up and shows them.
+The scheduler and each worker fill a `Stats` in every step. vLLM merges them over ranks and steps
+with `aggregate`. The API server logs `reduce()` and passes the data to `PromMetrics`.
 """
 
 import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -22,111 +25,138 @@ from nixl_kv.transport import descriptors
 logger = get_logger(__name__)
 
 COUNTERS: Final = {
-    "loads": "Requests whose KV was read from a prefill engine, every byte while it was held.",
-    "loads_verified": "Of these: with bytes that are prefill's, by a digest.",
-    "load_failures": "Requests whose KV could not be read; recomputed or failed by policy.",
-    "load_failures_denied": "Of these: prefill had no such offer (used, expired, revoked).",
-    "load_failures_lease_lost": "Of these: the lease ran out before decode had blocks.",
-    "load_failures_recalled": "Of these: prefill wanted its blocks back before decode had blocks.",
-    "load_failures_unreachable": "Of these: prefill could not be reached, or was lost.",
-    "load_failures_incompatible": "Of these: prefill's model or cache does not fit.",
-    "load_failures_late": "Of these: not read in time.",
-    "load_failures_broken": "Of these: the read itself failed.",
-    "load_failures_fenced": "Of these: prefill took its blocks back while they were read.",
-    "load_failures_corrupt": "Of these: what was read is not what prefill has, by its digest.",
-    "load_failures_internal": "Of these: a fault of nixl_kv, or a digest that failed.",
+    "loads": "Loads completed, per rank: decode read all KV while prefill held it.",
+    "loads_verified": "Loads whose bytes matched prefill's digest.",
+    "load_failures": "Loads failed, per rank. on_load_failure decides what becomes of the request.",
+    "load_failures_denied": (
+        "Load failures because prefill did not have the offer: it was used, expired or revoked."
+    ),
+    "load_failures_lease_lost": "Load failures because the lease expired before a read began.",
+    "load_failures_recalled": (
+        "Load failures because prefill needed its blocks back before a read began."
+    ),
+    "load_failures_unreachable": "Load failures because prefill did not answer, or was lost.",
+    "load_failures_incompatible": (
+        "Load failures because prefill's model or cache does not match decode's."
+    ),
+    "load_failures_late": "Load failures because a deadline passed.",
+    "load_failures_broken": "Load failures because a read returned an error.",
+    "load_failures_fenced": (
+        "Load failures because prefill took its blocks back during the read (fence token gone)."
+    ),
+    "load_failures_corrupt": "Load failures because the bytes did not match prefill's digest.",
+    "load_failures_internal": "Load failures because of a bug in nixl_kv, or a failed digest.",
     "loads_dropped": (
-        "Loads that were cancelled: the request had ended, or the cache was reset. No failure."
+        "Loads cancelled because the request had ended or the cache was reset. Not a failure."
     ),
-    "tokens_loaded": "Prompt tokens whose KV was read.",
+    "tokens_loaded": "Prompt tokens whose KV was loaded, per rank.",
     "bytes_read": "Bytes of KV read, per rank.",
-    "descriptors": "Runs of these bytes that are contiguous on both sides, per rank.",
-    "reads_direct": "Parts of loads that NIXL has read, a descriptor for each run, per rank.",
-    "read_seconds_direct": "Seconds that these took.",
-    "reads_gather": "Parts of loads that a kernel has read from memory that is mapped, per rank.",
-    "read_seconds_gather": "Seconds that these took.",
-    "reads_staged": "Parts of loads that were read where prefill had packed all or most, per rank.",
-    "read_seconds_staged": "Seconds that these took, from the first chunk that was asked for.",
-    "staged_bytes_read_directly": "Of bytes_read: bytes of staged reads that NIXL read run by run.",
-    "chunks_packed": "Chunks of KV that prefill has packed for its readers, per rank.",
+    "descriptors": "Contiguous runs in these bytes, per rank.",
+    "reads_direct": "Reads by NIXL with one descriptor per run, per rank.",
+    "read_seconds_direct": "Seconds that direct reads took.",
+    "reads_gather": "Reads by a kernel from mapped GPU memory, per rank.",
+    "read_seconds_gather": "Seconds that gather reads took.",
+    "reads_staged": ("Reads for which prefill packed all or most bytes into its ring, per rank."),
+    "read_seconds_staged": "Seconds that staged reads took, from the first request for a chunk.",
+    "staged_bytes_read_directly": (
+        "Bytes of staged reads that NIXL read with one descriptor per run, per rank."
+    ),
+    "chunks_packed": "Chunks of KV that prefill packed for its readers, per rank.",
     "chunk_bytes": "Bytes of KV in these chunks, per rank.",
-    "chunk_seconds": "Seconds that packing took, several chunks at a time, per rank.",
-    "digests": "Digests made, on prefill for its readers and on decode of what it read, per rank.",
-    "digest_bytes": "Bytes of KV that these cover, per rank.",
-    "digest_seconds": "Seconds that these took, beside other work, per rank.",
-    "offers": "Finished prefills put on offer.",
-    "offers_read": "Offers that were read to the end, per rank.",
-    "offers_unclaimed": "Offers that nobody claimed in time, per rank.",
+    "chunk_seconds": "Seconds from the start to the end of each packing, per rank.",
+    "digests": "Digests computed, by prefill and by decode, per rank.",
+    "digest_bytes": "Bytes of KV covered by digests, per rank.",
+    "digest_seconds": "Seconds that digests took, concurrent with other work, per rank.",
+    "offers": "Finished prefills whose ticket left, per rank.",
+    "offers_read": "Offers that all their readers released after reading, per rank.",
+    "offers_unclaimed": "Offers that no reader claimed in time, per rank.",
     "offers_not_needed": (
-        "Offers that were not read: decode had all of it, or reads another rank's copy, per rank."
+        "Offers that no reader had to read from this rank: decode had the KV, or read another "
+        "rank's copy. Per rank."
     ),
-    "offers_aborted": "Offers whose reader gave up, per rank.",
-    "offers_revoked": ("Offers taken back unread: blocks were scarce, or they were held for long."),
-    "offers_expired": "Offers whose last lease ran out, per rank.",
-    "offers_lost": "Offers that ended with a death of the transfer thread, per rank.",
-    "asks_denied": "Asks for offers that are not there, or not for who asks, per rank.",
-    "messages_dropped": "Control messages that are not of this protocol, per rank.",
-    "peers_lost": "Prefill engines and ranks that could not be reached, twice in a row, in use.",
+    "offers_aborted": "Offers whose reader aborted, per rank.",
+    "offers_revoked": (
+        "Offers that prefill took back unread: it needed blocks, or held them for long. Per rank."
+    ),
+    "offers_expired": "Offers whose last lease expired, per rank.",
+    "offers_lost": "Offers that ended because the transfer thread restarted, per rank.",
+    "asks_denied": "Asks for an unknown offer, or by a reader without the claim, per rank.",
+    "messages_dropped": "Control messages that violate the protocol, per rank.",
+    "peers_lost": "Prefill engines or ranks in use that twice in a row did not answer.",
     "peers_unreadable": (
-        "Prefill engines that answered, but to which two connections in a row broke, per rank."
+        "Prefill engines that answered, but to which two data connections in a row broke, per rank."
     ),
-    "joins": "Prefill engines whose memory was made readable, per rank.",
-    "join_seconds": "Seconds that this took, beside other work, per rank.",
-    "warm_ups": "First reads of a prefill rank, of bytes that nobody wants, per rank.",
-    "warm_up_seconds": "Seconds that these took: connecting, and mapping memory, per rank.",
-    "agents_recycled": "NIXL agents that were destroyed to stop a read, per rank.",
+    "joins": "Handshakes that made a prefill engine's memory readable, per rank.",
+    "join_seconds": "Seconds that handshakes took, concurrent with other work, per rank.",
+    "warm_ups": "First reads from a prefill rank, which only open connections, per rank.",
+    "warm_up_seconds": "Seconds that these first reads took, per rank.",
+    "agents_recycled": "NIXL agents destroyed to stop a stuck read, per rank.",
     "serving_restarts": (
-        "New lives of a rank that begin since nobody could connect to its memory, per rank."
+        "New incarnations of a rank because peers could not connect to its memory, per rank."
     ),
     "agents_replaced": (
-        "NIXL agents that were replaced to close connections to peers that had left, per rank."
+        "NIXL agents replaced to close connections to peers that had left, per rank."
     ),
-    "thread_restarts": "Deaths of the transfer thread that it survived, per rank.",
-    "tickets_refused": "Requests whose kv_transfer_params do not hold; computed locally.",
-    "tickets_missing": "Requests on decode without a ticket; computed locally.",
+    "thread_restarts": "Restarts of the transfer thread after an exception, per rank.",
+    "tickets_refused": "Requests computed on decode because their kv_transfer_params are invalid.",
+    "tickets_missing": "Requests computed on decode because they have no ticket.",
 }
 
 GAUGES: Final = {
-    "open_offers": "Offers that hold blocks, now.",
-    "unreadable": "1 while peers cannot connect to a rank's memory, by its own check, else 0.",
-    "open_descriptors": "File descriptors of a worker's process, of the one that has most.",
-    "open_loads": "Requests whose KV is being read, or will be when they have blocks, now.",
+    "open_offers": "Offers that hold blocks now.",
+    "open_loads": "Requests that load KV now, or will when they have blocks.",
 }
+"""The scheduler measures these, once per engine."""
 
-OF_WORST: Final = frozenset({"unreadable", "open_descriptors"})
-"""Gauges of which the greatest of all ranks is shown."""
+RANK_GAUGES: Final = {
+    "unreadable": (
+        "1 while the rank's own check cannot connect to its memory, so that peers cannot read it; "
+        "else 0."
+    ),
+    "open_descriptors": "Open file descriptors of the rank's process.",
+}
+"""Each rank measures its own. A sum, or the value that arrived last, would be wrong for all ranks,
+so Prometheus shows a series per rank (label `rank`)."""
+
 DESCRIPTORS_S: Final = 10.0
-"""Between two looks at how many descriptors are open."""
+"""Between two counts of the open file descriptors."""
+
 DESCRIPTORS_SHARE: Final = 0.8
-"""Of `ulimit -n`, above which the log warns: without any, UCX closes its ports for good."""
+"""The share of `ulimit -n` above which the log warns. At 0 left, UCX closes its ports for good."""
+
 WARN_S: Final = 600.0
 
 TRANSFER_SECONDS: Final = "transfer_seconds"
 NOT_LOGGED: Final = "read_seconds_"
-"""Of use only as sums over many loads."""
+"""These mean something only as sums over many loads, so the log omits them."""
+
 _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 
 
 @dataclass
 class Stats(KVConnectorStats):
-    """`data` holds a number per counter and gauge, and the list of transfer times in seconds."""
+    """The counts of one step, in `data`: vLLM sends that field between processes.
+
+    It has a number per counter and per engine's gauge, `{rank: value}` per rank's gauge, and a list
+    of transfer times in seconds. A gauge is sent only when it changes.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0  # the worker's
     _descriptors_at: float = -math.inf
     _warn_at: float = -math.inf
-    _measured: dict[str, int] = field(default_factory=dict)  # gauges, as they were shown last
+    _measured: dict[str, int] = field(default_factory=dict)  # the gauges as last sent
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to a counter."""
         self.data[name] = self.data.get(name, 0) + amount
 
     def measure(self, name: str, value: int) -> None:
-        """Show a gauge, if it has changed."""
         if self._measured.get(name, 0) != value:
-            self._measured[name] = self.data[name] = value
+            self._measured[name] = value
+            self.data[name] = value if name in GAUGES else {str(self.rank): value}
 
     def measure_descriptors(self, now: float) -> None:
-        """Show how many this process has open, every few seconds; warn before there are none."""
+        """Count this process's file descriptors every DESCRIPTORS_S; warn before they run out."""
         if now < self._descriptors_at:
             return
         self._descriptors_at = now + DESCRIPTORS_S
@@ -141,13 +171,11 @@ class Stats(KVConnectorStats):
             )
 
     def count_commands(self, commands: Iterable[events.Command]) -> None:
-        """Count what a step hands to the transfer engine."""
         for command in commands:
             if isinstance(command, events.PublishOffer):
                 self.count("offers")
 
     def count_results(self, results: Iterable[events.Result]) -> None:
-        """Count what the transfer engine has reported."""
         for result in results:
             match result:
                 case events.LoadEnded():
@@ -156,7 +184,7 @@ class Stats(KVConnectorStats):
                     self.count(f"offers_{result.end.value}")
                 case events.Counts():
                     for name, amount in result.counts.items():
-                        if name in GAUGES:
+                        if name in RANK_GAUGES:
                             self.measure(name, int(amount))
                         else:
                             self.count(name, amount)
@@ -178,28 +206,26 @@ class Stats(KVConnectorStats):
             self.count("descriptors", read.num_runs)
             if read.num_bytes:
                 self.count(f"reads_{read.path}")
+                self.count(f"read_seconds_{read.path}", read.seconds)
                 if read.direct_bytes:
                     self.count("staged_bytes_read_directly", read.direct_bytes)
-                self.count(f"read_seconds_{read.path}", read.seconds)
         seconds = max((read.seconds for read in load.reads), default=0.0)
         self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
 
     def pop(self) -> "Stats | None":
-        """What was counted since the last time; None if nothing was."""
+        """The counts since the last call; None if there are none."""
         data, self.data = self.data, {}
         return Stats(data=data) if data else None
 
     def reset(self) -> None:
-        """Start an interval."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "Stats":
-        """Add another worker's or step's."""
         for name, value in other.data.items():
             if isinstance(value, list):
                 self.data[name] = [*self.data.get(name, []), *value]
-            elif name in OF_WORST:
-                self.data[name] = max(self.data.get(name, 0), value)
+            elif name in RANK_GAUGES:
+                self.data[name] = {**self.data.get(name, {}), **value}
             elif name in GAUGES:
                 self.data[name] = value
             else:
@@ -207,66 +233,73 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of vLLM's log line."""
-        numbers: dict[str, int | float] = {
-            name: value
-            for name, value in self.data.items()
-            if name != TRANSFER_SECONDS and not name.startswith(NOT_LOGGED)
-        }
+        """The numbers of vLLM's log line: all counts, and the gauges that have changed since."""
+        numbers: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if name in RANK_GAUGES:
+                numbers |= {f"{name} of rank {rank}": each for rank, each in value.items()}
+            elif name != TRANSFER_SECONDS and not name.startswith(NOT_LOGGED):
+                numbers[name] = value
         seconds = self.data.get(TRANSFER_SECONDS, [])
-        if seconds:
+        if any(seconds):  # a rank that has nothing to read needs no time
             numbers["median transfer ms"] = round(statistics.median(seconds) * 1000, 2)
             numbers["GB/s"] = round(self.data.get("bytes_read", 0) / sum(seconds) / 1e9, 2)
         return numbers
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
         return not self.data
 
 
 class PromMetrics(KVConnectorPromMetrics):
     """`vllm:nixl_kv_<counter>_total`, `vllm:nixl_kv_<gauge>`, and a histogram of seconds."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Register each metric once, with a child per engine. Arguments are the base class's."""
-        super().__init__(*args, **kwargs)
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """Register each metric once, with a child per engine. The arguments are vLLM's."""
+        super().__init__(vllm_config, *args, **kwargs)
         self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(
-                    name=f"vllm:nixl_kv_{name}", documentation=text, labelnames=self._labelnames
-                ),
-                self.per_engine_labelvalues,
-            )
+            name: self._per_engine(self._register(self._counter_cls, name, text))
             for name, text in COUNTERS.items()
         }
+        # With several API servers, each gets the stats of some steps.
+        register_gauge = partial(self._register, self._gauge_cls, multiprocess_mode="mostrecent")
         self._gauges = {
-            name: create_metric_per_engine(
-                self._gauge_cls(
-                    name=f"vllm:nixl_kv_{name}",
-                    documentation=text,
-                    labelnames=self._labelnames,
-                    multiprocess_mode="mostrecent",
-                ),
-                self.per_engine_labelvalues,
-            )
-            for name, text in GAUGES.items()
+            name: self._per_engine(register_gauge(name, text)) for name, text in GAUGES.items()
         }
-        self._seconds = create_metric_per_engine(
-            self._histogram_cls(
-                name="vllm:nixl_kv_transfer_seconds",
-                documentation="Seconds of a load's longest read, until all of it has landed.",
+        self._rank_gauges = {
+            name: register_gauge(name, text, labelnames=[*self._labelnames, "rank"])
+            for name, text in RANK_GAUGES.items()
+        }
+        for engine in self.per_engine_labelvalues:  # show 0 from the start
+            for rank in range(vllm_config.parallel_config.world_size):
+                for name in RANK_GAUGES:
+                    self._rank_gauge(name, engine, str(rank))
+        self._seconds = self._per_engine(
+            self._register(
+                self._histogram_cls,
+                TRANSFER_SECONDS,
+                "Seconds that the longest read of a load took, per rank.",
                 buckets=_BUCKETS,
-                labelnames=self._labelnames,
-            ),
-            self.per_engine_labelvalues,
+            )
         )
 
+    def _register(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        options = {"labelnames": self._labelnames} | options
+        return kind(name=f"vllm:nixl_kv_{name}", documentation=text, **options)
+
+    def _per_engine(self, metric: Any) -> Any:
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+    def _rank_gauge(self, name: str, engine: int, rank: str) -> Any:
+        return self._rank_gauges[name].labels(*self.per_engine_labelvalues[engine], rank)
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take over what one step counted."""
         for name, value in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)
             elif name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
+            elif name in self._rank_gauges:
+                for rank, each in value.items():
+                    self._rank_gauge(name, engine_idx, rank).set(each)
         for seconds in transfer_stats_data.get(TRANSFER_SECONDS, []):
             self._seconds[engine_idx].observe(seconds)

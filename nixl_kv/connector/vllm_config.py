@@ -1,17 +1,19 @@
-"""Reads vLLM's configuration and requests: turns them into our own records.
+"""Reads vLLM's configuration and requests, and turns them into our records.
 
-Model families, backends and platforms are data here and in `kv_layout`, and nowhere else. What
-cannot be served is refused in one table, at the start, in words.
+Model families, attention backends and platforms are data here and in `kv_layout.py`, and nowhere
+else. `REFUSALS` lists every engine that the connector cannot serve; the start fails with its text.
+The differences between vLLM versions are here too, at the top.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import (
     get_dcp_group,
     get_pcp_group,
@@ -29,24 +31,51 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import Config
+from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.paging import Paging, StatePaging
-from nixl_kv.connector.prompt import Prompt
-from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import ALL_TOKENS, STATE_WINDOW, Stripe
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.transport.base import SEGMENT_FACT
 
-MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
-"""Backends that BHLNC is known good for, and up to which --block-size.
+# --- versions of vLLM: recognised by their features, so that builds from source are too
 
-A packed block cannot be cut into smaller kernel blocks, and vLLM then refuses to start: FlashInfer
-wants kernel blocks of at most 64 tokens.
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31 counts all external hits as one
+    CacheHitSource = None
+
+HIT_SOURCE: Final = None if CacheHitSource is None else CacheHitSource.P2P
+"""The label under which vLLM counts the tokens of our loads, since 0.32."""
+
+LATER_HOOKS: Final = {
+    "get_loaded_kv_cache_group_ids": "0.32",
+    "supports_sleep_mode": "0.33",
+    "unregister_kv_caches": "0.33",
+    "restore_kv_caches": "0.33",
+}
+"""Hooks that the oldest supported vLLM does not call, and the minor that calls them first."""
+
+
+def has_sleep_hooks() -> bool:
+    """Whether vLLM reports when the memory of the cache goes away, and when it is back."""
+    return all(
+        hasattr(KVConnectorBase_V1, hook) for hook in ("unregister_kv_caches", "restore_kv_caches")
+    )
+
+
+# --- data about models and backends
+
+MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
+"""Backends known to work with BHLNC, and the largest --block-size for each.
+
+vLLM cannot cut a packed block into smaller kernel blocks, and refuses to start. FlashInfer takes
+kernel blocks of at most 64 tokens.
 """
 
 DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
-"""What vLLM picks by itself, by the device's major compute capability, where that is known."""
+"""The backend that vLLM chooses for a GPU's major compute capability, where that is known."""
 
 _VOLATILE: Final = frozenset(
     ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
@@ -63,19 +92,19 @@ _FACTS: Final = (
 )
 
 DRAFT_FACT: Final = "draft model (prefill needs the same --speculative-config)"
-"""As it is named where two engines differ in it."""
+"""The fact's name, which an operator sees if two engines differ in it."""
 
 DRAFT_NAMES: Final = frozenset(("draft_model", "mtp"))
-"""In the dotted names of layers of draft models."""
+"""Parts of the dotted layer names of draft models."""
 
 LONG_TEMPERATURE: Final = 32768
-"""Above this --max-model-len vLLM scales the queries of Llama 4 by their position."""
+"""Above this --max-model-len, vLLM scales the queries of Llama 4 by their position."""
 
 MAX_FACT: Final = 1000
-"""Characters of a fact; of a longer one a digest is compared."""
+"""Characters of a fact. Engines compare a digest of a longer one."""
 
 THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
-"""As --master-addr: nodes that are processes of one machine."""
+"""Values of --master-addr for nodes that are processes of one machine."""
 
 SUPPORTED_SPECS: Final = frozenset(
     (
@@ -87,14 +116,14 @@ SUPPORTED_SPECS: Final = frozenset(
         "ChunkedLocalAttentionSpec",
     )
 )
-"""What a layer's cache may be, by the names of vLLM's records."""
+"""The supported kinds of a layer's cache: vLLM's class names."""
 
 STATE_KINDS: Final = {"GDN_ATTN": 2, "LINEAR": 1, "MAMBA1": 2, "MAMBA2": 2, "SHORT_CONV": 1}
-"""Kinds of recurrent layers, by the names of vLLM's backends, and how many states each keeps."""
+"""The supported kinds of recurrent layers (vLLM's backend names), and how many states each has."""
 
 
 def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
-    """Of all layers that are transferred."""
+    """The specs of all transferred layers."""
     for group in kv_cache_config.transfer_groups:
         for layer in group.layer_names:
             yield layer_spec(group.kv_cache_spec, layer)
@@ -112,66 +141,62 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
             or vllm.kv_transfer_config.is_kv_consumer
         )
     ),
-    "a KV buffer on another device (kv_buffer_device)": lambda vllm, _: (
+    "a KV buffer on another device (kv_buffer_device): leave it out": lambda vllm, _: (
         vllm.kv_transfer_config.kv_buffer_device != current_platform.device_type
     ),
-    "the experts of each token in the answer (--enable-return-routed-experts): those of the prompt "
-    "stay on prefill": lambda vllm, _: vllm.aux_output_config.enable_return_routed_experts,
-    "sleep mode (--enable-sleep-mode): this vLLM does not tell connectors of it": lambda vllm, _: (
-        vllm.model_config.enable_sleep_mode and not is_told_of_sleep()
+    "the experts of each token in the output (--enable-return-routed-experts): prefill keeps "
+    "those of the prompt": lambda vllm, _: vllm.aux_output_config.enable_return_routed_experts,
+    "sleep mode (--enable-sleep-mode): this vLLM does not tell connectors": lambda vllm, _: (
+        vllm.model_config.enable_sleep_mode and not has_sleep_hooks()
     ),
-    "images, audio and video that are not told apart by their content, as with "
-    "--mm-processor-cache-gb 0 and without prefix caching: turn one of these on, or all media off "
-    "(--language-model-only)": lambda vllm, _: counts_media(vllm),
-    f"recurrent state of other kinds than {', '.join(STATE_KINDS)}": lambda _, kv: any(
+    "images, audio and video without content hashes (--mm-processor-cache-gb 0 without prefix "
+    "caching): turn one of these on, or all media off (--language-model-only)": lambda vllm, _: (
+        counts_media(vllm)
+    ),
+    f"recurrent state of kinds other than {', '.join(STATE_KINDS)}": lambda _, kv: any(
         isinstance(spec, MambaSpec) and len(spec.shapes) != STATE_KINDS.get(spec.mamba_type.name)
         for spec in specs(kv)
     ),
-    "several draft modules (num_speculative_tokens > 1) beside recurrent state, on an engine that "
-    "decodes: prefill has the state before the last token alone": lambda vllm, kv: (
+    "several draft modules (num_speculative_tokens > 1) with recurrent state, on an engine that "
+    "decodes: prefill has the state before the last token only": lambda vllm, kv: (
         vllm.kv_transfer_config.is_kv_consumer
         and kv.has_mamba_layers
         and computed_on_decode(vllm) > 1
     ),
     "cache groups in host memory": lambda _, kv: bool(kv.host_group_ids),
-    f"other caches than of {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
+    f"caches of kinds other than {', '.join(sorted(SUPPORTED_SPECS))}": lambda _, kv: any(
         type(spec).__name__ not in SUPPORTED_SPECS for spec in specs(kv)
     ),
     "several tokens in one stored state": lambda _, kv: any(
         spec.tokens_per_state > 1 for spec in specs(kv)
     ),
 }
-"""What this connector cannot serve, by the words of the error."""
+"""The engines that this connector cannot serve, by the text of the error."""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Stop the start if the engine is of a kind that cannot be served.
+    """Refuse an engine that the connector cannot serve.
 
     Raises:
-        ConfigError: names what is not supported.
+        ConfigError: names everything that is not supported.
     """
-    refusals = [
-        words for words, applies in REFUSALS.items() if applies(vllm_config, kv_cache_config)
-    ]
+    refusals = [text for text, applies in REFUSALS.items() if applies(vllm_config, kv_cache_config)]
     if refusals:
         raise ConfigError(f"NixlKVConnector does not support {'; nor '.join(refusals)}")
 
 
 def parse_config(vllm_config: VllmConfig) -> Config:
-    """The operator's choices. See `Config.parse`."""
     return parse_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
 def parse_extra(extra: Mapping[str, Any]) -> Config:
-    """The same, from `kv_connector_extra_config` and this process's environment."""
     return Config.parse(extra, os.environ)
 
 
 def counts_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM numbers a request's images and so on, and does not hash them.
+    """Whether vLLM numbers a request's images, audio and video instead of hashing them.
 
-    It hashes only for the sake of its caches. A number is unlike that of another engine, or by
-    coincidence like that of another image.
+    It hashes only for its caches. Two engines number one image differently, or two images alike.
     """
     model = vllm_config.model_config
     media = model.multimodal_config
@@ -183,26 +208,15 @@ def counts_media(vllm_config: VllmConfig) -> bool:
     )
 
 
-def choose_load_failure_policy(vllm_config: VllmConfig) -> str:
-    """Set what vLLM does with a request whose KV cannot be read; the answer is the policy.
-
-    vLLM's scheduler looks at its own `kv_load_failure_policy` after it has made the connector. Of a
-    MultiConnector's configuration each child has only its own part, so there this has no effect.
-    """
-    policy = parse_config(vllm_config).on_load_failure
-    vllm_config.kv_transfer_config.kv_load_failure_policy = policy
-    return policy
-
-
 def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """What two engines must agree on to mean the same by the same bytes, in words.
+    """The facts that two engines must share, so that equal bytes mean the same KV.
 
-    The weights themselves are not compared: the served name stands for them, which a router sends
-    to both engines anyway. A digest of the rest of the model's configuration catches the others.
+    The served model name stands for the weights: a router sends it to both engines anyway. A digest
+    of the model's configuration catches most other differences.
     """
     model = vllm_config.model_config
     names = model.served_model_name
-    values = model.hf_text_config.to_dict()  # as attributes, some raise where layers differ
+    values = model.hf_text_config.to_dict()  # some attributes raise if layers differ
     facts = {name: str(values[name]) for name in _FACTS if name in values}
     facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
     facts["architecture"] = model.architecture
@@ -219,7 +233,7 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, str]:
-    """Where vLLM computes all positions in another way if --max-model-len is above a number."""
+    """Thresholds of --max-model-len above which vLLM computes every position differently."""
     edges = {
         inner.get(
             "original_max_position_embeddings", values.get("original_max_position_embeddings")
@@ -233,7 +247,7 @@ def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, st
 
 
 def _media_facts(media: Any) -> dict[str, str]:
-    """What an engine makes of images, audio and video. On which device, does not matter."""
+    """How an engine processes images, audio and video. The device does not matter."""
     options = {k: v for k, v in (media.mm_processor_kwargs or {}).items() if k != "device"}
     rate = media.video_pruning_rate
     return {
@@ -244,9 +258,9 @@ def _media_facts(media: Any) -> dict[str, str]:
 
 
 def draft_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Of a draft model that has layers in the cache. Decode needs them of prefill if it has them.
+    """The facts of a draft model with layers in the cache. Decode needs its KV from prefill.
 
-    Without its KV of the prompt the draft model would look at what its blocks had before.
+    Otherwise decode's draft model would attend to stale bytes in its blocks.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not has_draft_layers(speculative):
@@ -254,22 +268,22 @@ def draft_facts(vllm_config: VllmConfig) -> dict[str, str]:
     config = speculative.draft_model_config.hf_config.to_dict()
     # vLLM raises it to the target's --max-model-len; it only bounds the positions.
     config.pop("max_position_embeddings", None)
-    words = f"{speculative.method}, config digest {_digest(config)}"
-    if speculative.use_multi_module_mtp():  # of several modules only so many write
-        words += f", {speculative.num_speculative_tokens} tokens"
-    return {DRAFT_FACT: words}
+    text = f"{speculative.method}, config digest {_digest(config)}"
+    if speculative.use_multi_module_mtp():  # only this many modules write KV
+        text += f", {speculative.num_speculative_tokens} tokens"
+    return {DRAFT_FACT: text}
 
 
 def has_draft_layers(speculative: Any) -> bool:
-    """Whether a draft model has layers in the cache: Gemma 4's reads the target's."""
+    """Whether a draft model has layers in the cache. Gemma 4's reads the target model's."""
     return bool(speculative.uses_draft_kv_cache() and not speculative.use_gemma4_mtp())
 
 
 def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
-    """The configuration of the draft model that has this layer; None if it is the model's own.
+    """The configuration of the draft model with this layer; None for a layer of the main model.
 
-    vLLM's older model runner does not mark such layers. They are numbered from the last of the
-    model's layers on, or named by one of DRAFT_NAMES. To be called in a worker only.
+    vLLM's older model runner does not mark draft layers. Their numbers continue those of the model,
+    or their names contain one of DRAFT_NAMES. Call it in a worker only.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not has_draft_layers(speculative):
@@ -286,7 +300,6 @@ def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
 
 
 def _inner(value: object) -> Iterator[Mapping[str, Any]]:
-    """A mapping, and all mappings in it."""
     if isinstance(value, Mapping):
         yield value
         for each in value.values():
@@ -294,7 +307,7 @@ def _inner(value: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _digest(value: object) -> str:
-    """Of a configuration without what does not matter, such as its folder, at any depth."""
+    """Digest a configuration without its volatile keys, such as its path, at any depth."""
     canonical = json.dumps(_essence(value), sort_keys=True, default=str).encode()
     return hashlib.blake2b(canonical, digest_size=8).hexdigest()
 
@@ -306,9 +319,9 @@ def _essence(value: object) -> object:
 
 
 def required_layout(vllm_config: VllmConfig) -> str | None:
-    """The physical order of the KV cache to ask vLLM for; None for vLLM's own choice.
+    """The physical order of the KV cache to ask vLLM for; None leaves the choice to vLLM.
 
-    In BHLNC a block's bytes for any range of heads are one run over all layers.
+    In BHLNC, any range of heads of a block is one contiguous run over all layers.
     """
     wanted = parse_config(vllm_config).layout
     if wanted != "auto":
@@ -316,9 +329,9 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
     if not current_platform.is_cuda() or vllm_config.model_config.use_mla:
         return None
     if vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
-        return None  # FlashInfer takes dense pages only
+        return None  # FlashInfer requires dense pages
     if vllm_config.model_config.is_hybrid:
-        return None  # vLLM does not pack pages of several kinds
+        return None  # vLLM does not pack different kinds of pages
     block_size = vllm_config.cache_config.block_size or 0
     good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
     return "BHLNC" if good else None
@@ -333,32 +346,27 @@ def _backend(vllm_config: VllmConfig) -> str:
 
 
 def pagings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
-    """How vLLM pages each group that is transferred."""
     numbers = kv_cache_config.transfer_group_ids
-    groups = kv_cache_config.transfer_groups
+    specs = (group.kv_cache_spec for group in kv_cache_config.transfer_groups)
     return tuple(
-        _paging(number, group.kv_cache_spec, num_stripes(vllm_config, group.kv_cache_spec))
-        for number, group in zip(numbers, groups, strict=True)
+        StatePaging(number, spec.block_size)
+        if holds_state(spec)
+        else Paging(number, spec.block_size * num_stripes(vllm_config, spec), window(spec))
+        for number, spec in zip(numbers, specs, strict=True)
     )
 
 
-def _paging(number: int, spec: Any, num_stripes: int) -> Paging:
-    if holds_state(spec):
-        return StatePaging(number, spec.block_size)
-    return Paging(number, spec.block_size * num_stripes, window(spec))
-
-
 def num_stripes(vllm_config: VllmConfig, spec: Any) -> int:
-    """Among how many ranks a group's tokens are divided, each of which has a part of each block."""
+    """The number of DCP ranks that share a group's tokens. Each has a part of every block."""
     number = vllm_config.parallel_config.decode_context_parallel_size
     return int(number) if _first(spec).dcp_sharded else 1
 
 
 def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
-    """Which tokens of a group this rank has; to be called in a worker only.
+    """Which tokens of a group this DCP rank has. Call it in a worker only.
 
     Raises:
-        ConfigError: for an interleave that does not divide the group's blocks.
+        ConfigError: for an interleave that does not divide the block size.
     """
     number = num_stripes(vllm_config, spec)
     if number == 1:
@@ -367,36 +375,35 @@ def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
     if spec.block_size % width:
         raise ConfigError(
             f"--cp-kv-cache-interleave-size is {width}; "
-            f"allowed: what divides the block size {spec.block_size}"
+            f"allowed: a divisor of the block size {spec.block_size}"
         )
     return Stripe(number, get_dcp_group().rank_in_group, width)
 
 
 def holds_state(spec: Any) -> bool:
-    """Whether a group's layers keep a recurrent state, and nothing for each token."""
+    """Whether a group's layers keep a recurrent state instead of KV per token."""
     return isinstance(_first(spec), MambaSpec)
 
 
 def block_tokens(spec: Any) -> int:
-    """How many tokens a block of a group has, as the layout counts them: a state is one."""
+    """Tokens per block in the `CacheLayout`, where a state counts as one token."""
     return 1 if holds_state(spec) else int(spec.block_size)
 
 
 def _first(spec: Any) -> Any:
-    """Of one of the layers, if they have specs of their own."""
     return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 def layer_spec(spec: Any, layer: str) -> Any:
-    """Layers with specs of their own may share a block table."""
+    """The spec of one layer: layers with different specs may share a block table."""
     return getattr(spec, "kv_cache_specs", {}).get(layer, spec)
 
 
 def window(spec: Any) -> int:
-    """How many tokens before the next one a group's layers look at; 0 for all of them.
+    """How many tokens before the next one a group keeps; 0 for all of them.
 
-    Of a full-attention group vLLM keeps all tokens, whatever its layers look at. A state stands for
-    all tokens, and is kept as if it were the last one's.
+    vLLM keeps all tokens of a full-attention group, even if some layers have a window. A state
+    summarises all tokens; it is stored like KV of the last one.
     """
     if holds_state(spec):
         return STATE_WINDOW
@@ -409,67 +416,56 @@ def window(spec: Any) -> int:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Such as 'bfloat16'."""
     return str(dtype).removeprefix("torch.")
 
 
 def parallel_shape(vllm_config: VllmConfig) -> ParallelShape:
-    """How this engine is cut."""
     parallel = vllm_config.parallel_config
     return ParallelShape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
 
 def spans_machines(vllm_config: VllmConfig) -> bool:
-    """Whether the ranks of this engine run on several machines, by vLLM's own executor."""
+    """Whether vLLM's own executor spreads the ranks of this engine over several machines."""
     parallel = vllm_config.parallel_config
     return parallel.nnodes_within_dp > 1 and parallel.master_addr not in THIS_MACHINE
 
 
-def writes_late(vllm_config: VllmConfig) -> bool:
-    """Whether a step's output may leave before its last KV is written: that of draft layers.
-
-    The model runner copies the output to the host before it lets the draft model propose.
-    """
-    return vllm_config.speculative_config is not None
-
-
 def is_copy(vllm_config: VllmConfig) -> bool:
-    """Whether another worker has the same rank, and the same KV; to be called in a worker only.
+    """Whether another worker serves the same rank and KV. Call it in a worker only.
 
-    With prefill context parallelism several workers compute a prompt together, and all keep all of
-    its KV. The first of them speaks for all.
+    With prefill context parallelism, several workers compute a prompt together and each keeps all
+    of its KV. The first of them serves it.
     """
     has_copies = vllm_config.parallel_config.prefill_context_parallel_size > 1
     return bool(has_copies and get_pcp_group().rank_in_group > 0)
 
 
 def is_awaited(vllm_config: VllmConfig) -> bool:
-    """Whether others wait for a worker whose step computes nothing.
+    """Whether other workers wait for this one in a step that computes nothing here.
 
-    Of several stages the others may compute, and data-parallel engines compute in lockstep: one
-    that has nothing to do takes part in the steps of the others.
+    Other pipeline stages may compute. Data-parallel engines step in lockstep, so an idle one takes
+    part in the steps of the others.
     """
     parallel = vllm_config.parallel_config
     return bool(parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1)
 
 
 def computed_on_decode(vllm_config: VllmConfig) -> int:
-    """How many of a prompt's last tokens decode computes, at least: one, for its logits.
+    """The minimum number of a prompt's last tokens that decode computes: one, for its logits.
 
-    Each module of a draft model looks one token further ahead than the one before it. Where there
-    are several, prefill has filled their last slots from draft tokens that nobody has verified.
+    Each module of a draft model looks one token further ahead than the module before. With several
+    modules, prefill has filled their last slots from draft tokens that were never verified.
     """
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
 def worker_rank(vllm_config: VllmConfig) -> Rank:
-    """Which rank this worker is, pipeline stage major; to be called in a worker only."""
+    """This worker's rank: PP stage * TP size + TP rank. Call it in a worker only."""
     stage, place = get_pp_group().rank_in_group, get_tp_group().rank_in_group
     return Rank(stage * parallel_shape(vllm_config).tp + place)
 
 
 def prompt_of(request: Request) -> Prompt:
-    """What the KV of a request depends on."""
     return Prompt(
         RequestId(request.request_id),
         request.num_prompt_tokens,
@@ -479,7 +475,7 @@ def prompt_of(request: Request) -> Prompt:
 
 
 def _extras(request: Any) -> Iterator[bytes]:
-    """What a request's KV depends on besides its token ids. See `ticket.context_hash`."""
+    """Everything except token ids that a request's KV depends on. See `ticket.context_hash`."""
     if request.lora_request is not None:
         yield b"lora" + str(request.lora_request.lora_name).encode()
     if request.cache_salt:
@@ -496,7 +492,7 @@ def _extras(request: Any) -> Iterator[bytes]:
 def progress(
     output: SchedulerOutput, wanted: Collection[RequestId]
 ) -> Iterator[tuple[RequestId, range]]:
-    """The positions that a step computes, of each request that is wanted and scheduled."""
+    """The token positions that a step computes, for each scheduled request in `wanted`."""
     if not wanted:
         return
     new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
@@ -509,21 +505,21 @@ def progress(
 
 
 def why_not_shortened(request: Request) -> str:
-    """Why a request must compute its prompt's last token, in words; empty if it need not."""
+    """Why prefill must compute a request's last token too; empty if it need not."""
     last = request.num_prompt_tokens - 1
     if not last:
         return "its prompt has one token"
     if request.get_skip_reading_prefix_cache():
-        return "its client wants the prompt's log probabilities"
+        return "its client asks for the prompt's log probabilities"
     if any(one.mm_position.offset + one.mm_position.length > last for one in request.mm_features):
         return "its prompt ends within an image, audio or video"
     return ""
 
 
 def shorten(request: Request) -> None:
-    """Let a request that has just arrived compute all of its prompt but the last token.
+    """Make a new request compute all of its prompt except the last token.
 
-    Its answer is then of no use to anybody, so it has one token.
+    Its output is then meaningless, so it stops after one token.
     """
     if request.prompt_token_ids is not None:
         request.prompt_token_ids = request.prompt_token_ids[:-1]
@@ -537,7 +533,7 @@ def shorten(request: Request) -> None:
 
 
 def why_not_offered(request: Request) -> str:
-    """Why the KV of a finished request is not complete, in words; empty if it is."""
+    """Why the KV of a finished request is incomplete; empty if it is complete."""
     if request.status not in (
         RequestStatus.FINISHED_LENGTH_CAPPED,
         RequestStatus.FINISHED_STOPPED,
@@ -546,13 +542,3 @@ def why_not_offered(request: Request) -> str:
     if request.num_computed_tokens < request.num_prompt_tokens:
         return f"{request.num_computed_tokens} of {request.num_prompt_tokens} tokens computed"
     return ""
-
-
-def has_failed(request: Request) -> bool:
-    """Whether vLLM ends a request with an error: for a load that failed, if its policy says so."""
-    return bool(request.status is RequestStatus.FINISHED_ERROR)
-
-
-def request_ids(ids: Iterable[str] | None) -> list[RequestId]:
-    """VLLM's request ids as ours."""
-    return [RequestId(request) for request in ids or ()]

@@ -1,26 +1,35 @@
-"""The worker role: swaps commands and results with the transfer engine on vLLM's step thread."""
+"""The connector in a vLLM worker: hands commands to the rank's transfer engine, and results back.
 
+Methods have the names of the hooks that vLLM calls, see `connector.py`. vLLM's step thread only
+swaps commands and results with the transfer thread, which does the work (`engine/loop.py`). Two
+classes here use the GPU's stream: `UnwrittenOffers` and `StaleTails`.
+"""
+
+import contextlib
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv import addresses
 from nixl_kv.config import MAX_PORT, Config
 from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
 from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
-from nixl_kv.connector.stale_tails import StaleTails
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.unwritten import UnwrittenOffers
+from nixl_kv.connector.trust import Trust
 from nixl_kv.connector.vllm_config import (
     check_supported,
     draft_facts,
+    holds_state,
     is_awaited,
     is_copy,
     model_facts,
@@ -30,10 +39,9 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
-from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.ids import Rank, RequestId
+from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.ids import Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
 from nixl_kv.transport.base import Transport
@@ -41,12 +49,12 @@ from nixl_kv.transport.base import Transport
 logger = get_logger(__name__)
 
 LOAD_WAIT_S: Final = 0.01
-"""How long after the latest load steps that compute nothing wait for one to end. vLLM asks again a
-millisecond or two later, which counts for loads that are short; and a request that comes meanwhile
-waits as well."""
+"""How long after the latest load a step that computes nothing waits for one to end. Otherwise vLLM
+asks again one or two milliseconds later, which would dominate short loads. A request that arrives
+meanwhile waits as well."""
+
 SHUTDOWN_S: Final = 5.0
 """How long the end of the process waits for the transfer engine."""
-
 
 RESET: Final = events.Failure(
     events.FailureKind.DROPPED, "the cache was reset before the load was used"
@@ -56,7 +64,8 @@ RESET: Final = events.Failure(
 class Worker:
     """One rank. vLLM calls every method on the step thread.
 
-    Only `register` and `stop` wait, and `pop_results` if vLLM does.
+    Only `register_kv_caches` and `unregister_kv_caches` wait, and `get_transfer_results` in a step
+    that computes nothing.
     """
 
     def __init__(
@@ -65,42 +74,45 @@ class Worker:
         kv_cache_config: KVCacheConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check the configuration; nothing starts before the cache exists."""
-        self._clock = clock
-        check_supported(vllm_config, kv_cache_config)
-        choose_interleave(vllm_config, kv_cache_config)
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._engine: TransferEngine | None = None
-        self._ending: TransferEngine | None = None  # it was told to stop, and has not yet
-        self._kv_caches: Mapping[str, torch.Tensor] | None = None
-        self._unwritten = UnwrittenOffers()
-        self._stale_tails = StaleTails(kv_cache_config, {})
-        self.handshake: HandshakeMetadata | None = None
-        """What the scheduler publishes of this rank, once it is registered."""
-        self._new_life: bytes | None = None  # its description, for the scheduler
-        self._left: list[events.Result] = []  # of the former life
-        self._loading: set[RequestId] = set()
-        self._wait_until = -math.inf  # for them, in monotonic seconds
-        self._computes = True  # in this step
-        self._is_awaited = is_awaited(vllm_config)
-        self.stats = Stats()
-
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the cache and start the transfer engine; again after a wake-up, as a new life.
+        """Nothing starts before the cache exists.
 
         Raises:
-            NixlKVError: if the cache cannot be served, if NIXL or a socket fails, or if the former
-                life may still write into the memory.
+            ConfigError: for an engine that the connector cannot serve.
         """
-        self.stop()
+        check_supported(vllm_config, kv_cache_config)
+        choose_interleave(vllm_config, kv_cache_config)
+        self._clock = clock
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._is_awaited = is_awaited(vllm_config)
+        self._kv_caches: Mapping[str, torch.Tensor] | None = None
+        self._engine: TransferEngine | None = None
+        self._ending: TransferEngine | None = None  # told to stop; may still write
+        self._unwritten = UnwrittenOffers()
+        self._stale_tails = StaleTails(kv_cache_config, {})
+        self.handshake_metadata: HandshakeMetadata | None = None  # once registered
+        self._new_description: bytes | None = None  # of a new incarnation, for the scheduler
+        self._late_results: list[events.Result] = []  # to report with the next step
+        self._loading: set[RequestId] = set()
+        self._wait_until = -math.inf  # for these loads, in monotonic seconds
+        self._computes = True  # whether the current step does
+        self.stats = Stats(rank=vllm_config.parallel_config.rank)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Register the cache and start the transfer engine, as a new incarnation of the rank.
+
+        Raises:
+            NixlKVError: if the connector cannot serve the cache, if NIXL or a socket fails, or if
+                the former incarnation may still write into the memory.
+        """
+        self.unregister_kv_caches()
         self._kv_caches = kv_caches
         self._stale_tails = StaleTails(self._kv_cache_config, kv_caches)
         if is_copy(self._vllm_config):
             return
         layout = cache_layout(self._vllm_config, self._kv_cache_config, kv_caches)
         self._engine = TransferEngine(rank_spec(self._vllm_config, layout))
-        self.handshake = HandshakeMetadata(encode(self._engine.start()))
+        self.handshake_metadata = HandshakeMetadata(encode(self._engine.start()))
         logger.info(
             "registered %.2f GiB of KV cache: %d layers, %d blocks of %d tokens, %s",
             sum(span.length for span in layout.spans) / 2**30,
@@ -110,111 +122,235 @@ class Worker:
             ", ".join(sorted({r.element for group in layout.groups for r in group.regions})),
         )
 
-    def restore(self) -> None:
-        """Register the same cache, at the same addresses, as a new life.
+    def restore_kv_caches(self) -> None:
+        """Register the same cache, at the same addresses, as a new incarnation.
 
         Raises:
             LocalProtocolError: if none was registered before.
         """
         if self._kv_caches is None:
-            raise LocalProtocolError("a cache is to be restored that was never registered")
-        self.register(self._kv_caches)
+            raise LocalProtocolError("restore_kv_caches was called before register_kv_caches")
+        self.register_kv_caches(self._kv_caches)
 
-    def on_step(self, step: StepMetadata) -> None:
-        """Hand over the step's commands, before the forward that belongs to them."""
-        self._computes = step.computes
-        self._left += [events.LoadEnded(request, 0, RESET) for request in step.failed]
-        if self._engine is not None:
-            starting = [one.request for one in step.commands if isinstance(one, events.StartLoad)]
-            if starting:
-                self._loading.update(starting)
-                self._wait_until = self._clock() + LOAD_WAIT_S
-            self._stale_tails.clear(step.commands)
-            self._unwritten.on_step_enqueued()  # the last step's, if vLLM did not say so
-            self._engine.submit([*self._unwritten.pop_written(), *step.commands])
-            self._unwritten.add(step.commands)
-            self.stats.count_commands(step.commands)
-        else:  # vLLM waits for a report of each worker, also of a copy, and after a failed sleep
-            for one in step.commands:
-                if isinstance(one, events.PublishOffer):
-                    end = events.OfferEnd.NOT_NEEDED
-                    self._left.append(events.OfferEnded(one.nonce, one.request, end))
-                elif isinstance(one, events.StartLoad):
-                    self._left.append(events.LoadEnded(one.request, one.num_tokens, STOPPED))
-
-    def on_step_enqueued(self) -> None:
-        """The step's forwards, also of a draft model, are on the GPU's stream."""
-        self._unwritten.on_step_enqueued()
-        if self._engine is not None:
-            self._engine.submit(self._unwritten.pop_written())
-
-    def pop_results(self) -> KVConnectorTransferResults:
-        """What has ended since the last step; a draft model may still follow in this step."""
-        results, self._left = self._left, []
-        if self._engine is not None:
-            self._engine.submit(self._unwritten.pop_written())
-            if self._loading and not (self._computes or self._is_awaited):
-                self._engine.wait_load(max(0.0, self._wait_until - self._clock()))
-            living = self._engine.pop_results()
-            for one in living:
-                if isinstance(one, events.NewLife):
-                    self.handshake = HandshakeMetadata(encode(one.description))
-                    self._new_life = self.handshake.rank_description
-            results += living
-        if self._ending is not None:  # loads into which nothing can write any longer, by now
-            results += self._ending.pop_results()
-        self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
-        self.stats.count_results(results)
-        return transfer_results(results)
-
-    def pop_metadata(self) -> WorkerMetadata | None:
-        """What the scheduler has to publish of this rank, if it began a new life."""
-        description, self._new_life = self._new_life, None
-        if description is None:
-            return None
-        return WorkerMetadata({worker_rank(self._vllm_config): description})
-
-    def pop_stats(self) -> Stats | None:
-        """What was counted since the last time."""
-        self.stats.measure_descriptors(self._clock())
-        return self.stats.pop()
-
-    def stop(self, timeout_s: float | None = None) -> None:
-        """End the transfer engine; what it owed to vLLM is reported with the next step.
+    def unregister_kv_caches(self, timeout_s: float | None = None) -> None:
+        """Stop the transfer engine. The next step reports what it still owed to vLLM.
 
         Raises:
-            TransportError: if something may still write into the cache: then vLLM must not free its
-                memory, and nothing can be registered. It may be called again.
+            TransportError: if something may still write into the cache. vLLM then must not free its
+                memory, and nothing can be registered. May be called again.
         """
         if self._engine is not None:
             self._ending, self._engine = self._engine, None
-            self._new_life = None  # the next registration describes this rank
+            self._new_description = None  # the next registration describes this rank
         if self._ending is None:
             return
         try:
             self._ending.stop(timeout_s)
         except TransportError as error:
             raise TransportError(
-                f"the KV cache may still be written, so its memory must not be freed: {error}. Let "
-                "this engine sleep again in some seconds, and restart it if that fails too. Until "
-                "then it transfers no KV, and computes all prompts itself"
+                f"a transfer may still write into the KV cache, so vLLM must not free it: {error}. "
+                "Put this engine to sleep again in some seconds; if that fails too, restart it. "
+                "Until then it transfers no KV and computes all prompts itself"
             ) from error
-        self._left += self._ending.pop_results()
+        self._late_results += self._ending.pop_results()
+        self._late_results.append(events.Counts({"unreadable": 0}))  # it says nothing of the next
         self._ending = None
 
     def shutdown(self) -> None:
-        """End the transfer engine with the process, which frees the memory in any case."""
         try:
-            self.stop(SHUTDOWN_S)
-        except TransportError as error:
+            self.unregister_kv_caches(SHUTDOWN_S)
+        except TransportError as error:  # the end of the process frees the memory in any case
             logger.error("shutdown: %s", error)  # noqa: TRY400 - the error says all
+
+    def bind_connector_metadata(self, step: StepMetadata) -> None:
+        """Hand over the step's commands, before its forward."""
+        self._computes = step.computes
+        self._late_results += [events.LoadEnded(request, 0, RESET) for request in step.failed]
+        if self._engine is None:
+            self._answer_without_engine(step.commands)
+            return
+        starting = [one.request for one in step.commands if isinstance(one, events.StartLoad)]
+        if starting:
+            self._loading.update(starting)
+            self._wait_until = self._clock() + LOAD_WAIT_S
+        self._stale_tails.clear(step.commands)
+        self._unwritten.wait_for_save()  # of the last step, if vLLM did not call it
+        self._engine.submit([*self._unwritten.pop_written(), *step.commands])
+        self._unwritten.add(step.commands)
+        self.stats.count_commands(step.commands)
+
+    def wait_for_save(self) -> None:
+        """The step's forwards, including a draft model's, are on the GPU's stream."""
+        self._unwritten.wait_for_save()
+        if self._engine is not None:
+            self._engine.submit(self._unwritten.pop_written())
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """The loads and offers that have ended. A draft model may still run after this."""
+        results, self._late_results = self._late_results, []
+        if self._engine is not None:
+            self._engine.submit(self._unwritten.pop_written())
+            if self._loading and not (self._computes or self._is_awaited):
+                self._engine.wait_load(max(0.0, self._wait_until - self._clock()))
+            current = self._engine.pop_results()
+            for one in current:
+                if isinstance(one, events.NewLife):
+                    self.handshake_metadata = HandshakeMetadata(encode(one.description))
+                    self._new_description = self.handshake_metadata.rank_description
+            results += current
+        if self._ending is not None:  # loads into which it can no longer write
+            results += self._ending.pop_results()
+        self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
+        self.stats.count_results(results)
+        return transfer_results(results)
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        description, self._new_description = self._new_description, None
+        if description is None:
+            return None
+        return WorkerMetadata({worker_rank(self._vllm_config): description})
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        self.stats.measure_descriptors(self._clock())
+        return self.stats.pop()
+
+    def _answer_without_engine(self, commands: Iterable[events.Command]) -> None:
+        """End offers and loads at once: vLLM waits for a report from every worker.
+
+        A worker has no engine if it is a copy of another one, and after a failed sleep.
+        """
+        for one in commands:
+            if isinstance(one, events.PublishOffer):
+                end = events.OfferEnd.NOT_NEEDED
+                self._late_results.append(events.OfferEnded(one.nonce, one.request, end))
+            elif isinstance(one, events.StartLoad):
+                self._late_results.append(events.LoadEnded(one.request, one.num_tokens, STOPPED))
+
+
+def transfer_results(results: Iterable[events.Result]) -> KVConnectorTransferResults:
+    transferred = KVConnectorTransferResults()
+    for result in results:
+        match result:
+            case events.LoadEnded():
+                # vLLM requires failed_recving to be a subset of finished_recving.
+                transferred.finished_recving.add(result.request)
+                if result.failure is not None:
+                    transferred.failed_recving.add(result.request)
+            case events.OfferEnded():
+                transferred.finished_sending.add(result.request)
+    return transferred
+
+
+# --- the GPU's stream
+
+
+@dataclass
+class _Step:
+    nonces: list[Nonce]
+    written: torch.Event | None  # None where a step is complete when it returns
+
+
+class UnwrittenOffers:
+    """Offers whose last KV may still be on its way to memory when their ticket leaves.
+
+    With speculative decoding, the model runner copies a step's output to the host before the draft
+    model runs. The draft model then writes the KV of its own layers. So prefill may grant such an
+    offer only after an event that this class records on the GPU's stream, after the draft model.
+
+    vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
+    runner calls `get_transfer_results` before it; the V2 runner does so from 0.33 on. On a pipeline
+    rank without the draft model the V1 runner calls no `wait_for_save`. There the next step's
+    `bind_connector_metadata` comes after the whole step.
+    """
+
+    def __init__(self) -> None:
+        self._current: list[Nonce] = []  # of the current step
+        self._steps: deque[_Step] = deque()  # the steps before it, in order
+
+    def add(self, commands: Iterable[events.Command]) -> None:
+        self._current += [
+            command.nonce
+            for command in commands
+            if isinstance(command, events.PrepareOffer) and not command.is_written
+        ]
+
+    def wait_for_save(self) -> None:
+        """All writes of the step are on the stream. May be called twice per step."""
+        if self._current:
+            self._steps.append(_Step(self._current, _record_event()))
+            self._current = []
+
+    def pop_written(self) -> list[events.Command]:
+        commands: list[events.Command] = []
+        while self._steps and (self._steps[0].written is None or self._steps[0].written.query()):
+            commands += map(events.MarkWritten, self._steps.popleft().nonces)
+        return commands
+
+
+def _record_event() -> torch.Event | None:
+    if current_platform.is_cpu():
+        return None
+    event = torch.Event(current_platform.device_type)
+    event.record()
+    return event
+
+
+class StaleTails:
+    """Zeroes the last block of a load, of models with recurrent state.
+
+    Their state pages and KV pages share memory, so stale bytes of a block may decode as NaN. A load
+    fills only a part of its last block. Kernels multiply the rest by zero, and NaN * 0 is NaN. vLLM
+    zeroes new blocks of such models, except those that a connector fills.
+    """
+
+    def __init__(
+        self, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._num_entries = kv_cache_config.num_blocks
+        self._groups: list[Sequence[torch.Tensor]] = []  # the caches of each transferred group
+        if kv_cache_config.has_mamba_layers:
+            self._groups = [
+                []  # a load fills a state as a whole
+                if holds_state(group.kv_cache_spec)
+                else [kv_caches[name] for name in group.layer_names if name in kv_caches]
+                for group in kv_cache_config.transfer_groups
+            ]
+        tensors = [tensor for group in self._groups for tensor in group]
+        self._stream: Any = None
+        if tensors and tensors[0].is_cuda:
+            stream: Any = torch.cuda.Stream  # untyped
+            self._stream = stream(tensors[0].device)
+
+    def clear(self, commands: Iterable[events.Command]) -> None:
+        """Zero the last block of each group, for all loads that start now."""
+        if not self._groups:
+            return
+        loads = [one for one in commands if isinstance(one, events.StartLoad)]
+        if not loads:
+            return
+        # On a stream of its own, so that it does not wait for the forward in progress.
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+            for load in loads:
+                for caches, table in zip(self._groups, load.tables, strict=True):
+                    self._clear_last(caches, table)
+        if self._stream:
+            self._stream.synchronize()
+
+    def _clear_last(self, caches: Sequence[torch.Tensor], table: Table) -> None:
+        for last in table.block_ids[-1:].tolist():  # empty if all entries are absent
+            for cache in caches:
+                per_entry = cache.shape[0] // self._num_entries
+                cache[last * per_entry : (last + 1) * per_entry].zero_()
+
+
+# --- the transfer engine's specification
 
 
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
-    """What this worker's transfer engine is made of; to be called in a worker only.
+    """Describe this worker's transfer engine. Call it in a worker only.
 
     Raises:
-        ConfigError: if the key file is not one, or peers could not reach this rank.
+        ConfigError: if the key is malformed, or peers could not reach this rank.
     """
     config = parse_config(vllm_config)
     transfer = vllm_config.kv_transfer_config
@@ -249,11 +385,11 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
 def rank_host(host: str, *, spans_machines: bool) -> str:
     """The address on which a rank listens, as an IP literal.
 
-    The ranks of one engine may run on several machines, which may all have been given the `host` of
-    one. The others take the address that they have for that one: it is in the same network.
+    The ranks of one engine may run on several machines, and all may have been given the `host` of
+    one of them. The others use their own address on the route to that machine.
 
     Raises:
-        ConfigError: if there is no way to that one, or `host` is reached by its own machine alone.
+        ConfigError: if no route leads to `host`, or if only the machine itself can reach it.
     """
     if spans_machines and ipaddress.ip_address(host).is_loopback:
         raise ConfigError(
@@ -265,14 +401,17 @@ def rank_host(host: str, *, spans_machines: bool) -> str:
     try:
         return addresses.towards(host)
     except OSError as error:
-        raise ConfigError(f"host is {host!r}, which is not this machine's: {error}") from error
+        raise ConfigError(
+            f"host is {host!r}, which is not an address of this machine: {error}; allowed: 'auto', "
+            "or an address of a machine that this one reaches"
+        ) from error
 
 
 def rank_port(config: Config, parallel: ParallelConfig, rank: Rank) -> int:
     """The port of a rank's control plane, different for all ranks of a data-parallel group.
 
     Raises:
-        ConfigError: if there is no such port, or the engine's description has it.
+        ConfigError: if the result is not a valid port, or is the port of an engine's description.
     """
     if not config.rank_port:
         return 0
@@ -283,21 +422,7 @@ def rank_port(config: Config, parallel: ParallelConfig, rank: Rank) -> int:
         raise ConfigError(
             f"rank_port is {config.rank_port}, which makes {port} the port of rank {rank} of "
             f"data-parallel rank {parallel.data_parallel_index}; allowed: a number that gives "
-            f"each rank a port up to {MAX_PORT}, outside {first} to {last}, where the engine is "
-            "described (port)"
+            f"each rank a port up to {MAX_PORT}, outside {first} to {last}, where the engines' "
+            "descriptions are served (port)"
         )
     return port
-
-
-def transfer_results(results: Iterable[events.Result]) -> KVConnectorTransferResults:
-    """As vLLM wants them: what failed is a part of what was received."""
-    transferred = KVConnectorTransferResults()
-    for result in results:
-        match result:
-            case events.LoadEnded():
-                transferred.finished_recving.add(result.request)
-                if result.failure is not None:
-                    transferred.failed_recving.add(result.request)
-            case events.OfferEnded():
-                transferred.finished_sending.add(result.request)
-    return transferred

@@ -181,7 +181,7 @@ def test_a_read_under_way_does_not_outlive_the_reset(
     fabric.reads_hang = True
     name = RequestId("d1")
     num_tokens, _ = pair.decode.matched("d1")
-    pair.decode._decode.on_allocation(name, [TABLE], int(str(num_tokens)))
+    pair.decode._decode.update_state_after_alloc(name, [TABLE], int(str(num_tokens)))
     pair.decode.step()
     pair.wait_for("d1", State.READING)
     pair.decode.reset()

@@ -316,7 +316,7 @@ LACKS: dict[str, set[str]] = {
     "0.32.0": {"restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"},
     "0.33.0": set(),
 }
-"""What the connector has for later versions; see connector/vllm_versions.py."""
+"""What the connector has for later versions; see connector/vllm_config.py."""
 
 
 def test_all_documents_name_these_versions() -> None:

@@ -31,26 +31,6 @@ GUARD = 16  # unused bytes between stores: no layer's end touches another store'
 Dense = Mapping[str, Sequence[np.ndarray]]
 
 
-class ArrayTensor:
-    """A numpy array with the methods of a tensor that `views.region_from_tensor` calls."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def stride(self) -> list[int]:
-        return [step // self.array.itemsize for step in self.array.strides]
-
-    def element_size(self) -> int:
-        return self.array.itemsize
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-
 @dataclass(frozen=True)
 class Layer:
     """One layer, of the model or as one rank has it. `value` 0: one part only."""

@@ -22,13 +22,10 @@ from lab.local.caches import Cache, Sizes
 from lab.local.engine import HOST, NAP_S, LocalEngine
 from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.config import Config
-from nixl_kv.connector.block_pinning import PinnedBlocks
-from nixl_kv.connector.decode import DecodeScheduler
-from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.paging import Paging
+from nixl_kv.connector.decode import DecodeScheduler, Prompt
+from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.connector.prompt import Prompt
-from nixl_kv.engine.trust import Trust
+from nixl_kv.connector.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import WIRE_VERSION
@@ -66,8 +63,8 @@ class ScheduledEngine:
             config=config,
         )
         self._manager = CacheManager()
-        pinned = PinnedBlocks([Paging(0, sizes.tokens, 0)], self._manager)
-        self._prefill = PrefillScheduler(pinned, OfferQuota(sizes.blocks, 1.0), trust.seal)
+        blocks = RequestBlocks([Paging(0, sizes.tokens, 0)], sizes.blocks, self._manager)
+        self._prefill = PrefillScheduler(blocks, 1.0, trust.seal)
         description, port = self.local.description, self.local.directory.port
         self._prefill.address = Address(description.engine, description.incarnation, HOST, port)
         self._decode = DecodeScheduler([Paging(0, sizes.tokens, 0)], trust.check)
@@ -85,9 +82,10 @@ class ScheduledEngine:
         """Compute a prompt, and give its ticket out."""
         name = RequestId(request)
         self._manager.tables[request] = [TABLE]
-        self._prefill.on_arrival(name, len(TOKENS), lambda: Prompt(name, len(TOKENS), TOKENS))
-        self._prefill.on_step([(name, range(len(TOKENS)))])
-        is_pinned, params = self._prefill.on_finish(name, [TABLE], reason="")
+        prompt = Prompt(name, len(TOKENS), TOKENS)
+        self._prefill.on_new_request(name, len(TOKENS), prompt.context)
+        self._submit_step((name, range(len(TOKENS))))
+        is_pinned, params = self._prefill.request_finished(name, [TABLE], reason="")
         self.step()
         assert is_pinned
         assert params is not None
@@ -97,7 +95,7 @@ class ScheduledEngine:
         """A request brings a ticket; why it is computed here, None if it is not."""
         refusal = None
         try:
-            self._decode.on_arrival(Prompt(RequestId(request), len(TOKENS), TOKENS), params)
+            self._decode.on_new_request(Prompt(RequestId(request), len(TOKENS), TOKENS), params)
         except RemoteProtocolError as error:
             refusal = str(error)
         self.step()
@@ -105,13 +103,13 @@ class ScheduledEngine:
 
     def matched(self, request: str) -> Sequence[object]:
         """How many tokens are to be loaded for it, and whether it waits for them."""
-        return list(self._decode.count_matched(RequestId(request), 0))
+        return list(self._decode.get_num_new_matched_tokens(RequestId(request), 0))
 
     def failure(self, request: str) -> str | None:
         """It gets blocks: why its load fails."""
         name = RequestId(request)
-        num_tokens, _ = self._decode.count_matched(name, 0)
-        self._decode.on_allocation(name, [TABLE], num_tokens)
+        num_tokens, _ = self._decode.get_num_new_matched_tokens(name, 0)
+        self._decode.update_state_after_alloc(name, [TABLE], num_tokens)
         self.step()
         return self.local.wait_failure(request, WAIT_S)
 
@@ -122,12 +120,12 @@ class ScheduledEngine:
         weights = address.weights if weights is None else weights
         self._prefill.address = replace(address, epoch=address.epoch + 1, weights=weights)
         self._decode.weights = weights
-        self._prefill.reset()
-        self._decode.reset()
+        self._prefill.reset_cache()
+        self._decode.reset_cache()
 
     def finish(self, request: str) -> None:
         """It needs nothing any more."""
-        self._decode.on_finish(RequestId(request))
+        self._decode.request_finished(RequestId(request))
         self.step()
 
     def offer_end(self, request: str) -> str:
@@ -139,12 +137,16 @@ class ScheduledEngine:
             self.step()
             time.sleep(NAP_S)
             rank.poll()
-        self._prefill.on_end([RequestId(request)])
+        self._prefill.update_connector_output([RequestId(request)])
         return rank.offers[RequestId(request)].value
 
     def step(self) -> None:
         """What `connector.scheduler` does in a step."""
-        self.local.submit(*self._prefill.pop_commands(), *self._decode.pop_commands())
+        self._submit_step()
+
+    def _submit_step(self, *scheduled: tuple[RequestId, range]) -> None:
+        commands = self._prefill.build_connector_meta(scheduled)
+        self.local.submit(*commands, *self._decode.build_connector_meta())
 
     def close(self) -> None:
         """End it, and check its machines."""

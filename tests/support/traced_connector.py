@@ -10,9 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nixl_kv.connector import unwritten
+from nixl_kv.connector import worker
 from nixl_kv.connector.connector import NixlKVConnector as OurConnector
-from nixl_kv.connector.unwritten import UnwrittenOffers
 
 TRACE: Final = "traced: "
 V2_DRAFTERS: Final = "vllm.v1.worker.gpu.spec_decode.speculator"
@@ -51,5 +50,5 @@ class NixlKVConnector(OurConnector):
             for owner in descendants(sys.modules[V2_DRAFTERS].BaseSpeculator):
                 if "propose" in vars(owner):
                     trace(owner, "propose", "draft")
-        trace(unwritten, "_record_event", "event")
-        trace(UnwrittenOffers, "pop_written", "written", bool)
+        trace(worker, "_record_event", "event")
+        trace(worker.UnwrittenOffers, "pop_written", "written", bool)

@@ -223,7 +223,7 @@ class RankLife:
             raise Violation("load owed after the stop", f"{self.seat.name}: {sorted(owed)}")
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        """Before the forward, as `Worker.on_step`."""
+        """Before the forward, as `Worker.bind_connector_metadata`."""
         commands = list(commands)
         starts = [each for each in commands if isinstance(each, events.StartLoad)]
         self.loads.update({start.request: start for start in starts})

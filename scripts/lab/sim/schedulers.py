@@ -14,14 +14,10 @@ from lab.sim.repeatable import Clock, Violation
 from lab.sim.tickets import IssuedTicket, newer
 from lab.sim.vllm import BlockManager, Forward, Request, Status
 from nixl_kv.config import Config
-from nixl_kv.connector.admission import Admission
-from nixl_kv.connector.block_pinning import PinnedBlocks
-from nixl_kv.connector.block_shortage import BlockShortage
 from nixl_kv.connector.decode import DecodeScheduler
-from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.paging import Paging
+from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.engine.trust import Trust
+from nixl_kv.connector.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
@@ -33,8 +29,10 @@ CHUNK: Final = 6  # tokens of a prompt per step
 class Half(ABC):
     """The requests of one life of an engine that prefill, or that decode, and their blocks."""
 
-    def __init__(self, blocks: BlockManager, caches: list[RankCache], admission: Admission) -> None:
-        """Start without requests."""
+    def __init__(
+        self, blocks: BlockManager, caches: list[RankCache], admission: PrefillScheduler
+    ) -> None:
+        """Start without requests. `admission` hears of all requests, of both halves."""
         self.blocks = blocks
         self._admission = admission
         self.requests: dict[RequestId, Request] = {}
@@ -96,9 +94,7 @@ class EngineScheduler:
         """Start without requests, as the engine of this seat."""
         self.blocks = blocks
         pagings = [Paging(0, BLOCK_TOKENS, blocks.window)]
-        pinned = PinnedBlocks(pagings, blocks)
-        trust, quota = Trust.of(config), OfferQuota(seat.cache.num_blocks, config.offer_share)
-        prefill = PrefillScheduler(pinned, quota, trust.seal)
+        trust = Trust.of(config)
         decode = DecodeScheduler(
             pagings,
             trust.check,
@@ -106,9 +102,15 @@ class EngineScheduler:
             clock=clock,
             draw=Random(0).random,  # noqa: S311 - nobody guesses here
         )
-        self._admission = admission = Admission(pinned, prefill, decode, BlockShortage(clock))
-        self.prefill = PrefillHalf(blocks, caches, admission, prefill, seat)
-        self.decode = DecodeHalf(blocks, caches, admission, decode)
+        prefill = PrefillScheduler(
+            RequestBlocks(pagings, seat.cache.num_blocks, blocks),
+            config.offer_share,
+            trust.seal,
+            is_decoding=lambda: decode.is_in_use,
+            clock=clock,
+        )
+        self.prefill = PrefillHalf(blocks, caches, prefill, seat)
+        self.decode = DecodeHalf(blocks, caches, prefill, decode)
         self._halves: tuple[Half, ...] = (self.prefill, self.decode)
         blocks.on_free = prefill.on_free
 
@@ -128,7 +130,6 @@ class EngineScheduler:
     def schedule(self) -> tuple[list[events.Command], list[Forward]]:
         """Begin a step: its commands, those of prefill first, and what is computed."""
         forwards = [forward for half in self._halves for forward in half.schedule()]
-        self._admission.on_step()
         return [command for half in self._halves for command in half.pop_commands()], forwards
 
     def update(self) -> None:
@@ -197,12 +198,11 @@ class PrefillHalf(Half):
         self,
         blocks: BlockManager,
         caches: list[RankCache],
-        admission: Admission,
         connector: PrefillScheduler,
         seat: Seat,
     ) -> None:
         """Start without requests, as the engine of this seat."""
-        super().__init__(blocks, caches, admission)
+        super().__init__(blocks, caches, connector)
         self._connector = connector
         self.tickets: list[IssuedTicket] = []
         self._seat = seat
@@ -217,13 +217,13 @@ class PrefillHalf(Half):
         address = self._connector.address
         if address is not None:
             self._connector.address = replace(address, epoch=address.epoch + 1)
-        self._connector.reset()
+        self._connector.reset_cache()
 
     def add(self, request: Request) -> None:
         """A request whose answer is to be decoded elsewhere."""
         self.requests[request.request_id] = request
         name, length = request.request_id, request.prompt.length
-        self._connector.on_arrival(name, length, lambda: request.connector_prompt)
+        self._connector.on_new_request(name, length, request.connector_prompt.context)
 
     def preempt(self, request: Request) -> None:
         """It starts again later, if it has begun."""
@@ -241,17 +241,16 @@ class PrefillHalf(Half):
         holding = [r for r in self.living() if self.blocks.table(r.request_id)]
         if not step.scheduled and holding:
             self.preempt(holding[-1])  # others need its blocks, or it waits for all that it needs
-        self._connector.on_step(
-            (r.request_id, range(r.num_computed_tokens, r.num_computed_tokens + count))
-            for r, count in step.scheduled
-        )
         for request, count in step.scheduled:
             request.num_computed_tokens += count
         return step.forwards
 
     def pop_commands(self) -> list[events.Command]:
         """Of `PrefillScheduler`."""
-        return self._connector.pop_commands()
+        return self._connector.build_connector_meta(
+            (r.request_id, range(r.num_computed_tokens - count, r.num_computed_tokens))
+            for r, count in self._step.scheduled
+        )
 
     def update(self) -> None:
         """A request that has its whole answer ends; routers ask for one token."""
@@ -264,7 +263,7 @@ class PrefillHalf(Half):
         """Its blocks stay if its ticket goes out."""
         request.status = status
         is_complete = status is Status.FINISHED_LENGTH_CAPPED
-        keep, params = self._connector.on_finish(
+        keep, params = self._connector.request_finished(
             request.request_id,
             self.blocks.get_block_ids(request.request_id),
             reason="" if is_complete else f"it ended as {status.name}",
@@ -287,7 +286,7 @@ class PrefillHalf(Half):
         """Blocks of offers that ended are free."""
         del failed
         ended = list(requests)
-        self._admission.on_offers_ended(ended)
+        self._connector.update_connector_output(ended)
         for request in ended:
             self.release(self.requests[request])
 
@@ -304,7 +303,7 @@ class PrefillHalf(Half):
             return
         if begins:
             request.status = Status.RUNNING
-            self._admission.on_begin(request.request_id)
+            self._admission.update_state_after_alloc(request.request_id)
             if step.refused:  # it would wait for ever if this went on
                 overtaken = step.refused[0].request_id
                 raise Violation("overtaken", f"{overtaken}, by {request.request_id}")
@@ -326,7 +325,7 @@ class DecodeHalf(Half):
         self,
         blocks: BlockManager,
         caches: list[RankCache],
-        admission: Admission,
+        admission: PrefillScheduler,
         connector: DecodeScheduler,
     ) -> None:
         """Start without requests."""
@@ -341,7 +340,7 @@ class DecodeHalf(Half):
         """A request with a ticket; with one that is not valid it is computed here."""
         self.requests[request.request_id] = request
         with contextlib.suppress(RemoteProtocolError):
-            self._connector.on_arrival(request.connector_prompt, request.kv_transfer_params)
+            self._connector.on_new_request(request.connector_prompt, request.kv_transfer_params)
 
     def preempt(self, request: Request) -> None:
         """One that runs is computed again later."""
@@ -366,15 +365,15 @@ class DecodeHalf(Half):
         """Of `DecodeScheduler`: no load from before is to end well, and none is to begin."""
         parked = {r.request_id for r in self.living() if r.status is Status.WAITING_FOR_REMOTE_KVS}
         self._void |= parked - self._received
-        self._connector.reset()
+        self._connector.reset_cache()
         for request in self.living():
             name = request.request_id
-            if self._connector.count_matched(name, 0) != (0, False):
+            if self._connector.get_num_new_matched_tokens(name, 0) != (0, False):
                 raise Violation("KV from before a reset", f"{name} would still be loaded")
 
     def pop_commands(self) -> list[events.Command]:
         """Of `DecodeScheduler`."""
-        return self._connector.pop_commands()
+        return self._connector.build_connector_meta()
 
     def update(self) -> None:
         """What has its whole answer ends."""
@@ -391,7 +390,7 @@ class DecodeHalf(Half):
         self._received.discard(name)
         self._failed.discard(name)
         request.status = status
-        self._connector.on_finish(name)
+        self._connector.request_finished(name)
         if not is_loading:
             self.release(request)
 
@@ -402,7 +401,7 @@ class DecodeHalf(Half):
     def on_ends(self, requests: Iterable[RequestId], failed: set[RequestId]) -> None:
         """Parked requests may go on. What was held back is reported anew, as failed."""
         again = self._connector.pop_held_back()
-        held_back = self._connector.on_end(requests, failed)
+        held_back = self._connector.update_connector_output(requests, failed)
         for name in [*again, *(name for name in requests if name not in held_back)]:
             request, failed = self.requests[name], failed | set(again)
             if name in self._void and name not in failed:
@@ -439,7 +438,7 @@ class DecodeHalf(Half):
         name, load, parks = request.request_id, 0, False
         if request.num_computed_tokens == 0:
             self._admission.may_begin(request.request_id, request.prompt.length)
-            load, parks = self._connector.count_matched(name, request.local)
+            load, parks = self._connector.get_num_new_matched_tokens(name, request.local)
         computed = max(request.num_computed_tokens, request.local) + load
         wanted = computed if parks else request.prompt.length + 1
         is_first = not self.blocks.table(name)
@@ -452,8 +451,8 @@ class DecodeHalf(Half):
         if is_first and request.local:  # what its own cache has of it
             for cache in self._caches:
                 cache.write(request.prompt, table, range(request.local))
-        self._admission.on_begin(request.request_id)
-        self._connector.on_allocation(name, [table], load)
+        self._admission.update_state_after_alloc(request.request_id)
+        self._connector.update_state_after_alloc(name, [table], load)
         request.num_computed_tokens = computed
         request.status = Status.WAITING_FOR_REMOTE_KVS if parks else Status.RUNNING
 

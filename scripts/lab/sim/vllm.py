@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lab.sim.cache import BLOCK_TOKENS, NULL_BLOCK, KnownPrompt
 from lab.sim.repeatable import Violation
-from nixl_kv.connector.prompt import Prompt
+from nixl_kv.connector.decode import Prompt
 from nixl_kv.ids import RequestId
 
 
@@ -108,7 +108,7 @@ class BlockManager:
     def free(self, request: RequestId) -> None:
         """The request does not need its blocks any more; the last ones go first.
 
-        The connector hears of it, as `PinnedBlocks.bind` arranges with vLLM.
+        The connector hears of it, as `RequestBlocks.bind` arranges with vLLM.
         """
         self.on_free(request)
         self.block_pool.free_blocks(reversed(self._tables.pop(request, [])))

@@ -68,7 +68,7 @@ class PlantingWorker(worker.Worker):
         super().__init__(vllm_config, kv_cache_config)
         self._planter: Planter | None = None
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Put a planter around each transport that this life of the rank makes."""
         sound = worker.rank_spec
 
@@ -84,16 +84,16 @@ class PlantingWorker(worker.Worker):
             )
 
         with patch.object(worker, "rank_spec", planting_spec):
-            super().register(kv_caches)
+            super().register_kv_caches(kv_caches)
 
-    def on_step(self, step: StepMetadata) -> None:
+    def bind_connector_metadata(self, step: StepMetadata) -> None:
         """Choose a fault for each load of the step."""
         for command in step.commands:
             if isinstance(command, StartLoad) and self._planter is not None:
                 fault = _choose_fault()
                 if fault:
                     self._planter.expect(command, fault)
-        super().on_step(step)
+        super().bind_connector_metadata(step)
 
 
 class NixlKVConnector(SoundConnector):

@@ -1,37 +1,19 @@
 """vLLM's own scheduler with this connector, in a configuration that a seed chooses."""
 
 import random
-import tempfile
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 import torch
-from transformers import OPTConfig
-from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.utils.hashing import sha256
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 import nixl_kv.connector.scheduler as ours
 from nixl_kv.connector.metadata import HandshakeMetadata
@@ -40,10 +22,14 @@ from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import Ticket
 from support.records import rank_description
-
-BLOCK: Final = 16
-MAX_TOKENS: Final = 512
-"""Of a request: the model's length, and the block size of Mamba's cache mode `none`."""
+from support.vllm_scheduler import (
+    BLOCK,
+    MAX_TOKENS,
+    make_config,
+    make_request,
+    make_scheduler,
+    num_free_blocks,
+)
 
 STEP_S: Final = 0.1
 """How much time passes for the connector in a step."""
@@ -66,7 +52,7 @@ class Group:
     @property
     def block_size(self) -> int:
         """Tokens per entry of the block table."""
-        return MAX_TOKENS if self.kind == "none" else BLOCK
+        return MAX_TOKENS if self.kind == "none" else BLOCK  # as Mamba's cache mode `none`
 
     @property
     def is_state(self) -> bool:
@@ -154,52 +140,41 @@ class Configuration:
         )
 
 
-@cache
-def _model_folder() -> "tempfile.TemporaryDirectory[str]":
-    """It goes with the process: vLLM reads it for each engine."""
-    folder = tempfile.TemporaryDirectory()
-    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder.name)
-    return folder
-
-
-@cache
-def _model() -> ModelConfig:
-    return ModelConfig(model=_model_folder().name, dtype="float32", max_model_len=MAX_TOKENS)
-
-
 class Engine:
     """vLLM's scheduler with the connector. The caller is its workers."""
 
     def __init__(self, configuration: Configuration) -> None:
         self.groups = configuration.groups
         self.now = 0.0
-        config = _vllm_config(configuration)
-        kv_cache_utils.init_none_hash(sha256)
-        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
+        config = make_config(
+            configuration.transfer(),
+            configuration.num_blocks,
+            is_async=configuration.is_async,
+            caches_prefixes=configuration.caches_prefixes,
+            max_num_seqs=configuration.max_num_seqs,
+            max_num_batched_tokens=configuration.num_batched_tokens,
+            policy=configuration.policy,
+        )
+        (last,) = configuration.groups[-1:]
+        if last.is_state:
+            config.cache_config.mamba_cache_mode = last.kind
+            config.cache_config.mamba_block_size = last.block_size
         dtype = config.model_config.dtype
         specs = [KVCacheGroupSpec([group.kind], group.spec(dtype)) for group in self.groups]
-        self.vllm = (AsyncScheduler if configuration.is_async else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(configuration.num_blocks, [], specs),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=max(group.block_size for group in self.groups),
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
+        self.vllm = make_scheduler(config, specs)
         self.connector = self.vllm.connector
         described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
         child = self.connector._connectors[0] if configuration.is_multi else self.connector
         self.role: ours.Scheduler = child._scheduler_role
         self.role._decode._clock = lambda: self.now
-        self.role._admission._shortage._clock = lambda: self.now
+        self.role._prefill._shortage._clock = lambda: self.now
         self._is_multi = configuration.is_multi
 
     @property
     def num_free(self) -> int:
         """Blocks."""
-        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+        return num_free_blocks(self.vllm)
 
     def tables(self, request: str) -> tuple[list[int], ...]:
         """A request's block table in each group."""
@@ -210,16 +185,8 @@ class Engine:
         self, name: str, tokens: list[int], params: object = None, *, max_tokens: int, **more: Any
     ) -> Request:
         """A request as vLLM's frontend makes it; it is not added."""
-        extra = None if params is None else {"kv_transfer_params": params}
-        sampling = SamplingParams(max_tokens=max_tokens, extra_args=extra, ignore_eos=True)
-        return Request(
-            request_id=name,
-            prompt_token_ids=list(tokens),
-            sampling_params=sampling,
-            pooling_params=None,
-            arrival_time=self.now,
-            block_hasher=self._hasher,
-            **more,
+        return make_request(
+            name, tokens, params, max_tokens=max_tokens, arrival_time=self.now, **more
         )
 
     def ticket(self, tokens: list[int]) -> dict[str, Any]:
@@ -256,33 +223,3 @@ class Engine:
     def _metadata(self, output: SchedulerOutput, child: int) -> Any:
         metadata = output.kv_connector_metadata
         return metadata.metadata[child] if self._is_multi else metadata
-
-
-def _vllm_config(configuration: Configuration) -> VllmConfig:
-    config = VllmConfig(
-        model_config=_model(),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=configuration.max_num_seqs,
-            max_num_batched_tokens=configuration.num_batched_tokens,
-            max_model_len=MAX_TOKENS,
-            is_encoder_decoder=False,
-            async_scheduling=configuration.is_async,
-            enable_chunked_prefill=True,
-            policy=configuration.policy,
-        ),
-        cache_config=CacheConfig(
-            block_size=BLOCK, enable_prefix_caching=configuration.caches_prefixes
-        ),
-        kv_transfer_config=configuration.transfer(),
-        device_config=DeviceConfig("cpu"),
-    )
-    register_all_kvcache_specs(config)
-    config.scheduler_config.async_scheduling = configuration.is_async  # vLLM turns it off on CPUs
-    cache_config = config.cache_config
-    cache_config.kv_cache_layout = "LBHNC"
-    cache_config.num_gpu_blocks = configuration.num_blocks
-    (last,) = configuration.groups[-1:]
-    if last.is_state:
-        cache_config.mamba_cache_mode = last.kind
-        cache_config.mamba_block_size = last.block_size
-    return config

@@ -14,9 +14,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from fuzz.scheduler.engine import BLOCK, STEP_S, WANT_TICKET, Configuration, Engine
+from fuzz.scheduler.engine import STEP_S, WANT_TICKET, Configuration, Engine
 from fuzz.scheduler.memory import JUNK, Memory, entries_of, hashes
 from nixl_kv.protocol import events
+from support.vllm_scheduler import BLOCK
 
 NUM_STEPS: Final = 120
 """After so many no request arrives."""
@@ -168,7 +169,7 @@ class Life:
         )
         self._requests[name] = request
         self._vllm.add_request(request)
-        if name in self._engine.role._prefill.requests:
+        if name in self._engine.role._prefill.awaited:
             self._waiting[name] = 0
 
     def _go_on_with_session(self) -> None:
@@ -433,21 +434,21 @@ class Life:
             in_use.difference_update(block.block_id for block in blocks)
         for name in self._vllm.requests:
             if self._requests[name].is_finished():
-                pinned = self._engine.role._blocks._pinned.get(name, {})
-                in_use.difference_update(block.block_id for block in pinned.values())
+                offer = self._engine.role._prefill._offers.get(name)
+                pins = {} if offer is None else offer.pins
+                in_use.difference_update(block.block_id for block in pins.values())
         self._check(not in_use - {0}, f"blocks {in_use} belong to no request")
 
     def _check_idle(self) -> None:
         role, left = self._engine.role, self._idle - self._engine.num_free
-        self._check(not left, f"{left} blocks leak: {role._blocks!r}")
-        quota = role._prefill._quota
+        self._check(not left, f"{left} blocks leak")
+        prefill = role._prefill
         rest = {
-            "pinned": role._blocks._pinned,
-            "to be offered": role._prefill.requests,
-            "offers": quota._offers,
-            "expected": quota._expected,
-            "blocks expected": quota._num_expected,
-            "blocks held": len(quota._held),
+            "to be offered": prefill._awaited,
+            "offers": prefill._offers,
+            "blocks expected": prefill._num_expected,
+            "blocks held": len(prefill._held),
+            "blocks unclaimed": len(prefill._unclaimed),
             "open loads": role._decode.num_open,
         }
         rest = {name: each for name, each in rest.items() if each}

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from fuzz.scheduler.engine import BLOCK, Group
+from fuzz.scheduler.engine import Group
 from nixl_kv.geometry.layout import ABSENT, Table
+from support.vllm_scheduler import BLOCK
 
 NULL_BLOCK: Final = 0
 JUNK: Final = -1

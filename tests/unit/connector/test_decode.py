@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from nixl_kv.config import Config
-from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler
+from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, StatePaging
-from nixl_kv.connector.prompt import Prompt
-from nixl_kv.engine.trust import Trust
+from nixl_kv.connector.trust import Trust
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId
@@ -57,25 +56,25 @@ def decode(clock: Clock) -> DecodeScheduler:
 
 
 def started(decode: DecodeScheduler) -> list[StartLoad]:
-    return [command for command in decode.pop_commands() if isinstance(command, StartLoad)]
+    return [command for command in decode.build_connector_meta() if isinstance(command, StartLoad)]
 
 
 # --- on arrival
 
 
 def test_a_ticket_is_asked_for_on_arrival(decode: DecodeScheduler) -> None:
-    decode.on_arrival(prompt_of(), offered().params(None))
-    (command,) = decode.pop_commands()
+    decode.on_new_request(prompt_of(), offered().params(None))
+    (command,) = decode.build_connector_meta()
     assert isinstance(command, PrepareLoad)
     assert (command.request, command.ticket) == (D1, offered())
     assert len(command.claim) == 32
-    assert decode.pop_commands() == []
+    assert decode.build_connector_meta() == []
 
 
 def test_each_attempt_has_a_claim_of_its_own(decode: DecodeScheduler) -> None:
-    decode.on_arrival(prompt_of(D1), offered(1).params(None))
-    decode.on_arrival(prompt_of(D2), offered(2).params(None))
-    first, second = decode.pop_commands()
+    decode.on_new_request(prompt_of(D1), offered(1).params(None))
+    decode.on_new_request(prompt_of(D2), offered(2).params(None))
+    first, second = decode.build_connector_meta()
     assert isinstance(first, PrepareLoad)
     assert isinstance(second, PrepareLoad)
     assert first.claim != second.claim
@@ -105,9 +104,9 @@ def test_a_ticket_that_is_not_valid_asks_nobody(
     decode: DecodeScheduler, params: object, words: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
-        decode.on_arrival(prompt_of(), params)
-    assert decode.pop_commands() == []
-    assert decode.count_matched(D1, 0) == (0, False)
+        decode.on_new_request(prompt_of(), params)
+    assert decode.build_connector_meta() == []
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
 
 
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["", "rejected by the frontend"])
@@ -117,18 +116,18 @@ def test_a_ticket_that_is_not_trusted_connects_nowhere(*, is_rejected: bool) -> 
     for forged in (offered(host="10.0.0.1").params(None), offered().params(b"x" * 32)):
         for params in (forged, {**forged, FIELD: forged[FIELD].replace("9.", "8.", 1)}):
             with pytest.raises(RemoteProtocolError):
-                decode.on_arrival(prompt_of(), params, is_rejected=is_rejected)
-    assert decode.pop_commands() == []
+                decode.on_new_request(prompt_of(), params, is_rejected=is_rejected)
+    assert decode.build_connector_meta() == []
 
 
 def test_a_ticket_that_is_refused_does_not_burn_the_true_one() -> None:
     decode = DecodeScheduler([PAGING], Trust.of(Config.parse({"insecure": True}, {})).check)
     with pytest.raises(RemoteProtocolError, match="another prompt"):
-        decode.on_arrival(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params(None))
+        decode.on_new_request(prompt_of(D2, [*TOKEN_IDS[:-1], 0]), offered().params(None))
     with pytest.raises(RemoteProtocolError, match="mac"):
-        decode.on_arrival(prompt_of(), offered().params(b"x" * 32))
-    decode.on_arrival(prompt_of(), offered().params(None))
-    assert len(decode.pop_commands()) == 1
+        decode.on_new_request(prompt_of(), offered().params(b"x" * 32))
+    decode.on_new_request(prompt_of(), offered().params(None))
+    assert len(decode.build_connector_meta()) == 1
 
 
 def test_a_ticket_is_good_for_one_request(decode: DecodeScheduler) -> None:
@@ -136,35 +135,35 @@ def test_a_ticket_is_good_for_one_request(decode: DecodeScheduler) -> None:
     for number in range(3):
         child = RequestId(f"{number}_d1")
         if number == 0:
-            decode.on_arrival(prompt_of(child), offered().params(None))
+            decode.on_new_request(prompt_of(child), offered().params(None))
             continue
         with pytest.raises(RemoteProtocolError, match="nonce was used before"):
-            decode.on_arrival(prompt_of(child), offered().params(None))
-    (command,) = decode.pop_commands()
+            decode.on_new_request(prompt_of(child), offered().params(None))
+    (command,) = decode.build_connector_meta()
     assert isinstance(command, PrepareLoad)
     assert command.request == "0_d1"
 
 
 def test_a_load_is_open_until_it_ends_or_its_request_does(decode: DecodeScheduler) -> None:
     for number, request in enumerate((D1, D2)):
-        decode.on_arrival(prompt_of(request), offered(number).params(None))
+        decode.on_new_request(prompt_of(request), offered(number).params(None))
     assert decode.num_open == 2
-    decode.on_finish(D1)
+    decode.request_finished(D1)
     assert decode.num_open == 1
-    decode.on_end([D2, D1])
+    decode.update_connector_output([D2, D1])
     assert decode.num_open == 0
-    decode.on_finish(D2)
+    decode.request_finished(D2)
     assert decode.num_open == 0
 
 
 def test_a_used_ticket_is_remembered_for_ten_minutes(decode: DecodeScheduler, clock: Clock) -> None:
-    decode.on_arrival(prompt_of(), offered().params(None))
-    decode.on_finish(D1)
+    decode.on_new_request(prompt_of(), offered().params(None))
+    decode.request_finished(D1)
     clock.now += REMEMBER_S
     with pytest.raises(RemoteProtocolError, match="nonce was used before"):
-        decode.on_arrival(prompt_of(D2), offered().params(None))
+        decode.on_new_request(prompt_of(D2), offered().params(None))
     clock.now += 1
-    decode.on_arrival(prompt_of(D2), offered().params(None))
+    decode.on_new_request(prompt_of(D2), offered().params(None))
     assert len(decode._used) == 1
 
 
@@ -173,27 +172,27 @@ def test_a_request_that_the_frontend_rejected_only_releases_its_offer(
 ) -> None:
     """vLLM puts another prompt in its place, so the context cannot be compared."""
     stand_in = prompt_of(D1, [0])
-    decode.on_arrival(stand_in, offered().params(None), is_rejected=True)
-    prepare, cancel = decode.pop_commands()
+    decode.on_new_request(stand_in, offered().params(None), is_rejected=True)
+    prepare, cancel = decode.build_connector_meta()
     assert isinstance(prepare, PrepareLoad)
     assert cancel == CancelLoad(D1)
-    assert decode.count_matched(D1, 0) == (0, False)
-    decode.on_finish(D1)
-    assert decode.pop_commands() == []
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
+    decode.request_finished(D1)
+    assert decode.build_connector_meta() == []
 
 
 def test_a_request_that_came_here_is_not_released_by_the_frontend_too(
     decode: DecodeScheduler,
 ) -> None:
     """vLLM rejects each request once more whose client hung up, whatever has become of it."""
-    decode.on_arrival(prompt_of(D1), offered().params(None))
-    decode.pop_commands()
-    decode.on_arrival(prompt_of(D2, [0]), offered().params(None), is_rejected=True)
-    assert decode.pop_commands() == []
-    decode.on_finish(D1)
-    assert decode.pop_commands() == [CancelLoad(D1)]
-    decode.on_arrival(prompt_of(D2, [0]), offered().params(None), is_rejected=True)
-    assert decode.pop_commands() == []
+    decode.on_new_request(prompt_of(D1), offered().params(None))
+    decode.build_connector_meta()
+    decode.on_new_request(prompt_of(D2, [0]), offered().params(None), is_rejected=True)
+    assert decode.build_connector_meta() == []
+    decode.request_finished(D1)
+    assert decode.build_connector_meta() == [CancelLoad(D1)]
+    decode.on_new_request(prompt_of(D2, [0]), offered().params(None), is_rejected=True)
+    assert decode.build_connector_meta() == []
 
 
 # --- tickets of other versions
@@ -211,11 +210,11 @@ def test_an_offer_of_another_version_is_computed_here(
 ) -> None:
     words = f"nixl_kv_ticket is of wire version {version}; this engine speaks 9"
     with pytest.raises(ForeignVersion, match=words):
-        decode.on_arrival(prompt_of(), of_version(version, offered()), is_rejected=is_rejected)
-    assert decode.pop_commands() == []
-    assert decode.count_matched(D1, 0) == (0, False)
-    decode.on_finish(D1)
-    assert decode.pop_commands() == []
+        decode.on_new_request(prompt_of(), of_version(version, offered()), is_rejected=is_rejected)
+    assert decode.build_connector_meta() == []
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
+    decode.request_finished(D1)
+    assert decode.build_connector_meta() == []
 
 
 # --- how much is loaded
@@ -236,10 +235,10 @@ def test_an_offer_of_another_version_is_computed_here(
 def test_at_most_all_but_the_last_token_is_loaded(
     decode: DecodeScheduler, num_tokens: int, local: int, expected: tuple[int, bool]
 ) -> None:
-    decode.on_arrival(prompt_of(), offered(num_tokens=num_tokens).params(None))
+    decode.on_new_request(prompt_of(), offered(num_tokens=num_tokens).params(None))
     for _ in range(3):  # vLLM asks as often as it likes
-        assert decode.count_matched(D1, local) == expected
-    assert len(decode.pop_commands()) == 1
+        assert decode.get_num_new_matched_tokens(D1, local) == expected
+    assert len(decode.build_connector_meta()) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,8 +256,8 @@ def test_as_many_of_the_last_tokens_as_decode_wants_are_computed_there(
     clock: Clock, num_tokens: int, local: int, expected: tuple[int, bool]
 ) -> None:
     decode = DecodeScheduler([PAGING], accept, computed=3, clock=clock)
-    decode.on_arrival(prompt_of(), offered(num_tokens=num_tokens).params(None))
-    assert decode.count_matched(D1, local) == expected
+    decode.on_new_request(prompt_of(), offered(num_tokens=num_tokens).params(None))
+    assert decode.get_num_new_matched_tokens(D1, local) == expected
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3])
@@ -267,18 +266,18 @@ def test_a_prompt_that_is_computed_whole_releases_prefill(clock: Clock, num_toke
     prompt = TOKEN_IDS[:num_tokens]
     context = context_hash(offered().nonce, prompt, [])
     short = offered(num_tokens=num_tokens, context=context)
-    decode.on_arrival(prompt_of(D1, prompt), short.params(None))
-    assert decode.count_matched(D1, 0) == (0, False)
-    decode.on_allocation(D1, [TABLE], 0)
-    _, cancel = decode.pop_commands()
+    decode.on_new_request(prompt_of(D1, prompt), short.params(None))
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
+    decode.update_state_after_alloc(D1, [TABLE], 0)
+    _, cancel = decode.build_connector_meta()
     assert cancel == CancelLoad(D1)
 
 
 def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> None:
-    assert decode.count_matched(D2, 0) == (0, False)
-    decode.on_allocation(D2, [TABLE], 0)
-    decode.on_finish(D2)
-    assert decode.pop_commands() == []
+    assert decode.get_num_new_matched_tokens(D2, 0) == (0, False)
+    decode.update_state_after_alloc(D2, [TABLE], 0)
+    decode.request_finished(D2)
+    assert decode.build_connector_meta() == []
 
 
 # --- blocks
@@ -296,60 +295,60 @@ def test_a_request_without_a_ticket_loads_nothing(decode: DecodeScheduler) -> No
 def test_blocks_are_those_of_the_tokens_that_are_loaded(
     decode: DecodeScheduler, local: int, num_tokens: int, expected: Table
 ) -> None:
-    decode.on_arrival(prompt_of(), offered().params(None))
-    decode.count_matched(D1, local)
-    decode.on_allocation(D1, [TABLE], num_tokens)
+    decode.on_new_request(prompt_of(), offered().params(None))
+    decode.get_num_new_matched_tokens(D1, local)
+    decode.update_state_after_alloc(D1, [TABLE], num_tokens)
     assert started(decode) == [StartLoad(D1, local, local + num_tokens, (expected,))]
 
 
 def test_the_null_block_is_an_absent_one() -> None:
     """And each group's table is cut by that group's own block size."""
     decode = DecodeScheduler([PAGING, Paging(1, 8, 0)], accept)
-    decode.on_arrival(prompt_of(), offered().params(None))
-    decode.count_matched(D1, 4)
-    decode.on_allocation(D1, [TABLE, [0, 0, 23]], 15)
+    decode.on_new_request(prompt_of(), offered().params(None))
+    decode.get_num_new_matched_tokens(D1, 4)
+    decode.update_state_after_alloc(D1, [TABLE, [0, 0, 23]], 15)
     (load,) = started(decode)
     assert load.tables == (Table.of([12, 13, 14, 15], first=1), Table.of([23], first=2))
 
 
 def test_of_a_state_the_last_one_is_loaded_whatever_is_here() -> None:
     decode = DecodeScheduler([PAGING, StatePaging(1, 16)], accept)
-    decode.on_arrival(prompt_of(), offered(num_tokens=19).params(None))
-    decode.count_matched(D1, 12)
-    decode.on_allocation(D1, [TABLE, [0, 23]], 7)
+    decode.on_new_request(prompt_of(), offered(num_tokens=19).params(None))
+    decode.get_num_new_matched_tokens(D1, 12)
+    decode.update_state_after_alloc(D1, [TABLE, [0, 23]], 7)
     (load,) = started(decode)
     assert (load.begin, load.end) == (12, 19)
     assert load.tables == (Table.of([14, 15], first=3), Table.of([23], first=18))
 
 
 def test_the_last_answer_of_vllm_counts(decode: DecodeScheduler) -> None:
-    decode.on_arrival(prompt_of(), offered().params(None))
-    decode.count_matched(D1, 0)
-    decode.count_matched(D1, 12)
-    decode.on_allocation(D1, [TABLE], 7)
+    decode.on_new_request(prompt_of(), offered().params(None))
+    decode.get_num_new_matched_tokens(D1, 0)
+    decode.get_num_new_matched_tokens(D1, 12)
+    decode.update_state_after_alloc(D1, [TABLE], 7)
     assert started(decode) == [StartLoad(D1, 12, 19, (Table.of([14, 15], first=3),))]
 
 
 def test_a_load_is_started_once(decode: DecodeScheduler) -> None:
     """vLLM allocates again after the load, and after a failed one asks again."""
-    decode.on_arrival(prompt_of(), offered().params(None))
-    decode.count_matched(D1, 0)
-    decode.on_allocation(D1, [TABLE], 19)
+    decode.on_new_request(prompt_of(), offered().params(None))
+    decode.get_num_new_matched_tokens(D1, 0)
+    decode.update_state_after_alloc(D1, [TABLE], 19)
     assert len(started(decode)) == 1
-    assert decode.count_matched(D1, 0) == (0, False)
-    decode.on_allocation(D1, [TABLE], 0)
-    decode.on_allocation(D1, [TABLE], 19)
-    assert decode.pop_commands() == []
+    assert decode.get_num_new_matched_tokens(D1, 0) == (0, False)
+    decode.update_state_after_alloc(D1, [TABLE], 0)
+    decode.update_state_after_alloc(D1, [TABLE], 19)
+    assert decode.build_connector_meta() == []
 
 
 def test_an_allocation_without_a_load_releases_prefill(decode: DecodeScheduler) -> None:
     """vLLM had all of it, or took another connector's tokens."""
-    decode.on_arrival(prompt_of(), offered().params(None))
-    decode.count_matched(D1, 19)
-    decode.on_allocation(D1, [TABLE], 0)
-    assert decode.pop_commands()[1:] == [CancelLoad(D1)]
-    decode.on_finish(D1)
-    assert decode.pop_commands() == []
+    decode.on_new_request(prompt_of(), offered().params(None))
+    decode.get_num_new_matched_tokens(D1, 19)
+    decode.update_state_after_alloc(D1, [TABLE], 0)
+    assert decode.build_connector_meta()[1:] == [CancelLoad(D1)]
+    decode.request_finished(D1)
+    assert decode.build_connector_meta() == []
 
 
 @pytest.mark.parametrize("is_started", [False, True])
@@ -357,13 +356,13 @@ def test_a_request_that_ends_cancels_its_load_once(
     decode: DecodeScheduler, *, is_started: bool
 ) -> None:
     """Of a load that was reported long ago, that does nothing."""
-    decode.on_arrival(prompt_of(), offered().params(None))
+    decode.on_new_request(prompt_of(), offered().params(None))
     if is_started:
-        decode.on_allocation(D1, [TABLE], 19)
-    decode.pop_commands()
-    decode.on_finish(D1)
-    decode.on_finish(D1)
-    assert decode.pop_commands() == [CancelLoad(D1)]
+        decode.update_state_after_alloc(D1, [TABLE], 19)
+    decode.build_connector_meta()
+    decode.request_finished(D1)
+    decode.request_finished(D1)
+    assert decode.build_connector_meta() == [CancelLoad(D1)]
 
 
 # --- which loads are verified
@@ -375,8 +374,8 @@ def verified(share: float, draws: Sequence[float]) -> list[bool]:
     decode = DecodeScheduler([PAGING], accept, verify=share, draw=draw)
     for number in range(len(draws)):
         request = RequestId(f"d{number}")
-        decode.on_arrival(prompt_of(request), offered(number).params(None))
-        decode.on_allocation(request, [TABLE], 19)
+        decode.on_new_request(prompt_of(request), offered(number).params(None))
+        decode.update_state_after_alloc(request, [TABLE], 19)
     return [load.verify for load in started(decode)]
 
 

@@ -8,33 +8,19 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
-from transformers import OPTConfig
-from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.utils.hashing import sha256
-from vllm.v1.core import kv_cache_utils
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from support.records import ticket
+from support.vllm_scheduler import make_config, make_request, make_scheduler, num_free_blocks
 
 in_tree = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl", reason="this vLLM has it elsewhere"
 )
 utils = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils")
 
-BLOCK: Final = 16
 PROMPT: Final = 100
 FLAGGED: Final = {"do_remote_prefill": True, "do_remote_decode": False}
 """What llm-d's coordinator writes over a ticket's own flags."""
@@ -45,52 +31,22 @@ BOTH: Final = pytest.mark.parametrize("connector", ["NixlPullConnector", "NixlPu
 class Decode:
     """vLLM's scheduler with its own connector."""
 
-    def __init__(self, model: ModelConfig, connector: str, policy: str, extra: Any) -> None:
-        config = VllmConfig(
-            model_config=model,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=4,
-                max_num_batched_tokens=256,
-                max_model_len=512,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=connector,
-                kv_role="kv_consumer",
-                kv_load_failure_policy=policy,
-                kv_connector_extra_config=extra,
-            ),
-            device_config=DeviceConfig("cpu"),
+    def __init__(self, connector: str, policy: str, extra: Any) -> None:
+        transfer = KVTransferConfig(
+            kv_connector=connector,
+            kv_role="kv_consumer",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra,
         )
-        config.cache_config.kv_cache_layout = "LBHNC"
-        config.cache_config.num_gpu_blocks = 32
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=model.dtype)
-        kv_cache_utils.init_none_hash(sha256)
-        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
-        self.vllm = Scheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(32, [], [KVCacheGroupSpec(["layer"], spec)]),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-        )
+        self.vllm = make_scheduler(make_config(transfer, 32))
         self.idle = self.free_blocks
 
     @property
     def free_blocks(self) -> int:
-        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+        return num_free_blocks(self.vllm)
 
     def request(self, params: dict[str, Any], name: str = "request", first: int = 0) -> Request:
-        request = Request(
-            request_id=name,
-            prompt_token_ids=list(range(first, first + PROMPT)),
-            sampling_params=SamplingParams(
-                max_tokens=1, extra_args={"kv_transfer_params": dict(params)}
-            ),
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        request = make_request(name, range(first, first + PROMPT), dict(params))
         self.vllm.add_request(request)
         return request
 
@@ -120,22 +76,14 @@ class Decode:
 Make = Callable[..., Decode]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder)
-    return ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
-
-
 @pytest.fixture
-def decode(model: ModelConfig) -> Iterator[Make]:
+def decode() -> Iterator[Make]:
     engines: list[Decode] = []
 
     def new(connector: str, policy: str = "fail", **extra: Any) -> Decode:
         if not hasattr(in_tree, connector):
             pytest.skip(f"this vLLM has no {connector}")
-        engines.append(Decode(model, connector, policy, extra))
+        engines.append(Decode(connector, policy, extra))
         return engines[-1]
 
     yield new

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.config import VllmConfig
 from vllm.config.model_arch import ModelArchitectureConfig
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
@@ -24,6 +26,7 @@ from nixl_kv.connector import kv_layout
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Region, Span, Stripe
 from support import recorded_vllm as recorded
+from support.oracle import ALL_ORDERS, TRANSPOSED, Blocks, Layer, Store
 from support.recorded_vllm import torch
 
 if not current_platform.is_cpu():
@@ -78,6 +81,60 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
         assert element(region, whole.shape[2], place) == whole[token, head].tobytes()
 
 
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(
+    order=st.sampled_from([order for order in ALL_ORDERS if "2" not in order]),
+    heads=st.integers(1, 4),
+    content=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    blocks=st.builds(Blocks, st.integers(1, 4), st.integers(1, 4), gap=st.integers(0, 2)),
+)
+def test_the_region_of_any_view_addresses_the_oracles_bytes(
+    order: str, heads: int, content: tuple[int, int], blocks: Blocks
+) -> None:
+    key, value = content
+    if order in TRANSPOSED:  # K and V have one size, and K's elements a byte here
+        key = value = 2 * key - 1
+    layers = [Layer(name, heads, key, value, first_head=4) for name in "abc"]
+    store = Store(order, layers, blocks)
+    memory = torch.zeros(store.end, dtype=torch.uint8)
+    letters, offsets = order.replace("L", ""), store.arrays["b"]
+    if order in TRANSPOSED:
+        letters = letters.replace("T", "NC")
+        offsets = offsets.reshape(*offsets.shape[:2], blocks.tokens, key + value)
+    offsets = offsets.transpose([letters.index(axis) for axis in kv_layout.AXES])
+    strides = [step // offsets.itemsize for step in offsets.strides]
+    view = memory.as_strided(offsets.shape, strides, int(offsets.flat[0]))
+    spec = FullAttentionSpec(
+        block_size=blocks.tokens,
+        num_kv_heads=heads,
+        head_size=key,
+        head_size_v=value,
+        dtype=torch.uint8,
+    )
+    backends: Any = SimpleNamespace(
+        is_transposed=lambda *_: order in TRANSPOSED,
+        shards=SimpleNamespace(first_head=lambda *_, **__: 4),
+    )
+    region = kv_layout._bytes_of("b", view, spec, backends)
+    expected = [part.reshape(*part.shape[:3], -1) for part in store.parts["b"]]
+    found = addresses(region, blocks) - memory.data_ptr()
+    np.testing.assert_array_equal(found, np.concatenate(expected, axis=-1))
+    assert region.heads == (4, 4 + heads)
+
+
+def addresses(region: Region, blocks: Blocks) -> np.ndarray:
+    """The address of each byte, of shape [block, head, token, byte], by the region's formula."""
+    block, head, token = np.ogrid[: blocks.count, : region.num_heads, : blocks.tokens]
+    parts = []
+    for part in region.parts:
+        starts = region.base + part.offset + block * region.block_stride
+        starts = starts + head * region.head_stride
+        starts = starts + token * (part.token_stride or region.token_stride)
+        pieces = np.arange(part.count)[:, None] * part.stride + np.arange(part.length)
+        parts.append(starts[..., None] + pieces.ravel())
+    return np.concatenate(parts, axis=-1)
+
+
 # --- a rank's layout
 
 
@@ -124,6 +181,12 @@ def test_a_rank_without_a_cache_is_refused() -> None:
 def test_a_cache_of_another_shape_is_refused() -> None:
     caches = {name: tensor[..., None] for name, tensor in recorded.kv_caches().items()}
     with pytest.raises(ConfigError, match=r"has the shape .*allowed: \[blocks, heads, tokens"):
+        kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
+
+
+def test_a_cache_whose_content_has_strides_is_refused() -> None:
+    caches = {name: tensor[..., ::2] for name, tensor in recorded.kv_caches().items()}
+    with pytest.raises(ConfigError, match=r"has the strides .*allowed: 1 for the last axis"):
         kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
 
 
@@ -347,7 +410,7 @@ def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatc
     config.model_config.hf_text_config = SimpleNamespace(to_dict=lambda: values)
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"speaks of \[2, 4\] KV heads"):
+    with pytest.raises(ConfigError, match=r"names \[2, 4\] as possible numbers of KV heads"):
         kv_layout._HeadShards(config).number("layers.0", spec)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from nixl_kv.config import HOST_VARIABLE, PORT_VARIABLE, Config
-from nixl_kv.connector import listening
-from nixl_kv.connector.listening import check_address, check_before_weights
+from nixl_kv.connector import plugin
+from nixl_kv.connector.plugin import check_address, check_before_weights
 from nixl_kv.errors import ConfigError
 from nixl_kv.transport.ports import LimitedPort
 
@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "WAIT_S", 0.0)
+    monkeypatch.setattr(plugin, "PORT_WAIT_S", 0.0)
 
 
 @pytest.fixture
@@ -121,8 +121,8 @@ def test_the_port_of_an_engine_that_is_ending_is_waited_for(
 ) -> None:
     other = LimitedPort(HOST, 0)
     config = Config.parse({"port": other.port}, {})
-    monkeypatch.setattr(listening, "WAIT_S", 60.0)
-    monkeypatch.setattr(listening.time, "sleep", lambda _: other.close())
+    monkeypatch.setattr(plugin, "PORT_WAIT_S", 60.0)
+    monkeypatch.setattr(plugin.time, "sleep", lambda _: other.close())
     with caplog.at_level(logging.WARNING):
         check_address(config, engine(), is_prefill=True)
     assert caplog.messages == [f"port {other.port} is in use; waiting for up to 60 s"]

@@ -10,16 +10,7 @@ from typing import Any, Final
 import pytest
 import vllm
 from packaging.version import Version
-from transformers import OPTConfig
-from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -35,16 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
     TransferJob,
 )
-from vllm.utils.hashing import sha256
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 import nixl_kv.connector.vllm_config as module
 from lab.local.memory import Fabric
@@ -58,9 +44,9 @@ from nixl_kv.protocol.ticket import FIELD, Ticket
 from support import recorded_vllm as recorded
 from support.records import rank_description
 from support.tables import written_out
+from support.vllm_scheduler import make_config, make_request, make_scheduler, num_free_blocks
 
 CONFIGS: Final = Path(__file__).resolve().parents[3] / "configs"
-BLOCK: Final = 16
 NUM_BLOCKS: Final = 32
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
@@ -96,44 +82,11 @@ def prompt_from(first: int) -> list[int]:
     return list(range(first, first + PROMPT))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder)
-    return ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
-
-
 class Engine:
     """vLLM's scheduler with a MultiConnector; the test is its workers."""
 
-    def __init__(self, model: ModelConfig, transfer: KVTransferConfig, num_blocks: int) -> None:
-        config = VllmConfig(
-            model_config=model,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=4,
-                max_num_batched_tokens=256,
-                max_model_len=512,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            kv_transfer_config=transfer,
-            device_config=DeviceConfig("cpu"),
-        )
-        config.cache_config.kv_cache_layout = "LBHNC"
-        config.cache_config.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=model.dtype)
-        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        kv_cache_utils.init_none_hash(sha256)
-        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
-        self.vllm = Scheduler(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
+    def __init__(self, transfer: KVTransferConfig, num_blocks: int) -> None:
+        self.vllm = make_scheduler(make_config(transfer, num_blocks))
         self.connector: MultiConnector = self.vllm.connector
         described = HandshakeMetadata(encode(rank_description(incarnation=new_incarnation())))
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): described})
@@ -141,18 +94,11 @@ class Engine:
 
     @property
     def free_blocks(self) -> int:
-        return int(self.vllm.kv_cache_manager.block_pool.get_num_free_blocks())
+        return num_free_blocks(self.vllm)
 
     def request(self, name: str, params: Any = None, *, first: int = 0) -> Request:
         """Of a prompt, by its first token; it is waiting."""
-        extra = None if params is None else {"kv_transfer_params": params}
-        request = Request(
-            request_id=name,
-            prompt_token_ids=prompt_from(first),
-            sampling_params=SamplingParams(max_tokens=1, extra_args=extra),
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        request = make_request(name, prompt_from(first), params)
         self.vllm.add_request(request)
         return request
 
@@ -201,8 +147,7 @@ class Engine:
 
     def ticket(self, first: int = 0) -> dict[str, Any]:
         """Of another engine, for such a prompt."""
-        request = Request("any", prompt_from(first), SamplingParams(max_tokens=1), None)
-        prompt, nonce = prompt_of(request), new_nonce()
+        prompt, nonce = prompt_of(make_request("any", prompt_from(first))), new_nonce()
         return Ticket(
             engine=EngineId("prefill"),
             host="127.0.0.1",
@@ -218,11 +163,11 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def engine(model: ModelConfig) -> Iterator[Make]:
+def engine() -> Iterator[Make]:
     engines: list[Engine] = []
 
     def new(*children: Any, policy: str = "recompute", num_blocks: int = NUM_BLOCKS) -> Engine:
-        engines.append(Engine(model, multi(*children, policy=policy), num_blocks))
+        engines.append(Engine(multi(*children, policy=policy), num_blocks))
         return engines[-1]
 
     yield new
@@ -310,7 +255,7 @@ def test_the_policy_of_the_whole_counts_and_ours_is_missed_in_words(
     with caplog.at_level(logging.WARNING, "nixl_kv"):
         (answer,) = decode.end_step(decode.schedule(), **failed)
     assert str(answer.finish_reason) == "error"
-    assert "of a MultiConnector, vLLM looks at kv_load_failure_policy of the whole" in caplog.text
+    assert "also set kv_load_failure_policy of the whole" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -361,7 +306,7 @@ def test_parameters_of_another_connector_are_no_ticket(engine: Make) -> None:
 
 def test_another_connectors_handshake_ends_the_start_in_words(engine: Make) -> None:
     one = engine(ours(), TIER)
-    with pytest.raises(ConfigError, match="NixlKVConnector has to be the first"):
+    with pytest.raises(ConfigError, match="list NixlKVConnector first"):
         one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): KVConnectorHandshakeMetadata()})
 
 

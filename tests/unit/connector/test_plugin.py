@@ -92,4 +92,4 @@ def test_another_vllm_costs_a_line_in_the_log_and_nothing_else(
     monkeypatch.setitem(sys.modules, FACTORY, module)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert caplog.messages == ["NixlKVConnector could not be registered by name"]
+    assert caplog.messages == ["vLLM's factory did not accept the name NixlKVConnector"]

@@ -1,4 +1,4 @@
-"""Prefill's scheduler: which requests are offered, and with which ticket. It needs no vLLM."""
+"""Prefill's scheduler: which requests are offered, when, and with which ticket. No vLLM needed."""
 
 import logging
 import weakref
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nixl_kv.connector.block_pinning import PinnedBlocks
-from nixl_kv.connector.offer_quota import OfferQuota
-from nixl_kv.connector.paging import Paging
-from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.connector.prompt import Prompt
+from nixl_kv.connector.decode import Prompt
+from nixl_kv.connector.paging import Paging, RequestBlocks
+from nixl_kv.connector.prefill import BLOCK_WAIT_S, Address, BlockShortage, PrefillScheduler
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId
 from nixl_kv.protocol.events import (
@@ -24,6 +24,7 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 from support.cache_manager import CacheManager
 from support.records import ENGINE_LIFE, P1, P2, PREFILL
+from support.stepped import Clock
 
 TOKEN_IDS = list(range(100, 120))
 NUM_TOKENS = len(TOKEN_IDS)
@@ -38,20 +39,17 @@ class Side:
 
     def __init__(self, *, share: float = 0.5) -> None:
         self.manager = CacheManager({"p1": TABLES, "p2": TABLES})
-        blocks = PinnedBlocks([FULL, WINDOW])
-        self.scheduler = PrefillScheduler(
-            blocks, OfferQuota(20, share), lambda ticket: ticket.params(KEY)
-        )
+        self.blocks = blocks = RequestBlocks([FULL, WINDOW], 20)
+        self.scheduler = PrefillScheduler(blocks, share, lambda ticket: ticket.params(KEY))
         blocks.bind(self.manager, self.scheduler.on_free)
         self.scheduler.address = ADDRESS
 
     def arrive(self, request: RequestId = P1) -> None:
         prompt = Prompt(request, NUM_TOKENS, TOKEN_IDS, (b"lora a",))
-        self.scheduler.on_arrival(request, NUM_TOKENS, lambda: prompt)
+        self.scheduler.on_new_request(request, NUM_TOKENS, prompt.context)
 
     def step(self, *scheduled: tuple[RequestId, range]) -> list[Command]:
-        self.scheduler.on_step(scheduled)
-        return self.scheduler.pop_commands()
+        return self.scheduler.build_connector_meta(scheduled)
 
     def free(self, request: RequestId = P1, *, is_deferred: bool = False) -> None:
         """VLLM preempts a request; is_deferred: while a step under way may write its blocks."""
@@ -72,10 +70,10 @@ class Side:
         tables: Sequence[Sequence[int]] = TABLES,
     ) -> tuple[SealedTicket | None, list[Command]]:
         """The ticket, and the commands that go with it."""
-        is_pinned, params = self.scheduler.on_finish(request, tables, reason=reason)
+        is_pinned, params = self.scheduler.request_finished(request, tables, reason=reason)
         assert is_pinned is (params is not None)
         ticket = None if params is None else SealedTicket.parse(params)
-        return ticket, self.scheduler.pop_commands()
+        return ticket, self.scheduler.build_connector_meta()
 
 
 @pytest.fixture
@@ -141,20 +139,16 @@ def test_a_request_that_asked_for_no_offer_is_nobodys(side: Side) -> None:
     assert side.finish() == (None, [])
 
 
-def test_the_prompt_is_kept_until_the_offer_is_out_and_no_copy_of_it(side: Side) -> None:
+def test_the_prompt_is_kept_until_the_ticket_leaves(side: Side) -> None:
     """Its embeddings may be hundreds of megabytes."""
-    prompts: list[weakref.ref[Prompt]] = []
 
-    def make_prompt() -> Prompt:
-        prompt = Prompt(P1, NUM_TOKENS, TOKEN_IDS)
-        prompts.append(weakref.ref(prompt))
-        return prompt
+    def make_context(nonce: Nonce) -> str:
+        return Prompt(P1, NUM_TOKENS, TOKEN_IDS).context(nonce)
 
-    maker = weakref.ref(make_prompt)
-    side.scheduler.on_arrival(P1, NUM_TOKENS, make_prompt)
-    del make_prompt
+    maker = weakref.ref(make_context)
+    side.scheduler.on_new_request(P1, NUM_TOKENS, make_context)
+    del make_context
     side.compute()
-    assert [prompt() for prompt in prompts] == [None]
     assert maker() is not None
     side.finish()
     assert maker() is None
@@ -216,9 +210,9 @@ def test_windows_are_pinned_until_the_offer_has_ended(side: Side) -> None:
     side.compute()
     side.finish()
     assert side.manager.block_pool.pinned == {8, 9, 10}
-    side.scheduler.on_end([P1])
+    side.scheduler.update_connector_output([P1])
     assert side.manager.block_pool.pinned == set()
-    side.scheduler.on_end([P1, P2])
+    side.scheduler.update_connector_output([P1, P2])
 
 
 @pytest.mark.parametrize("is_deferred", [False, True], ids=["at once", "deferred"])
@@ -228,7 +222,7 @@ def test_a_preemption_ends_what_was_prepared_at_once(side: Side, *, is_deferred:
     first = side.compute()
     side.free(is_deferred=is_deferred)
     assert side.manager.block_pool.pinned == set()
-    assert side.scheduler.pop_commands() == [WithdrawOffer(first.nonce)]
+    assert side.scheduler.build_connector_meta() == [WithdrawOffer(first.nonce)]
     side.manager.tables["p1"] = ([6, 7, 8, 9, 10], [0, 0, 11, 12, 13])
     second = side.compute()
     assert second.nonce != first.nonce, "what the workers know of the first is of other blocks"
@@ -247,7 +241,7 @@ def test_a_preempted_request_that_never_computes_its_prompts_end_again_is_not_of
     side.arrive()
     side.compute()
     side.free()
-    side.scheduler.pop_commands()
+    side.scheduler.build_connector_meta()
     side.manager.tables["p1"] = ([1, 2, 3, 4, 5, 6], [0, 0, 0, 11, 12, 13])
     assert side.step((P1, range(20, 21))) == []
     with caplog.at_level(logging.INFO):
@@ -257,10 +251,9 @@ def test_a_preempted_request_that_never_computes_its_prompts_end_again_is_not_of
 
 
 def test_a_window_whose_blocks_are_no_longer_pinned_is_not_offered(side: Side) -> None:
-    """Whatever gave them back."""
     side.arrive()
     nonce = side.compute().nonce
-    side.scheduler.on_end([P1])
+    side.blocks.unpin(side.scheduler._awaited[P1].pins)
     assert side.finish() == (None, [WithdrawOffer(nonce)])
 
 
@@ -287,3 +280,300 @@ def test_the_null_block_counts_for_no_offer() -> None:
         side.compute(request)
         _, commands = side.finish(request)
         assert len(commands) == 1
+
+
+# --- how many blocks offers may hold
+
+
+class Budget:
+    """A cache of `num_blocks` blocks of one token, of which offers may hold a share."""
+
+    def __init__(self, num_blocks: int, share: float) -> None:
+        self.manager = CacheManager()
+        blocks = RequestBlocks([Paging(0, 1, 0)], num_blocks + 1, self.manager)  # and a null block
+        share = num_blocks * share / (num_blocks + 1) + 1e-9
+        self.scheduler = PrefillScheduler(blocks, share, lambda _: {}, is_decoding=lambda: True)
+        self.scheduler.address = ADDRESS
+        self._numbers: dict[Nonce, int] = {}
+
+    def arrive(self, number: int, num_blocks: int) -> RequestId:
+        request = RequestId(f"p{number}")
+        self.scheduler.on_new_request(request, num_blocks, lambda nonce: nonce)
+        return request
+
+    def offer(self, number: int, blocks: set[int]) -> list[int]:
+        """Publish an offer of these blocks; the offers that are revoked."""
+        request, table = self.arrive(number, len(blocks)), [block + 1 for block in blocks]
+        self.manager.tables[request] = [table]
+        scheduler = self.scheduler
+        (prepare,) = scheduler.build_connector_meta([(request, range(len(blocks)))])
+        assert isinstance(prepare, PrepareOffer)
+        self._numbers[prepare.nonce] = number
+        scheduler.request_finished(request, [table], reason="")
+        _, *revoked = scheduler.build_connector_meta()
+        return [self._numbers[one.nonce] for one in revoked if isinstance(one, RevokeOffer)]
+
+    def end(self, number: int) -> None:
+        self.scheduler.update_connector_output([RequestId(f"p{number}")])
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether a prompt of this length may begin in the next step; it does not."""
+        request = self.arrive(99, num_blocks)
+        may_begin = self.scheduler.may_begin(request, num_blocks)
+        self.scheduler.request_finished(request, [[]], reason="aborted")
+        self.scheduler.build_connector_meta()
+        return may_begin
+
+
+def test_nothing_is_revoked_while_there_is_room() -> None:
+    budget = Budget(100, 0.5)
+    assert budget.offer(1, set(range(50))) == []
+    assert not budget.has_room(1)
+
+
+def test_the_oldest_are_revoked_until_the_rest_fits_and_each_once() -> None:
+    budget = Budget(100, 0.5)
+    blocks = [set(range(number * 20, number * 20 + 20)) for number in range(4)]
+    assert [budget.offer(*each) for each in enumerate(blocks)] == [[], [], [0], [1]]
+
+
+def test_ended_offers_leave_room() -> None:
+    budget = Budget(100, 0.5)
+    budget.offer(0, set(range(40)))
+    budget.end(0)
+    budget.end(77)  # unknown
+    assert budget.offer(1, set(range(40, 80))) == []
+
+
+def test_a_block_of_several_offers_counts_once() -> None:
+    """They share a prefix, so that revoking one of them frees nothing of it."""
+    budget = Budget(10, 0.5)
+    for number in range(9):
+        assert budget.offer(number, {1, 2, 3, 4}) == []
+    assert budget.offer(9, {1, 2, 3, 4, 5, 6}) == list(range(9))
+
+
+def test_a_prompt_longer_than_the_share_is_offered_all_the_same() -> None:
+    budget = Budget(10, 0.2)
+    assert budget.offer(0, set(range(9))) == []
+    assert budget.offer(1, {9}) == [0]
+
+
+def test_a_prefill_may_begin_while_offers_leave_room_or_hold_nothing() -> None:
+    budget = Budget(10, 0.5)
+    assert budget.has_room(9)
+    expected = budget.arrive(0, 3)
+    budget.scheduler.update_state_after_alloc(expected)
+    assert (budget.has_room(2), budget.has_room(3)) == (True, False)
+    budget.scheduler.on_free(expected)  # preempted
+    assert budget.has_room(5)
+    budget.scheduler.update_state_after_alloc(expected)
+    budget.scheduler.update_state_after_alloc(expected)
+    assert (budget.has_room(2), budget.has_room(3)) == (True, False)
+    budget.scheduler.request_finished(expected, [[]], reason="aborted")
+    budget.offer(0, {1, 2})
+    assert (budget.has_room(3), budget.has_room(4)) == (True, False)
+
+
+def test_a_published_offer_counts_by_its_blocks_instead_of_the_expected_ones() -> None:
+    budget = Budget(10, 0.5)
+    request = budget.arrive(0, 4)
+    budget.scheduler.update_state_after_alloc(request)
+    budget.manager.tables[request] = [[1, 2, 3, 4]]
+    budget.scheduler.build_connector_meta([(request, range(4))])
+    budget.scheduler.request_finished(request, [[1, 2, 3, 4]], reason="")
+    assert (budget.has_room(1), budget.has_room(2)) == (True, False)
+
+
+def test_a_revoked_offer_holds_its_blocks_until_it_has_ended() -> None:
+    """A reader may have claimed it."""
+    budget = Budget(10, 0.5)
+    budget.offer(0, {1, 2, 3, 4})
+    assert budget.offer(1, {5, 6, 7, 8}) == [0]
+    assert not budget.has_room(1)
+    budget.end(0)
+    assert budget.has_room(1)
+    assert budget.scheduler.num_offers == 1
+    budget.end(1)
+    assert budget.scheduler.num_offers == 0
+
+
+budget_steps = st.lists(
+    st.one_of(
+        st.sets(st.integers(1, 30), min_size=1, max_size=12),  # an offer of these blocks
+        st.integers(0, 20),  # that offer has ended
+    ),
+    max_size=40,
+)
+
+
+@given(steps=budget_steps, share=st.floats(0.05, 1))
+def test_unclaimed_offers_fit_whatever_happens(steps: list[set[int] | int], share: float) -> None:
+    budget = Budget(31, share)
+    held: dict[int, set[int]] = {}
+    for number, step in enumerate(steps):
+        if isinstance(step, int):
+            budget.end(step)
+            held.pop(step, None)
+            continue
+        held[number] = step
+        for revoked in budget.offer(number, step):
+            assert revoked == next(iter(held)), "an older one stayed"
+            del held[revoked]
+        assert len(held) <= 1 or len(set.union(*held.values())) <= budget.scheduler._allowed
+
+
+# --- which waiting request may have blocks
+
+BLOCK = 16
+LASTS = 10
+"""Steps from the beginning of a prefill to the end of its offer."""
+
+LONG = RequestId("long")
+
+
+class Queue:
+    """A queue of which vLLM asks in order, in each step, on an engine of 100 blocks."""
+
+    def __init__(self, *, is_decoding: bool = True) -> None:
+        blocks = RequestBlocks([Paging(0, BLOCK, 0)], 100, CacheManager())
+        self.prefill = PrefillScheduler(
+            blocks, 0.5, lambda _: {}, is_decoding=lambda: is_decoding, clock=lambda: 0.0
+        )
+        self.waiting: dict[RequestId, int] = {}  # blocks
+        self._ends: dict[RequestId, int] = {}  # in which step
+        self._step = 0
+
+    def arrive(self, name: str, num_blocks: int) -> None:
+        request = RequestId(name)
+        self.waiting[request] = num_blocks
+        self.prefill.on_new_request(request, num_blocks * BLOCK, lambda nonce: nonce)
+
+    def abort(self, request: RequestId) -> None:
+        self.waiting.pop(request, None)
+        self.prefill.request_finished(request, [[]], reason="it ended as FINISHED_ABORTED")
+
+    def step(self) -> list[RequestId]:
+        """The requests that begin."""
+        self._step += 1
+        for request in [request for request, step in self._ends.items() if step <= self._step]:
+            del self._ends[request]
+            self.abort(request)
+        begun = [r for r, num in self.waiting.items() if self._begins(r, num * BLOCK)]
+        for request in begun:
+            del self.waiting[request]
+        self.prefill.build_connector_meta()
+        return begun
+
+    def _begins(self, request: RequestId, num_tokens: int) -> bool:
+        if not self.prefill.may_begin(request, num_tokens):
+            return False
+        self.prefill.update_state_after_alloc(request)
+        self._ends[request] = self._step + LASTS
+        return True
+
+
+@pytest.mark.parametrize("num_blocks", [30, 40, 60], ids="a prompt of {} blocks".format)
+@pytest.mark.parametrize("every", [1, 2, 5], ids="a short one every {} steps".format)
+def test_a_long_prompt_begins_when_those_before_it_have_ended(num_blocks: int, every: int) -> None:
+    """Offers may hold 50 blocks of 100. A prompt that is longer begins alone."""
+    queue = Queue()
+    for step in range(200):
+        if step % every == 0:
+            queue.arrive(f"s{step}", 5)
+        if step == 50:
+            queue.arrive(LONG, num_blocks)
+        if LONG in queue.step():
+            break
+    else:
+        pytest.fail("it has not begun in 150 steps")
+    waited_behind = 10 * LASTS  # the requests before it in the queue
+    assert step <= 50 + LASTS + waited_behind
+    for _ in range(2 * LASTS):
+        queue.step()
+    assert not queue.waiting or every == 1, "the others begin behind it"
+
+
+def test_requests_behind_a_long_prompt_begin_when_it_is_aborted() -> None:
+    queue = Queue()
+    queue.arrive("first", 30)
+    assert queue.step() == ["first"]
+    queue.arrive(LONG, 40)
+    queue.arrive("short", 5)
+    assert queue.step() == []
+    queue.abort(LONG)
+    assert queue.step() == ["short"]
+
+
+def test_a_request_without_an_offer_passes() -> None:
+    queue = Queue()
+    queue.arrive("first", 30)
+    queue.step()
+    queue.arrive(LONG, 40)
+    queue.waiting[RequestId("decodes")] = 40
+    assert queue.step() == ["decodes"]
+
+
+def test_an_engine_that_only_prefills_lets_all_begin() -> None:
+    queue = Queue(is_decoding=False)
+    for number in range(5):
+        queue.arrive(f"p{number}", 30)
+    assert len(queue.step()) == 5
+
+
+# --- when a request waits for blocks
+
+Step = Sequence[int | str]
+"""What happens in it: so many blocks are asked for, or `progress`."""
+
+WAITS: Step = [5]
+MOVES: Step = [5, "progress"]
+OFFER_ENDS: Step = ["progress", 5]
+IDLE: Step = []
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        pytest.param([(0, WAITS), (BLOCK_WAIT_S, WAITS)], [0, 5], id="patience ends"),
+        pytest.param([(0, WAITS), (BLOCK_WAIT_S / 2, WAITS)], [0, 0], id="patience"),
+        pytest.param([(0, WAITS), (BLOCK_WAIT_S, IDLE)], [0, 0], id="nobody waits any more"),
+        pytest.param(
+            [(0, WAITS), (0.5, IDLE), (BLOCK_WAIT_S, WAITS)], [0, 0, 0], id="another one waits"
+        ),
+        pytest.param([(0, WAITS), (BLOCK_WAIT_S, MOVES)], [0, 0], id="it has its blocks"),
+        pytest.param(
+            [(0, WAITS), (BLOCK_WAIT_S, MOVES), (BLOCK_WAIT_S + 0.5, WAITS)], [0, 0, 0], id="anew"
+        ),
+        pytest.param([(0, WAITS), (BLOCK_WAIT_S, OFFER_ENDS)], [0, 0], id="an offer has ended"),
+        pytest.param(
+            [
+                (0, WAITS),
+                (BLOCK_WAIT_S, WAITS),
+                (1.5 * BLOCK_WAIT_S, WAITS),
+                (2 * BLOCK_WAIT_S, [7]),
+            ],
+            [0, 5, 0, 7],
+            id="again, if that was not enough",
+        ),
+        pytest.param(
+            [(0, [9, "progress", 3]), (BLOCK_WAIT_S, [3])], [0, 3], id="the next one waits"
+        ),
+    ],
+)
+def test_when_blocks_must_come_free(
+    steps: Sequence[tuple[float, Step]], expected: Sequence[int]
+) -> None:
+    clock = Clock()
+    start = clock.now
+    shortage = BlockShortage(clock)
+    needed = []
+    for when, step in steps:
+        clock.now = start + when
+        for each in step:
+            if isinstance(each, int):
+                shortage.on_question(each)
+            else:
+                shortage.on_progress()
+        needed.append(shortage.pop_needed())
+    assert needed == expected

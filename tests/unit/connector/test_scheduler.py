@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.v1.outputs import KVConnectorOutput
 
-from nixl_kv.connector.block_shortage import PATIENCE_S, BlockShortage
+from nixl_kv.connector.decode import Prompt
 from nixl_kv.connector.metadata import HandshakeMetadata, WorkerMetadata
-from nixl_kv.connector.prompt import Prompt
+from nixl_kv.connector.prefill import BLOCK_WAIT_S, PrefillScheduler
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.errors import ConfigError
-from nixl_kv.geometry.layout import block_ids
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
     CancelLoad,
@@ -54,22 +54,27 @@ def make() -> Iterator[Make]:
             recorded.kv_cache_config(),
         )
         schedulers.append(scheduler)
-        scheduler.bind(CacheManager())
+        scheduler.bind_kv_cache_manager(CacheManager())
         if is_described:
             publish(scheduler)
-            scheduler.on_step(recorded.empty_output())
+            scheduler.build_connector_meta(recorded.empty_output())
         return scheduler
 
     yield new
     for scheduler in schedulers:
-        scheduler.stop()
+        scheduler.shutdown()
 
 
 def publish(scheduler: Scheduler) -> Description:
     """The handshake of a worker's new life; what the engine answers then to whoever asks."""
     described = rank_description(incarnation=new_incarnation())
-    scheduler.publish({(0, 0): HandshakeMetadata(encode(described))})
+    scheduler.set_xfer_handshake_metadata({(0, 0): HandshakeMetadata(encode(described))})
     return ask(scheduler)
+
+
+def report(scheduler: Scheduler, **output: Any) -> None:
+    """The workers' output of a step."""
+    scheduler.update_connector_output(KVConnectorOutput(**output))
 
 
 def ask(scheduler: Scheduler) -> Description:
@@ -87,7 +92,7 @@ def ask(scheduler: Scheduler) -> Description:
 
 
 def commands(scheduler: Scheduler, output: Any = None) -> list[Any]:
-    return scheduler.on_step(output or recorded.empty_output()).commands
+    return scheduler.build_connector_meta(output or recorded.empty_output()).commands
 
 
 def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
@@ -105,6 +110,16 @@ def ticket_for(request: Any, number: int = 1, **changed: Any) -> Record:
         "weights": "",
     }
     return Ticket(**values | changed).params(None)
+
+
+def publish_offer(half: PrefillScheduler, request: RequestId) -> Record:
+    """The answer to a request that the engine has computed."""
+    prompt = Prompt(request, NUM_TOKENS, range(NUM_TOKENS))
+    half.on_new_request(request, NUM_TOKENS, prompt.context)
+    half.build_connector_meta([(request, range(NUM_TOKENS))])
+    _, params = half.request_finished(request, [TABLE], reason="")
+    assert params is not None
+    return params
 
 
 def with_ticket(**changed: Any) -> Any:
@@ -144,15 +159,15 @@ def test_a_ticket_that_is_not_valid_is_counted_and_logged(
     request.kv_transfer_params = params
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        scheduler.on_arrival(request)
+        scheduler.on_new_request(request)
     (message,) = caplog.messages
     assert message.startswith(f"request {request.request_id} is computed here: kv_transfer_params")
     assert words in message
     assert counted(scheduler) == {"tickets_refused": 1}
     assert counted(scheduler) == {}
-    assert scheduler.count_matched(request, 0) == (0, False)
-    scheduler.on_allocation(request, [TABLE], 0)
-    assert scheduler.on_finish(request, [TABLE]) == (False, None)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, [TABLE], 0)
+    assert scheduler.request_finished(request, [TABLE]) == (False, None)
     assert commands(scheduler) == []
 
 
@@ -177,10 +192,10 @@ def test_prompts_of_an_in_tree_prefill_are_computed_and_the_log_says_once_what_t
     requests = [new_request(dict(OF_IN_TREE)) for _ in range(5)]
     with caplog.at_level(logging.WARNING):
         for request in requests:
-            scheduler.on_arrival(request)
-            assert scheduler.count_matched(request, 0) == (0, False)
-            scheduler.on_allocation(request, [TABLE], 0)
-            assert scheduler.on_finish(request, [TABLE]) == (False, None)
+            scheduler.on_new_request(request)
+            assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+            scheduler.update_state_after_alloc(request, [TABLE], 0)
+            assert scheduler.request_finished(request, [TABLE]) == (False, None)
     (message,) = caplog.messages
     assert message == (
         f"request {requests[0].request_id} is computed here: prefill runs vLLM's own NixlConnector "
@@ -196,7 +211,7 @@ def test_a_ticket_that_lost_its_string_is_not_taken_for_an_in_tree_prefills(
 ) -> None:
     scheduler = make(kv_role="kv_consumer")
     params = {name: value for name, value in ticket_for(new_request()).items() if name != FIELD}
-    scheduler.on_arrival(new_request(params))
+    scheduler.on_new_request(new_request(params))
     assert f"lacks the field {FIELD!r}" in caplog.text
     assert counted(scheduler) == {"tickets_refused": 1}
 
@@ -207,8 +222,8 @@ def test_a_ticket_that_lost_its_string_is_not_taken_for_an_in_tree_prefills(
 def test_no_value_of_its_fields_raises(make: Make, blocks: Any) -> None:
     scheduler = make(kv_role="kv_consumer")
     values = dict.fromkeys(("remote_engine_id", "remote_host"), blocks)
-    scheduler.on_arrival(new_request({**OF_IN_TREE, **values, "remote_block_ids": blocks}))
-    scheduler.on_arrival(new_request({**OF_IN_TREE, **values}))
+    scheduler.on_new_request(new_request({**OF_IN_TREE, **values, "remote_block_ids": blocks}))
+    scheduler.on_new_request(new_request({**OF_IN_TREE, **values}))
     assert counted(scheduler) == {"tickets_refused": 2}
 
 
@@ -217,12 +232,9 @@ def test_an_operator_chooses_whether_in_tree_decode_engines_get_tickets(
     make: Make, *, is_allowed: bool, flag: bool | None
 ) -> None:
     scheduler = make({"port": 0, "in_tree_decode": is_allowed})
-    scheduler.bind(CacheManager({"p1": [TABLE]}))
+    scheduler.bind_kv_cache_manager(CacheManager({"p1": [TABLE]}))
     request, half = RequestId("p1"), scheduler._prefill
-    half.on_arrival(request, NUM_TOKENS, lambda: Prompt(request, NUM_TOKENS, range(NUM_TOKENS)))
-    half.on_step([(request, range(NUM_TOKENS))])
-    _, params = half.on_finish(request, [TABLE], reason="")
-    assert params is not None
+    params = publish_offer(half, request)
     assert params.get("do_remote_prefill") is flag
 
 
@@ -255,12 +267,12 @@ def test_a_request_for_the_other_role_is_computed(
     scheduler = make(kv_role=role)
     request = new_request(params)
     with caplog.at_level(logging.WARNING):
-        scheduler.on_arrival(request)
+        scheduler.on_new_request(request)
     assert words in caplog.text
     assert counted(scheduler) == {"tickets_refused": 1}
-    assert scheduler.count_matched(request, 0) == (0, False)
-    scheduler.on_allocation(request, [TABLE], 0)
-    assert scheduler.on_finish(request, [TABLE]) == (False, None)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, [TABLE], 0)
+    assert scheduler.request_finished(request, [TABLE]) == (False, None)
     assert commands(scheduler, recorded.empty_output()) == []
 
 
@@ -272,7 +284,7 @@ def test_only_decode_misses_a_ticket(
 ) -> None:
     scheduler = make(kv_role=role)
     with caplog.at_level(logging.INFO):
-        scheduler.on_arrival(new_request())
+        scheduler.on_new_request(new_request())
     assert counted(scheduler) == ({"tickets_missing": 1} if missing else {})
     assert ("its kv_transfer_params have no ticket" in caplog.text) is bool(missing)
 
@@ -296,17 +308,17 @@ def test_parameters_of_another_connector_are_ignored(
 ) -> None:
     scheduler, request = make(kv_role=role), new_request(params)
     with caplog.at_level(logging.INFO):
-        scheduler.on_arrival(request)
+        scheduler.on_new_request(request)
     assert not caplog.records
     assert counted(scheduler) == {}
-    assert scheduler.count_matched(request, 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
 @pytest.mark.parametrize("name", ["remote_decoder", "remote_kv_source"])
 def test_parameters_of_another_connector_hide_no_ticket(make: Make, name: str) -> None:
     scheduler, request = make(), with_ticket()
     request.kv_transfer_params = {**(request.kv_transfer_params or {}), name: P2P}
-    scheduler.on_arrival(request)
+    scheduler.on_new_request(request)
     assert [type(one) for one in commands(scheduler)] == [PrepareLoad]
 
 
@@ -322,7 +334,7 @@ def test_a_connector_that_was_to_push_says_that_it_pulls(
 def test_a_request_that_the_frontend_rejected_only_releases_its_offer(make: Make) -> None:
     scheduler, request = make(), with_ticket()
     rejected = new_request(request.kv_transfer_params, num_tokens=1, abort_immediately=True)
-    scheduler.on_arrival(rejected)
+    scheduler.on_new_request(rejected)
     prepare, cancel = commands(scheduler)
     assert isinstance(prepare, PrepareLoad)
     assert cancel == CancelLoad(RequestId(rejected.request_id))
@@ -333,7 +345,7 @@ def test_a_ticket_of_another_users_prompt_is_refused(make: Make) -> None:
     """What else its KV depends on is compared too."""
     scheduler, request = make(), with_ticket()
     request.cache_salt = "a user's"
-    scheduler.on_arrival(request)
+    scheduler.on_new_request(request)
     assert counted(scheduler) == {"tickets_refused": 1}
 
 
@@ -345,13 +357,13 @@ def test_what_arrives_while_it_drains_is_not_offered_and_what_came_before_is(mak
     directory = scheduler._directory
     assert directory is not None
     before, after = new_request(TO_OFFER), new_request(TO_OFFER)
-    scheduler.on_arrival(before)
+    scheduler.on_new_request(before)
     directory.is_draining = True
-    scheduler.on_arrival(after)
-    assert set(scheduler._prefill.requests) == {before.request_id}
+    scheduler.on_new_request(after)
+    assert set(scheduler._prefill.awaited) == {before.request_id}
     assert directory.count_awaited() == 1
-    assert scheduler.on_finish(after, [TABLE]) == (False, None)
-    scheduler.on_finish(before, [TABLE])
+    assert scheduler.request_finished(after, [TABLE]) == (False, None)
+    scheduler.request_finished(before, [TABLE])
     assert directory.count_awaited() == 0
 
 
@@ -363,11 +375,11 @@ def test_where_there_is_state_prefill_leaves_out_the_last_token(make: Make) -> N
     request = new_request()
     before = request.num_prompt_tokens
     request.kv_transfer_params = {"do_remote_decode": True}
-    scheduler.on_arrival(request)
+    scheduler.on_new_request(request)
     assert request.num_prompt_tokens == before - 1
-    assert list(scheduler._prefill.requests) == [request.request_id]
-    offered = scheduler._prefill._offers[request.request_id].prompt()
-    assert (offered.num_tokens, len(offered.token_ids or ())) == (before, before), "decode's"
+    assert list(scheduler._prefill.awaited) == [request.request_id]
+    context = scheduler._prefill._awaited[RequestId(request.request_id)].make_context(NONCE)
+    assert context == context_hash(NONCE, list(range(before)), []), "decode's whole prompt"
 
 
 def test_where_there_is_state_a_request_that_needs_its_last_token_is_not_offered(
@@ -381,9 +393,9 @@ def test_where_there_is_state_a_request_that_needs_its_last_token_is_not_offered
     request.sampling_params.skip_reading_prefix_cache = True
     request.kv_transfer_params = dict(TO_OFFER)
     with caplog.at_level("INFO"):
-        scheduler.on_arrival(request)
+        scheduler.on_new_request(request)
     assert "is not offered: " in caplog.text
-    assert (len(scheduler._prefill.requests), request.num_prompt_tokens) == (0, before)
+    assert (len(scheduler._prefill.awaited), request.num_prompt_tokens) == (0, before)
 
 
 def test_a_session_is_not_offered(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -391,28 +403,29 @@ def test_a_session_is_not_offered(make: Make, caplog: pytest.LogCaptureFixture) 
     scheduler, request = make(), new_request(TO_OFFER)
     request.resumable = True
     with caplog.at_level("INFO"):
-        scheduler.on_arrival(request)
-    assert "is not offered: it goes on with more input" in caplog.text
-    assert not scheduler._prefill.requests
+        scheduler.on_new_request(request)
+    assert "is not offered: it is resumable" in caplog.text
+    assert not scheduler._prefill.awaited
 
 
 def test_gauges_count_the_offers_and_loads_that_are_open(make: Make) -> None:
     """As they are shown when they change."""
     scheduler = make()
-    offered, loaded = new_request(TO_OFFER), with_ticket()
+    offered, loaded = RequestId("offered"), with_ticket()
 
     def shown() -> dict[str, Any]:
-        stats = scheduler.pop_stats()
-        return {} if stats is None else stats.data
+        stats = scheduler.get_kv_connector_stats()
+        return {} if stats is None else stats.reduce()
 
     assert shown() == {}
-    scheduler._prefill._quota.add(offered.request_id, NONCE, block_ids(TABLE))
-    scheduler.on_arrival(loaded)
+    scheduler.bind_kv_cache_manager(CacheManager({offered: [TABLE]}))
+    publish_offer(scheduler._prefill, offered)
+    scheduler.on_new_request(loaded)
     assert shown() == {"open_offers": 1, "open_loads": 1}
     assert shown() == {}
-    scheduler.on_ended(None, [loaded.request_id])
+    report(scheduler, finished_recving={loaded.request_id})
     assert shown() == {"open_loads": 0}
-    scheduler.on_ended([offered.request_id], None)
+    report(scheduler, finished_sending={offered})
     assert shown() == {"open_offers": 0}
 
 
@@ -424,9 +437,9 @@ TO_OFFER = {"do_remote_decode": True}
 
 def begin(scheduler: Scheduler, request: Any) -> None:
     """It gets blocks, whether it loads or computes."""
-    num_tokens, _ = scheduler.count_matched(request, 0)
+    num_tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
     assert num_tokens is not None
-    scheduler.on_allocation(request, [TABLE], num_tokens)
+    scheduler.update_state_after_alloc(request, [TABLE], num_tokens)
 
 
 def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_decoded(
@@ -435,39 +448,40 @@ def test_what_would_be_offered_waits_while_offers_hold_enough_where_others_are_d
     scheduler = make({"port": 0, "offer_share": 0.5})  # of 16 blocks of 32 tokens
     first, second = new_request(TO_OFFER), new_request(TO_OFFER)
     for request in (first, second):
-        scheduler.on_arrival(request)
+        scheduler.on_new_request(request)
     begin(scheduler, first)
     begin(scheduler, second)  # so far, nothing was decoded here
     decoded = with_ticket()
-    scheduler.on_arrival(decoded)
+    scheduler.on_new_request(decoded)
     third = new_request(TO_OFFER)
-    scheduler.on_arrival(third)
-    assert scheduler.count_matched(third, 0) == (None, False)
-    assert scheduler.count_matched(decoded, 0) == (NUM_TOKENS - 1, True)
+    scheduler.on_new_request(third)
+    assert scheduler.get_num_new_matched_tokens(third, 0) == (None, False)
+    assert scheduler.get_num_new_matched_tokens(decoded, 0) == (NUM_TOKENS - 1, True)
     commands(scheduler)
     for request in (first, second):
-        scheduler.on_finish(request, [TABLE])
-    scheduler.on_ended({first.request_id, second.request_id}, None)
-    assert scheduler.count_matched(third, 0) == (0, False)
+        scheduler.request_finished(request, [TABLE])
+    report(scheduler, finished_sending={first.request_id, second.request_id})
+    assert scheduler.get_num_new_matched_tokens(third, 0) == (0, False)
 
 
-def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offers_give_blocks_back_when_a_request_waits_and_nothing_moves(make: Make) -> None:
     clock = Clock()
     scheduler = make()
-    monkeypatch.setattr(scheduler._admission, "_shortage", BlockShortage(clock))
+    scheduler._prefill._shortage._clock = clock
     waiting = new_request()
 
     def wait() -> list[Any]:
-        clock.now += PATIENCE_S
-        scheduler.count_matched(waiting, 0)
+        clock.now += BLOCK_WAIT_S
+        scheduler.get_num_new_matched_tokens(waiting, 0)
         return commands(scheduler)
 
     assert wait() + wait() == []  # there is no offer
-    scheduler._prefill._quota.add(RequestId("offered"), NONCE, block_ids(TABLE))
-    assert wait() == [ReclaimBlocks(4)]
-    scheduler.on_ended(["offered"], None)
+    offered = RequestId("offered")
+    scheduler.bind_kv_cache_manager(CacheManager({offered: [TABLE]}))
+    publish_offer(scheduler._prefill, offered)
+    *_, last = wait() + wait()
+    assert last == ReclaimBlocks(4)
+    report(scheduler, finished_sending={offered})
     assert wait() + wait() == []
 
 
@@ -485,8 +499,8 @@ def test_what_draft_modules_look_ahead_is_computed_on_decode(
     monkeypatch.setattr("nixl_kv.connector.scheduler.computed_on_decode", lambda _: 3)
     scheduler = make()
     request = with_ticket()
-    scheduler.on_arrival(request)
-    assert scheduler.count_matched(request, 0) == (NUM_TOKENS - 3, True)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (NUM_TOKENS - 3, True)
 
 
 # --- the engine's description
@@ -495,7 +509,7 @@ def test_what_draft_modules_look_ahead_is_computed_on_decode(
 def test_no_handshakes_describe_nothing(make: Make) -> None:
     """Of an engine whose workers have no cache."""
     scheduler = make(is_described=False)
-    scheduler.publish({})
+    scheduler.set_xfer_handshake_metadata({})
     assert scheduler._directory is None
     assert commands(scheduler) == []
 
@@ -504,10 +518,12 @@ def test_the_first_step_tells_the_workers_of_each_other(make: Make) -> None:
     """In rank order: pipeline stage major."""
     scheduler = make(is_described=False)
     ranks = {key: rank_description(number) for number, key in enumerate([(1, 0), (0, 1), (0, 0)])}
-    scheduler.publish({key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()})
+    scheduler.set_xfer_handshake_metadata(
+        {key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()}
+    )
     in_order = [ranks[key] for key in sorted(ranks)]
     assert list(ask(scheduler).ranks) == in_order
-    scheduler.on_arrival(with_ticket())
+    scheduler.on_new_request(with_ticket())
     first, second = commands(scheduler)
     assert first == SetEngine(EngineId("recorded"), tuple(rank.layout for rank in in_order))
     assert isinstance(second, PrepareLoad)
@@ -538,14 +554,16 @@ def test_new_lives_of_ranks_are_published_and_go_into_tickets(make: Make) -> Non
     """Of either of two ranks that report with the same step."""
     scheduler = make(is_described=False)
     ranks = {(0, number): rank_description(number) for number in range(2)}
-    scheduler.publish({key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()})
+    scheduler.set_xfer_handshake_metadata(
+        {key: HandshakeMetadata(encode(rank)) for key, rank in ranks.items()}
+    )
     commands(scheduler)
     before = ask(scheduler)
     new = [replace(rank, incarnation=new_incarnation()) for rank in ranks.values()]
     one, other = (WorkerMetadata({number: encode(rank)}) for number, rank in enumerate(new))
-    scheduler.on_worker_metadata(None)
+    report(scheduler)
     assert ask(scheduler) == before
-    scheduler.on_worker_metadata(one.aggregate(other))
+    report(scheduler, kv_connector_worker_meta=one.aggregate(other))
     after = ask(scheduler)
     assert list(after.ranks) == new
     assert after.incarnation != before.incarnation
@@ -570,7 +588,7 @@ def test_a_decode_engine_whose_default_port_is_taken_listens_on_another_one(
     assert address is not None
     assert address.port not in (0, taken_port)
     assert ask(scheduler).engine == "recorded"
-    words = f"port {taken_port} (the default) is in use: this engine is described at port"
+    words = f"port {taken_port} (the default) is in use: serving this engine's description on port"
     assert f"{words} {address.port}" in caplog.messages
 
 
@@ -613,7 +631,7 @@ def test_what_becomes_of_failed_loads_is_set_where_vllm_looks(
     assert transfer is not None
     assert transfer.kv_load_failure_policy == expected
     said = [line for line in caplog.messages if "on_load_failure" in line]
-    line = f"a request whose KV cannot be read {OUTCOMES[expected]} (on_load_failure)"
+    line = f"a request whose KV load fails {OUTCOMES[expected]} (on_load_failure)"
     assert said == ([] if role == "kv_producer" else [line])
 
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from nixl_kv.connector.stale_tails import StaleTails
+from nixl_kv.connector.worker import StaleTails
 from nixl_kv.geometry.layout import Table
 from nixl_kv.protocol.events import CancelLoad, StartLoad
 from support.recorded_vllm import torch

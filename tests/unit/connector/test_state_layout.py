@@ -213,7 +213,7 @@ def test_copies_and_groups_that_ranks_divide_are_told_apart() -> None:
 
     assert groups(1) == [0, 0]
     assert groups(4) == [3, 3]
-    with pytest.raises(ConfigError, match="its model None; allowed: 1, or 4"):
+    with pytest.raises(ConfigError, match="its model has None groups; allowed: 1 or 4"):
         groups(None)
 
 

@@ -1,6 +1,7 @@
 """What is counted, and how vLLM's log and Prometheus show it."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,13 +162,32 @@ def test_stats_of_workers_and_steps_add_up() -> None:
     assert second.data[TRANSFER_SECONDS] == [0.25]
 
 
-def test_a_gauge_is_shown_when_it_changes_and_the_latest_counts() -> None:
-    stats, later = Stats(), Stats()
+def test_a_gauge_is_sent_when_it_changes_and_the_latest_value_counts() -> None:
+    stats = Stats()
     stats.measure("open_loads", 0)
     assert stats.pop() is None
     stats.measure("open_loads", 2)
-    later.measure("open_loads", 1)
-    assert stats.aggregate(later).reduce() == {"open_loads": 1}
+    first = stats.pop()
+    assert first is not None
+    stats.measure("open_loads", 2)
+    assert stats.pop() is None
+    stats.measure("open_loads", 1)
+    assert first.aggregate(stats).reduce() == {"open_loads": 1}
+
+
+def test_gauges_of_several_ranks_stay_apart() -> None:
+    ranks = [Stats(rank=number) for number in range(3)]
+    for stats, value in zip(ranks, (5, 7, 6), strict=True):
+        stats.measure("open_descriptors", value)
+    total = Stats()
+    for stats in ranks:
+        total = total.aggregate(stats)
+    ranks[1].measure("open_descriptors", 4)
+    assert total.aggregate(ranks[1]).reduce() == {
+        "open_descriptors of rank 0": 5,
+        "open_descriptors of rank 1": 4,
+        "open_descriptors of rank 2": 6,
+    }
 
 
 def test_the_log_line_has_counts_and_the_median_time() -> None:
@@ -191,16 +211,20 @@ def test_without_a_transfer_there_is_no_speed() -> None:
     stats.reset()
     assert stats.is_empty()
     assert stats.reduce() == {}
+    stats.count_results([LoadEnded(D1, 0, None)])  # this rank has none of the prompt's KV
+    assert stats.reduce() == {"loads": 1, "tokens_loaded": 0}
 
 
 # --- Prometheus
 
 
 def metrics(engines: int) -> PromMetrics:
-    """As vLLM makes them, for several engines of one model."""
+    """As vLLM makes them, for several engines of one model, with two ranks each."""
+    config = recorded.vllm_config()
+    config.parallel_config.world_size = 2
     kinds: Any = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
     labels: dict[int, list[object]] = {number: ["tiny", str(number)] for number in range(engines)}
-    return PromMetrics(recorded.vllm_config(), kinds, ["model_name", "engine"], labels)
+    return PromMetrics(config, kinds, ["model_name", "engine"], labels)
 
 
 @pytest.fixture
@@ -213,17 +237,18 @@ def registry() -> Iterator[Any]:
         prometheus.REGISTRY.unregister(collector)
 
 
+def shown(registry: Any, name: str, engine: int, **labels: str) -> float | None:
+    labels = {"model_name": "tiny", "engine": str(engine), **labels}
+    found: float | None = registry.get_sample_value(f"vllm:nixl_kv_{name}", labels)
+    return found
+
+
 def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
     prom = metrics(2)
     prom.observe({"loads": 3, TRANSFER_SECONDS: [0.004, 0.2], "unknown": 7}, 1)
     prom.observe({"loads": 1, "open_loads": 2}, 0)
     prom.observe({"open_loads": 1}, 0)
-
-    def value(name: str, engine: int, **labels: str) -> float | None:
-        labels = {"model_name": "tiny", "engine": str(engine), **labels}
-        found: float | None = registry.get_sample_value(f"vllm:nixl_kv_{name}", labels)
-        return found
-
+    value = partial(shown, registry)
     assert [value("loads_total", engine) for engine in (0, 1)] == [1, 3]
     assert all(value(f"{name}_total", 0) is not None for name in NAMES)
     assert [value("open_loads", engine) for engine in (0, 1)] == [1, 0]
@@ -232,27 +257,38 @@ def test_prometheus_shows_each_counter_for_each_engine(registry: Any) -> None:
     assert value("transfer_seconds_count", 0) == 0
 
 
+def test_prometheus_shows_a_gauge_of_each_rank(registry: Any) -> None:
+    prom, ranks = metrics(2), [Stats(rank=number) for number in range(2)]
+    value = partial(shown, registry, "unreadable")
+    seen = []
+    for rank, is_unreadable in [(0, 1), (1, 1), (1, 0), (0, 0)]:
+        ranks[rank].measure("unreadable", is_unreadable)
+        popped = ranks[rank].pop()
+        assert popped is not None
+        prom.observe(popped.data, 0)
+        seen.append((value(0, rank="0"), value(0, rank="1")))
+    assert seen == [(1, 0), (1, 1), (1, 0), (0, 0)]
+    assert (value(1, rank="0"), value(1, rank="1")) == (0, 0), "another engine's, from the start"
+
+
 def test_open_descriptors_are_shown_and_few_left_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of all ranks that which has most; a warning once in a while."""
     monkeypatch.setattr("nixl_kv.transport.descriptors.limit", lambda: 100)
     counts = iter([80, 81, 90, 95])
     monkeypatch.setattr("nixl_kv.transport.descriptors.num_open", lambda: next(counts))
-    stats, shown = Stats(), []
+    stats, sent = Stats(), []
     for now in (0.0, 9.9, 10.0, 20.0, 1000.0):
         stats.measure_descriptors(now)
         popped = stats.pop()
-        shown.append(popped and popped.data["open_descriptors"])
-    assert shown == [80, None, 81, 90, 95]
+        sent.append(popped and popped.data["open_descriptors"])
+    assert sent == [{"0": 80}, None, {"0": 81}, {"0": 90}, {"0": 95}]
     warnings = [record.getMessage()[:12] for record in caplog.records]
     assert warnings == ["81 of 100 fi", "95 of 100 fi"]
-    both = Stats({"open_descriptors": 7}).aggregate(Stats({"open_descriptors": 5}))
-    assert both.data == {"open_descriptors": 7}
 
 
 def test_a_gauge_of_the_transfer_thread_is_shown_as_it_is() -> None:
     stats = Stats()
     for value in (1, 1, 0):
         stats.count_results([Counts({"unreadable": value})])
-    assert stats.data == {"unreadable": 0}
+    assert stats.data == {"unreadable": {"0": 0}}

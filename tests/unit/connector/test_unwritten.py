@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from nixl_kv.connector import unwritten
-from nixl_kv.connector.unwritten import UnwrittenOffers
+from nixl_kv.connector import worker
+from nixl_kv.connector.worker import UnwrittenOffers
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.events import MarkWritten
 from support.records import NONCE, NONCE2, hex32, prepare_offer, publish_offer
@@ -35,7 +35,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> deque[Event]:
         events.append(Event())
         return events[-1]
 
-    monkeypatch.setattr(unwritten, "_record_event", record)
+    monkeypatch.setattr(worker, "_record_event", record)
     return events
 
 
@@ -49,7 +49,7 @@ def test_on_a_cpu_a_step_is_complete_when_it_returns() -> None:
     offers = UnwrittenOffers()
     offers.add([LATE, publish_offer()])
     assert marked(offers) == []
-    offers.on_step_enqueued()
+    offers.wait_for_save()
     assert marked(offers) == [NONCE]
     assert marked(offers) == []
 
@@ -58,10 +58,10 @@ def test_an_offer_waits_for_the_work_of_its_step(recorded: deque[Event]) -> None
     offers = UnwrittenOffers()
     offers.add([LATE])
     offers.add([NEXT])  # handed over with the same step
-    offers.on_step_enqueued()
-    offers.on_step_enqueued()  # of a step that writes no offer's KV
+    offers.wait_for_save()
+    offers.wait_for_save()  # of a step that writes no offer's KV
     offers.add([THIRD])
-    offers.on_step_enqueued()
+    offers.wait_for_save()
     assert marked(offers) == []
     first, second = recorded
     second.is_done = True  # which cannot be before the first
@@ -73,6 +73,6 @@ def test_an_offer_waits_for_the_work_of_its_step(recorded: deque[Event]) -> None
 def test_without_draft_layers_nothing_waits(recorded: deque[Event]) -> None:
     offers = UnwrittenOffers()
     offers.add([prepare_offer()])
-    offers.on_step_enqueued()
+    offers.wait_for_save()
     assert marked(offers) == []
     assert not recorded

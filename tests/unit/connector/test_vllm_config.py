@@ -35,6 +35,7 @@ from nixl_kv.connector.vllm_config import (
     counts_media,
     draft_facts,
     draft_model_of,
+    has_sleep_hooks,
     is_copy,
     model_facts,
     pagings,
@@ -42,7 +43,6 @@ from nixl_kv.connector.vllm_config import (
     parse_config,
     progress,
     prompt_of,
-    request_ids,
     required_layout,
     shorten,
     stripe,
@@ -51,7 +51,6 @@ from nixl_kv.connector.vllm_config import (
     window,
     worker_rank,
 )
-from nixl_kv.connector.vllm_versions import is_told_of_sleep
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Stripe
 from nixl_kv.geometry.match import ParallelShape
@@ -150,15 +149,15 @@ REFUSED = [
         cache_of(FULL),
         "sleep mode",
         id="sleep mode",
-        marks=pytest.mark.skipif(is_told_of_sleep(), reason="this vLLM tells of it"),
+        marks=pytest.mark.skipif(has_sleep_hooks(), reason="this vLLM tells of it"),
     ),
     pytest.param(
-        media(), cache_of(FULL), "images, audio and video that are not told apart", id="media"
+        media(), cache_of(FULL), "images, audio and video without content hashes", id="media"
     ),
     pytest.param(
         unchanged,
         cache_of(FULL, mamba("GDN_ATTN", 4)),
-        "recurrent state of other kinds than GDN_ATTN, LINEAR, MAMBA1",
+        "recurrent state of kinds other than GDN_ATTN, LINEAR, MAMBA1",
         id="more states",
     ),
     pytest.param(unchanged, cache_of(STATES), "several tokens in one stored state", id="states"),
@@ -225,12 +224,12 @@ def test_vllm_numbers_media_where_it_is_said_here(*, gb: float, is_prefix_cached
 def test_each_refusal_has_a_test() -> None:
     """But for those that need groups of vLLM's which are hard to make here, or have their own."""
     shown = {str(case.values[2]) for case in REFUSED}
-    others = [words for words in REFUSALS if not any(words.startswith(one) for one in shown)]
-    assert [words.split(" than ")[0].split(" (")[0] for words in others] == [
+    others = [text for text in REFUSALS if not any(text.startswith(one) for one in shown)]
+    assert [text.split(" than ")[0].split(" (")[0] for text in others] == [
         "this platform: run the engine on NVIDIA or AMD GPUs or on CPU",
         "several draft modules",
         "cache groups in host memory",
-        "other caches",
+        "caches of kinds other",
     ]
 
 
@@ -255,7 +254,7 @@ def test_a_kind_of_cache_that_is_not_known_is_refused() -> None:
     class NewSpec(FullAttentionSpec):
         """A later vLLM's."""
 
-    with pytest.raises(ConfigError, match="other caches than of ChunkedLocalAttentionSpec, Full"):
+    with pytest.raises(ConfigError, match="than ChunkedLocalAttentionSpec, Full"):
         check_supported(recorded.vllm_config(), cache_of(NewSpec(**ATTENTION)))
 
 
@@ -636,7 +635,7 @@ def test_pages_of_several_kinds_keep_vllms_own_layout(monkeypatch: pytest.Monkey
     ("change", "words"),
     [
         pytest.param({"num_tokens": 1}, "its prompt has one token", id="one token"),
-        pytest.param({"skip": True}, "its client wants the prompt's log prob", id="log probs"),
+        pytest.param({"skip": True}, "its client asks for the prompt's log prob", id="log probs"),
         pytest.param({"media": (90, 10)}, "its prompt ends within an image", id="media at the end"),
         pytest.param({"media": (80, 10)}, "", id="media before"),
         pytest.param({}, "", id="any other"),
@@ -725,7 +724,7 @@ def test_a_rank_has_a_stripe_of_what_is_divided() -> None:
 
 @pytest.mark.usefixtures("second_rank")
 def test_an_interleave_that_does_not_divide_the_blocks_is_refused() -> None:
-    words = "--cp-kv-cache-interleave-size is 5; allowed: what divides the block size 32"
+    words = "--cp-kv-cache-interleave-size is 5; allowed: a divisor of the block size 32"
     with pytest.raises(ConfigError, match=f"^{words}$"):
         stripe(divided(width=5), FULL)
 
@@ -880,10 +879,3 @@ def test_progress_is_that_of_new_running_and_resumed_requests() -> None:
             assert len(positions) == output.num_scheduled_tokens[request]
             reached[request] = positions.stop
     assert preempted == resumed > 0
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"), [(None, []), ({"a"}, ["a"]), (["a", "b"], ["a", "b"])]
-)
-def test_vllm_may_say_none_for_no_requests(ids: Any, expected: list[str]) -> None:
-    assert request_ids(ids) == expected

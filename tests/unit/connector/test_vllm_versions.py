@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import nixl_kv
-from nixl_kv.connector import vllm_versions
+from nixl_kv.connector import vllm_config
 from nixl_kv.connector.connector import NixlKVConnector
 
 PACKAGE = Path(nixl_kv.__file__).parent
@@ -22,8 +22,8 @@ SLEEP = ("unregister_kv_caches", "restore_kv_caches")
 @pytest.fixture
 def reloaded() -> Iterator[ModuleType]:
     """The module, which is loaded anew afterwards."""
-    yield vllm_versions
-    importlib.reload(vllm_versions)
+    yield vllm_config
+    importlib.reload(vllm_config)
 
 
 def test_a_vllm_without_sources_of_hits_is_served(
@@ -48,8 +48,8 @@ def test_sleep_needs_both_hooks(
     monkeypatch: pytest.MonkeyPatch, hooks: tuple[str, ...], *, is_told: bool
 ) -> None:
     base: Any = type("Base", (), dict.fromkeys(hooks, lambda _: None))
-    monkeypatch.setattr(vllm_versions, "KVConnectorBase_V1", base)
-    assert vllm_versions.is_told_of_sleep() is is_told
+    monkeypatch.setattr(vllm_config, "KVConnectorBase_V1", base)
+    assert vllm_config.has_sleep_hooks() is is_told
     assert NixlKVConnector.supports_sleep_mode(None) is is_told
 
 
@@ -60,4 +60,4 @@ def test_no_other_file_asks_for_a_version() -> None:
         for path in (PACKAGE / "connector").glob("*.py")
         if asking.search(path.read_text(encoding="utf-8"))
     }
-    assert files == {"connector/vllm_versions.py"}
+    assert files == {"connector/vllm_config.py"}

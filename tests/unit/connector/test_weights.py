@@ -5,26 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import pytest
-from transformers import OPTConfig
-from vllm import SamplingParams
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.utils.hashing import sha256
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.vllm_config import prompt_of
@@ -42,8 +27,8 @@ from nixl_kv.protocol.events import (
 from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import SealedTicket, Ticket
 from support.records import hex32, rank_description
+from support.vllm_scheduler import make_config, make_request, make_scheduler
 
-BLOCK: Final = 16
 PROMPT: Final = 100
 """Tokens: six blocks and a bit."""
 NUM_BLOCKS: Final = 60
@@ -51,52 +36,18 @@ WANT_TICKET: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 LIFE: Final = Incarnation(hex32(0x11FE))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    OPTConfig(architectures=["OPTForCausalLM"], **sizes).save_pretrained(folder)
-    return ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
-
-
 class Engine:
     """One engine: vLLM's scheduler with this connector."""
 
-    def __init__(
-        self, model: ModelConfig, role: str, *, is_async: bool = False, **extra: Any
-    ) -> None:
-        config = VllmConfig(
-            model_config=model,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=1,
-                max_num_batched_tokens=256,
-                max_model_len=512,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-                async_scheduling=is_async,
-            ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="NixlKVConnector",
-                kv_connector_module_path="nixl_kv.connector",
-                kv_role=role,
-                kv_connector_extra_config={"port": 0, **extra},
-            ),
-            device_config=DeviceConfig("cpu"),
+    def __init__(self, role: str, *, is_async: bool = False, **extra: Any) -> None:
+        transfer = KVTransferConfig(
+            kv_connector="NixlKVConnector",
+            kv_connector_module_path="nixl_kv.connector",
+            kv_role=role,
+            kv_connector_extra_config={"port": 0, **extra},
         )
-        config.cache_config.kv_cache_layout = "LBHNC"
-        config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=model.dtype)
-        cache = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
-        kv_cache_utils.init_none_hash(sha256)
-        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
-        self.vllm = (AsyncScheduler if is_async else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
+        config = make_config(transfer, NUM_BLOCKS, is_async=is_async, max_num_seqs=1)
+        self.vllm = make_scheduler(config)
         self.connector: Any = self.vllm.connector
         described = HandshakeMetadata(encode(rank_description(incarnation=LIFE)))
         self.handshake = {(0, 0): described}
@@ -112,15 +63,7 @@ class Engine:
     def add(
         self, name: str, params: object = None, *, first: int = 0, n: int = PROMPT, out: int = 1
     ) -> Request:
-        request = Request(
-            request_id=name,
-            prompt_token_ids=list(range(first, first + n)),
-            sampling_params=SamplingParams(
-                max_tokens=out, ignore_eos=True, extra_args={"kv_transfer_params": params}
-            ),
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        request = make_request(name, range(first, first + n), params, max_tokens=out)
         self.vllm.add_request(request)
         return request
 
@@ -163,7 +106,6 @@ class Engine:
         """For the prompt of `add`."""
         nonce = new_nonce()
         tokens = list(range(first, first + PROMPT))
-        request = Request("any", tokens, SamplingParams(max_tokens=1), None)
         values: dict[str, Any] = {
             "engine": EngineId("prefill"),
             "host": "127.0.0.1",
@@ -171,7 +113,7 @@ class Engine:
             "incarnation": LIFE,
             "nonce": nonce,
             "num_tokens": PROMPT,
-            "context": prompt_of(request).context(nonce),
+            "context": prompt_of(make_request("any", tokens)).context(nonce),
             "epoch": 0,
             "weights": "",
         }
@@ -182,11 +124,11 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def make(model: ModelConfig) -> Iterator[Make]:
+def make() -> Iterator[Make]:
     engines: list[Engine] = []
 
     def new(role: str, **options: Any) -> Engine:
-        engines.append(Engine(model, role, **options))
+        engines.append(Engine(role, **options))
         return engines[-1]
 
     yield new
@@ -319,10 +261,10 @@ def test_the_worker_reports_what_was_held_back(make: Make) -> None:
     decode.step(finished_recving={"d"})
     output, _ = decode.schedule()
     worker = Worker(decode.vllm.vllm_config, decode.vllm.kv_cache_config)
-    worker.on_step(output.kv_connector_metadata)
-    results = worker.pop_results()
+    worker.bind_connector_metadata(output.kv_connector_metadata)
+    results = worker.get_transfer_results()
     assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
-    results = worker.pop_results()
+    results = worker.get_transfer_results()
     assert not results.finished_recving
 
 

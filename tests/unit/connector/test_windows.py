@@ -10,7 +10,6 @@ from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -20,11 +19,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from nixl_kv.connector.block_pinning import PinnedBlocks
+from nixl_kv.connector.paging import Pins, RequestBlocks
 from nixl_kv.connector.vllm_config import pagings
 from nixl_kv.geometry.layout import ABSENT, Table
 from nixl_kv.ids import RequestId
 from support.tables import written_out
+from support.vllm_scheduler import make_config
 
 try:
     from vllm.v1.core import kv_cache_planning
@@ -38,9 +38,7 @@ WINDOW = 0  # its group's number
 
 @pytest.fixture(scope="module")
 def vllm_config() -> VllmConfig:
-    config = VllmConfig()
-    register_all_kvcache_specs(config)
-    config.cache_config.kv_cache_layout = "LBHNC"
+    config = make_config(None, 0)
     config.model_config = SimpleNamespace(
         max_model_len=2048, original_max_model_len=2048, supports_kv_cache_grouping=False
     )
@@ -81,6 +79,7 @@ class Engine:
     def __init__(self, config: VllmConfig, spec: AttentionSpec) -> None:
         size = config.cache_config.block_size = spec.block_size
         layers = {"layers.0": spec, "layers.1": FullAttentionSpec(**_common(size))}
+        self.config = config
         self.cache = cache_config(config, layers)
         self.manager = KVCacheManager(
             self.cache,
@@ -105,7 +104,9 @@ class Engine:
             block_hasher=self.hasher,
         )
 
-    def prefill(self, blocks: PinnedBlocks, prompt: int, chunk: int) -> tuple[Table, ...]:
+    def prefill(
+        self, blocks: RequestBlocks, pins: Pins, prompt: int, chunk: int
+    ) -> tuple[Table, ...]:
         """Compute a prompt in chunks as the scheduler does; the tables that are offered."""
         request = self.request(prompt)
         hit, local, _ = self.manager.get_computed_blocks(request)
@@ -116,14 +117,14 @@ class Engine:
             count = min(chunk, prompt - computed)
             self.manager.new_step_starts()
             assert self.manager.allocate_slots(request, count, *first) is not None
-            blocks.pin(P, prompt)
-            offered = blocks.tables(P, prompt, blocks.current(P))
+            blocks.pin(P, prompt, pins)
+            offered = blocks.tables(prompt, blocks.current(P), pins)
             computed += count
             request.num_computed_tokens, first = computed, ()
         request.append_output_token_ids(7)
         self.manager.remove_skipped_blocks(P, prompt, prompt)
         tables = self.manager.get_block_ids_for_computed_tokens(P, prompt)
-        assert blocks.tables(P, prompt, tables) == offered
+        assert blocks.tables(prompt, tables, pins) == offered
         self.manager.free(request)  # what the offer keeps of the other group is vLLM's to keep
         return offered
 
@@ -142,6 +143,11 @@ class Engine:
         table = list(self.manager.get_block_ids(P)[WINDOW])
         self.manager.free(request)
         return table
+
+
+def blocks_of(engine: Engine, manager: Any = None) -> RequestBlocks:
+    cache = engine.cache
+    return RequestBlocks(pagings(engine.config, cache), cache.num_blocks, manager)
 
 
 def missing(wanted: list[int], offered: list[int], sizes: tuple[int, int], end: int) -> list[int]:
@@ -173,15 +179,15 @@ def test_all_that_decode_wants_of_a_window_is_offered(
     vllm_config: VllmConfig, make: Any, window: int, sizes: tuple[int, int], *, chunk: int
 ) -> None:
     prefill, decode = (Engine(vllm_config, make(size, window)) for size in sizes)
-    blocks = PinnedBlocks(pagings(VllmConfig(), prefill.cache), prefill.manager)
+    blocks, pins = blocks_of(prefill, prefill.manager), Pins()
     pool = prefill.manager.block_pool
     for prompt in PROMPTS:
-        offered = prefill.prefill(blocks, prompt, chunk)
+        offered = prefill.prefill(blocks, pins, prompt, chunk)
         table = written_out(offered[WINDOW])
         assert all(pool.blocks[block].ref_cnt == 1 for block in table if block > 0), prompt
         wanted = decode.wanted(prompt) if prompt > 1 else []
         assert missing(wanted, table, sizes, prompt - 1) == [], prompt
-        blocks.unpin([P])
+        blocks.unpin(pins)
         for engine in (prefill, decode):
             assert engine.free() == engine.idle, prompt
             assert engine.manager.reset_prefix_cache()
@@ -200,14 +206,15 @@ def test_without_pins_a_block_would_be_missing(vllm_config: VllmConfig) -> None:
 
 def test_a_preempted_requests_blocks_are_given_back(vllm_config: VllmConfig) -> None:
     engine = Engine(vllm_config, sliding(16, 64))
-    blocks = PinnedBlocks(pagings(VllmConfig(), engine.cache))
-    blocks.bind(engine.manager, lambda request: blocks.unpin([request, RequestId("another")]))
+    blocks = blocks_of(engine)
+    pins: Pins = {}
+    blocks.bind(engine.manager, lambda _: blocks.unpin(pins))
     request = engine.request(100)
     engine.manager.allocate_slots(request, 100)
-    blocks.pin(P, 100)
+    blocks.pin(P, 100, pins)
     engine.manager.free(request)
     assert engine.free() == engine.idle
-    assert repr(blocks) == "<PinnedBlocks: 0 for 0 requests>"
+    assert pins == {}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -216,10 +223,10 @@ def test_all_is_offered_of_a_prompt_that_prefill_has_in_its_cache(
 ) -> None:
     """A hit shows only the window before its own end. Decode's blocks are of the same size."""
     prefill, decode = (Engine(vllm_config, sliding(16, 64)) for _ in range(2))
-    blocks = PinnedBlocks(pagings(VllmConfig(), prefill.cache), prefill.manager)
+    blocks, pins = blocks_of(prefill, prefill.manager), Pins()
     wanted = decode.wanted(prompt) if prompt > 1 else []
     for _ in range(2):
-        offered = prefill.prefill(blocks, prompt, 512)
+        offered = prefill.prefill(blocks, pins, prompt, 512)
         table = written_out(offered[WINDOW])
         assert missing(wanted, table, (16, 16), prompt - 1) == []
-        blocks.unpin([P])
+        blocks.unpin(pins)

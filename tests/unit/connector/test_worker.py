@@ -49,11 +49,11 @@ LATE = Failure(FailureKind.LATE, "late")
 def worker() -> Iterator[Worker]:
     worker = Worker(recorded.vllm_config(), recorded.kv_cache_config())
     yield worker
-    worker.stop()
+    worker.unregister_kv_caches()
 
 
 def described(worker: Worker) -> RankDescription:
-    handshake = worker.handshake
+    handshake = worker.handshake_metadata
     assert handshake is not None
     return decode_rank(handshake.rank_description)
 
@@ -62,9 +62,9 @@ def described(worker: Worker) -> RankDescription:
 
 
 def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None:
-    assert worker.handshake is None
+    assert worker.handshake_metadata is None
     caches = recorded.kv_caches()
-    worker.register(caches)
+    worker.register_kv_caches(caches)
     rank = described(worker)
     assert rank.endpoint.startswith("tcp://127.0.0.1:")
     assert rank.agent.decode() in fabric.transports
@@ -75,9 +75,9 @@ def test_a_registered_cache_is_described(worker: Worker, fabric: Fabric) -> None
 
 def test_a_wake_up_begins_a_new_life(worker: Worker, fabric: Fabric) -> None:
     caches = recorded.kv_caches()
-    worker.register(caches)
+    worker.register_kv_caches(caches)
     before, transports = described(worker), set(fabric.transports)
-    worker.register(caches)
+    worker.register_kv_caches(caches)
     after = described(worker)
     assert after.incarnation != before.incarnation
     assert after.agent != before.agent
@@ -85,56 +85,70 @@ def test_a_wake_up_begins_a_new_life(worker: Worker, fabric: Fabric) -> None:
 
 
 def test_a_new_life_that_a_rank_begins_by_itself_is_told_once(worker: Worker) -> None:
-    worker.register(recorded.kv_caches())
-    assert worker.pop_metadata() is None
+    worker.register_kv_caches(recorded.kv_caches())
+    assert worker.build_connector_worker_meta() is None
     new = replace(described(worker), incarnation=new_incarnation())
     assert worker._engine is not None
     worker._engine._results.append(NewLife(new))
-    worker.pop_results()
-    metadata = worker.pop_metadata()
+    worker.get_transfer_results()
+    metadata = worker.build_connector_worker_meta()
     assert metadata is not None
     assert metadata.rank_descriptions == {0: encode(new)}
     assert described(worker) == new
-    assert worker.pop_metadata() is None
+    assert worker.build_connector_worker_meta() is None
 
 
 def test_a_new_life_of_before_a_sleep_is_forgotten(worker: Worker) -> None:
     """An idle engine makes no step, so the sleep comes before the scheduler hears of it."""
-    worker.register(recorded.kv_caches())
+    worker.register_kv_caches(recorded.kv_caches())
     new = replace(described(worker), incarnation=new_incarnation())
     assert worker._engine is not None
     worker._engine._results.append(NewLife(new))
-    worker.stop()
-    worker.register(recorded.kv_caches())
+    worker.unregister_kv_caches()
+    worker.register_kv_caches(recorded.kv_caches())
     after = described(worker)
-    worker.pop_results()
-    assert worker.pop_metadata() is None
+    worker.get_transfer_results()
+    assert worker.build_connector_worker_meta() is None
     assert described(worker) == after != new
 
 
+def test_a_new_life_is_not_unreadable(worker: Worker) -> None:
+    worker.register_kv_caches(recorded.kv_caches())
+    assert worker._engine is not None
+    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker.get_transfer_results()
+    assert worker.stats.data["unreadable"] == {"0": 1}
+    worker._engine._results.append(Counts({"unreadable": 1}))
+    worker.restore_kv_caches()
+    worker.get_transfer_results()
+    assert worker.stats.data["unreadable"] == {"0": 0}
+
+
 def test_a_worker_that_is_stopped_leaves_nothing(worker: Worker, fabric: Fabric) -> None:
-    worker.register(recorded.kv_caches())
-    worker.stop()
-    worker.stop()
+    worker.register_kv_caches(recorded.kv_caches())
+    worker.unregister_kv_caches()
+    worker.unregister_kv_caches()
     assert fabric.transports == {}
 
 
 def test_without_a_transfer_engine_loads_and_offers_end_at_once(worker: Worker) -> None:
     """vLLM waits for a report of each of them: before the cache is registered, or after a sleep."""
-    worker.on_step(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1), start_load()]))
-    results = worker.pop_results()
+    worker.bind_connector_metadata(
+        StepMetadata([prepare_offer(), PublishOffer(NONCE, P1), start_load()])
+    )
+    results = worker.get_transfer_results()
     assert (results.finished_recving, results.finished_sending) == ({D1}, {P1})
     assert results.failed_recving == {D1}
-    assert worker.pop_results().finished_recving == set()
+    assert worker.get_transfer_results().finished_recving == set()
 
 
 def test_stale_tails_are_cleared_before_the_loads_of_a_step_begin(worker: Worker) -> None:
-    worker.register(recorded.kv_caches())
+    worker.register_kv_caches(recorded.kv_caches())
     engine, order = worker._engine, []
     assert engine is not None
     engine.submit = lambda commands: order.append(("submit", [*commands]))  # type: ignore[method-assign]
     worker._stale_tails.clear = lambda commands: order.append(("clear", [*commands]))  # type: ignore[method-assign, assignment]
-    worker.on_step(StepMetadata([start_load()]))
+    worker.bind_connector_metadata(StepMetadata([start_load()]))
     assert order == [("clear", [start_load()]), ("submit", [start_load()])]
 
 
@@ -144,11 +158,11 @@ def test_a_copy_describes_nothing_and_reports_each_offer_as_ended() -> None:
     config = recorded.vllm_config(kv_role="kv_producer")
     config.parallel_config.prefill_context_parallel_size = 2
     worker = Worker(config, recorded.kv_cache_config())
-    worker.register(recorded.kv_caches())
-    assert worker.handshake is None
-    worker.on_step(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1)]))
-    assert worker.pop_results().finished_sending == {P1}
-    assert worker.pop_results().finished_sending == set()
+    worker.register_kv_caches(recorded.kv_caches())
+    assert worker.handshake_metadata is None
+    worker.bind_connector_metadata(StepMetadata([prepare_offer(), PublishOffer(NONCE, P1)]))
+    assert worker.get_transfer_results().finished_sending == {P1}
+    assert worker.get_transfer_results().finished_sending == set()
 
 
 @pytest.fixture
@@ -159,19 +173,19 @@ def second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_life_owed_is_reported_after_it(worker: Worker) -> None:
     """vLLM keeps these blocks until each of its ranks has said so, and asks only in a step."""
-    worker.register(recorded.kv_caches())
+    worker.register_kv_caches(recorded.kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
         commands = [prepare, PublishOffer(NONCE, P1), load, start_load(load.request)]
-        worker.on_step(StepMetadata(commands))
-        worker.stop()
-    worker.restore()
-    results = worker.pop_results()
+        worker.bind_connector_metadata(StepMetadata(commands))
+        worker.unregister_kv_caches()
+    worker.restore_kv_caches()
+    results = worker.get_transfer_results()
     assert results.finished_sending == {P1}
     assert results.finished_recving == results.failed_recving == {load.request}
     assert worker.stats.pop().data["loads_dropped"] == 1  # type: ignore[union-attr]
-    again = worker.pop_results()
+    again = worker.get_transfer_results()
     assert again.finished_sending == again.finished_recving == set()
 
 
@@ -182,11 +196,11 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """vLLM refuses to sleep; the load is reported when nothing can write any longer."""
-    worker.register(recorded.kv_caches())
+    worker.register_kv_caches(recorded.kv_caches())
     first = described(worker)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         load = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
-        worker.on_step(StepMetadata([load, start_load(load.request)]))
+        worker.bind_connector_metadata(StepMetadata([load, start_load(load.request)]))
         engine = worker._engine
         assert engine is not None
         assert engine.loop is not None
@@ -195,20 +209,20 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
         agents.is_read = lambda request: bool(agents.polled) or is_read(request)  # type: ignore[method-assign]
         fabric.closes_fail = True
         monkeypatch.setattr("nixl_kv.engine.loop.STOP_TIMEOUT_S", 0.2)
-        for again in (worker.stop, worker.restore):
-            with pytest.raises(TransportError, match=r"not be freed: .* does not end.*restart"):
+        for again in (worker.unregister_kv_caches, worker.restore_kv_caches):
+            with pytest.raises(TransportError, match=r"must not free it: .* does not end.*restart"):
                 again()
     assert described(worker) == first, "no new life"
-    worker.on_step(StepMetadata([start_load(D2)]))
-    assert worker.pop_results().failed_recving == {D2}
+    worker.bind_connector_metadata(StepMetadata([start_load(D2)]))
+    assert worker.get_transfer_results().failed_recving == {D2}
     monkeypatch.setattr("nixl_kv.connector.worker.SHUTDOWN_S", 0.2)
     worker.shutdown()
-    assert "shutdown: the KV cache may still be written" in caplog.text
+    assert "shutdown: a transfer may still write into the KV cache" in caplog.text
     fabric.closes_fail = False
-    wait_until(lambda: load.request in worker.pop_results().failed_recving)
-    worker.restore()
+    wait_until(lambda: load.request in worker.get_transfer_results().failed_recving)
+    worker.restore_kv_caches()
     assert described(worker) != first
-    assert worker.pop_results().finished_recving == set(), "reported once"
+    assert worker.get_transfer_results().finished_recving == set(), "reported once"
 
 
 def test_an_engine_that_cannot_be_served_does_not_start() -> None:
@@ -226,7 +240,7 @@ def test_a_transport_that_fails_stops_the_start(
 
     monkeypatch.setattr(MemoryTransport, "register", refuse)
     with pytest.raises(TransportError, match="no room"):
-        worker.register(recorded.kv_caches())
+        worker.register_kv_caches(recorded.kv_caches())
 
 
 # --- steps and results
@@ -249,42 +263,44 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
     config.parallel_config.data_parallel_size = dp
     now = 100.0
     worker = Worker(config, recorded.kv_cache_config(), lambda: now)
-    worker.register(recorded.kv_caches())
+    worker.register_kv_caches(recorded.kv_caches())
     engine = worker._engine
     waited: list[float] = []
     assert engine is not None
     engine.wait_load = waited.append  # type: ignore[method-assign, assignment]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the load waits for it
         try:
-            worker.on_step(StepMetadata([], computes=computes))
-            worker.pop_results()
+            worker.bind_connector_metadata(StepMetadata([], computes=computes))
+            worker.get_transfer_results()
             assert not waited, "nothing is loaded"
             prepare = prepare_load(host="127.0.0.1", port=silent.getsockname()[1])
-            worker.on_step(StepMetadata([prepare, start_load(D1)], computes=computes))
+            worker.bind_connector_metadata(
+                StepMetadata([prepare, start_load(D1)], computes=computes)
+            )
             for now in (100.0, 100.0 + LOAD_WAIT_S / 4, 100.0 + 2 * LOAD_WAIT_S):  # noqa: B007
-                assert not worker.pop_results().finished_recving
-                worker.on_step(StepMetadata([], computes=computes))
+                assert not worker.get_transfer_results().finished_recving
+                worker.bind_connector_metadata(StepMetadata([], computes=computes))
             shares = [1, 3 / 4, 0] if waits else []
             assert waited == pytest.approx([LOAD_WAIT_S * share for share in shares])
             engine._results.append(LoadEnded(D1, 7, None))
-            assert worker.pop_results().finished_recving == {D1}
+            assert worker.get_transfer_results().finished_recving == {D1}
             now, waited[:] = 100.0, []
-            worker.pop_results()
+            worker.get_transfer_results()
             assert not waited, "the load has ended"
         finally:
-            worker.stop()
+            worker.unregister_kv_caches()
 
 
 def test_a_wait_ends_with_a_load(worker: Worker) -> None:
     """Long before its time is over, and each time for another load."""
-    worker.register(recorded.kv_caches())
+    worker.register_kv_caches(recorded.kv_caches())
     engine = worker._engine
     assert engine is not None
     for request in (D1, D2):
         commands = [prepare_load(request, host="127.0.0.1", port=1), start_load(request)]
-        worker.on_step(StepMetadata(commands, computes=False))
+        worker.bind_connector_metadata(StepMetadata(commands, computes=False))
         engine.wait_load(60.0)
-        assert worker.pop_results().finished_recving == {request}
+        assert worker.get_transfer_results().finished_recving == {request}
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
@@ -292,18 +308,18 @@ def test_workers_are_told_whether_a_step_computes(num_tokens: int) -> None:
     scheduler = Scheduler(recorded.vllm_config(), recorded.kv_cache_config())
     output = recorded.empty_output()
     output.total_num_scheduled_tokens = num_tokens
-    assert scheduler.on_step(output).computes == bool(num_tokens)
+    assert scheduler.build_connector_meta(output).computes == bool(num_tokens)
 
 
 def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
-    worker.register(recorded.kv_caches())
+    worker.register_kv_caches(recorded.kv_caches())
     prepare = PrepareOffer(NONCE, P1, "0" * 32, 32, (Table.of([1]),))
-    worker.on_step(StepMetadata([prepare, PublishOffer(NONCE, P1), start_load(D1)]))
+    worker.bind_connector_metadata(StepMetadata([prepare, PublishOffer(NONCE, P1), start_load(D1)]))
     received: set[str] = set()
     failed: set[str] = set()
 
     def is_reported() -> bool:
-        results = worker.pop_results()
+        results = worker.get_transfer_results()
         received.update(results.finished_recving)
         failed.update(results.failed_recving)
         return bool(received)
@@ -423,7 +439,7 @@ def test_a_rank_on_another_machine_listens_on_its_own(host: str, expected: str) 
 @pytest.mark.usefixtures("routes")
 def test_a_host_that_no_way_leads_to_ends_the_start() -> None:
     config = recorded.vllm_config({"host": "192.0.2.8", "insecure": True})
-    with pytest.raises(ConfigError, match=r"host is '192.0.2.8', which is not .* unreachable$"):
+    with pytest.raises(ConfigError, match=r"host is '192.0.2.8', .* unreachable; allowed: 'auto'"):
         rank_spec(config, layout())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nixl_kv.config import Config
-from nixl_kv.engine.trust import Trust
+from nixl_kv.connector.trust import Trust
 from nixl_kv.errors import ConfigError, RemoteProtocolError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import Keys, make_user_key, write_key_file

@@ -1,4 +1,4 @@
-"""Whom this engine trusts: those who hold its key, on hosts that it may talk to."""
+"""Which engines this one trusts: those with the same key, on the hosts that `peers` allows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,21 +12,19 @@ from nixl_kv.transport.zmq import ZmqControl
 
 @dataclass(frozen=True)
 class Trust:
-    """As it was at the start: a key file that changes later changes nothing until the next one."""
+    """The key and the allowed hosts, as read at the start. Editing the key file needs a restart."""
 
     keys: Keys | None
     allowed: AllowedHosts
     peer_timeout_s: float
-    source: str = ""
-    """Where the key comes from."""
+    source: str = ""  # where the key comes from, for the log
 
     @classmethod
     def of(cls, config: Config) -> "Trust":
-        """As configured; without a key, engines of one user on one machine share one.
+        """Read the key. Without one, the engines of a user on one machine share a generated key.
 
         Raises:
-            ConfigError: if the key file is not one, or others can read it; or for a key that is
-                none.
+            ConfigError: if the key is malformed, or other users can read the key file.
         """
         keys, source = _keys_of(config)
         return cls(keys, config.allowed_hosts, config.peer_timeout_s, source)
@@ -40,12 +38,11 @@ class Trust:
         return ticket.params(self._ticket_key, for_in_tree=for_in_tree)
 
     def check(self, params: object) -> SealedTicket:
-        """The ticket in `kv_transfer_params`, of any version; nothing is connected.
-
-        An engine with the same key has made it, and it leads to a host that is allowed.
+        """Find the ticket of any wire version in `kv_transfer_params`. Connects to nothing.
 
         Raises:
-            RemoteProtocolError: names the field, and what is allowed.
+            RemoteProtocolError: if no engine with our key has made it, or if it names a host that
+                `peers` does not allow.
         """
         ticket = SealedTicket.parse(params)
         ticket.check_mac(self._ticket_key)
@@ -57,7 +54,7 @@ class Trust:
         return ticket
 
     def control(self) -> ZmqControl:
-        """Sockets that know the key."""
+        """Open a control plane that authenticates with the key."""
         return ZmqControl(self.keys, allowed=self.allowed, peer_timeout_s=self.peer_timeout_s)
 
     @property
@@ -66,7 +63,6 @@ class Trust:
 
 
 def _keys_of(config: Config) -> tuple[Keys | None, str]:
-    """An engine's keys, and where they come from."""
     if config.key_file is not None:
         return read_key_file(config.key_file), f"(from key_file {config.key_file})"
     if config.key is not None:
