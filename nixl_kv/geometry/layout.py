@@ -38,10 +38,11 @@ neighbours on both sides; there may be other tokens between them.
 Peers send these records too, so each checks its own numbers and raises ValueError.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,59 +51,49 @@ MAX_ADDRESS = 2**63
 MAX_COUNT = 2**31
 MAX_TEXT = 256
 
+# A block table's entry without a block, as before a sliding window.
 ABSENT: Final = -1
-"""A block table's entry without a block, as before a sliding window."""
-
+# Entries of a block table, from its first present one to the last one.
 MAX_ENTRIES: Final = 1 << 20
-"""In a block table, from its first present entry to the last one."""
-
-MAX_UNITS: Final = 1 << 16
-"""Above this many units per period, `num_token_segments` gives an upper bound."""
-
+# Above this many units per period, `num_token_segments` gives an upper bound.
+MAX_UNITS: Final = 1 << 17
+# Prefill keeps the tokens of a sliding window from a multiple of this number on.
 WINDOW_EDGE = 256
-"""Prefill keeps the tokens of a sliding window from a multiple of this number on."""
-
+# The window of a recurrent state: only the last state is useful.
 STATE_WINDOW = 1
-"""The window of a recurrent state: only the last state is useful."""
 
 Memory = Literal["VRAM", "DRAM"]
 
+# Shape (n,), int32: NIXL takes this element type without a conversion.
 BlockIds = npt.NDArray[np.int32]
-"""Shape (n,), int32: the element type that NIXL takes without a conversion."""
 
+# One token's position in the prompt, or an array of them.
 Tokens = TypeVar("Tokens", int, npt.NDArray[np.int64])
-"""One token's position in the prompt, or an array of them."""
 
 
 def check_range(name: str, value: int, *, low: int = 1, high: int) -> None:
-    """Raise ValueError unless `low <= value < high`."""
     if not low <= value < high:
         raise ValueError(f"{name} is {value}; allowed: {low} to {high - 1}")
 
 
 @dataclass(frozen=True)
 class Part:
-    """`count` pieces of `length` bytes of one head and token, `stride` bytes apart, from `offset`.
+    """Pieces of one head and token: `count` pieces of `length` bytes, `stride` bytes apart."""
 
-    A `token_stride` of 0 means the region's.
-    """
-
-    offset: int
+    offset: int  # of the first piece
     length: int
     count: int = 1
     stride: int = 0
-    token_stride: int = 0
+    token_stride: int = 0  # 0 means the region's
 
     def __post_init__(self) -> None:
-        check_range("part offset", self.offset, low=0, high=MAX_ADDRESS)
         check_range("part length", self.length, high=MAX_COUNT)
         check_range("part count", self.count, high=1 << 16)
-        check_range("part stride", self.stride, low=0, high=MAX_ADDRESS)
-        check_range("part token_stride", self.token_stride, low=0, high=MAX_ADDRESS)
+        for name in ("offset", "stride", "token_stride"):
+            check_range(f"part {name}", getattr(self, name), low=0, high=MAX_ADDRESS)
 
     @property
     def content(self) -> int:
-        """Bytes of all pieces."""
         return self.count * self.length
 
 
@@ -151,7 +142,6 @@ class Region:
         return sum(part.content for part in self.parts)
 
     def head_offset(self, head: int) -> int:
-        """Bytes from the base to one of the model's heads."""
         return (head - self.first_head) * self.head_stride
 
     def token_stride_of(self, part: Part) -> int:
@@ -160,7 +150,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Stripe:
-    """Which tokens a rank keeps: `width` of every `count * width`, from number `place * width` on.
+    """A rank's tokens: `width` of every `count * width` tokens, from number `place * width` on.
 
     This is decode context parallelism of `count` ranks with an interleave of `width`. The rank
     stores its tokens without gaps, at positions 0, 1, 2, ... By default it keeps all tokens.
@@ -273,12 +263,31 @@ class Span:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The whole KV cache of one rank. `device` is the ordinal of its GPU, 0 for DRAM."""
+    """The whole KV cache of one rank."""
 
     groups: tuple[Group, ...]
     memory: Memory
-    device: int
+    device: int  # ordinal of the GPU, 0 for DRAM
     spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        check_range("number of groups", len(self.groups), high=65)
+        check_range("device", self.device, low=0, high=1 << 10)
+        num_regions = sum(len(group.regions) for group in self.groups)
+        # The check below compares each region with all spans; a peer must not make that expensive.
+        check_range("regions times spans", (num_regions + 1) * len(self.spans), low=0, high=1 << 20)
+        names: set[str] = set()
+        for group in self.groups:
+            for region in group.regions:
+                if region.layer in names:
+                    raise ValueError(f"layer {region.layer!r} occurs twice; allowed: once")
+                names.add(region.layer)
+                begin, end = region.base, region.base + extent(region, group)
+                if not any(s.address <= begin and end <= s.address + s.length for s in self.spans):
+                    raise ValueError(
+                        f"region of layer {region.layer!r} reaches from {begin:#x} to {end:#x}; "
+                        "allowed: inside one of the layout's spans"
+                    )
 
     @property
     def regions(self) -> "dict[str, tuple[int, Region]]":
@@ -293,29 +302,6 @@ class CacheLayout:
             for group in self.groups
             for region in group.regions
         )
-
-    def __post_init__(self) -> None:
-        """Check the numbers, the names, and that every region lies inside one span."""
-        check_range("number of groups", len(self.groups), high=65)
-        check_range("device", self.device, low=0, high=1 << 10)
-        num_regions = sum(len(group.regions) for group in self.groups)
-        # The check below compares each region with all spans; a peer must not make that expensive.
-        check_range("regions times spans", (num_regions + 1) * len(self.spans), low=0, high=1 << 20)
-        names: set[str] = set()
-        for group in self.groups:
-            for region in group.regions:
-                if region.layer in names:
-                    raise ValueError(f"layer {region.layer!r} occurs twice; allowed: once")
-                names.add(region.layer)
-                self._check_inside(group, region)
-
-    def _check_inside(self, group: Group, region: Region) -> None:
-        end = region.base + extent(region, group)
-        if not any(s.address <= region.base and end <= s.address + s.length for s in self.spans):
-            raise ValueError(
-                f"region of layer {region.layer!r} reaches from {region.base:#x} to {end:#x}; "
-                "allowed: inside one of the layout's spans"
-            )
 
 
 def extent(region: Region, group: Group) -> int:
@@ -347,12 +333,11 @@ class Table:
     """A request's block table as it is kept and sent: the entries from number `first` on.
 
     Entries are counted from the prompt's first token. Those before `first` are ABSENT, so the
-    blocks before a sliding window, or the states before the last one, cost nothing. `ids` are
-    little-endian int32, one per entry.
+    blocks before a sliding window, or the states before the last one, cost nothing.
     """
 
     first: int
-    ids: bytes
+    ids: bytes  # little-endian int32, one per entry
 
     def __post_init__(self) -> None:
         if len(self.ids) % 4 or len(self.ids) > 4 * MAX_ENTRIES:
@@ -412,12 +397,8 @@ def token_segments(local: Group, remote: Group) -> list[TokenSegment]:
 def num_token_segments(local: Group, remote: Group) -> int:
     """The number of segments in one period, or an upper bound if counting them is expensive."""
     unit, period = _unit_and_period(local, remote)
-    if local.stripe.count == remote.stripe.count == 1:
-        return local.block_size // unit + remote.block_size // unit - 1
     units = period // unit
-    if units > MAX_UNITS:
-        return units
-    return int(np.count_nonzero(_cuts(local, remote, unit, period)[1]))
+    return units if units > MAX_UNITS else int(_cuts(local, remote, unit, period)[1].sum())
 
 
 def _cuts(
@@ -446,10 +427,7 @@ def _unit_and_period(local: Group, remote: Group) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A request's block table with its group: `ids[0]` is entry number `first`.
-
-    The entries before it are absent.
-    """
+    """A `Table` with its group: `ids[0]` is entry number `first`, those before it are absent."""
 
     ids: BlockIds
     group: Group
@@ -499,3 +477,117 @@ class BlockTable:
             positions = np.maximum(positions, -1)
         found: BlockIds = ids[positions]
         return found
+
+
+# --- tensors
+
+AXES: Final = frozenset("B2HNC")
+REQUIRED_AXES: Final = frozenset("BNC")
+
+
+class Tensor(Protocol):
+    """The methods of torch's tensors that are used here."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def stride(self) -> Sequence[int]: ...
+
+    def element_size(self) -> int: ...
+
+    def data_ptr(self) -> int: ...
+
+
+def region_from_tensor(
+    layer: str,
+    tensor: Tensor,
+    axes: str,
+    *,
+    first_head: int = 0,
+    content: Sequence[int] | None = None,
+    element: str = "uint8",
+) -> Region:
+    """Describe one layer's cache on one rank.
+
+    Args:
+        layer: its name, the same on all ranks.
+        tensor: its cache, a view with any strides.
+        axes: one letter per axis of the tensor, as below.
+        first_head: the number of the tensor's first head among the model's KV heads.
+        content: where V follows K along C, the bytes of each; by default one piece.
+        element: the name of the stored type.
+
+    Raises:
+        ValueError: if the axes or the content do not fit the tensor.
+
+    The axes are B, the block; 2, which separates K from V; H, the head; N, the token within the
+    block; and C, the content. A shape alone does not tell them apart: a cache may have two blocks.
+
+        "BHNC"     vLLM's packed view: V follows K inside the content
+        "2BHNC"    K and V in two halves
+        "B2HNC"    K and V of a block side by side; "B2NHC" is the same with tokens outside heads
+        "BNC"      a latent cache: one head, and no axis for it
+        "BHCN"     tokens inside the content, as some kernels want K
+    """
+    if not REQUIRED_AXES <= set(axes) <= AXES or len(set(axes)) != len(axes):
+        raise ValueError(f"axes are {axes!r}; allowed: B, N, C and perhaps 2 and H, each once")
+    if len(axes) != len(tensor.shape):
+        raise ValueError(f"axes are {axes!r} for a tensor of shape {tuple(tensor.shape)}")
+    size = tensor.element_size()
+    shape = dict(zip(axes, tensor.shape, strict=True))
+    strides = dict(zip(axes, (step * size for step in tensor.stride()), strict=True))
+    if shape.get("2", 2) != 2:  # noqa: PLR2004 - K and V
+        raise ValueError(f"axis 2 of layer {layer!r} has length {shape['2']}; allowed: 2")
+    parts = _parts(shape["C"], strides["C"], size=size, content=content)
+    return Region(
+        layer=layer,
+        base=tensor.data_ptr(),
+        block_stride=strides["B"],
+        head_stride=strides.get("H", shape["N"] * strides["N"]),
+        token_stride=strides["N"],
+        first_head=first_head,
+        num_heads=shape.get("H", 1),
+        parts=parts + _shifted(parts, strides["2"]) if "2" in shape else parts,
+        element=element,
+    )
+
+
+def join_kv(key: Region, value: Region) -> Region:
+    """Make one region of a layer's K and V, which were described apart.
+
+    Raises:
+        ValueError: if K and V have different strides of blocks or heads, or different heads.
+    """
+    names = ["layer", "block_stride", "first_head", "num_heads"]
+    if key.num_heads > 1:
+        names.append("head_stride")
+    for name in names:
+        of_key, of_value = getattr(key, name), getattr(value, name)
+        if of_key != of_value:
+            raise ValueError(f"{name} of K is {of_key!r} and of V {of_value!r}; allowed: the same")
+    base = min(key.base, value.base)
+    parts = [
+        replace(part, token_stride=region.token_stride_of(part))
+        for region in (key, value)
+        for part in _shifted(region.parts, region.base - base)
+    ]
+    return replace(key, base=base, parts=tuple(parts))
+
+
+def _parts(
+    count: int, stride: int, *, size: int, content: Sequence[int] | None
+) -> tuple[Part, ...]:
+    """The parts of `count` elements, `stride` bytes apart: one for each length in the content."""
+    if stride != size and count > 1:
+        if content:
+            raise ValueError(f"content is {tuple(content)}; allowed: none where C has strides")
+        return (Part(0, size, count, stride),)
+    content = content or (count * size,)
+    if sum(content) > count * size:
+        raise ValueError(f"content is {tuple(content)}; allowed: up to {count * size} bytes")
+    ends = itertools.accumulate(content)
+    return tuple(Part(end - length, length) for end, length in zip(ends, content, strict=True))
+
+
+def _shifted(parts: Sequence[Part], distance: int) -> tuple[Part, ...]:
+    return tuple(replace(part, offset=part.offset + distance) for part in parts)

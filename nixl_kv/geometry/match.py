@@ -1,4 +1,4 @@
-"""Which ranks of two engines exchange KV, and why two engines cannot.
+"""Matches two engines: the ranks that exchange KV, and the reasons why two engines cannot.
 
 A rank holds, for each of its layers, a range of the model's KV heads, of all tokens or of a stripe.
 Tensor parallelism divides the heads, and copies them if there are more ranks than heads. Pipeline
@@ -14,7 +14,7 @@ the local one, which reads. Ranks are numbered `pp_rank * tp + tp_rank`.
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
@@ -27,26 +27,25 @@ from nixl_kv.geometry.layout import (
     check_range,
     num_token_segments,
 )
-from nixl_kv.geometry.plan import Heads
+from nixl_kv.geometry.plan import Heads, Share
 from nixl_kv.ids import Rank
 
+# Of a value that differs: it may be a peer's, and as long as a message may be.
 SHOWN_CHARACTERS: Final = 100
-"""Of a value that differs: it may be a peer's, and as long as a message may be."""
+# Per period of two block sizes. Each segment has rows of its own, so more make a plan slow.
 MAX_TOKEN_SEGMENTS: Final = 512
-"""Per period of two block sizes. Each segment has rows of its own, so more make a plan slow."""
+# The same if ranks divide the tokens, perhaps one by one.
 MAX_STRIPED_SEGMENTS: Final = 4096
-"""The same if ranks divide the tokens, perhaps one by one."""
 
 
 class Holding(NamedTuple):
-    """What one rank holds of a layer: a half-open range of the model's KV heads, and a stripe."""
+    """The part of a layer that one rank holds."""
 
     heads: Heads
     stripe: Stripe = ALL_TOKENS
 
 
-Holdings: TypeAlias = Mapping[str, Holding]
-"""By layer."""
+Holdings: TypeAlias = Mapping[str, Holding]  # by layer
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,12 @@ def holdings(layout: CacheLayout) -> Holdings:
     held: dict[str, Holding] = {}
     for group in layout.groups:
         # Layers with the same heads share one record, which `assign` recognizes by identity.
-        by_heads: dict[tuple[int, int], Holding] = {}
+        by_heads: dict[Heads, Holding] = {}
         for region in group.regions:
             key = region.first_head, region.num_heads
-            holding = by_heads.get(key)
-            if holding is None:
-                holding = by_heads[key] = Holding(region.heads, group.stripe)
-            held[region.layer] = holding
+            if key not in by_heads:
+                by_heads[key] = Holding(region.heads, group.stripe)
+            held[region.layer] = by_heads[key]
     return held
 
 
@@ -85,7 +83,7 @@ class Route:
 
     remote_rank: Rank
     readers: tuple[Rank, ...]
-    share: Mapping[str, Heads] = field(default_factory=dict)  # what this rank reads, by layer
+    share: Share = field(default_factory=dict)  # read by the rank with this route
 
 
 def routes(
@@ -96,11 +94,6 @@ def routes(
     Every rank of the decode engine computes the same assignment from the same records, so each can
     tell a remote rank who its readers are. Extra copies have no reader: the rank `remote rank mod
     number of readers` releases them.
-
-    Args:
-        reader: this rank.
-        readers: what each rank of its engine holds.
-        remotes: what each rank of the other engine holds.
 
     Raises:
         ValueError: if a reader holds heads that no remote rank holds.
@@ -119,7 +112,7 @@ def routes(
 def assign(
     readers: Sequence[Holdings], remotes: Sequence[Holdings]
 ) -> list[dict[Rank, dict[str, Heads]]]:
-    """For each reader, which heads of which layers it reads from which remote rank.
+    """Divide the heads of all layers: for each reader, its share of each remote rank.
 
     A reader reads each head of each of its tokens once, from as few remote ranks as it can. Readers
     of the same heads are spread over the remote ranks that have copies of them.
@@ -128,48 +121,32 @@ def assign(
         ValueError: if a reader holds heads that no remote rank holds.
     """
     # Layers that all ranks of both engines hold in the same way are assigned together. Compare
-    # records by identity first: hashing 4,000 of them takes milliseconds.
+    # records by identity: hashing 4,000 of them takes milliseconds.
     alike: dict[tuple[int, ...], list[str]] = {}
     engines = [*readers, *remotes]
     for layer in sorted(set().union(*readers)):
         alike.setdefault(tuple([id(held.get(layer)) for held in engines]), []).append(layer)
-    layers: dict[tuple[tuple[Holding | None, ...], ...], list[str]] = {}
-    for names in alike.values():
-        pattern = tuple(tuple(held.get(names[0]) for held in side) for side in (readers, remotes))
-        layers.setdefault(pattern, []).extend(names)
+
+    def num_copies(names: Sequence[str]) -> float:
+        held = [remote[names[0]] for remote in remotes if names[0] in remote]
+        return len(held) / len(set(held)) if held else 0
+
     shares: list[dict[Rank, dict[str, Heads]]] = [{} for _ in readers]
     num_readers: Counter[Rank] = Counter()  # of each remote rank
     # Layers with the fewest copies come first: the others then use the same remote ranks.
-    for (wanted, held), names in sorted(layers.items(), key=lambda item: _num_copies(item[0][1])):
-        for reader, holding in enumerate(wanted):
-            if holding is None:
-                continue
-            share = shares[reader]
-            for remote_rank, part in _cover_stripes(holding, held, reader, share, num_readers):
-                num_readers[remote_rank] += remote_rank not in share
-                share.setdefault(remote_rank, {}).update(dict.fromkeys(names, part))
+    for names in sorted(alike.values(), key=num_copies):
+        held = [remote.get(names[0]) for remote in remotes]
+        stripes = {holding.stripe for holding in held if holding} or {ALL_TOKENS}
+        for reader, share in enumerate(shares):
+            wanted = readers[reader].get(names[0])
+            for stripe in sorted(stripes, key=lambda each: each.place):
+                if wanted is None or not stripe.meets(wanted.stripe):
+                    continue
+                heads = [one.heads if one and one.stripe == stripe else None for one in held]
+                for remote_rank, part in _cover(wanted.heads, heads, reader, share, num_readers):
+                    num_readers[remote_rank] += remote_rank not in share
+                    share.setdefault(remote_rank, {}).update(dict.fromkeys(names, part))
     return shares
-
-
-def _num_copies(held: Sequence[Holding | None]) -> float:
-    """How many remote ranks hold the same range of a layer, on average."""
-    ranges = [holding for holding in held if holding]
-    return len(ranges) / len(set(ranges)) if ranges else 0
-
-
-def _cover_stripes(
-    wanted: Holding,
-    held: Sequence[Holding | None],
-    reader: int,
-    already_read: Container[Rank],
-    num_readers: Mapping[Rank, int],
-) -> Iterator[tuple[Rank, Heads]]:
-    """Cover the heads of a reader, for each remote stripe that shares tokens with its own."""
-    stripes = {holding.stripe for holding in held if holding}
-    for stripe in sorted(stripes or {ALL_TOKENS}, key=lambda stripe: stripe.place):
-        if stripe.meets(wanted.stripe):
-            heads = [one.heads if one and one.stripe == stripe else None for one in held]
-            yield from _cover(wanted.heads, heads, reader, already_read, num_readers)
 
 
 def _cover(
@@ -200,7 +177,7 @@ def _cover(
     return cover
 
 
-# --- what differs
+# --- differences
 
 
 @dataclass(frozen=True)
@@ -220,30 +197,65 @@ def _short(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
 
+def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
+    return [] if mine == theirs else [Mismatch(field, mine, theirs)]
+
+
 def model_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:
     """Compare the facts about two models, field by field."""
-    names = sorted(set(local) | set(remote))
-    return [
-        Mismatch(name, local.get(name), remote.get(name))
-        for name in names
-        if local.get(name) != remote.get(name)
-    ]
+    names = sorted(local.keys() | remote.keys())
+    return [each for name in names for each in _compare(name, local.get(name), remote.get(name))]
 
 
 def extra_mismatches(local: Mapping[str, str], remote: Mapping[str, str]) -> list[Mismatch]:
-    """Compare what two engines cache besides their models: prefill needs all that decode has."""
-    return [
-        Mismatch(name, text, remote.get(name))
-        for name, text in sorted(local.items())
-        if remote.get(name) != text
-    ]
+    """Compare the further caches of two engines: prefill needs all that decode has."""
+    return model_mismatches(local, {name: remote[name] for name in local.keys() & remote.keys()})
+
+
+class _Sizes(NamedTuple):
+    """The properties of a group in which all ranks of an engine should agree."""
+
+    block_size: int
+    blocks_per_entry: int
+    window: int
+    stripe_count: int
+    stripe_width: int
+
+    def group(self) -> Group:
+        stripe = Stripe(self.stripe_count, 0, self.stripe_width)
+        sizes = self.block_size, self.blocks_per_entry, self.blocks_per_entry
+        return Group(*sizes, (), self.window, stripe)
+
+
+# A layer on one rank, without addresses: heads, bytes of each part of a head and token, sizes,
+# place of the stripe, element type, scales. A plain tuple: thousands are hashed for each peer.
+_Piece: TypeAlias = tuple[Heads, tuple[int, ...], _Sizes, int, str, tuple[str, ...]]
+
+Pieces: TypeAlias = Mapping[str, Sequence[_Piece]]  # by layer, for each rank that has it
+
+_Segment: TypeAlias = tuple[int, int, str]  # a range of heads, and a text that applies to all
+
+
+def pieces(layouts: Sequence[CacheLayout]) -> Pieces:
+    """Summarize an engine's caches for `layout_mismatches`. 16 ranks of 126 layers take 4 ms."""
+    result: dict[str, list[_Piece]] = {}
+    for layout in layouts:
+        for group in layout.groups:
+            count, place, width = group.stripe.count, group.stripe.place, group.stripe.width
+            sizes = _Sizes(group.block_size, group.blocks_per_entry, group.window, count, width)
+            for r in group.regions:
+                heads = (r.first_head, r.first_head + r.num_heads)
+                lengths = tuple([part.count * part.length for part in r.parts])
+                piece = (heads, lengths, sizes, place, r.element, r.scales)
+                result.setdefault(r.layer, []).append(piece)
+    return result
 
 
 def layout_mismatches(
     local: Sequence[CacheLayout],
     remote: Sequence[CacheLayout],
     *,
-    local_pieces: "Pieces | None" = None,
+    local_pieces: Pieces | None = None,
 ) -> list[Mismatch]:
     """Every reason why this engine cannot read another one, the most general first.
 
@@ -255,19 +267,21 @@ def layout_mismatches(
     mine = pieces(local) if local_pieces is None else local_pieces
     theirs = pieces(remote)
     mismatches: list[Mismatch] = []
-    unmatched = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    if unmatched[0]:
-        mismatches.append(Mismatch("layer that one side lacks", *map(_shorten, unmatched)))
-    shared = [_shorten(sorted(_shared(side))) for side in (local, remote)]
-    if shared != ["nothing", "nothing"]:
-        mismatches.append(Mismatch("layer that several pipeline stages have", *shared))
+    missing = sorted(mine.keys() - theirs.keys())
+    if missing:
+        unknown = sorted(theirs.keys() - mine.keys())
+        field = "layer that one side lacks"
+        mismatches.append(Mismatch(field, _shorten(missing), _shorten(unknown)))
+    repeated = [_shorten(sorted(_repeated_layers(side))) for side in (local, remote)]
+    if repeated != ["nothing", "nothing"]:
+        mismatches.append(Mismatch("layer that several pipeline stages have", *repeated))
     # Most layers of a model are alike, so one comparison covers all of them.
     alike: dict[tuple[tuple[_Piece, ...], tuple[_Piece, ...]], list[str]] = {}
     for layer in sorted(mine.keys() & theirs.keys()):
         alike.setdefault((tuple(mine[layer]), tuple(theirs[layer])), []).append(layer)
     layers: dict[Mismatch, list[str]] = {}
     for (here, there), names in alike.items():
-        for mismatch in _layer_mismatches(_Layer.of(here), _Layer.of(there)):
+        for mismatch in _layer_mismatches(here, there):
             layers.setdefault(mismatch, []).extend(names)
     for mismatch, names in sorted(layers.items(), key=lambda item: min(item[1])):
         field = f"{mismatch.field} of {_shorten(sorted(names))}"
@@ -275,105 +289,7 @@ def layout_mismatches(
     return mismatches
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a layer is on one rank. The ranks of an engine should agree, but a peer's may not."""
-
-    lengths: tuple[int, ...]
-    group: Group  # without whatever may differ between ranks
-
-
-_Segment: TypeAlias = tuple[int, int, str]
-"""A half-open range of heads, and a text that applies to all of them."""
-
-
-@dataclass
-class _Layer:
-    """A layer in one engine, collected from all ranks."""
-
-    kinds: set[_Kind] = field(default_factory=set)
-    elements: set[str] = field(default_factory=set)
-    held: dict[Stripe, set[_Segment]] = field(default_factory=dict)
-    scales: set[_Segment] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, pieces: Iterable["_Piece"]) -> "_Layer":
-        layer = cls()
-        for first, last, lengths, element, scales, group in pieces:
-            bare = Stripe(group.stripe.count, 0, group.stripe.width)
-            sizes = group.block_size, group.blocks_per_entry, group.blocks_per_entry
-            layer.kinds.add(_Kind(lengths, Group(*sizes, (), group.window, bare)))
-            layer.elements.add(element)
-            layer.held.setdefault(group.stripe, set()).add((first, last, ""))
-            if len(scales) <= 1:
-                layer.scales.add((first, last, "".join(scales)))
-            else:
-                layer.scales.update((n, n + 1, text) for n, text in enumerate(scales, first))
-        return layer
-
-    @property
-    def heads(self) -> tuple[Heads, ...]:
-        """The heads that the engine has of any token, merged."""
-        held = set().union(*self.held.values())
-        return tuple((first, last) for first, last, _ in _merge(held))
-
-    @property
-    def stripes(self) -> str:
-        """What is wrong with the ranks' token stripes; 'complete' if nothing is."""
-        number, width = next((stripe.count, stripe.width) for stripe in self.held)
-        heads = {tuple(_merge(held)) for held in self.held.values()}
-        if {Stripe(number, place, width) for place in range(number)} != self.held.keys():
-            return ", ".join(sorted(map(_stripe_words, self.held)))
-        return "complete" if len(heads) == 1 else f"of different heads, {sorted(heads)}"
-
-
-def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
-    """The same in as few segments as possible, however ranks divide or copy the heads."""
-    merged: list[_Segment] = []
-    for first, last, text in sorted(segments):
-        if merged and first <= merged[-1][1] and text == merged[-1][2]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]), text)
-        else:
-            merged.append((first, last, text))
-    return merged
-
-
-class _Sizes:
-    """The block sizes of a group. `pieces` makes equal ones one object, which hashes fast."""
-
-    def __init__(self, group: Group) -> None:
-        self.block_size = group.block_size
-        self.blocks_per_entry = group.blocks_per_entry
-        self.window = group.window
-        self.stripe = group.stripe
-
-
-_Piece: TypeAlias = tuple[int, int, tuple[int, ...], str, tuple[str, ...], _Sizes]
-"""A layer on one rank, without addresses: first and last head, lengths of the parts, element type,
-scales, block sizes."""
-
-
-Pieces: TypeAlias = Mapping[str, Sequence[_Piece]]
-"""By layer: a piece for each rank that has it."""
-
-
-def pieces(layouts: Sequence[CacheLayout]) -> Pieces:
-    """Summarize an engine's caches for `layout_mismatches`. 16 ranks of 126 layers take 4 ms."""
-    result: dict[str, list[_Piece]] = {}
-    known: dict[tuple[int, int, int, Stripe], _Sizes] = {}
-    for layout in layouts:
-        for group in layout.groups:
-            key = group.block_size, group.blocks_per_entry, group.window, group.stripe
-            sizes = known.setdefault(key, _Sizes(group))
-            for r in group.regions:
-                lengths = tuple([part.count * part.length for part in r.parts])
-                last = r.first_head + r.num_heads
-                piece = (r.first_head, last, lengths, r.element, r.scales, sizes)
-                result.setdefault(r.layer, []).append(piece)
-    return result
-
-
-def _shared(layouts: Sequence[CacheLayout]) -> set[str]:
+def _repeated_layers(layouts: Sequence[CacheLayout]) -> set[str]:
     """Layer names that different pipeline stages use: ranks with copies have all layers in common.
 
     vLLM numbers the layers of some draft models like layers of another stage.
@@ -383,39 +299,76 @@ def _shared(layouts: Sequence[CacheLayout]) -> set[str]:
     return {layer for layer, count in counts.items() if count > 1}
 
 
-def _layer_mismatches(mine: _Layer, theirs: _Layer) -> list[Mismatch]:
-    # With an incomplete set of stripes, some tokens would be read by no rank.
-    if not mine.stripes == theirs.stripes == "complete":
-        return [Mismatch("tokens that ranks hold", mine.stripes, theirs.stripes)]
-    if len(mine.kinds) > 1 or len(theirs.kinds) > 1:
-        field = "number of kinds of cache among the ranks"
-        return [Mismatch(field, len(mine.kinds), len(theirs.kinds))]
-    (here,), (there,) = mine.kinds, theirs.kinds
-    elements = [", ".join(sorted(side.elements)) for side in (mine, theirs)]
-    heads = _compare("number of KV heads", _count_heads(mine.heads), _count_heads(theirs.heads))
+def _layer_mismatches(mine: Sequence[_Piece], theirs: Sequence[_Piece]) -> list[Mismatch]:
+    # With an incomplete set of stripes, no rank would read some tokens.
+    held = [_describe_stripes(side) for side in (mine, theirs)]
+    if held != ["complete", "complete"]:
+        return [Mismatch("tokens that ranks hold", *held)]
+    kinds = [{(lengths, sizes) for _, lengths, sizes, *_ in side} for side in (mine, theirs)]
+    if any(len(side) > 1 for side in kinds):
+        return [Mismatch("number of kinds of cache among the ranks", *map(len, kinds))]
+    ((lengths, sizes),), ((their_lengths, their_sizes),) = kinds
+    elements = [", ".join(sorted({piece[4] for piece in side})) for side in (mine, theirs)]
+    heads = _compare("number of KV heads", _count_heads(mine), _count_heads(theirs))
     return [
         *_compare("KV cache dtype", *elements),
-        *_compare("bytes per head", here.lengths, there.lengths),
+        *_compare("bytes per head", lengths, their_lengths),
         *heads,
-        *([] if heads else _scale_mismatches(mine.scales, theirs.scales)),
-        *_block_mismatches(here.group, there.group),
+        *([] if heads else _scale_mismatches(mine, theirs)),
+        *_block_mismatches(sizes.group(), their_sizes.group()),
     ]
 
 
-def _scale_mismatches(mine: Iterable[_Segment], theirs: Iterable[_Segment]) -> list[Mismatch]:
+def _describe_stripes(side: Sequence[_Piece]) -> str:
+    """The gaps in the ranks' token stripes, or 'complete'."""
+    held: dict[Stripe, set[_Segment]] = {}
+    for (first, end), _, sizes, place, *_ in side:
+        stripe = Stripe(sizes.stripe_count, place, sizes.stripe_width)
+        held.setdefault(stripe, set()).add((first, end, ""))
+    one = next(iter(held))
+    if {Stripe(one.count, place, one.width) for place in range(one.count)} != held.keys():
+        return ", ".join(sorted(map(_describe_stripe, held)))
+    heads = {tuple(_merge(segments)) for segments in held.values()}
+    return "complete" if len(heads) == 1 else f"of different heads, {sorted(heads)}"
+
+
+def _merge(segments: Iterable[_Segment]) -> list[_Segment]:
+    """The same in as few segments as possible, however ranks divide or copy the heads."""
+    merged: list[_Segment] = []
+    for first, end, text in sorted(segments):
+        if merged and first <= merged[-1][1] and text == merged[-1][2]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]), text)
+        else:
+            merged.append((first, end, text))
+    return merged
+
+
+def _count_heads(side: Iterable[_Piece]) -> object:
+    """The number of heads; if some are missing, the ranges of the others."""
+    heads = tuple((first, end) for first, end, _ in _merge({(*piece[0], "") for piece in side}))
+    return heads[0][1] if len(heads) == 1 and heads[0][0] == 0 else heads
+
+
+def _scale_mismatches(mine: Iterable[_Piece], theirs: Iterable[_Piece]) -> list[Mismatch]:
     """Compare scales per head; both sides have the same heads."""
-    here, there = set(_merge(mine)), set(_merge(theirs))
-    return _compare("KV scales", _words(here - there), _words(there - here))
+    here, there = _merge_scales(mine), _merge_scales(theirs)
+    return _compare("KV scales", _describe_scales(here - there), _describe_scales(there - here))
 
 
-def _words(segments: Iterable[_Segment]) -> str:
+def _merge_scales(side: Iterable[_Piece]) -> set[_Segment]:
+    segments: set[_Segment] = set()
+    for (first, end), *_, scales in side:
+        if len(scales) <= 1:
+            segments.add((first, end, "".join(scales)))
+        else:
+            segments.update((n, n + 1, text) for n, text in enumerate(scales, first))
+    return set(_merge(segments))
+
+
+def _describe_scales(segments: Iterable[_Segment]) -> str:
     return "; ".join(
-        f"{text or 'none'} (heads {first} to {last - 1})" for first, last, text in sorted(segments)
+        f"{text or 'none'} (heads {first} to {end - 1})" for first, end, text in sorted(segments)
     )
-
-
-def _compare(field: str, mine: object, theirs: object) -> list[Mismatch]:
-    return [] if mine == theirs else [Mismatch(field, mine, theirs)]
 
 
 def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
@@ -428,7 +381,7 @@ def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
     if num_token_segments(mine, theirs) > limit:
         interleave = " or interleave" if is_striped else ""
         field = f"block size{interleave} (makes more than {limit} token segments)"
-        mismatches.append(Mismatch(field, _block_words(mine), _block_words(theirs)))
+        mismatches.append(Mismatch(field, _describe_blocks(mine), _describe_blocks(theirs)))
     # Decode fills its blocks from their first token on, so prefill must have kept that token.
     if theirs.window and WINDOW_EDGE % mine.entry_size and theirs.entry_size % mine.entry_size:
         field = f"block size (for a sliding window it must divide {WINDOW_EDGE} or prefill's)"
@@ -436,20 +389,15 @@ def _block_mismatches(mine: Group, theirs: Group) -> list[Mismatch]:
     return mismatches
 
 
-def _block_words(group: Group) -> object:
+def _describe_blocks(group: Group) -> object:
     if group.stripe == ALL_TOKENS:
         return group.block_size
-    return f"{group.block_size}, of {_stripe_words(group.stripe)}"
+    return f"{group.block_size}, of {_describe_stripe(group.stripe)}"
 
 
-def _stripe_words(stripe: Stripe) -> str:
+def _describe_stripe(stripe: Stripe) -> str:
     begin = stripe.place * stripe.width
     return f"tokens {begin} to {begin + stripe.width - 1} of every {stripe.period}"
-
-
-def _count_heads(heads: tuple[Heads, ...]) -> object:
-    """The number of heads; if some are missing, the ranges of the others."""
-    return heads[0][1] if len(heads) == 1 and heads[0][0] == 0 else heads
 
 
 def _shorten(layers: Sequence[str]) -> str:

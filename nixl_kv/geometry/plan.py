@@ -1,4 +1,4 @@
-"""What to copy from one remote rank to this one, as maximal contiguous runs.
+"""Plans the copy from one remote rank to this one, as maximal contiguous runs.
 
 `plan(local, remote)` intersects two ranks' caches, once per remote rank. `Plan.pieces` is called
 once per request and only turns block ids into numbers, because the transfer thread waits for it.
@@ -39,24 +39,22 @@ from nixl_kv.geometry.layout import (
 
 Ints = npt.NDArray[np.int64]
 
+# A half-open range of the model's KV heads.
 Heads = tuple[int, int]
-"""A half-open range of the model's KV heads."""
 
-Rows = npt.NDArray[np.uint64]
-"""Shape (n, 5), uint64; the columns are ADDRESS, LENGTH, DEVICE, STRIDE, COUNT."""
-
-ADDRESS, LENGTH, DEVICE, STRIDE, COUNT = range(5)
-"""The columns of rows: the address of the first piece, the bytes of a piece, the device's ordinal,
-the bytes from one piece to the next, the number of pieces."""
-
+# The heads that one rank reads from another: for each layer a range that both have.
 Share = Mapping[str, Heads]
-"""What one rank reads from another: for each layer a range of heads that both have."""
 
+# Shape (n, 5), uint64. The columns are the address of the first piece, the bytes of a piece, the
+# device's ordinal, the bytes from one piece to the next, the number of pieces.
+Rows = npt.NDArray[np.uint64]
+ADDRESS, LENGTH, DEVICE, STRIDE, COUNT = range(5)
+
+# In one block: of one layer before they merge, of all layers after.
 MAX_PIECES: Final = 1 << 22
-"""In one block: of one layer before they merge, of all layers after."""
 MAX_INDEX: Final = 2**31 - 1
+# In one list. With few common block edges, a small cache would have more rows than blocks.
 MAX_ROWS: Final = 1 << 20
-"""In one list. With few common block edges, a small cache would have more rows than blocks."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class Runs:
     length: Ints
 
     def repeated(self, count: int, local_stride: int, remote_stride: int) -> "Runs":
-        """The runs at `count` places that are equally far apart, in ascending order."""
         steps = np.arange(count, dtype=np.int64)
         return self.shifted(steps * local_stride, steps * remote_stride)
 
@@ -107,10 +104,10 @@ def _pieces(region: Region) -> tuple[Ints, Ints, Ints]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a layer's local and remote regions overlap in a range of heads that both have.
+    """A layer's local and remote region, and a range of heads that both have.
 
-    `_anywhere` removes the regions' names and bases. Then the overlaps of most layers are equal,
-    and equal ones are planned once.
+    The regions have neither names nor bases. So the overlaps of most layers are equal, and equal
+    ones are planned once.
     """
 
     sides: tuple[Region, Region]
@@ -122,12 +119,23 @@ class Overlap:
         Raises:
             IncompatiblePeer: if a block has too many pieces.
         """
+        local, remote = self.sides
+        first, num_heads = self.heads[0], self.heads[1] - self.heads[0]
         parts = sum(part.count for side in self.sides for part in side.parts)
-        _check_num_pieces(parts * num_tokens * (self.heads[1] - self.heads[0]))
-        return concatenate(
-            self._repeat(pieces, strides, num_tokens, slots=slots)
-            for strides, pieces in self._common_pieces().items()
-        ).merged()
+        _check_num_pieces(parts * num_tokens * num_heads)
+        found = []
+        for strides, runs in self._common_pieces().items():
+            repetitions = [
+                (num_tokens, *strides),
+                (num_heads, local.head_stride, remote.head_stride),
+            ]
+            # The smaller stride comes first. A merge after each keeps the arrays small.
+            for repetition in sorted(repetitions, key=lambda each: each[1]):
+                runs = runs.repeated(*repetition).merged()  # noqa: PLW2901
+            local_start = local.head_offset(first) + slots[0] * strides[0]
+            remote_start = remote.head_offset(first) + slots[1] * strides[1]
+            found.append(Runs(runs.local + local_start, runs.remote + remote_start, runs.length))
+        return concatenate(found).merged()
 
     def _common_pieces(self) -> dict[tuple[int, int], Runs]:
         """The pieces of one head and token, cut where either side is cut, by both token strides."""
@@ -147,23 +155,6 @@ class Overlap:
             pieces[int(pair[0]), int(pair[1])] = runs.merged()
         return pieces
 
-    def _repeat(
-        self, pieces: Runs, strides: tuple[int, int], num_tokens: int, *, slots: tuple[int, int]
-    ) -> Runs:
-        """Repeat the pieces for all tokens and heads."""
-        local, remote = self.sides
-        tokens = (num_tokens, *strides)
-        heads = (self.heads[1] - self.heads[0], local.head_stride, remote.head_stride)
-        runs = pieces
-        # The smaller stride comes first. A merge after each keeps the arrays small.
-        for count, local_stride, remote_stride in sorted([tokens, heads], key=lambda s: s[1]):
-            runs = runs.repeated(count, local_stride, remote_stride).merged()
-        return Runs(
-            runs.local + local.head_offset(self.heads[0]) + slots[0] * strides[0],
-            runs.remote + remote.head_offset(self.heads[0]) + slots[1] * strides[1],
-            runs.length,
-        )
-
 
 @dataclass(frozen=True)
 class OverlapGroup:
@@ -177,11 +168,7 @@ class OverlapGroup:
     bases: dict[Overlap, Ints]
 
     def runs(self, num_tokens: int, slots: tuple[int, int]) -> Runs:
-        """The runs of `num_tokens` tokens in block 0, from two slots on.
-
-        Raises:
-            IncompatiblePeer: if a block has too many pieces.
-        """
+        """The runs of `num_tokens` tokens in block 0, from two slots on; raises like `Overlap`."""
         layers: list[Runs] = []
         total = 0
         for overlap, bases in self.bases.items():
@@ -211,16 +198,13 @@ def group_overlaps(
     by_strides: dict[tuple[int, int], dict[Overlap, list[tuple[int, int]]]] = {}
     for local, remote, heads in pairs:
         same_strides = by_strides.setdefault((local.block_stride, remote.block_stride), {})
-        overlap = Overlap((_anywhere(local), _anywhere(remote)), heads)
+        mine, theirs = (replace(side, layer="", base=1) for side in (local, remote))
+        overlap = Overlap((mine, theirs), heads)
         same_strides.setdefault(overlap, []).append((local.base, remote.base))
     return [
         OverlapGroup(groups, strides, {key: np.array(bases).T for key, bases in overlaps.items()})
         for strides, overlaps in by_strides.items()
     ]
-
-
-def _anywhere(region: Region) -> Region:
-    return replace(region, layer="", base=1)
 
 
 def _check_num_pieces(pieces: int) -> None:
@@ -229,16 +213,14 @@ def _check_num_pieces(pieces: int) -> None:
 
 
 class IndexBuffer:
-    """Memory that the indices of successive requests share.
+    """Memory that the indices of successive requests share."""
 
-    For thousands of blocks, fresh pages from the kernel cost ten times as much as the arithmetic.
-    """
-
+    # For thousands of blocks, fresh pages from the kernel cost ten times as much as the arithmetic.
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.int32)
 
     def reserve(self, count: int) -> BlockIds:
-        """Room for `count` indices, which overwrites those of the last call."""
+        """Room for `count` indices, which overwrite those of the last call."""
         if count > len(self._memory):
             self._memory = np.empty(2 * count, dtype=np.int32)
         return self._memory[:count]
@@ -256,7 +238,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a request reads of some rows: pieces (local[i], remote[i]) of each row."""
+    """The pieces of some rows that a request reads: (local[i], remote[i]) of each row."""
 
     local: BlockIds
     remote: BlockIds
@@ -264,9 +246,9 @@ class Pieces:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Rows that move the same token segment."""
+    """Rows of the same token segment."""
 
-    groups: tuple[int, int]  # the numbers of the groups
+    groups: tuple[int, int]  # numbers of the local and the remote group
     segment: TokenSegment
     per_block: tuple[int, int]  # pieces of a row in each block
     first: tuple[BlockIds, BlockIds]  # for each row, the number of its first piece
@@ -276,7 +258,7 @@ class PagedRows:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to read from one remote rank."""
+    """The rows of both sides for reads from one remote rank."""
 
     local: Rows
     remote: Rows
@@ -289,11 +271,11 @@ class Plan:
         """The pieces of each of `paged_rows` for one request.
 
         Args:
-            local: the block table of each local group. What is absent is not read.
+            local: the block table of each local group. Absent blocks are not read.
             remote: the block table of each remote group.
-            tokens: what to read. It begins at an entry's edge in each local table. Tokens after its
-                end, up to the next block edge of either side, are read as well, since they belong
-                to the same request on both sides.
+            tokens: the tokens to read, from an entry's edge in each local table on. Tokens after
+                their end, up to the next block edge of either side, are read as well, since they
+                belong to the same request on both sides.
 
         Raises:
             ValueError: for a table that is too short, a block id that a cache does not have (it
@@ -312,8 +294,13 @@ class Plan:
 
     def num_runs(self, pieces: Sequence[Pieces]) -> int:
         """The number of maximal contiguous runs."""
-        pairs = zip(self.paged_rows, pieces, strict=True)
-        return sum(_count_runs(rows, each) for rows, each in pairs)
+        count = 0
+        for rows, each in zip(self.paged_rows, pieces, strict=True):
+            count += (len(rows.first[0]) - rows.dense_rows) * len(each.local)
+            if rows.dense_rows and len(each.local):
+                breaks = (np.diff(each.local) != 1) | (np.diff(each.remote) != 1)
+                count += rows.dense_rows * (int(np.count_nonzero(breaks)) + 1)
+        return count
 
     def indices(
         self, pieces: Sequence[Pieces], buffer: IndexBuffer | None = None
@@ -322,8 +309,14 @@ class Plan:
         pairs = list(zip(self.paged_rows, pieces, strict=True))
         count = sum(len(rows.first[0]) * len(each.local) for rows, each in pairs)
         local, remote = (buffer or IndexBuffer()).reserve(2 * count).reshape(2, count)
-        _fill(local, [(rows.first[0], each.local) for rows, each in pairs])
-        _fill(remote, [(rows.first[1], each.remote) for rows, each in pairs])
+        start = 0
+        for rows, each in pairs:
+            # Row by row: only in this order does NIXL merge neighbours.
+            shape = len(rows.first[0]), len(each.local)
+            end = start + shape[0] * shape[1]
+            np.add(rows.first[0][:, None], each.local, out=local[start:end].reshape(shape))
+            np.add(rows.first[1][:, None], each.remote, out=remote[start:end].reshape(shape))
+            start = end
         return local, remote
 
     def reads(
@@ -334,7 +327,7 @@ class Plan:
         *,
         buffer: IndexBuffer | None = None,
     ) -> Reads:
-        """What one request reads; see `pieces`."""
+        """The reads of one request; see `pieces`."""
         pieces = self.pieces(local, remote, tokens)
         indices = self.indices(pieces, buffer)
         return Reads(*indices, self.num_bytes(pieces), self.num_runs(pieces))
@@ -366,25 +359,6 @@ class Plan:
         return Pieces((pairs >> 32).astype(np.int32), (pairs & MAX_INDEX).astype(np.int32))
 
 
-def _fill(indices: BlockIds, rows: list[tuple[BlockIds, BlockIds]]) -> None:
-    """Write indices row by row: only in this order does NIXL merge neighbours."""
-    start = 0
-    for first, pieces in rows:
-        end = start + len(first) * len(pieces)
-        room = indices[start:end].reshape(len(first), len(pieces))
-        np.add(first[:, None], pieces, out=room)
-        start = end
-
-
-def _count_runs(rows: PagedRows, pieces: Pieces) -> int:
-    local, remote = pieces.local, pieces.remote
-    separate = (len(rows.first[0]) - rows.dense_rows) * len(local)
-    if not rows.dense_rows or not len(local):
-        return separate
-    breaks = (local[1:] - local[:-1] != 1) | (remote[1:] - remote[:-1] != 1)
-    return separate + rows.dense_rows * (int(np.count_nonzero(breaks)) + 1)
-
-
 def plan(local: CacheLayout, remote: CacheLayout, share: Share | None = None) -> Plan:
     """Plan what to read of a remote rank's cache: `share`, or all that both ranks have.
 
@@ -411,20 +385,21 @@ def _common_layers(
     for number, group in enumerate(local.groups):
         by_group: dict[int, list[tuple[Region, Region, Heads]]] = {}
         for mine in group.regions:
-            remote_number, theirs = remote_regions.get(mine.layer, (-1, mine))
-            heads = _common_heads(mine, theirs) if share is None else share.get(mine.layer, (0, 0))
-            if remote_number >= 0 and heads[0] < heads[1]:
+            if mine.layer not in remote_regions:
+                continue
+            remote_number, theirs = remote_regions[mine.layer]
+            if share is None:
+                heads = max(mine.heads[0], theirs.heads[0]), min(mine.heads[1], theirs.heads[1])
+            else:
+                heads = share.get(mine.layer, (0, 0))
+            if heads[0] < heads[1]:
                 by_group.setdefault(remote_number, []).append((mine, theirs, heads))
         for remote_number, pairs in by_group.items():
             yield (number, remote_number), pairs
 
 
-def _common_heads(mine: Region, theirs: Region) -> Heads:
-    return max(mine.heads[0], theirs.heads[0]), min(mine.heads[1], theirs.heads[1])
-
-
 def _segments(overlaps: OverlapGroup) -> Iterator[tuple[TokenSegment, tuple[int, int]]]:
-    """The token segments that get rows, each with the number of pieces per block on both sides."""
+    """The token segments that get rows, each with the number of pieces per block on either side."""
     segments = token_segments(*overlaps.groups)
     sizes = [group.block_size for group in overlaps.groups]
     step = math.gcd(*sizes)

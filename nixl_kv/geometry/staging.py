@@ -21,16 +21,13 @@ import numpy as np
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Memory, Part, Region, Span, Table
 from nixl_kv.geometry.plan import Heads, Share
 
+# Slots of a ring. A slot costs about 0.2 ms besides its bytes. In that time a link carries tens of
+# MiB of GPU memory, so GPUs need few large slots, but only one MiB of host memory.
 NUM_SLOTS: Final[dict[Memory, int]] = {"VRAM": 4, "DRAM": 16}
-"""In a ring. A slot costs about 0.2 ms besides its bytes. In that time a link carries tens of MiB
-of GPU memory, so GPUs need few large slots, but only one MiB of host memory."""
-
+# Bytes of a chunk, for the same reason, unless the whole read is not much longer.
 LEAST_CHUNK: Final[dict[Memory, int]] = {"VRAM": 16 << 20, "DRAM": 1 << 20}
-"""Bytes of a chunk, for the same reason, unless the whole read is not much longer."""
-
+# Chunks of a long read: one chunk is read while others are packed and scattered.
 LEAST_CHUNKS: Final = 4
-"""In a read that is long enough, so that one chunk is read while others are packed and
-scattered."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,6 @@ class Ring:
         return self.span.length // self.num_slots
 
     def first_entry(self, slot: int, entry_bytes: int) -> int:
-        """The number of the first entry that begins in a slot."""
         return -(-slot * self.slot_bytes // entry_bytes)
 
     def capacity(self, entry_bytes: int) -> int:
@@ -77,7 +73,7 @@ def most_slots(num_slots: int) -> int:
 
 
 def crops(local: CacheLayout, remote: CacheLayout, share: Share) -> list[Crop]:
-    """Divide a share into parts that each have one group on either side."""
+    """Divide a share into crops."""
     found: dict[tuple[int, int], dict[str, Heads]] = {}
     theirs = remote.regions
     for layer, (number, _) in local.regions.items():
@@ -147,11 +143,8 @@ def split_tokens(
 ) -> Iterator[range]:
     """Cut a read of a group into chunks of at most `max_entries` of prefill's entries.
 
-    Args:
-        groups: local and remote.
-        table: the local block table; absent entries at its beginning are not read.
-        tokens: what to read, from the edge of a local entry on.
-        max_entries: what a slot has room for.
+    Absent entries at the beginning of the local block table are not read. The tokens begin at the
+    edge of a local entry.
 
     Raises:
         ValueError: if one local entry does not fit.
@@ -178,9 +171,9 @@ def _cut(regions: Sequence[Region], share: Share, block_size: int) -> tuple[list
     cut: list[Region] = []
     size = 0
     for region in regions:
-        dense, length = _dense(region, share[region.layer], block_size)
+        dense = _dense(region, share[region.layer], block_size)
         cut.append(replace(dense, base=1 + size))
-        size += length
+        size += dense.content * block_size * dense.num_heads
     shapes = {replace(region, layer="", base=1, scales=()) for region in regions}
     if len(regions) > 1 and len(shapes) == 1 and len({r.heads for r in cut}) == 1:
         head_stride = cut[0].head_stride
@@ -194,36 +187,40 @@ def _cut(regions: Sequence[Region], share: Share, block_size: int) -> tuple[list
     return cut, size
 
 
-def _dense(region: Region, heads: Heads, block_size: int) -> tuple[Region, int]:
-    """One layer's block without gaps, nested as in the region, and its bytes."""
+def _dense(region: Region, heads: Heads, block_size: int) -> Region:
+    """One layer's block without gaps, nested as in the region."""
     num_heads = heads[1] - heads[0]
-    size = region.content * block_size * num_heads
+    region = replace(region, base=1, first_head=heads[0], num_heads=num_heads, scales=())
     strides = [region.token_stride_of(part) for part in region.parts]
     has_heads_inside = min(strides) > region.head_stride
     if _is_in_one_piece(region):
         first = min(part.offset for part in region.parts)
-        parts = [Part(part.offset - first, part.length) for part in region.parts]
         each = region.content
         inner = (each, num_heads * each) if has_heads_inside else (each * block_size, each)
-        return _rebuilt(region, heads, inner, parts), size
+        return replace(
+            region,
+            head_stride=inner[0],
+            token_stride=inner[1],
+            parts=tuple(Part(part.offset - first, part.length) for part in region.parts),
+        )
     each = region.parts[0].content
-    apart = min(np.diff(sorted(part.offset for part in region.parts)), default=region.head_stride)
     is_equal = all(part.content == each for part in region.parts)
+    part_bytes = each * block_size * num_heads
+    equal_offsets = range(0, len(region.parts) * part_bytes, part_bytes)
     if is_equal and has_heads_inside and all(part.count == 1 for part in region.parts):
-        offsets = range(0, size, size // len(region.parts))
-        parts = [Part(offset, each) for offset in offsets]
-        return _rebuilt(region, heads, (each, num_heads * each), parts), size
+        parts = tuple(Part(offset, each) for offset in equal_offsets)
+        return replace(region, head_stride=each, token_stride=num_heads * each, parts=parts)
+    apart = min(np.diff(sorted(part.offset for part in region.parts)), default=region.head_stride)
     if is_equal and not has_heads_inside and apart >= region.head_stride:
-        offsets = range(0, size, size // len(region.parts))
-        head_stride = each * block_size
+        offsets, head_stride = list(equal_offsets), each * block_size
     else:  # all parts of one head come before the next head
         offsets = np.cumsum([0, *(part.content * block_size for part in region.parts)]).tolist()
         head_stride = region.content * block_size
-    parts = [
+    parts = tuple(
         _dense_part(part, offset, stride, block_size)
         for part, offset, stride in zip(region.parts, offsets, strides, strict=False)
-    ]
-    return _rebuilt(region, heads, (head_stride, each), parts), size
+    )
+    return replace(region, head_stride=head_stride, token_stride=each, parts=parts)
 
 
 def _dense_part(part: Part, offset: int, token_stride: int, block_size: int) -> Part:
@@ -242,19 +239,4 @@ def _is_in_one_piece(region: Region) -> bool:
         edges == [part.offset for part in ordered[1:]]
         and all(part.count == 1 for part in ordered)
         and len({region.token_stride_of(part) for part in ordered}) == 1
-    )
-
-
-def _rebuilt(
-    region: Region, heads: Heads, strides: tuple[int, int], parts: Sequence[Part]
-) -> Region:
-    return replace(
-        region,
-        base=1,
-        head_stride=strides[0],
-        token_stride=strides[1],
-        first_head=heads[0],
-        num_heads=heads[1] - heads[0],
-        parts=tuple(parts),
-        scales=(),
     )

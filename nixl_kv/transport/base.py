@@ -11,25 +11,19 @@ from nixl_kv.geometry import plan
 from nixl_kv.geometry.layout import BlockIds, Memory, Span
 from nixl_kv.ids import Endpoint
 
-Indices: TypeAlias = BlockIds
-"""Numbers of pieces in a prepared list, int32."""
-
 Rows: TypeAlias = plan.Rows
-"""Memory as `geometry.plan.Rows` describes it, shape (n, 5): address, length, device, stride,
-count. A row has `count` pieces; pieces are numbered through all rows of a list."""
+Indices: TypeAlias = BlockIds
+"""Numbers of pieces: the pieces of all rows of a list are numbered in row order."""
 
 PeerName = NewType("PeerName", str)
-"""A transport's name for a peer that was added."""
 
+# Only the transport that made a handle can use it.
 ListHandle = Any
-"""A prepared list. Only the transport that made it can use it."""
-
 ReadHandle = Any
-"""A read in progress. Only the transport that made it can use it."""
 
+# UCX's TCP segment size. UCX aborts a reader whose own segments are shorter than the sender's, so
+# this is one of the facts in which two engines must agree.
 SEGMENT_FACT: Final = "2m"
-"""UCX's TCP segment size on every engine. UCX aborts a reader whose own segments are shorter than
-the sender's, so this is one of the facts in which two engines must agree."""
 
 
 class Transport(Protocol):
@@ -38,7 +32,7 @@ class Transport(Protocol):
     One thread calls all methods, except for `add_peer`, which may run on another thread while no
     other call is made.
 
-    There is no abort: a read may write into local memory until `poll` has reported its end or
+    A read cannot be aborted: it may write into local memory until `poll` has reported its end or
     `close` has returned, whatever is released or dropped in between.
     """
 
@@ -52,13 +46,13 @@ class Transport(Protocol):
         """Make memory readable into, and readable by peers that get the metadata afterwards."""
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        """Do once what only the first peer of a process costs. Slow; overwrites `span`.
+        """Do once the work that only the first peer of a process costs.
 
-        `span` is registered.
+        Slow; overwrites `span`, which is registered.
         """
 
     def metadata(self) -> bytes:
-        """What a peer needs in order to read everything that is registered so far."""
+        """The bytes that a peer needs to read everything that is registered so far."""
 
     def add_peer(self, metadata: bytes) -> PeerName:
         """Make a peer's memory readable; adding a peer again is harmless."""
@@ -86,12 +80,6 @@ class Transport(Protocol):
                 Do not poll it again.
         """
 
-    def pieces_done(self, read: ReadHandle) -> int:
-        """How many pieces of the read have arrived so far; 0 if the transport does not know.
-
-        A transport may cut a read into other pieces than the caller's.
-        """
-
     def stop(self, read: ReadHandle) -> bool:
         """Start no more pieces of a read. Returns whether that cuts the read short.
 
@@ -102,10 +90,7 @@ class Transport(Protocol):
         """Serve peers: on some links a read needs the owner of the memory to take part."""
 
     def tidy(self) -> bool:
-        """Close connections that have been idle for long, in the background.
-
-        Returns whether there is more to close later.
-        """
+        """Close idle connections in the background. Returns whether there is more to close."""
 
     def close(self) -> None:
         """End all reads and connections, which may take seconds.
@@ -121,14 +106,9 @@ class Transport(Protocol):
 class Bounds:
     """Limits for one connection to a listening port."""
 
-    message_bytes: int = 4 << 20
-    """A longer message ends its connection."""
-
-    requests: int = 1000
-    """Received messages that wait to be handled; more wait at the sender."""
-
-    answers: int = 1000
-    """Answers that the other side has not received yet; more are dropped."""
+    message_bytes: int = 4 << 20  # a longer message ends its connection
+    requests: int = 1000  # that wait to be handled; more wait at the sender
+    answers: int = 1000  # that the other side has not received yet; more are dropped
 
 
 @dataclass(frozen=True)
@@ -137,8 +117,7 @@ class FromPeer:
 
     route: bytes
     payload: bytes
-    stranger: str = ""
-    """The sender's IP address if it has not proved a key."""
+    stranger: str = ""  # the sender's IP address if it has not proved a key
 
 
 @dataclass(frozen=True)
@@ -178,10 +157,20 @@ class ControlPlane(Protocol):
     """
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
-        """Listen on an IP literal and a port, 0 for any free one. Returns the port."""
+        """Listen on an IP literal, without brackets, and a port; 0 takes any free one.
+
+        Returns the port.
+
+        Raises:
+            TransportError: if the address is not of this machine or the port is in use.
+        """
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Queue a message for an endpoint, connecting if necessary; never waits."""
+        """Queue a message for an endpoint, connecting if necessary; never waits.
+
+        Raises:
+            TransportError: if the endpoint is not an address, or its queue is full.
+        """
 
     def reply(self, route: bytes, payload: bytes) -> None:
         """Answer a message; drops the answer if the sender has disconnected."""
@@ -190,13 +179,11 @@ class ControlPlane(Protocol):
         """Wait for messages, losses or `wake`; None waits without a timeout."""
 
     def disconnect(self, endpoint: Endpoint) -> None:
-        """Close the link to an endpoint, if there is one, and drop what is queued for it."""
+        """Close the link to an endpoint, if there is one, and drop its queued messages."""
 
-    def links(self) -> list[Link]:
-        """The open links."""
+    def links(self) -> list[Link]: ...
 
     def wake(self) -> None:
         """End the current `poll`; any thread may call it."""
 
-    def close(self) -> None:
-        """Close everything."""
+    def close(self) -> None: ...

@@ -6,6 +6,7 @@ import resource
 import socket
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -13,12 +14,10 @@ from nixl_kv.errors import TransportError
 
 DESCRIPTORS: Final = Path("/proc/self/fd")
 
+# UCX rarely has more listening sockets for an agent: two per network interface.
 MAX_STALE: Final = 8
-"""UCX rarely has more listening sockets for an agent: two per network interface."""
-
-
+# An agent opens 25 descriptors over TCP on one interface, and more for each RDMA device.
 FREE_FOR_AGENT: Final = 128
-"""An agent opens 25 descriptors over TCP on one interface, and more for each RDMA device."""
 
 
 def num_open() -> int:
@@ -71,7 +70,7 @@ def listening_sockets() -> dict[int, int]:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            # Any other error: closed meanwhile.
+            # Any other error: another thread has closed it.
     return found
 
 
@@ -99,17 +98,12 @@ def past_stale_descriptors(create: Callable[[], object], error: type[Exception])
         try:
             create()
         except error:  # noqa: PERF203
-            if len(taken) == MAX_STALE or not _take_lowest(taken):
-                for number in taken:
-                    os.close(number)
-                raise
+            if len(taken) < MAX_STALE:
+                with suppress(OSError):
+                    taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                    continue
+            for number in taken:
+                os.close(number)
+            raise
         else:
             return
-
-
-def _take_lowest(taken: list[int]) -> bool:
-    try:
-        taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True

@@ -1,6 +1,6 @@
 """The data plane over NVIDIA NIXL. The only file that imports nixl.
 
-`nixl_transport` makes the agent of a rank. What NIXL 1.5.1 forces on it, all measured:
+`nixl_transport` makes the agent of a rank. NIXL 1.5.1 forces these choices on it, all measured:
 
 - NIXL's progress thread spins on a whole core, so it is off. The transfer thread calls `progress`
   while peers may need it, and sleeps otherwise.
@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
@@ -44,21 +44,19 @@ else:  # AMD's build has a name of its own; vLLM imports it the same way
 
 logger = get_logger(__name__)
 
-Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
-
-REHEARSAL_S: Final = 2.0
-"""Longest time of a read within this process, before the first peer."""
+UCX: Final = "UCX"
 
 UCX_OPTIONS: Final = {
     "ucx_error_handling_mode": "peer",
+    # With threads, `read` returns at once.
     "num_threads": "2",
+    # The caller copies a batch of fewer merged pieces itself.
     "split_batch_size": "16",
 }
-"""With threads, `read` returns at once. The caller copies a batch of fewer merged pieces itself."""
-
+# Threads that copy in parallel where a read is a copy, if there are as many cores.
 MAX_COPYING: Final = 4
-"""Threads that copy in parallel where a read is a copy, if there are as many cores."""
 
+# Settings of UCX, without the prefix UCX_.
 UCX_ENGINE_CONFIG: Final = (
     # Read directly also between GPUs, or within one, on a host without NVLink. There UCX prefers
     # writes over reads where it has the choice; a READ then goes through TCP and the owner's memory
@@ -76,16 +74,15 @@ UCX_ENGINE_CONFIG: Final = (
     # sender's. A paced read has to fit into one.
     f"TCP_TX_SEG_SIZE={SEGMENT_FACT},TCP_RX_SEG_SIZE={SEGMENT_FACT}"
 )
-"""Settings of UCX, without the prefix UCX_."""
-
+# Shared memory, CMA and CUDA IPC are not network devices for UCX, and stay available.
 ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
-"""Shared memory, CMA and CUDA IPC are not network devices for UCX, and stay available."""
 
+# For an agent that reads over TCP only, or reads a slot only.
 STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
 STREAM_TRANSPORTS: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
-"""UCX's transports in an agent that reads over TCP only."""
 
-UCX: Final = "UCX"
+# Longest time of a read within this process, before the first peer.
+REHEARSAL_S: Final = 2.0
 
 _PEER_ERRORS: Final = (
     bindings.nixlRemoteDisconnectError,
@@ -98,7 +95,7 @@ _ERRORS: Final = tuple(
     if name.startswith("nixl") and name.endswith("Error")
 )
 
-
+Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
 _Native = TypeVar("_Native", api.nixl_prepped_dlist_handle, api.nixl_xfer_handle)
 
 
@@ -120,11 +117,6 @@ def _is_done(state: str) -> bool:
     return state == "DONE"
 
 
-def _set_when_collected(gone: threading.Event) -> Callable[[object], None]:
-    """A callback that refers to nothing but the event."""
-    return lambda _: gone.set()
-
-
 def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
     """Make the agent of a rank whose cache is in such memory.
 
@@ -139,13 +131,13 @@ def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) ->
     make = partial(NixlTransport, config.backends, guard=guard)
     first = make(ucx_options=options, engine_config=settings)
 
-    def make_stream(memory: Memory) -> Transport:
+    def make_stream() -> Transport:
         only_tcp = f"{settings},TLS={STREAM_TRANSPORTS[memory]}"
         return make(ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
 
     is_other = config.paced_reads == AUTO and config.backends[0] != UCX
     # The only line that knows transport/tcp. Without it, return `first`.
-    return pace(first, make_stream, OFF if is_other else config.paced_reads, settings)
+    return pace(first, make_stream, memory, OFF if is_other else config.paced_reads, settings)
 
 
 def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
@@ -161,7 +153,7 @@ def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
 
 
 def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
-    """UCX's settings, and what filters the ports that it opens."""
+    """UCX's settings, and a filter for the ports that it opens."""
     # Use loopback only, if other machines neither read this engine nor are read by it. A decode
     # engine may read other machines although its own `host` is loopback.
     allowed = config.allowed_hosts
@@ -171,20 +163,17 @@ def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
 
 
 class _Handle(Generic[_Native]):
-    """A list or a read. NIXL's handle keeps its agent alive, so the transport can release it."""
+    """A list or a read. NIXL's handle keeps its agent alive, so `close` takes it away."""
 
     def __init__(self, native: _Native) -> None:
-        self._native: _Native | None = native
+        self.held: _Native | None = native
         self.failure = ""  # of posting it; text only: a traceback would keep the agent alive
 
     @property
     def native(self) -> _Native:
-        if self._native is None:
+        if self.held is None:
             raise TransportError("the NIXL agent is closed")
-        return self._native
-
-    def drop(self) -> None:
-        self._native = None
+        return self.held
 
 
 _List: TypeAlias = _Handle[api.nixl_prepped_dlist_handle]
@@ -221,9 +210,8 @@ class NixlTransport:
             engine_config=engine_config,
             guard=guard,
         )
-        self._spread = int(ucx_options.get("num_threads", 0)) * int(
-            ucx_options.get("split_batch_size", 1)
-        )
+        threads, batch = ucx_options.get("num_threads", 0), ucx_options.get("split_batch_size", 1)
+        self._spread = max(1, int(threads) * int(batch))
         config = api.nixl_agent_config(
             enable_prog_thread=False,
             backends=[],
@@ -235,8 +223,8 @@ class NixlTransport:
             self._open_agent: api.nixl_agent | None = agent
             self._handles: weakref.WeakSet[_List | _Read] = weakref.WeakSet()
             # Set when the destructor of the C++ object has run. The wrapper may go earlier.
-            self._gone = threading.Event()
-            self._proof = weakref.ref(agent.agent, _set_when_collected(self._gone))
+            self._gone = gone = threading.Event()
+            self._proof = weakref.ref(agent.agent, lambda _: gone.set())
             for backend in backends:
                 options = dict(ucx_options) if backend == UCX else {}
                 if options and engine_config:
@@ -256,7 +244,7 @@ class NixlTransport:
 
     def spread(self, peer: PeerName) -> int:
         del peer  # this many wake all threads of the backend; each has a connection of its own
-        return max(1, self._spread)
+        return self._spread
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         with _translated(f"registering {span.length} bytes of {memory}"):
@@ -269,14 +257,10 @@ class NixlTransport:
         read, beside UCX's own threads, up to 100 ms.
         """
         try:
-            agents = [self._make_another() for _ in range(2)]
-            try:
-                for agent in agents:
+            with closing(self._make_another()) as reader, closing(self._make_another()) as other:
+                for agent in (reader, other):
                     agent.register(span, memory, device)
-                _read_once(agents[0], agents[1], span, memory, device)
-            finally:
-                for agent in agents:
-                    agent.close()
+                _read_once(reader, other, span, memory, device)
         except TransportError as error:
             logger.info(
                 "the first peer will take up to 0.1 s longer, because the rehearsal failed: %s",
@@ -284,7 +268,7 @@ class NixlTransport:
             )
 
     def metadata(self) -> bytes:
-        """0.5 KiB, and about 44 bytes per registration."""
+        # 0.5 KiB, and about 44 bytes per registration.
         with _translated("packing the metadata"):
             return bytes(self._agent.get_agent_metadata())
 
@@ -324,18 +308,14 @@ class NixlTransport:
         return read
 
     def poll(self, read: _Read) -> bool:
-        # Asking for the state also advances the read.
         if read.failure:
             raise TransportError(read.failure)
         with _translated("reading"):
+            # Asking for the state also advances the read.
             if not _is_done(self._agent.check_xfer_state(read.native)):
                 return False
             read.native.release()
         return True
-
-    def pieces_done(self, read: _Read) -> int:
-        del read
-        return 0  # NIXL does not tell
 
     def stop(self, read: _Read) -> bool:
         del read
@@ -356,7 +336,7 @@ class NixlTransport:
             TransportError: if a handle or a traceback still refers to the C++ object.
         """
         for handle in list(self._handles):
-            handle.drop()
+            handle.held = None
         self._open_agent = None
         if not self._gone.is_set():
             gc.collect()

@@ -15,23 +15,22 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from nixl_kv.config import LOOPBACK, AllowedHosts, Network
 from nixl_kv.errors import LimitedLog, get_logger
-from nixl_kv.transport import descriptors
+from nixl_kv.transport.descriptors import DESCRIPTORS
+from nixl_kv.transport.descriptors import limit as num_descriptors
 
 logger = get_logger(__name__)
 
+# Of one port at a time. Readers disconnect 5 s after their last load, so it serves more in turn.
+# Each half-open connection of a stranger costs 14 KiB.
 MAX_CONNECTIONS: Final = 4096
-"""Of one port at a time. Readers disconnect 5 s after their last load, so many more can take turns.
-Each half-open connection of a stranger costs 14 KiB."""
-
+# One port may use a quarter of the process's descriptors, if that is less.
 SHARE_OF_DESCRIPTORS: Final = 4
-"""One port may use a quarter of the process's descriptors, if that is less."""
 
 BACKLOG: Final = 128
 LOG_INTERVAL_S: Final = 60.0
@@ -54,11 +53,6 @@ SOURCE: Final = {4: NETWORK_HEADER + 12, 6: NETWORK_HEADER + 8}
 IPV4, IPV6 = 0x0800, 0x86DD
 WORD_BITS: Final = 32
 ALL_ONES: Final = 0xFFFFFFFF
-
-FILES: Final = Path("/proc/self/fd")
-FILE_DETAILS: Final = Path("/proc/self/fdinfo")
-EPOLL: Final = "anon_inode:[eventpoll]"
-WATCHED: Final = "tfd:"
 
 WHAT_TO_DO: Final = (
     "let a firewall or a NetworkPolicy pass only the other engines to this process's TCP ports, "
@@ -89,7 +83,7 @@ class LimitedPort:
         Args:
             host: without brackets.
             port: 0 to 65535; 0 takes any free one.
-            limit: connections at a time; None for what this process can afford.
+            limit: connections at a time; None for as many as this process can afford.
             allowed: other machines that may connect. This machine always may.
 
         Raises:
@@ -98,16 +92,20 @@ class LimitedPort:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)  # noqa: FBT003
-        self._filter = b""
-        if not (allowed.are_all or allowed.are_local):
-            self._filter = program(with_this_machine(allowed, [host]).networks)
         self.port: int = self._socket.getsockname()[1]
-        self._limit = _affordable() if limit is None else limit
+        if limit is None:
+            descriptors = num_descriptors()
+            affordable = (
+                MAX_CONNECTIONS if descriptors is None else descriptors // SHARE_OF_DESCRIPTORS
+            )
+            limit = min(MAX_CONNECTIONS, affordable)
+        self._limit = limit
         self._connections = 0
         self._is_shut = False
         self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
-        if self._filter:
-            self._attach_filter(allowed)
+        self._filter = b""
+        if not (allowed.are_all or allowed.are_local):
+            self._attach_filter(allowed, host)
 
     def duplicate(self) -> int:
         """Duplicate the listening socket's descriptor; the caller closes it."""
@@ -127,22 +125,24 @@ class LimitedPort:
     def close(self) -> None:
         self._socket.close()
 
-    def _attach_filter(self, allowed: AllowedHosts) -> None:
+    def _attach_filter(self, allowed: AllowedHosts, host: str) -> None:
+        code = program(with_this_machine(allowed, [host]).networks)
         try:
-            attach(self._socket, self._filter)
+            attach(self._socket, code)
         except OSError as error:
-            self._filter = b""
             logger.warning(
                 "the kernel cannot drop packets of hosts outside %s to port %d, or to UCX's ports: "
                 "%s. Any host on the network can connect: %s",
                 *(allowed, self.port, error, WHAT_TO_DO),
             )
+        else:
+            self._filter = code
 
     def _shut(self) -> None:
         self._is_shut = True
         try:
             attach(self._socket, DROP)
-        except OSError as error:  # a sandbox's kernel, for example; then there is no limit
+        except OSError as error:  # a sandbox's kernel, for example; the number is then unlimited
             self._log.warning(
                 "port %d has %d connections and cannot refuse more: %s",
                 *(self.port, self._connections, error),
@@ -164,11 +164,6 @@ class LimitedPort:
         except OSError as error:
             logger.debug("port %d was not shut: %s", self.port, error)
         logger.debug("port %d accepts connections again", self.port)
-
-
-def _affordable() -> int:
-    soft = descriptors.limit()
-    return MAX_CONNECTIONS if soft is None else min(MAX_CONNECTIONS, soft // SHARE_OF_DESCRIPTORS)
 
 
 # --- filters
@@ -212,19 +207,19 @@ def _checks(networks: Iterable[Network], version: int) -> bytes:
         for word in range(num_words)
     ]
     for network in ipaddress.collapse_addresses(of_version):  # type: ignore[type-var]
-        tests: list[bytes] = []
+        tests = b""
         for word in reversed(range(num_words)):
             shift = WORD_BITS * (num_words - 1 - word)
             mask = int(network.netmask) >> shift & ALL_ONES
             if not mask:
                 continue
             wanted = int(network.network_address) >> shift & ALL_ONES
-            to_the_end = sum(map(len, tests)) // len(DROP) + 1
             test = _instruction(LOAD_MEMORY, word)
             if mask != ALL_ONES:
                 test += _instruction(AND, mask)
-            tests.insert(0, test + _instruction(JUMP_IF_EQUAL, wanted, if_false=to_the_end))
-        code += [*tests, PASS]
+            to_next_network = len(tests) // len(DROP) + 1
+            tests = test + _instruction(JUMP_IF_EQUAL, wanted, if_false=to_next_network) + tests
+        code += [tests, PASS]
     return b"".join((*code, DROP))
 
 
@@ -296,20 +291,17 @@ def _filter(opened: Sequence[Any], allowed: AllowedHosts) -> None:
             return
     logger.info("UCX listens on %s; of other machines it hears only %s", names, allowed)
     ports = {one.laddr.port for one in opened}
-    for one in _tcp_sockets():
+    for one in psutil.Process().net_connections("tcp"):
         if one.raddr and one.laddr.port in ports and not admitted.allows(one.raddr.ip):
             logger.warning("%s connected to UCX's port, and is disconnected", one.raddr.ip)
             with socket.socket(fileno=os.dup(one.fd)) as stranger:
                 stranger.shutdown(socket.SHUT_RDWR)
 
 
-def _tcp_sockets() -> list[Any]:
-    return psutil.Process().net_connections("tcp")
-
-
 def _listening() -> dict[Any, Any]:
     """The listening sockets by their address."""
-    return {one.laddr: one for one in _tcp_sockets() if one.status == psutil.CONN_LISTEN}
+    sockets = psutil.Process().net_connections("tcp")
+    return {one.laddr: one for one in sockets if one.status == psutil.CONN_LISTEN}
 
 
 def _is_like_ucx(descriptor: int) -> bool:
@@ -319,14 +311,15 @@ def _is_like_ucx(descriptor: int) -> bool:
             return False
     except OSError:  # another thread has closed it
         return False
-    for file in FILES.iterdir():
+    for file in DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile
-            if str(file.readlink()) != EPOLL:
+            if str(file.readlink()) != "anon_inode:[eventpoll]":
                 continue
+            details = DESCRIPTORS.with_name("fdinfo") / file.name
             # One line per watched descriptor: `tfd: 18 events: 19 data: 12`. The last two numbers
             # are hexadecimal.
-            for line in (FILE_DETAILS / file.name).read_text(encoding="ascii").splitlines():
+            for line in details.read_text(encoding="ascii").splitlines():
                 name, number, _, _, _, data, *_ = (*line.split(), *[""] * 6)
-                if name == WATCHED and int(number) == descriptor == int(data, 16) & ALL_ONES:
+                if name == "tfd:" and int(number) == descriptor == int(data, 16) & ALL_ONES:
                     return True
     return False

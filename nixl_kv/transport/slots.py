@@ -13,7 +13,6 @@ from nixl_kv.ids import GENERATION_BYTES, Generation
 from nixl_kv.transport.base import Rows
 
 PAGE_BYTES = 4096
-_EMPTY = Generation(bytes(GENERATION_BYTES))
 
 
 class SlotPage:
@@ -27,7 +26,6 @@ class SlotPage:
 
     @property
     def span(self) -> Span:
-        """The memory to register."""
         return Span(self.address, self.count * GENERATION_BYTES)
 
     def rows(self) -> Rows:
@@ -40,7 +38,7 @@ class SlotPage:
 
     def clear(self, slot: int) -> None:
         """Make a grant invalid, before its blocks can be reused."""
-        self.write(slot, _EMPTY)
+        self.write(slot, Generation(bytes(GENERATION_BYTES)))
 
     def clear_all(self) -> None:
         ctypes.memset(self.address, 0, self.count * GENERATION_BYTES)

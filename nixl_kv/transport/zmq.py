@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import zmq
 from zmq.utils import z85
@@ -35,19 +35,18 @@ from nixl_kv.transport.ports import LimitedPort
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 HIGH_WATER: Final = 10_000
-NEVER_MS: Final = 3_600_000
-"""Reconnect interval: a broken link is reported and closed, and ZMQ must not repair it."""
+NEVER_MS: Final = 3_600_000  # a broken link is reported and closed, and ZMQ must not repair it
 MAX_BATCH: Final = 256  # messages of a socket in one poll
 CONNECT_TIMEOUT_MS: Final = 3000
+# Listeners wait this many times longer than callers for a sign of life. Leases detect dead readers,
+# so a silent caller costs only its connection.
 LISTENER_PATIENCE: Final = 10
-"""Listeners wait this many times longer than callers for a sign of life. Leases detect dead
-readers, so a silent caller costs only its connection."""
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 ZAP_VERSION: Final = b"1.0"
 ZAP_DOMAIN: Final = b"nixl_kv"
+# Route, empty, version, number, domain, address, identity, mechanism; then credentials.
 ZAP_FRAMES: Final = 8
-"""Route, empty, version, number, domain, address, identity, mechanism; then credentials."""
 
 LISTENER_MONITOR: Final = "inproc://listener"
 CALLER_MONITOR: Final = "inproc://caller"
@@ -62,6 +61,9 @@ _LOST_EVENTS: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused: this host is not among its peers",
 }
 
+_Socket: TypeAlias = "zmq.Socket[bytes]"
+_Options: TypeAlias = dict[int, int | bytes]
+
 
 @dataclass(frozen=True)
 class Gatekeeper:
@@ -71,11 +73,8 @@ class Gatekeeper:
     then CURVE has proved that the client holds the secret of the public key that it presents.
     """
 
-    client: bytes | None
-    """The public key that a client must present, 32 bytes; None on a side without keys."""
-
-    allows: Callable[[str], bool]
-    """Whether an IP literal is among the peers."""
+    client: bytes | None  # the client's public key, 32 bytes; None on a side without keys
+    allows: Callable[[str], bool]  # whether an IP literal is among the peers
 
     def answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
         """The answer to a question; None if the frames have no place for one."""
@@ -97,11 +96,12 @@ class Gatekeeper:
 
 
 @dataclass(frozen=True)
-class _Admission:
-    """The sockets beside the listening one: ZMQ's questions, and a monitor of its connections."""
+class _Listener:
+    """The socket that listens, ZMQ's questions about new connections, and a monitor of them all."""
 
-    questions: "zmq.Socket[bytes]"
-    monitor: "zmq.Socket[bytes]"
+    router: _Socket
+    questions: _Socket
+    monitor: _Socket
     port: LimitedPort
 
     def attend(self, gatekeeper: Gatekeeper) -> None:
@@ -116,11 +116,20 @@ class _Admission:
             else:
                 self.port.on_closed()
 
+    def receive(self, *, has_key: bool) -> Iterator[FromPeer]:
+        # Without a key, take frames as `zmq.Frame`s, which have the sender's address, not as bytes.
+        for frames in _waiting(self.router, copy=has_key):
+            if len(frames) != 2:  # noqa: PLR2004 - route and payload; ignore other messages
+                continue
+            route, payload = frames
+            if has_key:
+                yield FromPeer(route, payload)
+            else:
+                yield FromPeer(route.bytes, payload.bytes, str(payload.get("Peer-Address")))
+
 
 @dataclass(eq=False)
 class _Link:
-    """A connection to an endpoint."""
-
     endpoint: Endpoint
     route: bytes  # its name at the socket, never used for another link
     is_tried: bool = False  # monitor events of the endpoint now concern this link, not the last one
@@ -133,9 +142,7 @@ class _Link:
 class _Caller:
     """The socket of all links to endpoints, and its monitor."""
 
-    def __init__(
-        self, router: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", *, has_key: bool
-    ) -> None:
+    def __init__(self, router: _Socket, monitor: _Socket, *, has_key: bool) -> None:
         self.router = router
         self.monitor = monitor
         self.links: dict[Endpoint, _Link] = {}
@@ -195,49 +202,26 @@ class _Caller:
             if event["event"] in _TRIED_EVENTS:
                 link.is_tried = True
             elif link.is_tried and not link.failure:
-                link.failure = _reason(event["event"], has_key=self._has_key)
+                link.failure = _LOST_EVENTS.get(event["event"], "connection lost")
+                if link.failure == HANDSHAKE_FAILED:
+                    other = "another key, or none" if self._has_key else "a key"
+                    link.failure += f": perhaps it has {other}, or hangs"
                 self._lost.append(link)
 
 
-def _reason(event: int, *, has_key: bool) -> str:
-    """Why a link is lost, for the log."""
-    reason = _LOST_EVENTS.get(event, "connection lost")
-    if reason != HANDSHAKE_FAILED:
-        return reason
-    other = "another key, or none" if has_key else "a key"
-    return f"{reason}: perhaps it has {other}, or hangs"
-
-
-def _waiting(socket: "zmq.Socket[bytes]", *, copy: bool = True) -> Iterator[list[Any]]:
-    """The frames of each waiting message, up to MAX_BATCH, so that a flood delays nothing else.
-
-    If `copy` is false, frames are `zmq.Frame`s, which have the sender's address, not bytes.
-    """
+def _waiting(socket: _Socket, *, copy: bool = True) -> Iterator[list[Any]]:
+    """The frames of each waiting message, up to MAX_BATCH, so that a flood delays nothing else."""
     for _ in range(MAX_BATCH):
         if not socket.poll(0):
             return
         yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
 
 
-def _from_stranger(route: zmq.Frame, payload: zmq.Frame) -> FromPeer:
-    return FromPeer(route.bytes, payload.bytes, str(payload.get("Peer-Address")))
-
-
-def _heartbeats(timeout_s: float) -> dict[int, int | bytes]:
-    """Socket options that detect a silent peer within `timeout_s`."""
-    return {
-        zmq.HEARTBEAT_IVL: round(timeout_s * 1000 / 4),
-        zmq.HEARTBEAT_TIMEOUT: round(timeout_s * 1000 * 3 / 4),
-    }
-
-
-def _router_options(bounds: Bounds, keys: Keys | None) -> dict[int, int | bytes]:
-    options: dict[int, int | bytes] = {
-        zmq.ROUTER_MANDATORY: 1,
+def _listener_options(bounds: Bounds, keys: Keys | None) -> _Options:
+    options: _Options = {
         zmq.MAXMSGSIZE: bounds.message_bytes,
         zmq.RCVHWM: bounds.requests,
         zmq.SNDHWM: bounds.answers,
-        zmq.ZAP_DOMAIN: ZAP_DOMAIN,
         zmq.ZAP_ENFORCE_DOMAIN: 1,  # admit no connection that the gatekeeper was not asked about
     }
     if keys is not None:
@@ -245,23 +229,12 @@ def _router_options(bounds: Bounds, keys: Keys | None) -> dict[int, int | bytes]
     return options
 
 
-def _public(secret: bytes) -> bytes:
-    """The public key of a secret one, 32 bytes each."""
-    with _translated("CURVE"):
-        return z85.decode(zmq.curve_public(z85.encode(secret)))
-
-
-def _caller_options(keys: Keys | None) -> dict[int, int | bytes]:
-    options: dict[int, int | bytes] = {
-        zmq.ROUTER_MANDATORY: 1,
+def _caller_options(keys: Keys | None) -> _Options:
+    options: _Options = {
         zmq.MAXMSGSIZE: MAX_ANSWER_BYTES,
         zmq.RCVHWM: HIGH_WATER,
         zmq.SNDHWM: HIGH_WATER,
         zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
-        # With a domain, ZMQ refuses its oldest protocol versions, which any service may seem to
-        # speak. A peer's name that arrives in one of them while a socket closes would end the
-        # process.
-        zmq.ZAP_DOMAIN: ZAP_DOMAIN,
         zmq.RECONNECT_IVL: NEVER_MS,
     }
     if keys is not None:
@@ -271,6 +244,12 @@ def _caller_options(keys: Keys | None) -> dict[int, int | bytes]:
             zmq.CURVE_SECRETKEY: keys.client,
         }
     return options
+
+
+def _public(secret: bytes) -> bytes:
+    """The public key of a secret one, 32 bytes each."""
+    with _translated("CURVE"):
+        return z85.decode(zmq.curve_public(z85.encode(secret)))
 
 
 @contextmanager
@@ -298,79 +277,57 @@ class ZmqControl:
             allowed: hosts that may connect; None for any. The caller decides whom to connect to.
             peer_timeout_s: how long the other end may be silent before a link counts as lost.
         """
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[_Socket] = zmq.Context()
         self._keys = keys
         client = None if keys is None else _public(keys.client)
         self._allowed = allowed or AllowedHosts()
         self._gatekeeper = Gatekeeper(client, self._allowed.allows)
         self._peer_timeout_s = peer_timeout_s
         self._poller = zmq.Poller()
-        self._router: zmq.Socket[bytes] | None = None
-        self._admission: _Admission | None = None
+        self._listener: _Listener | None = None
         self._caller: _Caller | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def __repr__(self) -> str:
-        port = "no port" if self._admission is None else f"port {self._admission.port.port}"
+        port = "no port" if self._listener is None else f"port {self._listener.port.port}"
         return f"<ZmqControl: {port}, {len(self.links())} links>"
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
-        """Bind the listening socket.
-
-        Args:
-            host: an IP literal, without brackets.
-            port: 0 to 65535; 0 takes any free one.
-            bounds: limits per connection; None for those of a rank.
-
-        Raises:
-            TransportError: if the address is not of this machine or the port is in use.
-        """
         with _translated(f"listening on {endpoint_at(host, port)}"):
             limited = LimitedPort(str(ip_address(host)), port, allowed=self._allowed)
             # Bind the gatekeeper first: ZMQ refuses connections that come before it.
             questions = self._socket(zmq.ROUTER, {})
             questions.bind(ZAP_ENDPOINT)
-            options = _heartbeats(self._peer_timeout_s * LISTENER_PATIENCE)
-            options |= _router_options(bounds or Bounds(), self._keys)
-            router = self._socket(zmq.ROUTER, options)
-            monitor = self._monitor(
-                router, LISTENER_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-            )
+            options = _listener_options(bounds or Bounds(), self._keys)
+            router = self._router(options, self._peer_timeout_s * LISTENER_PATIENCE)
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            monitor = self._monitor(router, LISTENER_MONITOR, events)
             router.setsockopt(zmq.USE_FD, limited.duplicate())
             router.bind(endpoint_at(host, limited.port))
-        self._router = router
-        self._admission = _Admission(questions, monitor, limited)
+        self._listener = _Listener(router, questions, monitor, limited)
         for watched in (router, questions, monitor):
             self._poller.register(watched, zmq.POLLIN)
         return limited.port
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Queue a message for an endpoint, connecting if necessary; never waits.
-
-        Raises:
-            TransportError: if the endpoint is not an address, or its queue is full.
-        """
         with _translated(f"sending to {endpoint}"):
             if self._caller is None:
                 self._caller = self._open_caller()
             self._caller.send(endpoint, payload)
 
     def reply(self, route: bytes, payload: bytes) -> None:
-        if self._router is None:
+        if self._listener is None:
             return
         try:
-            self._router.send_multipart([route, payload], zmq.NOBLOCK)
+            self._listener.router.send_multipart([route, payload], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # The sender has disconnected, or does not receive its answers: drop this one.
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise TransportError(f"replying: {error}") from error
 
     def poll(self, timeout_s: float | None) -> list[Received]:
-        """Wait for messages, losses or `wake`; None waits without a timeout.
-
-        ZMQ counts milliseconds, so a shorter timeout is slept through, whatever arrives meanwhile.
-        """
+        # ZMQ counts milliseconds. Sleep through a shorter timeout, whatever arrives meanwhile.
         if timeout_s is not None and timeout_s < 0.001:  # noqa: PLR2004 - a millisecond
             time.sleep(timeout_s)
             timeout_s = 0
@@ -380,26 +337,16 @@ class ZmqControl:
             ready = dict(self._poller.poll(wait_ms))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            received = self._receive()
+            received: list[Received] = []
+            if self._listener is not None:
+                self._listener.attend(self._gatekeeper)
+                received += self._listener.receive(has_key=self._keys is not None)
+            if self._caller is not None:
+                received += self._caller.receive()
             left_s = None if timeout_s is None else max(0, until - time.monotonic())
             # A new connection alone does not end the wait.
             if received or self._wake_fd in ready or left_s == 0:
                 return received
-
-    def _receive(self) -> list[Received]:
-        if self._admission is not None:
-            self._admission.attend(self._gatekeeper)
-        received: list[Received] = []
-        if self._router is not None:
-            has_key = self._keys is not None
-            received += [
-                FromPeer(*frames) if has_key else _from_stranger(*frames)
-                for frames in _waiting(self._router, copy=has_key)
-                if len(frames) == 2  # noqa: PLR2004 - route and payload; ignore other messages
-            ]
-        if self._caller is not None:
-            received += self._caller.receive()
-        return received
 
     def disconnect(self, endpoint: Endpoint) -> None:
         if self._caller is not None:
@@ -418,14 +365,14 @@ class ZmqControl:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-        if self._admission is not None:
-            self._admission.port.close()
+        if self._listener is not None:
+            self._listener.port.close()
         wake_fd, self._wake_fd = self._wake_fd, -1
         os.close(wake_fd)
 
-    def _socket(self, kind: int, options: dict[int, int | bytes]) -> "zmq.Socket[bytes]":
+    def _socket(self, kind: int, options: _Options) -> _Socket:
         socket = self._context.socket(kind)
-        common: dict[int, int | bytes] = {
+        common: _Options = {
             zmq.LINGER: 0,
             zmq.HANDSHAKE_IVL: CONNECT_TIMEOUT_MS,
             zmq.IPV6: 1,
@@ -434,9 +381,20 @@ class ZmqControl:
             socket.setsockopt(option, value)
         return socket
 
-    def _monitor(
-        self, socket: "zmq.Socket[bytes]", endpoint: str, events: int
-    ) -> "zmq.Socket[bytes]":
+    def _router(self, options: _Options, timeout_s: float) -> _Socket:
+        """A socket for links to other processes, which may be silent for `timeout_s`."""
+        common: _Options = {
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.HEARTBEAT_IVL: round(timeout_s * 1000 / 4),
+            zmq.HEARTBEAT_TIMEOUT: round(timeout_s * 1000 * 3 / 4),
+            # With a domain, ZMQ refuses its oldest protocol versions, which any service may seem to
+            # speak. A peer's name that arrives in one of them while a socket closes would end the
+            # process.
+            zmq.ZAP_DOMAIN: ZAP_DOMAIN,
+        }
+        return self._socket(zmq.ROUTER, common | options)
+
+    def _monitor(self, socket: _Socket, endpoint: str, events: int) -> _Socket:
         """A socket that reports the connections of another one."""
         socket.monitor(endpoint, events)
         # No limit for its queue: ZMQ's thread would block at a full one, and all connections too.
@@ -445,8 +403,7 @@ class ZmqControl:
         return monitor
 
     def _open_caller(self) -> _Caller:
-        options = _heartbeats(self._peer_timeout_s) | _caller_options(self._keys)
-        router = self._socket(zmq.ROUTER, options)
+        router = self._router(_caller_options(self._keys), self._peer_timeout_s)
         monitor = self._monitor(router, CALLER_MONITOR, sum((*_TRIED_EVENTS, *_LOST_EVENTS)))
         for watched in (router, monitor):
             self._poller.register(watched, zmq.POLLIN)

@@ -52,7 +52,7 @@ def paced_over_tcp() -> Transport:
     def make() -> NixlTransport:
         return NixlTransport(engine_config=f"{UCX_ENGINE_CONFIG},{TCP}")
 
-    return PacedTransport(make(), lambda _: make(), always, ThreadPoolExecutor(1))
+    return PacedTransport(make(), make, always, ThreadPoolExecutor(1))
 
 
 def prefill_blocks() -> Bytes:

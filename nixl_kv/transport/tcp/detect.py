@@ -23,8 +23,8 @@ from typing import Final, TypeAlias
 
 from nixl_kv.geometry.layout import Memory
 
-IsTcp: TypeAlias = Callable[[bytes, Memory], bool]
-"""Whether a rank reads such memory of the peer with this metadata over TCP."""
+# Decides whether a rank reads the peer with this metadata over TCP.
+IsTcp: TypeAlias = Callable[[bytes], bool]
 
 MARK: Final = b"|nixl_kv|"
 
@@ -33,10 +33,9 @@ BOOT_ID: Final = "proc/sys/kernel/random/boot_id"
 PID_NAMESPACE: Final = "proc/self/ns/pid"
 RDMA_DEVICES: Final = "sys/class/infiniband"
 VERBS: Final = "dev/infiniband"
-ACTIVE: Final = "ACTIVE"
 
+# UCX's transports between processes of one host, by their names in UCX_TLS.
 SHARED: Final = frozenset({"posix", "sysv", "xpmem", "cma", "knem"})
-"""UCX's transports between processes of one host, by the names in UCX_TLS."""
 SHARED_GPU: Final = frozenset({"cuda_ipc", "rocm_ipc"})
 RDMA: Final = frozenset(
     {"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "gga_mlx5", "srd"}
@@ -62,14 +61,10 @@ ALIASES: Final[Mapping[str, frozenset[str]]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """What matters of a process for how others can read its memory."""
+    """The facts of a process that decide how others can read its memory."""
 
-    host: str
-    """Linux's boot id: containers of one host share it."""
-
-    namespace: str
-    """Processes of two PID namespaces cannot read each other's memory."""
-
+    host: str  # Linux's boot id: containers of one host share it
+    namespace: str  # processes of two PID namespaces cannot read each other's memory
     has_rdma: bool
 
     def suffix(self) -> bytes:
@@ -79,11 +74,15 @@ class Place:
     @classmethod
     def find(cls, settings: Mapping[str, str], root: Path = ROOT) -> "Place":
         """Look at this machine. `settings` are UCX's, without their prefix."""
-        return cls(_host(root), _namespace(root), has_rdma=_has_rdma(settings, root))
+        try:
+            namespace = (root / PID_NAMESPACE).readlink().name
+        except OSError:
+            namespace = ""
+        return cls(_read(root / BOOT_ID).strip(), namespace, has_rdma=_has_rdma(settings, root))
 
     @classmethod
     def of_peer(cls, metadata: bytes) -> "Place | None":
-        """The facts behind a peer's metadata; None if there are none, or other ones."""
+        """The facts behind a peer's metadata; None without facts, or with other ones."""
         _, mark, facts = metadata.rpartition(MARK)
         words = facts.decode("ascii", "replace").split(" ")
         if not mark or len(words) != 3:  # noqa: PLR2004 - the three facts
@@ -102,10 +101,10 @@ def ucx_settings(environ: Mapping[str, str], engine_config: str) -> dict[str, st
     return settings | {name: value for name, _, value in pairs}
 
 
-def make_rule(own: Place, settings: Mapping[str, str]) -> IsTcp:
-    """The rule in the module's docstring, for a reader at `own`."""
+def make_rule(own: Place, settings: Mapping[str, str], memory: Memory) -> IsTcp:
+    """The rule in the module's docstring, for a reader at `own` whose cache is in such memory."""
 
-    def is_tcp(metadata: bytes, memory: Memory) -> bool:
+    def is_tcp(metadata: bytes) -> bool:
         peer = Place.of_peer(metadata) or Place("", "", own.has_rdma)
         is_near = bool(own.host) and (own.host, own.namespace) == (peer.host, peer.namespace)
         if is_near and _may_share(settings, memory):
@@ -115,15 +114,11 @@ def make_rule(own: Place, settings: Mapping[str, str]) -> IsTcp:
     return is_tcp
 
 
-def always(metadata: bytes, memory: Memory) -> bool:
-    """Read every peer in pieces (`paced_reads` is 'on')."""
-    del metadata, memory
+def always(_metadata: bytes) -> bool:
     return True
 
 
-def never(metadata: bytes, memory: Memory) -> bool:
-    """Read no peer in pieces (`paced_reads` is 'off')."""
-    del metadata, memory
+def never(_metadata: bytes) -> bool:
     return False
 
 
@@ -152,29 +147,16 @@ def _may_use_device(settings: Mapping[str, str], device: str) -> bool:
 
 
 def _has_rdma(settings: Mapping[str, str], root: Path) -> bool:
-    """Whether this process can open an RDMA device with an active port.
-
-    A container often sees the devices in /sys without those in /dev, and then UCX uses TCP.
-    """
+    """Whether this process can open an RDMA device with an active port."""
     if not _may_use(settings, RDMA):
         return False
+    # A container often sees the devices in /sys without those in /dev, and then UCX uses TCP.
     if not any(os.access(verbs, os.R_OK | os.W_OK) for verbs in (root / VERBS).glob("uverbs*")):
         return False
     ports = (root / RDMA_DEVICES).glob("*/ports/*/state")
     return any(
-        ACTIVE in _read(port) and _may_use_device(settings, port.parts[-4]) for port in ports
+        "ACTIVE" in _read(port) and _may_use_device(settings, port.parts[-4]) for port in ports
     )
-
-
-def _host(root: Path) -> str:
-    return _read(root / BOOT_ID).strip()
-
-
-def _namespace(root: Path) -> str:
-    try:
-        return (root / PID_NAMESPACE).readlink().name
-    except OSError:
-        return ""
 
 
 def _read(path: Path) -> str:

@@ -30,17 +30,17 @@ from nixl_kv.transport.tcp.window import MAX_STREAMS, MIN_PIECE_BYTES, Begun, Wi
 
 logger = get_logger(__name__)
 
+# How long an idle further agent is kept. A new one takes 40 ms; an idle one costs each peer up to
+# four descriptors.
 UNUSED_S: Final = 60.0
-"""How long an idle further agent is kept. A new one takes 40 ms; an idle one costs each peer up to
-four descriptors."""
+# How long `close` waits for an agent that connects or closes in the background.
 CONNECTED_S: Final = 2.0
-"""How long `close` waits for an agent that connects or closes in the background."""
 
 ONLY_PIECE: Final = block_ids([0])
 
+# Bytes that are contiguous on both sides: local address and device, remote address and device,
+# length.
 Run: TypeAlias = tuple[int, int, int, int, int]
-"""Bytes that are contiguous on both sides: local address and device, remote address and device,
-length."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +67,18 @@ class _List:
 
 @dataclass(eq=False)
 class _Read:
-    """A read. Pieces are cut off the front of its runs."""
-
-    peer: PeerName
+    peer: "_Peer"
     memory: tuple[Memory, Memory]
-    runs: deque[Run]
+    runs: deque[Run]  # still to be requested; pieces are cut off the front
     num_in_flight: int = 0
-    num_done: int = 0
     failure: type[TransportError] | None = None
     reason: str = ""  # text only: an error's traceback would keep the agent alive
 
-    is_short: bool = field(init=False)
-    """Whether it fits into one piece. Such a read, of a fence slot, overtakes long ones."""
-
     def __post_init__(self) -> None:
+        # Fits into one piece. Such a read, of a fence slot, overtakes long ones.
         self.is_short = len(self.runs) == 1 and self.runs[0][-1] <= MIN_PIECE_BYTES
 
-    def take(self, limit: int) -> Run:
-        """Cut off the next piece."""
+    def cut_piece(self, limit: int) -> Run:
         here, device, there, their_device, length = self.runs[0]
         if length <= limit:
             return self.runs.popleft()
@@ -94,8 +88,6 @@ class _Read:
 
 @dataclass
 class _Piece:
-    """A piece in flight."""
-
     read: _Read
     handle: ReadHandle
     lists: tuple[ListHandle, ListHandle]  # NIXL needs them until the read ends
@@ -114,10 +106,11 @@ class _Stream:
     used_at: float = -math.inf
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
     """A peer that is read over TCP."""
 
+    name: PeerName
     metadata: bytes
     streams: list[_Stream]
     window: Window = field(default_factory=Window)
@@ -125,39 +118,32 @@ class _Peer:
     max_streams: int = MAX_STREAMS
     poll_at: float = 0.0
 
-    @property
-    def num_streams(self) -> int:
-        return min(self.window.streams, self.max_streams)
-
 
 @dataclass(frozen=True)
 class _Connecting:
     """A further connection to a peer that agent `number` makes in the background."""
 
-    name: PeerName
     peer: _Peer
     number: int
+    # The agent, None before it exists; and the reason if it is not connected.
     agent: "Future[tuple[Transport | None, str]]"
-    """The agent, or None if there is none yet; and why it is not connected, if so."""
 
 
 def pace(
     first: Transport,
-    make_agent: Callable[[Memory], Transport],
+    make_agent: Callable[[], Transport],
+    memory: Memory,
     paced_reads: str,
     engine_config: str,
 ) -> "PacedTransport":
-    """Wrap a NIXL agent so that it reads peers over TCP in pieces.
+    """Wrap a NIXL agent of a rank whose cache is in such memory.
 
-    Args:
-        first: the agent.
-        make_agent: makes further agents, which read such memory over TCP only.
-        paced_reads: as in the configuration.
-        engine_config: UCX's settings of the agent.
+    `make_agent` makes further agents, which read over TCP only. `paced_reads` is the setting of
+    that name. The first agent has UCX's settings `engine_config`.
     """
     settings = ucx_settings(os.environ, engine_config)
     own = Place.find(settings)
-    is_tcp = {ON: always, OFF: never}.get(paced_reads) or make_rule(own, settings)
+    is_tcp = {ON: always, OFF: never}.get(paced_reads) or make_rule(own, settings, memory)
     background = ThreadPoolExecutor(1, "nixl-kv-streams")
     return PacedTransport(first, make_agent, is_tcp, background, facts=own.suffix())
 
@@ -172,7 +158,7 @@ class PacedTransport:
     def __init__(
         self,
         first: Transport,
-        make_agent: Callable[[Memory], Transport],
+        make_agent: Callable[[], Transport],
         is_tcp: IsTcp,
         background: Executor,
         *,
@@ -183,11 +169,11 @@ class PacedTransport:
 
         Args:
             first: the agent that peers read, and that reads peers without TCP.
-            make_agent: makes further agents, which read such memory over TCP only.
+            make_agent: makes further agents, which read over TCP only.
             is_tcp: decides which peers are read over TCP.
             background: makes connections; shut down with this transport.
             facts: appended to the metadata, for the peers' `is_tcp`.
-            clock: monotonic seconds.
+            clock: in seconds.
         """
         self._agents = [first]
         self._make_agent = make_agent
@@ -228,8 +214,8 @@ class PacedTransport:
             peer.metadata = metadata
             for stream in peer.streams[1:]:
                 stream.agent.add_peer(metadata)
-        elif self._is_tcp(metadata, self._memory):
-            self._peers[name] = _Peer(metadata, [_Stream(self._agents[0])])
+        elif self._is_tcp(metadata):
+            self._peers[name] = _Peer(name, metadata, [_Stream(self._agents[0])])
         return name
 
     def drop_peer(self, peer: PeerName) -> None:
@@ -248,52 +234,46 @@ class PacedTransport:
     def read(
         self, local: _List, remote: _List, indices: tuple[Indices, Indices]
     ) -> _Read | ReadHandle:
-        if remote.peer not in self._peers:
+        peer = self._peers.get(remote.peer) if remote.peer is not None else None
+        if peer is None:
             return self._agents[0].read(local.handle, remote.handle, indices)
         if not len(indices[0]) or len(indices[0]) != len(indices[1]):
             raise TransportError(f"{len(indices[0])} local and {len(indices[1])} remote pieces")
-        read = _Read(remote.peer, (local.memory, remote.memory), _runs((local, remote), indices))
-        queue = self._peers[remote.peer].queue
+        read = _Read(peer, (local.memory, remote.memory), _runs((local, remote), indices))
         if read.is_short:
-            queue.appendleft(read)
+            peer.queue.appendleft(read)
         else:
-            queue.append(read)
+            peer.queue.append(read)
         return read
 
     def poll(self, read: _Read | ReadHandle) -> bool:
         """Advance all reads of the same peer."""
         if not isinstance(read, _Read):
             return self._agents[0].poll(read)
-        peer = self._peers.get(read.peer)
-        if peer is None:
-            raise PeerLost(f"peer {read.peer} was dropped during a read")
+        peer = read.peer
+        if self._peers.get(peer.name) is not peer:
+            raise PeerLost(f"peer {peer.name} was dropped during a read")
         now = self._clock()
         if now >= peer.poll_at:
             self._end_connecting()
             self._finish(peer)
-            self._start(read.peer, peer)
+            self._start(peer)
             peer.poll_at = now + peer.window.pause_s
         if read.failure is not None and not (read.num_in_flight and read.failure is PeerLost):
             raise read.failure(read.reason)
         return not read.num_in_flight and not read.runs
 
-    def pieces_done(self, read: _Read | ReadHandle) -> int:
-        return read.num_done if isinstance(read, _Read) else self._agents[0].pieces_done(read)
-
     def stop(self, read: _Read | ReadHandle) -> bool:
         if not isinstance(read, _Read) or not read.runs:
             return False
-        read.runs.clear()
-        peer = self._peers.get(read.peer)
-        if peer is not None and read in peer.queue:
-            peer.queue.remove(read)
+        _start_no_more(read)
         return True
 
     def progress(self) -> None:
         self._agents[0].progress()  # peers read no other agent
 
     def tidy(self) -> bool:
-        """Close the last agents, as far as no peer has been read through them for a while."""
+        # Close the last agents, as far as no peer has been read through them for a while.
         closing, self._closing = self._closing, []
         for agent, closed in closing:
             has_failed = closed.done() and closed.exception() is not None
@@ -303,17 +283,16 @@ class PacedTransport:
         if self._connecting is not None:
             return True
         now = self._clock()
-        while len(self._agents) > 1 and self._is_idle(len(self._agents) - 1, now):
+        while len(self._agents) > 1:
+            last = len(self._agents) - 1
+            streams = [p.streams[last] for p in self._peers.values() if last < len(p.streams)]
+            if any(one.piece is not None or one.used_at + UNUSED_S > now for one in streams):
+                return True
             agent = self._agents.pop()
             for peer in self._peers.values():
-                del peer.streams[len(self._agents) :]
+                del peer.streams[last:]
             self._closing.append((agent, self._background.submit(agent.close)))
-        return len(self._agents) > 1 or bool(self._closing)
-
-    def _is_idle(self, number: int, now: float) -> bool:
-        """Whether no peer uses agent `number`."""
-        streams = [p.streams[number] for p in self._peers.values() if number < len(p.streams)]
-        return all(one.piece is None and one.used_at + UNUSED_S <= now for one in streams)
+        return bool(self._closing)
 
     def close(self) -> None:
         """Close all agents.
@@ -339,15 +318,10 @@ class PacedTransport:
             self._agents[-1].close()
             self._agents.pop()
 
-    @property
-    def _memory(self) -> Memory:
-        """Where the cache is."""
-        return "VRAM" if any(memory == "VRAM" for _, memory, _ in self._registered) else "DRAM"
-
     # --- reads
 
     def _finish(self, peer: _Peer) -> None:
-        """Take the pieces that have arrived or failed."""
+        """Record the pieces that have arrived or failed."""
         for stream in peer.streams:
             piece = stream.piece
             if piece is None or stream.is_lost or self._is_connecting(stream):
@@ -357,25 +331,23 @@ class PacedTransport:
                     continue
                 is_part = not piece.read.is_short
                 peer.window.end(piece.begun, piece.num_bytes, self._clock(), is_part=is_part)
-                piece.read.num_done += 1
             except PeerLost as error:
-                _fail(peer, piece.read, error)
-            except (
-                TransportError
-            ) as error:  # the piece may go on, so its stream is never used again
-                stream.is_lost = True
-                _fail(peer, piece.read, error)
+                _fail(piece.read, error)
+            except TransportError as error:
+                stream.is_lost = True  # the piece may go on, so never use its stream again
+                _fail(piece.read, error)
                 continue
             stream.piece, stream.is_new = None, False
             piece.read.num_in_flight -= 1
 
-    def _start(self, name: PeerName, peer: _Peer) -> None:
+    def _start(self, peer: _Peer) -> None:
         """Start as many pieces as the window allows, and at most one more connection."""
         while peer.queue:
-            used = peer.streams[: peer.num_streams]
+            num_streams = min(peer.window.streams, peer.max_streams)
+            used = peer.streams[:num_streams]
             free = [each for each in used if each.piece is None and not each.is_lost]
-            if not free and len(used) < peer.num_streams:
-                self._connect(name, peer)
+            if not free and len(used) < num_streams:
+                self._connect(peer)
             ready = next((each for each in free if not self._is_connecting(each)), None)
             if ready is None:
                 return
@@ -385,19 +357,19 @@ class PacedTransport:
         read = peer.queue[0]
         # The first piece of a connection waits for the connection, so it is short.
         limit = MIN_PIECE_BYTES if stream.is_new else peer.window.piece_bytes
-        here, device, there, their_device, length = read.take(limit)
+        here, device, there, their_device, length = read.cut_piece(limit)
         if not read.runs:
             peer.queue.popleft()
         try:
             lists = (
                 stream.agent.prepare(_row(here, device, length), read.memory[0], None),
-                stream.agent.prepare(_row(there, their_device, length), read.memory[1], read.peer),
+                stream.agent.prepare(_row(there, their_device, length), read.memory[1], peer.name),
             )
             begun = peer.window.begin(self._clock())
             handle = stream.agent.read(*lists, (ONLY_PIECE, ONLY_PIECE))
             stream.used_at = begun.at
         except TransportError as error:  # nothing of this piece is in flight
-            _fail(peer, read, PeerLost(str(error)))
+            _fail(read, PeerLost(str(error)))
             return
         stream.piece = _Piece(read, handle, lists, length, begun)
         read.num_in_flight += 1
@@ -409,50 +381,52 @@ class PacedTransport:
         number = self._connecting.number if self._connecting else len(self._agents)
         return number < len(self._agents) and stream.agent is self._agents[number]
 
-    def _connect(self, name: PeerName, peer: _Peer) -> None:
-        """Begin to connect the next agent to a peer, unless another connection is being made."""
+    def _connect(self, peer: _Peer) -> None:
+        """Begin to connect the next agent to a peer, unless another one connects now."""
         if self._connecting is None:
             number = len(peer.streams)
             agent = self._agents[number] if number < len(self._agents) else None
             made = self._background.submit(self._connect_agent, agent, peer.metadata)
-            self._connecting = _Connecting(name, peer, number, made)
+            self._connecting = _Connecting(peer, number, made)
 
     def _connect_agent(
         self, agent: Transport | None, metadata: bytes
     ) -> tuple[Transport | None, str]:
-        """Runs in the background. Returns errors as text: a traceback would keep the agent alive.
-
-        Any error costs this connection only: on the transfer thread it would fail all loads.
-        """
+        """Runs in the background."""
         try:
             agent = agent or self._make_stream_agent()
             agent.add_peer(metadata)
         except Exception as error:  # noqa: BLE001 - the text names its type
+            # Any error costs this connection only: on the transfer thread it would fail all loads.
+            # Keep its text alone: a traceback would keep the agent alive.
             return agent, str(error) if isinstance(error, TransportError) else repr(error)
         return agent, ""
 
     def _end_connecting(self) -> None:
-        """Start to use the connection that was being made, if it is complete."""
+        """Start to use a new connection, if it is complete."""
         if self._connecting is None or not self._connecting.agent.done():
             return
         connecting, self._connecting = self._connecting, None
-        (agent, refusal), number = connecting.agent.result(), connecting.number
+        peer, number = connecting.peer, connecting.number
+        agent, refusal = connecting.agent.result()
         if agent is not None and number == len(self._agents):
             self._agents.append(agent)
-        if self._peers.get(connecting.name) is not connecting.peer:
+        if self._peers.get(peer.name) is not peer:  # it was dropped meanwhile
             if agent is not None and not refusal:
-                _drop(agent, connecting.name)
+                try:
+                    agent.drop_peer(peer.name)
+                except TransportError as error:  # it must not fail other reads
+                    logger.info("a connection to %s was not dropped: %s", peer.name, error)
         elif agent is None or refusal:
             logger.warning(
-                "%s keeps %d connections, because another failed: %s",
-                *(connecting.name, number, refusal),
+                "%s keeps %d connections, because another failed: %s", peer.name, number, refusal
             )
-            connecting.peer.max_streams = number
+            peer.max_streams = number
         else:
-            connecting.peer.streams.append(_Stream(agent))
+            peer.streams.append(_Stream(agent))
 
     def _make_stream_agent(self) -> Transport:
-        agent = self._make_agent(self._memory)
+        agent = self._make_agent()
         try:
             for registered in self._registered:
                 agent.register(*registered)
@@ -466,22 +440,18 @@ def _is_closed(closed: "Future[None]") -> bool:
     return closed.done() and not closed.cancelled() and closed.exception() is None
 
 
-def _drop(agent: Transport, name: PeerName) -> None:
-    """Drop a peer that left while the agent connected. An error must not fail other reads."""
-    try:
-        agent.drop_peer(name)
-    except TransportError as error:
-        logger.info("a connection to %s was not dropped: %s", name, error)
-
-
-def _fail(peer: _Peer, read: _Read, error: TransportError) -> None:
+def _fail(read: _Read, error: TransportError) -> None:
     """Start no more of a read. An error after which it may go on outweighs one that ended it."""
     if read.failure in (None, PeerLost):
         read.failure = PeerLost if isinstance(error, PeerLost) else TransportError
         read.reason = str(error)
+    _start_no_more(read)
+
+
+def _start_no_more(read: _Read) -> None:
     read.runs.clear()
-    if read in peer.queue:
-        peer.queue.remove(read)
+    if read in read.peer.queue:
+        read.peer.queue.remove(read)
 
 
 def _row(address: int, device: int, length: int) -> Rows:

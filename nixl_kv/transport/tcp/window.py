@@ -11,23 +11,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-MAX_PIECE_BYTES: Final = 1 << 20
-"""Fits into one TCP segment of UCX (2 MiB) with room to spare."""
+MAX_PIECE_BYTES: Final = 1 << 20  # fits into one TCP segment of UCX (2 MiB) with room to spare
 MIN_PIECE_BYTES: Final = 64 << 10
-FIRST_PIECE_BYTES: Final = 256 << 10
-"""Before anything was measured."""
+FIRST_PIECE_BYTES: Final = 256 << 10  # before anything was measured
 MAX_STREAMS: Final = 16
-MIN_STREAMS: Final = 2
-"""One piece travels while the next is requested."""
+MIN_STREAMS: Final = 2  # one piece travels while the next is requested
+# Keep more in flight than was measured: the measured rate cannot exceed the bytes in flight.
 GAIN: Final = 2.0
-"""Keep more in flight than was measured: the measured rate cannot exceed what was in flight."""
+# A piece has at least the bytes of this time: a shorter one costs the owner as much CPU time.
 SHORTEST_S: Final = 0.001
-"""A piece has at least the bytes of this time: a shorter one costs the owner as much CPU time."""
 PAUSE_SHARE: Final = 0.125
 LONGEST_PAUSE_S: Final = 0.0005
 REMEMBERED_S: Final = 30.0
-LATEST_SHARE: Final = 0.125
-"""Weight of the latest piece in the average length."""
+LATEST_SHARE: Final = 0.125  # weight of the latest piece in the average length
 
 
 class _Best:
@@ -63,15 +59,12 @@ class Window:
     Times are in seconds of any clock.
     """
 
-    arrived: int = 0
-    """Bytes of all pieces together."""
-    length: float = 0.0
-    """Average bytes of a piece, recent ones weighted more. Small runs make short pieces."""
-    _rate: _Best = field(default_factory=_Best)
+    arrived: int = 0  # bytes of all pieces together
+    length: float = 0.0  # average bytes of a piece; small runs make short pieces
+    _rate: _Best = field(default_factory=_Best)  # bytes per second
     _speed: _Best = field(default_factory=_Best)  # 1 / seconds of a piece
 
     def begin(self, now: float) -> Begun:
-        """Record the request of a piece."""
         return Begun(now, self.arrived)
 
     def end(self, begun: Begun, num_bytes: int, now: float, *, is_part: bool = True) -> None:
@@ -85,35 +78,31 @@ class Window:
 
     @property
     def rate(self) -> float | None:
-        """Best rate in bytes per second."""
         return self._rate.value
 
     @property
-    def round_trip_s(self) -> float | None:
-        """Shortest time of a piece."""
+    def round_trip_s(self) -> float:
+        """Shortest time of a piece; 0 before anything was measured."""
         speed = self._speed.value
-        return None if speed is None else 1 / speed
+        return 1 / speed if speed else 0.0
 
     @property
     def pause_s(self) -> float:
         """How long to wait between polls: one poll takes a system call per stream."""
-        return min((self.round_trip_s or 0.0) * PAUSE_SHARE, LONGEST_PAUSE_S)
+        return min(self.round_trip_s * PAUSE_SHARE, LONGEST_PAUSE_S)
 
     @property
     def piece_bytes(self) -> int:
-        """Longest piece."""
-        rate, round_trip_s = self.rate, self.round_trip_s
-        if rate is None or round_trip_s is None:
+        if self.rate is None:
             return FIRST_PIECE_BYTES
-        held = rate * max(round_trip_s, SHORTEST_S)
+        held = self.rate * max(self.round_trip_s, SHORTEST_S)
         return min(max(int(held), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
     @property
     def streams(self) -> int:
         """How many pieces may be in flight, each in a stream of its own."""
-        rate, round_trip_s = self.rate, self.round_trip_s
-        if rate is None or round_trip_s is None:
+        if self.rate is None:
             return MIN_STREAMS
-        held = GAIN * rate * round_trip_s
+        held = GAIN * self.rate * self.round_trip_s
         wanted = 1 + math.ceil(held / min(self.length or math.inf, self.piece_bytes))
         return min(max(wanted, MIN_STREAMS), MAX_STREAMS)

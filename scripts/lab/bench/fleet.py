@@ -267,11 +267,6 @@ class NoTransport:
     def progress(self) -> None:
         """Nothing."""
 
-    def pieces_done(self, read: object) -> int:
-        """Unknown."""
-        del read
-        return 0
-
     def tidy(self) -> bool:
         """There are no connections."""
         return False

@@ -129,10 +129,6 @@ class MemoryTransport:
             read.ended = True
         return True
 
-    def pieces_done(self, read: _Read) -> int:
-        del read
-        return 0
-
     def stop(self, read: _Read) -> bool:
         del read
         return False  # nothing of it is left to cancel

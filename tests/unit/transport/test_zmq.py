@@ -117,7 +117,7 @@ def restarted(make: Callable[[], ZmqControl], endpoint: Endpoint) -> ZmqControl:
     """Another process at a known endpoint, as soon as its port is free."""
     control, port = make(), port_of(endpoint)
     deadline = time.monotonic() + PATIENCE_S
-    while control._router is None:
+    while control._listener is None:
         assert time.monotonic() < deadline
         with contextlib.suppress(TransportError):
             control.listen(HOST, port)
@@ -244,9 +244,9 @@ def test_replies_to_somebody_who_has_left_are_dropped(
 
 
 def _is_routable(server: ZmqControl, route: bytes) -> bool:
-    assert server._router is not None
+    assert server._listener is not None
     try:
-        server._router.send_multipart([route, b""], zmq.NOBLOCK)
+        server._listener.router.send_multipart([route, b""], zmq.NOBLOCK)
     except zmq.ZMQError as error:
         return error.errno != zmq.EHOSTUNREACH
     return True
@@ -265,12 +265,13 @@ def test_a_reply_that_cannot_be_queued_is_dropped(server: ZmqControl, raw: RawSo
 
 def test_other_errors_of_a_reply_are_raised(server: ZmqControl, endpoint: Endpoint) -> None:
     del endpoint
-    assert server._router is not None
-    server._router.close()
+    assert server._listener is not None
+    server._listener.router.close()
     with pytest.raises(TransportError, match=r"^replying: "):
         server.reply(b"route", b"payload")
-    server._poller.unregister(server._router)
-    server._router = None
+    server._poller.unregister(server._listener.router)
+    server._listener.port.close()
+    server._listener = None
 
 
 def test_a_full_queue_is_an_error(
@@ -387,8 +388,8 @@ def test_a_wake_up_delays_no_message(
     reader.send(endpoint, b"hello")
     asked(server)  # and so is let in
     reader.send(endpoint, b"hello")
-    assert server._router is not None
-    assert server._router.poll(PATIENCE_MS)
+    assert server._listener is not None
+    assert server._listener.router.poll(PATIENCE_MS)
     server.wake()
     assert [item.payload for item in server.poll(0) if isinstance(item, FromPeer)] == [b"hello"]
 

@@ -206,13 +206,12 @@ def test_a_stranger_with_the_servers_public_key_is_not_let_in(serve: Serve) -> N
 def test_without_a_gatekeeper_nobody_is_let_in(make: MakeControl) -> None:
     server, reader = make(), make()
     endpoint = endpoint_at(HOST, server.listen(HOST, 0))
-    assert server._admission is not None
-    server._poller.unregister(server._admission.questions)
-    server._admission.questions.close()
+    assert server._listener is not None
+    server._poller.unregister(server._listener.questions)
+    server._listener.questions.close()
     reader.send(endpoint, b"let me in")
     assert isinstance(receive(reader), Lost)
-    assert server._router is not None
-    assert not server._router.poll(0)
+    assert not server._listener.router.poll(0)
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"

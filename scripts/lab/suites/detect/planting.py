@@ -353,10 +353,6 @@ class PlantingTransport:
         """Unchanged."""
         self._inner.progress()
 
-    def pieces_done(self, read: _Read) -> int:
-        """Unchanged."""
-        return self._inner.pieces_done(read.handle)
-
     def tidy(self) -> bool:
         """Unchanged."""
         return self._inner.tidy()

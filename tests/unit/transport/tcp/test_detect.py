@@ -51,7 +51,7 @@ def test_the_rule(
     own: Place, peer: Place | None, memory: Memory, tls: str, *, expected: bool
 ) -> None:
     metadata = b"nixlSerDes|...|" + (peer.suffix() if peer else b"")
-    assert make_rule(own, {"TLS": tls})(metadata, memory) is expected
+    assert make_rule(own, {"TLS": tls}, memory)(metadata) is expected
 
 
 @pytest.mark.parametrize("metadata", [b"", b"|nixl_kv|", b"|nixl_kv|a b", b"|nixl_kv|\xff b c d"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
-from nixl_kv.geometry.layout import BlockIds, Memory, Span, block_ids
+from nixl_kv.geometry.layout import BlockIds, Span, block_ids
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle
 from nixl_kv.transport.tcp import paced, window
 from nixl_kv.transport.tcp.detect import IsTcp, always, never
@@ -74,7 +74,7 @@ class World:
         self.now: Iterator[int] = itertools.count()
         self.background = Background()
         self.reader = PacedTransport(
-            self.make_agent("DRAM"),
+            self.make_agent(),
             self.make_agent,
             is_tcp,
             self.background,
@@ -87,8 +87,7 @@ class World:
         self.reader.register(Span(self.local_bytes.ctypes.data, SIZE), "DRAM", 0)
         self.peer = self.reader.add_peer(self.owner.metadata())
 
-    def make_agent(self, memory: Memory) -> Watched:
-        assert memory == "DRAM"
+    def make_agent(self) -> Watched:
         self.agents.append(Watched(self.fabric))
         return self.agents[-1]
 
@@ -247,7 +246,7 @@ def test_a_peer_that_is_dropped_meanwhile_is_dropped_there_too() -> None:
 def test_without_a_further_agent_there_is_one_stream(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
 
-    def fail(_: Memory) -> Watched:
+    def fail() -> Watched:
         raise TransportError("no more file descriptors")
 
     reader = PacedTransport(world.agents[0], fail, always, Background())
@@ -267,8 +266,8 @@ def test_an_error_of_ours_fails_a_further_connection_alone(
     local, remote = world.lists([(0, 16, 32, 100)])
     agents: list[Watched] = []
 
-    def make_agent(memory: Memory) -> Watched:
-        agents.append(world.make_agent(memory))
+    def make_agent() -> Watched:
+        agents.append(world.make_agent())
         setattr(agents[-1], "register", lambda *_: dict[str, int]()["a bug"])  # noqa: B010 - of one object
         return agents[-1]
 
@@ -293,7 +292,7 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     for _ in range(2):
         with pytest.raises(TransportError, match="still connects or closes"):
             world.reader.close()
-    connecting.set_result((world.make_agent("DRAM"), ""))
+    connecting.set_result((world.make_agent(), ""))
     world.reader.close()
     assert not set(world.fabric.transports) & {agent.name for agent in world.agents}
 
@@ -464,22 +463,6 @@ def test_whatever_the_rows_the_bytes_are_those_of_the_pieces(
         expected[start : start + length] = world.remote_bytes[start : start + length]
     assert np.array_equal(world.local_bytes, expected)
     assert max(world.lengths) <= 16
-
-
-def test_finished_pieces_are_counted() -> None:
-    world = World()
-    local, remote = world.lists([(0, 40, 48, 3)])
-    read = world.reader.read(local, remote, (ids(1), ids(2)))
-    counts = [world.reader.pieces_done(read)]
-    while not world.reader.poll(read):
-        counts.append(world.reader.pieces_done(read))
-    counts.append(world.reader.pieces_done(read))
-    assert (counts[0], counts[-1]) == (0, 3)
-    assert counts == sorted(counts)
-    direct = World(never)
-    read = direct.reader.read(*direct.lists([(0, 40, 48, 3)]), (ids(1), ids(2)))
-    direct.finish(read)
-    assert direct.reader.pieces_done(read) == 0
 
 
 def test_facts_for_the_peers_stand_behind_the_metadata() -> None:

@@ -40,7 +40,7 @@ def test_further_agents_have_the_settings_of_the_first_and_tcp_only(
         made.append(engine_config.split(","))
 
     monkeypatch.setattr(nixl, "NixlTransport", make)
-    nixl.nixl_transport(replace(Config(), key=key), "DRAM")._make_agent("DRAM")
+    nixl.nixl_transport(replace(Config(), key=key), "DRAM")._make_agent()
     first, further = made
     assert further == [*first, "TLS=tcp"]
     assert ("NET_DEVICES=lo" in first) is only_loopback
@@ -65,4 +65,4 @@ def test_nixl_ignores_our_facts_and_the_rule_reads_them(
         stack.callback(owner.close)
         metadata = owner.metadata() + own.suffix()
         assert reader.add_peer(metadata) == owner.name
-        assert make_rule(own, settings)(metadata, "DRAM") is is_tcp
+        assert make_rule(own, settings, "DRAM")(metadata) is is_tcp
