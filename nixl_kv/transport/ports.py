@@ -36,7 +36,6 @@ BACKLOG: Final = 128
 LOG_INTERVAL_S: Final = 60.0
 
 SO_ATTACH_FILTER: Final = 26
-SO_DETACH_FILTER: Final = 27
 
 # Opcodes of classic BPF, as in linux/filter.h.
 LOAD_PACKET: Final = 0x20
@@ -63,13 +62,13 @@ WHAT_TO_DO: Final = (
 class LimitedPort:
     """A listening socket that accepts a limited number of connections at a time.
 
-    Each connection costs a descriptor and up to 14 KiB, and ZMQ's thread spins without descriptors.
-    ZMQ itself can only unbind, which would also close established connections. Here the kernel
-    drops SYNs while there are too many connections. Clients repeat a SYN after a second, and
-    established connections are not affected.
-
     ZMQ accepts connections from a duplicate of the socket and reports them here.
     """
+
+    # Each connection costs a descriptor and up to 14 KiB, and ZMQ's thread spins without
+    # descriptors. ZMQ itself can only unbind, which would also close established connections. Here
+    # the kernel drops SYNs while there are too many connections. Clients repeat a SYN after a
+    # second, and established connections are not affected.
 
     def __init__(
         self,
@@ -94,16 +93,13 @@ class LimitedPort:
         self._socket.setblocking(False)  # noqa: FBT003
         self.port: int = self._socket.getsockname()[1]
         if limit is None:
-            descriptors = num_descriptors()
-            affordable = (
-                MAX_CONNECTIONS if descriptors is None else descriptors // SHARE_OF_DESCRIPTORS
-            )
-            limit = min(MAX_CONNECTIONS, affordable)
+            descriptors = num_descriptors() or MAX_CONNECTIONS * SHARE_OF_DESCRIPTORS
+            limit = min(MAX_CONNECTIONS, descriptors // SHARE_OF_DESCRIPTORS)
         self._limit = limit
         self._connections = 0
         self._is_shut = False
         self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
-        self._filter = b""
+        self._filter = PASS
         if not (allowed.are_all or allowed.are_local):
             self._attach_filter(allowed, host)
 
@@ -157,10 +153,7 @@ class LimitedPort:
     def _open(self) -> None:
         self._is_shut = False
         try:
-            if self._filter:
-                attach(self._socket, self._filter)
-            else:
-                self._socket.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+            attach(self._socket, self._filter)
         except OSError as error:
             logger.debug("port %d was not shut: %s", self.port, error)
         logger.debug("port %d accepts connections again", self.port)

@@ -99,15 +99,16 @@ class Gatekeeper:
 class _Listener:
     """The socket that listens, ZMQ's questions about new connections, and a monitor of them all."""
 
+    gatekeeper: Gatekeeper
     router: _Socket
     questions: _Socket
     monitor: _Socket
     port: LimitedPort
 
-    def attend(self, gatekeeper: Gatekeeper) -> None:
-        """Answer questions and count connections, without waiting."""
+    def receive(self) -> list[FromPeer]:
+        """Answer questions and count connections; then, a batch of messages."""
         for question in _waiting(self.questions):
-            answer = gatekeeper.answer(question)
+            answer = self.gatekeeper.answer(question)
             if answer is not None:
                 self.questions.send_multipart(answer, zmq.NOBLOCK)
         for frames in _waiting(self.monitor):
@@ -115,17 +116,19 @@ class _Listener:
                 self.port.on_accepted()
             else:
                 self.port.on_closed()
-
-    def receive(self, *, has_key: bool) -> Iterator[FromPeer]:
+        received = []
+        has_key = self.gatekeeper.client is not None
         # Without a key, take frames as `zmq.Frame`s, which have the sender's address, not as bytes.
         for frames in _waiting(self.router, copy=has_key):
             if len(frames) != 2:  # noqa: PLR2004 - route and payload; ignore other messages
                 continue
             route, payload = frames
             if has_key:
-                yield FromPeer(route, payload)
+                received.append(FromPeer(route, payload))
             else:
-                yield FromPeer(route.bytes, payload.bytes, str(payload.get("Peer-Address")))
+                stranger = str(payload.get("Peer-Address"))
+                received.append(FromPeer(route.bytes, payload.bytes, stranger))
+        return received
 
 
 @dataclass(eq=False)
@@ -305,9 +308,7 @@ class ZmqControl:
             monitor = self._monitor(router, LISTENER_MONITOR, events)
             router.setsockopt(zmq.USE_FD, limited.duplicate())
             router.bind(endpoint_at(host, limited.port))
-        self._listener = _Listener(router, questions, monitor, limited)
-        for watched in (router, questions, monitor):
-            self._poller.register(watched, zmq.POLLIN)
+        self._listener = _Listener(self._gatekeeper, router, questions, monitor, limited)
         return limited.port
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
@@ -338,11 +339,8 @@ class ZmqControl:
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             received: list[Received] = []
-            if self._listener is not None:
-                self._listener.attend(self._gatekeeper)
-                received += self._listener.receive(has_key=self._keys is not None)
-            if self._caller is not None:
-                received += self._caller.receive()
+            for end in (self._listener, self._caller):
+                received += end.receive() if end is not None else ()
             left_s = None if timeout_s is None else max(0, until - time.monotonic())
             # A new connection alone does not end the wait.
             if received or self._wake_fd in ready or left_s == 0:
@@ -379,6 +377,7 @@ class ZmqControl:
         }
         for option, value in (common | options).items():
             socket.setsockopt(option, value)
+        self._poller.register(socket, zmq.POLLIN)
         return socket
 
     def _router(self, options: _Options, timeout_s: float) -> _Socket:
@@ -405,6 +404,4 @@ class ZmqControl:
     def _open_caller(self) -> _Caller:
         router = self._router(_caller_options(self._keys), self._peer_timeout_s)
         monitor = self._monitor(router, CALLER_MONITOR, sum((*_TRIED_EVENTS, *_LOST_EVENTS)))
-        for watched in (router, monitor):
-            self._poller.register(watched, zmq.POLLIN)
         return _Caller(router, monitor, has_key=self._keys is not None)
