@@ -121,12 +121,12 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Connecting:
-    """A further connection to a peer that agent `number` makes in the background."""
+    """A further connection to a peer that is made in the background."""
 
     peer: _Peer
-    number: int
-    # The agent, None before it exists; and the reason if it is not connected.
-    agent: "Future[tuple[Transport | None, str]]"
+    agent: Transport | None  # None for a new one
+    # The agent, or None if it could not be made; and the reason if it is not connected.
+    made: "Future[tuple[Transport | None, str]]"
 
 
 def pace(
@@ -209,7 +209,7 @@ class PacedTransport:
         peer = self._peers.get(name)
         if peer is not None:
             if self._connecting is not None and self._connecting.peer is peer:
-                wait([self._connecting.agent])
+                wait([self._connecting.made])
                 self._end_connecting()
             peer.metadata = metadata
             for stream in peer.streams[1:]:
@@ -274,12 +274,10 @@ class PacedTransport:
 
     def tidy(self) -> bool:
         # Close the last agents, as far as no peer has been read through them for a while.
-        closing, self._closing = self._closing, []
-        for agent, closed in closing:
-            has_failed = closed.done() and closed.exception() is not None
-            again = self._background.submit(agent.close) if has_failed else closed
-            if not _is_closed(again):
-                self._closing.append((agent, again))
+        for number, (agent, closed) in enumerate(self._closing):
+            if closed.done() and closed.exception() is not None:
+                self._closing[number] = agent, self._background.submit(agent.close)
+        self._closing = [each for each in self._closing if not _is_closed(each[1])]
         if self._connecting is not None:
             return True
         now = self._clock()
@@ -301,11 +299,11 @@ class PacedTransport:
             TransportError: also if an agent still connects or closes after `CONNECTED_S`.
         """
         self._background.shutdown(wait=False)
-        if self._connecting is not None and self._connecting.agent.cancel():
+        if self._connecting is not None and self._connecting.made.cancel():
             self._connecting = None
         pending: list[Future[Any]] = [closed for _, closed in self._closing]
         if self._connecting is not None:
-            pending.append(self._connecting.agent)
+            pending.append(self._connecting.made)
         if wait(pending, CONNECTED_S).not_done:
             raise TransportError("an agent that reads over TCP still connects or closes")
         self._end_connecting()
@@ -378,8 +376,7 @@ class PacedTransport:
 
     def _is_connecting(self, stream: _Stream) -> bool:
         """Whether its agent connects to a peer now: NIXL would make other calls wait for that."""
-        number = self._connecting.number if self._connecting else len(self._agents)
-        return number < len(self._agents) and stream.agent is self._agents[number]
+        return self._connecting is not None and stream.agent is self._connecting.agent
 
     def _connect(self, peer: _Peer) -> None:
         """Begin to connect the next agent to a peer, unless another one connects now."""
@@ -387,7 +384,7 @@ class PacedTransport:
             number = len(peer.streams)
             agent = self._agents[number] if number < len(self._agents) else None
             made = self._background.submit(self._connect_agent, agent, peer.metadata)
-            self._connecting = _Connecting(peer, number, made)
+            self._connecting = _Connecting(peer, agent, made)
 
     def _connect_agent(
         self, agent: Transport | None, metadata: bytes
@@ -404,12 +401,12 @@ class PacedTransport:
 
     def _end_connecting(self) -> None:
         """Start to use a new connection, if it is complete."""
-        if self._connecting is None or not self._connecting.agent.done():
+        if self._connecting is None or not self._connecting.made.done():
             return
         connecting, self._connecting = self._connecting, None
-        peer, number = connecting.peer, connecting.number
-        agent, refusal = connecting.agent.result()
-        if agent is not None and number == len(self._agents):
+        peer, number = connecting.peer, len(connecting.peer.streams)
+        agent, refusal = connecting.made.result()
+        if agent is not None and connecting.agent is None:
             self._agents.append(agent)
         if self._peers.get(peer.name) is not peer:  # it was dropped meanwhile
             if agent is not None and not refusal:

@@ -287,7 +287,7 @@ def test_the_end_waits_for_a_connection_that_is_being_made_for_a_while(
     local, remote = world.lists([(0, 16, 32, 100)])
     world.finish(world.reader.read(local, remote, (ids(*range(9)), ids(*range(9)))))
     assert world.reader._connecting is not None
-    connecting = world.reader._connecting.agent
+    connecting = world.reader._connecting.made
     assert connecting.set_running_or_notify_cancel()
     for _ in range(2):
         with pytest.raises(TransportError, match="still connects or closes"):
