@@ -46,10 +46,7 @@ class Transport(Protocol):
         """Make memory readable into, and readable by peers that get the metadata afterwards."""
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        """Do once the work that only the first peer of a process costs.
-
-        Slow; overwrites `span`, which is registered.
-        """
+        """Do the work that only the first peer of a process costs; overwrites a registered span."""
 
     def metadata(self) -> bytes:
         """The bytes that a peer needs to read everything that is registered so far."""
@@ -81,7 +78,7 @@ class Transport(Protocol):
         """
 
     def stop(self, read: ReadHandle) -> bool:
-        """Start no more pieces of a read. Returns whether that cuts the read short.
+        """Start no more pieces, and return whether that cuts the read short.
 
         `poll` still reports when the pieces in flight have ended.
         """

@@ -80,19 +80,16 @@ class Gatekeeper:
         """The answer to a question; None if the frames have no place for one."""
         if len(frames) < ZAP_FRAMES or frames[1]:
             return None
-        status = [b"200", b"OK"] if self._admits(frames) else [b"400", b"not admitted"]
-        return [frames[0], b"", ZAP_VERSION, frames[3], *status, b"", b""]
-
-    def _admits(self, frames: Sequence[bytes]) -> bool:
-        _, _, version, _, domain, address, _, mechanism, *credentials = frames
-        if (version, domain) != (ZAP_VERSION, ZAP_DOMAIN):
-            return False
-        if not self.allows(address.decode("ascii", "replace")):
-            return False
+        route, _, version, number, domain, address, _, mechanism, *credentials = frames
         if self.client is None:
-            return mechanism == b"NULL" and not credentials
-        key = credentials[0] if len(credentials) == 1 else b""
-        return mechanism == b"CURVE" and hmac.compare_digest(key, self.client)
+            is_known = mechanism == b"NULL" and not credentials
+        else:
+            key = credentials[0] if len(credentials) == 1 else b""
+            is_known = mechanism == b"CURVE" and hmac.compare_digest(key, self.client)
+        is_asked_here = (version, domain) == (ZAP_VERSION, ZAP_DOMAIN)
+        is_admitted = is_known and is_asked_here and self.allows(address.decode("ascii", "replace"))
+        status = [b"200", b"OK"] if is_admitted else [b"400", b"not admitted"]
+        return [route, b"", ZAP_VERSION, number, *status, b"", b""]
 
 
 @dataclass(frozen=True)
