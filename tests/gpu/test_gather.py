@@ -229,13 +229,13 @@ def _altered(one: Owner, what: str) -> messages.Export:
         ("another life", "has ended"),
         ("no process", "No such process|Invalid argument"),
         ("garbage", "cuIpcOpenMemHandle"),
-        ("short", "not in the memory"),
-        ("long", "is said to have more"),
+        ("short", "lies outside of the memory"),
+        ("long", "of an allocation of 1073741824 bytes"),
         ("descriptor", "."),
         ("offset lost", "does not hold the 16 bytes"),
         ("another allocation", "does not hold the 16 bytes"),
         ("another value", "does not hold the 16 bytes"),
-        ("another place", "not in the memory"),
+        ("another place", "lies outside of the memory"),
     ],
 )
 def test_an_export_that_does_not_hold_is_refused(reader: Reader, what: str, words: str) -> None:
