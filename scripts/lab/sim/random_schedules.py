@@ -231,6 +231,7 @@ VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 """Shares of the loads that are verified."""
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is
 MAX_NAPS: Final = 14  # of a gentle schedule, together less than a lease
+HEARD_S: Final = 0.25  # a quarter of a lease
 MORE_STEPS: Final = 40  # for each engine beyond the second
 MAX_PROMPTS: Final = 4  # that one engine has at the same time
 
@@ -280,12 +281,21 @@ def random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str
     words, num_naps = list(profile.weights), 0
     num_steps = profile.num_steps + MORE_STEPS * (len(run.world.engines) - 2)
     slow = "none" if "beat" in words else rng.choice(["none", *run.world.engines])
+    heard_at = run.world.clock.now
     while len(run.lines) < num_steps:
         (word,) = rng.choices(words, list(profile.weights.values()))
         num_naps += word == "wait briefly"
         if run.setting.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
             continue
         yield from _lines(run, word, rng, slow)
+        # Turns that post runs take time. Without faults, no heartbeat is under way that long.
+        if (
+            run.setting.gentle
+            and run.setting.shape.run
+            and run.world.clock.now > heard_at + HEARD_S
+        ):
+            yield from round_lines(run.world)
+            heard_at = run.world.clock.now
     endings = list(profile.endings)
     yield f"end {ENDINGS[0] if run.setting.gentle else rng.choice(endings)}"
 
