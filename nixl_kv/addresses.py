@@ -8,10 +8,7 @@ from typing import Final
 import psutil
 
 TEST_NET_HOSTS: Final = ("198.51.100.1", "2001:db8::1")
-"""Addresses without a host (RFC 5737, RFC 3849). A connected UDP socket sends no packet; it only
-asks for the route."""
-
-PORT: Final = 9
+"""Addresses without a host (RFC 5737, RFC 3849), to ask for the default route."""
 
 
 def is_interface(name: str) -> bool:
@@ -19,7 +16,7 @@ def is_interface(name: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether an IP address is one of this machine's own."""
+    """Whether an address belongs to this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         try:
@@ -30,11 +27,7 @@ def is_local(host: str) -> bool:
 
 
 def of_interface(name: str) -> str:
-    """The first address of an interface, IPv4 before IPv6.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """The first address of an interface, IPv4 before IPv6; a ValueError if it has none."""
     addresses = _addresses(name)
     if not addresses:
         raise ValueError(f"the interface {name} has no address")
@@ -42,22 +35,18 @@ def of_interface(name: str) -> str:
 
 
 def towards(host: str) -> str:
-    """The source address that this machine uses towards an IP literal.
-
-    Raises:
-        OSError: if there is no route.
-    """
+    """This machine's source address towards an IP literal; an OSError without a route."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, PORT))
+        probe.connect((host, 9))  # sends no packet: connecting a UDP socket only picks the route
         return str(probe.getsockname()[0])
 
 
 def of_default_route() -> str:
-    """The source address of the default route, or the only address of this machine.
+    """The source address of the default route, or of the only interface with an address.
 
     Raises:
-        ValueError: without a default route and with no or several addresses, which it names.
+        ValueError: no default route, and no or several interfaces have addresses; names them.
     """
     for elsewhere in TEST_NET_HOSTS:
         with contextlib.suppress(OSError):
@@ -72,16 +61,10 @@ def of_default_route() -> str:
 
 def _addresses(interface: str) -> list[str]:
     """The interface's addresses that other machines can use, IPv4 first."""
+    entries = psutil.net_if_addrs()[interface]
     literals = [
-        entry.address
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for entry in psutil.net_if_addrs()[interface]
-        if entry.family == family
+        e.address for kind in (socket.AF_INET, socket.AF_INET6) for e in entries if e.family == kind
     ]
     # An address with a zone, as in fe80::1%eth0, means nothing on another machine.
-    return [text for text in literals if "%" not in text and _is_global(text)]
-
-
-def _is_global(text: str) -> bool:
-    address = ipaddress.ip_address(text)
-    return not (address.is_loopback or address.is_link_local)
+    found = [ipaddress.ip_address(text) for text in literals if "%" not in text]
+    return [str(one) for one in found if not (one.is_loopback or one.is_link_local)]

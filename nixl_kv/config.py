@@ -1,13 +1,13 @@
 """Parses `kv_connector_extra_config` into a frozen Config, once, when an engine starts.
 
-An unknown key or a bad value raises a ConfigError that names the key, the value and what is
-allowed. No other module reads options, and none but the CLI reads the environment.
+An unknown key or a bad value raises a ConfigError that names the key, the value and the allowed
+values. No other module reads options, and only the CLI also reads the environment.
 """
 
-# The rules below are our own because pydantic does not shorten them: each rule needs its text of
-# what is allowed anyway (pydantic's messages leave out the key or the value), and hosts, networks,
-# shares and labels remain functions. The same rules with pydantic 2.14 took as many lines, a
-# dependency, and 140 ms more CPU time per import, which each `nixl-kv` command would pay.
+# These rules are our own because pydantic does not shorten them: its messages leave out the key or
+# the value, and hosts, networks, shares and labels would remain functions. The same rules with
+# pydantic 2.14 took as many lines and 140 ms more CPU time per import, which each `nixl-kv`
+# command would pay.
 
 import ipaddress
 import re
@@ -32,16 +32,13 @@ KEY_VARIABLE: Final = "NIXL_KV_KEY"
 AUTO: Final = "auto"
 ON: Final = "on"
 OFF: Final = "off"
-WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - never listened on
-MAX_PORT_DIGITS: Final = 5
 MAX_PORT: Final = 65535
-MAX_LABEL: Final = 256
-"""Characters in the label of an engine's weights."""
+MAX_LABEL: Final = 256  # characters in the label of an engine's weights
 
 LOOPBACK: Final = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
 ANYWHERE: Final = (ipaddress.ip_network("0.0.0.0/0"), ipaddress.ip_network("::/0"))
 MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
-"""IPv4 addresses in IPv6 notation. They are the same hosts, so this module turns them into IPv4."""
+"""IPv4 addresses in IPv6 notation."""
 
 HOW_TO_SHARE_A_KEY: Final = (
     "make one key with `nixl-kv keygen PATH`, and copy it to every engine's machine with `scp -p "
@@ -76,7 +73,7 @@ REMOVED_KEYS: Final = {
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """The hosts that this engine connects to and accepts connections from."""
+    """The hosts that this engine may connect to, and that may connect to it."""
 
     networks: tuple[Network, ...] = ANYWHERE
 
@@ -102,7 +99,7 @@ class AllowedHosts:
 
 
 def _unmapped(address: Address) -> Address:
-    """The IPv4 address, if an IPv6 one stands for it."""
+    """The IPv4 address, if an IPv6 one stands for it: both are the same host."""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 
@@ -112,17 +109,13 @@ class Rule:
     """Parses the value of one setting."""
 
     allowed: str
-    """What an error message says is allowed."""
+    """The allowed values, for error messages."""
 
     parse: Callable[[Any], Any]
     """Raises a ValueError for a bad value. The error's text, if any, goes after `allowed`."""
 
     def __call__(self, name: str, value: object) -> Any:
-        """Parse `value`, which the operator gave under `name`.
-
-        Raises:
-            ConfigError: names the setting, the value and what is allowed.
-        """
+        """Parse `value`, which the operator gave under `name`; raises a ConfigError."""
         try:
             return self.parse(value)
         except ValueError as error:
@@ -130,29 +123,29 @@ class Rule:
             raise ConfigError(f"{name} is {value!r}; allowed: {self.allowed}{detail}") from error
 
 
-def _choice(*choices: str) -> Rule:
+def _rule(allowed: str, is_allowed: Callable[[Any], bool]) -> Rule:
+    """A rule that returns each allowed value as it is."""
+
     def parse(value: object) -> object:
-        if value not in choices:
+        if not is_allowed(value):
             raise ValueError
         return value
 
-    return Rule(" or ".join(map(repr, choices)), parse)
+    return Rule(allowed, parse)
+
+
+def _choice(*choices: str) -> Rule:
+    return _rule(" or ".join(map(repr, choices)), lambda value: value in choices)
 
 
 def _number(kind: type[int | float], low: float, high: float, what: str, note: str = "") -> Rule:
     def parse(value: Any) -> float:
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:  # NaN is not
+        if not is_number or not low <= value <= high:  # false for NaN
             raise ValueError
         return kind(value)
 
     return Rule(f"a {what} from {low:g} to {high:g}{note}", parse)
-
-
-def _switch(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError  # noqa: TRY004 - as all rules
-    return value
 
 
 def _host(value: object) -> str:
@@ -167,7 +160,7 @@ def _host(value: object) -> str:
         else:
             found = socket.getaddrinfo(value, None, type=socket.SOCK_STREAM)
             literal = str(found[0][4][0])
-    except (OSError, UnicodeError) as error:  # an unknown or malformed name
+    except (OSError, UnicodeError) as error:
         raise ValueError from error
     address = _unmapped(ipaddress.ip_address(literal))
     if address.is_unspecified or address.is_multicast:
@@ -180,18 +173,6 @@ def _strings(value: object) -> tuple[str, ...]:
     if not strings or not all(isinstance(one, str) and one for one in strings):
         raise ValueError
     return strings
-
-
-def _path(value: object) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
-        raise ValueError
-    return value
-
-
-def _label(value: object) -> str:
-    if not isinstance(value, str) or len(value) > MAX_LABEL or not value.isprintable():
-        raise ValueError
-    return value
 
 
 def _pacing(value: object) -> object:
@@ -217,13 +198,13 @@ def _network(entry: object) -> Network:
 
 
 def _share_of_loads(value: object) -> float:
-    known = {"off": 0.0, "all": 1.0}
-    if isinstance(value, str) and value in known:
-        return known[value]
-    rate = value.removeprefix("sample:") if isinstance(value, str) else ""
-    if value == rate or not re.fullmatch(r"[0-9]{0,9}\.?[0-9]{1,9}", rate) or float(rate) > 1:
+    if value in ("off", "all"):
+        return float(value == "all")
+    number = r"sample:([0-9]{0,9}\.?[0-9]{1,9})"
+    match = re.fullmatch(number, value) if isinstance(value, str) else None
+    if match is None or float(match[1]) > 1:
         raise ValueError
-    return float(rate)
+    return float(match[1])
 
 
 HOST: Final = Rule(
@@ -238,14 +219,18 @@ MEBIBYTES: Final = _number(int, 0, 1 << 16, "whole number of MiB")
 LAYOUT: Final = _choice(*LAYOUTS)
 POLICY: Final = _choice("recompute", "fail")
 PATH: Final = _choice("auto", "gather", "direct", "staged")
-SWITCH: Final = Rule("true or false", _switch)
+SWITCH: Final = _rule("true or false", lambda value: isinstance(value, bool))
 PACING: Final = _choice(AUTO, ON, OFF)
 BACKENDS: Final = Rule("a list of names of NIXL backends, such as ['UCX']", _strings)
 PEERS: Final = Rule("a list of CIDRs, such as ['10.0.0.0/24', 'fd00::/64'], or null", _networks)
-KEY_FILE: Final = Rule("the path of a file made by `nixl-kv keygen`, or null", _path)
+KEY_FILE: Final = _rule(
+    "the path of a file made by `nixl-kv keygen`, or null",
+    lambda value: value is None or (isinstance(value, str) and value != "" and "\0" not in value),
+)
 VERIFY: Final = Rule("'off', 'all', or 'sample:RATE' with RATE from 0 to 1", _share_of_loads)
-weights_label: Final = Rule(
-    f"up to {MAX_LABEL} printable characters, such as the trainer's step", _label
+weights_label: Final = _rule(
+    f"up to {MAX_LABEL} printable characters, such as the trainer's step",
+    lambda value: isinstance(value, str) and len(value) <= MAX_LABEL and value.isprintable(),
 )
 
 
@@ -253,101 +238,80 @@ weights_label: Final = Rule(
 class Config:
     """The settings of one engine. Names that end in `_s` are in seconds."""
 
+    # IP address at which other engines reach this one's control plane. Each process resolves names
+    # by itself, because ranks may run on several machines.
     host: Annotated[str, HOST] = "127.0.0.1"
-    """IP address at which other engines reach this one's control plane. Each process resolves
-    'auto' or the name of an interface by itself, because ranks may run on several machines."""
-
+    # TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r.
     port: Annotated[int, PORT] = 5600
-    """TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r."""
-
+    # The settings or variables that gave `host` and `port`, for error messages.
     host_name: str = field(default="host", repr=False, compare=False)
-    """The setting or variable that `host` came from, for error messages."""
-
-    port_name: str = field(default="", repr=False, compare=False)
-    """The same for `port`; empty for the default."""
-
+    port_name: str = field(default="", repr=False, compare=False)  # empty for the default
+    # First TCP port of the ranks' control planes; 0 takes free ones. Each rank adds its number
+    # among all ranks of the data-parallel group.
     rank_port: Annotated[int, PORT] = 0
-    """First TCP port of the ranks' control planes; 0 takes any free one. Each rank adds its number
-    among all ranks of the data-parallel group."""
 
+    # NIXL backends, in order of preference.
     backends: Annotated[tuple[str, ...], BACKENDS] = ("UCX",)
-    """NIXL backends, in order of preference."""
 
+    # How long prefill keeps the blocks of a finished request that no decode engine claims.
     offer_ttl_s: Annotated[float, SECONDS] = 10.0
-    """How long prefill keeps the blocks of a finished request that no decode engine claims."""
-
+    # How long prefill keeps claimed blocks after the last message of their reader.
     lease_s: Annotated[float, SECONDS] = 5.0
-    """How long prefill keeps claimed blocks after the last message of their reader."""
-
+    # How long prefill keeps claimed blocks whose reader does not begin to read.
     hold_s: Annotated[float, SECONDS] = 60.0
-    """How long prefill keeps claimed blocks whose reader does not begin to read."""
-
+    # How long a load on decode may make no progress before it fails.
     request_timeout_s: Annotated[float, SECONDS] = 30.0
-    """How long a load on decode may make no progress before it fails."""
 
+    # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
     layout: Annotated[str, LAYOUT] = "auto"
-    """Physical order of the KV cache to ask vLLM for; 'auto' picks the best that is known good."""
 
+    # File with the key that all engines share. Without any configured key, the engines of one user
+    # on one machine share one that the first of them makes.
     key_file: Annotated[str | None, KEY_FILE] = None
-    """File with the key that all engines share. Without any configured key, the engines of one
-    user on one machine share one that the first of them makes."""
-
+    # The key itself. It comes from NIXL_KV_KEY only, because vLLM logs its options.
     key: str | None = field(default=None, repr=False)
-    """The key itself. It comes from NIXL_KV_KEY only, because vLLM logs its options."""
-
+    # Whether to run without a key if none is configured, for tests and trusted networks.
     insecure: Annotated[bool, SWITCH] = False
-    """Whether to run without a key if none is configured, for tests and trusted networks."""
-
+    # Networks of the other engines; None: any if a key is configured, else this machine.
     peers: Annotated[tuple[Network, ...] | None, PEERS] = None
-    """Networks of the other engines; None: any if a key is configured, else this machine."""
-
+    # How long a peer may be silent before its connection counts as lost.
     peer_timeout_s: Annotated[float, SECONDS] = 2.0
-    """How long a peer may be silent before its connection counts as lost."""
 
+    # Which prefill ranks decode reads in small pieces, so that they survive readers that die: those
+    # that UCX may read over TCP ('auto'), all ('on'), or none ('off').
     paced_reads: Annotated[str, Rule(PACING.allowed, _pacing)] = AUTO
-    """Which prefill ranks decode reads in small pieces, so that they survive readers that die:
-    those that UCX may read over TCP ('auto'), all ('on'), or none ('off')."""
-
+    # How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
+    # by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by a
+    # rule ('auto'): gather if prefill's memory is mapped, direct if the contiguous runs are long or
+    # few, staged otherwise.
     path: Annotated[str, PATH] = "auto"
-    """How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
-    by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by a
-    rule for each load ('auto'): gather if prefill's memory is mapped, direct if the contiguous
-    runs are long or few, staged otherwise."""
-
+    # MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing.
     staging_mib: Annotated[int, MEBIBYTES] = 256
-    """MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing."""
-
+    # Share of the cache's blocks that unclaimed offers may hold.
     offer_share: Annotated[float, SHARE] = 0.5
-    """Share of the cache's blocks that unclaimed offers may hold."""
 
+    # Label of this engine's weights. Decode computes a request itself if prefill's label differs.
+    # `nixl-kv set-weights` changes the label at run time.
     weights: Annotated[str, weights_label] = ""
-    """Label of this engine's weights, such as the trainer's step. Decode computes a request itself
-    if prefill's label differs; `nixl-kv set-weights` changes it at run time."""
-
+    # Whether decode engines with vLLM's own NixlConnector may get this engine's tickets. They
+    # compute those requests.
     in_tree_decode: Annotated[bool, SWITCH] = True
-    """Whether decode engines with vLLM's own NixlConnector may get this engine's tickets, and
-    compute those requests; false: every decode engine runs this connector."""
-
+    # Whether decode computes a request whose KV cannot be read, or ends it with an error.
     on_load_failure: Annotated[str, POLICY] = "recompute"
-    """Whether decode computes a request whose KV cannot be read, or ends it with an error."""
-
+    # Share of the loads whose bytes decode compares with prefill's by a digest.
     verify: Annotated[float, VERIFY] = 0.0
-    """Share of the loads whose bytes decode compares with prefill's by a digest: 'off' (0),
-    'sample:RATE', or 'all' (1)."""
 
     @property
     def has_key(self) -> bool:
-        """Whether a key is configured. The key that a user's engines share does not count."""
+        # The key that a user's engines on one machine share does not count.
         return self.key_file is not None or self.key is not None
 
     @property
     def is_this_machine_only(self) -> bool:
-        """Whether other machines cannot reach `host`."""
         return ipaddress.ip_address(self.host).is_loopback
 
     @property
     def allowed_hosts(self) -> AllowedHosts:
-        """`peers`, or its default."""
         if self.peers is not None:
             return AllowedHosts(self.peers)
         if self.has_key:
@@ -356,24 +320,21 @@ class Config:
 
     @property
     def renew_interval_s(self) -> float:
-        """Heartbeats: five per lease, so that three may be lost and a stall still costs nothing.
-
-        At most 0.8 s, so that prefill hears at least once per second that a read may go on.
-        """
+        # Five heartbeats per lease: three may be lost, and a stall still costs nothing. At most
+        # 0.8 s, so that prefill hears at least once per second that a read may go on.
         return min(0.8, self.lease_s / 5)
 
     @classmethod
     def parsers(cls) -> dict[str, Rule]:
         """The keys that an operator may set."""
         hints = typing.get_type_hints(cls, include_extras=True)
-        known = {key: getattr(hint, "__metadata__", None) for key, hint in hints.items()}
-        return {key: metadata[0] for key, metadata in known.items() if metadata}
+        return {
+            k: hint.__metadata__[0] for k, hint in hints.items() if hasattr(hint, "__metadata__")
+        }
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
         """Build a Config from `kv_connector_extra_config`; some variables give defaults.
-
-        Accepts the keys of vLLM's own NixlConnector, see `needless`.
 
         Raises:
             ConfigError: for an unknown or removed key or a bad value, or if other machines could
@@ -427,15 +388,16 @@ def needless(extra: Mapping[str, Any]) -> list[str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
-    """Name and value of each default that one of vLLM's variables gives, by key."""
+    """Variable and value of the defaults that vLLM's variables give, by key."""
     defaults: dict[str, tuple[str, Any]] = {}
     host = environ.get(HOST_VARIABLE)
     if host:
         # Deployments set a wildcard because vLLM's own connector listens there. A ticket needs an
         # address, so a wildcard means 'auto'.
-        defaults["host"] = (HOST_VARIABLE, AUTO if host in WILDCARDS else host)
+        is_wildcard = host in ("0.0.0.0", "::")  # noqa: S104 - nothing listens on it
+        defaults["host"] = (HOST_VARIABLE, AUTO if is_wildcard else host)
     text = environ.get(PORT_VARIABLE)
     if text:
-        is_number = text.isdecimal() and len(text) <= MAX_PORT_DIGITS
+        is_number = re.fullmatch("[0-9]{1,5}", text)  # int() is slow for many digits
         defaults["port"] = (PORT_VARIABLE, int(text) if is_number else text)
     return defaults

@@ -1,11 +1,11 @@
 """Errors and logging, which every module may use.
 
-The type of an error says whose fault it is and what happens next. A ConfigError stops the start.
+The type of an error says whose fault it is and what follows. A ConfigError stops the start.
 IncompatiblePeer and RemoteProtocolError make the requests of that peer recompute. A TransportError
 fails one transfer, a DigestError one comparison. A LocalProtocolError is a bug of ours.
 
-Strangers can influence what an engine logs. So every module gets its logger from `get_logger`,
-which bounds the length of records and escapes their text, and LimitedLog bounds their number.
+Strangers can cause log lines and choose parts of them. Every module gets its logger from
+`get_logger`, which escapes and cuts these texts. LimitedLog bounds the number of lines.
 """
 
 import logging
@@ -14,21 +14,18 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-MAX_TEXT: Final = 2000
-"""Characters of one argument of a log record. A peer, a client or a stranger may have chosen it."""
-
+MAX_TEXT: Final = 2000  # characters of one argument of a log record
 MAX_TRACEBACK_LINES: Final = 200
-
 PAUSE_S: Final = 0.1
 """Pause after an error in a thread's loop, so that a recurring error does not burn the CPU."""
 
 
 class NixlKVError(Exception):
-    """Base of all errors below. A ValueError means that an argument is impossible."""
+    """Base of all errors below."""
 
 
 class ConfigError(NixlKVError):
-    """A bad configuration key or value. Names the key, the value and what is allowed."""
+    """A bad configuration key or value. Names the key, the value and the allowed values."""
 
 
 class IncompatiblePeer(NixlKVError):  # noqa: N818 - a fact about two engines, not a failure
@@ -60,11 +57,7 @@ class DigestError(NixlKVError):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module. Each of its records is printable and of bounded length.
-
-    Formats are constants in our code; their arguments may come from outside, so they are escaped
-    and cut. Tracebacks follow as indented lines.
-    """
+    """Return the logger of a module. Each of its records is printable and of bounded length."""
     logger = logging.getLogger(name)
     logger.addFilter(_make_harmless)
     return logger
@@ -80,27 +73,22 @@ class LimitedLog:
         self._logger = logger
         self._clock = clock
         self._interval_s = interval_s
-        self._next: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
+        self._kinds: dict[str, tuple[float, int]] = {}  # time of the next line; lines left out
 
     def warning(self, message: str, *args: object) -> None:
         now = self._clock()
-        if now < self._next.get(message, now):
-            self._left_out[message] = self._left_out.get(message, 0) + 1
+        next_at, left_out = self._kinds.get(message, (now, 0))
+        if now < next_at:
+            self._kinds[message] = next_at, left_out + 1
             return
-        self._next[message] = now + self._interval_s
-        left_out = self._left_out.pop(message, 0)
+        self._kinds[message] = now + self._interval_s, 0
         self._logger.warning(message, *args)
         if left_out:
             self._logger.warning("  and %d more like it since the last such line", left_out)
 
 
 def run_guarded(step: Callable[[], object], error_message: str) -> bool:
-    """Run one step of a thread's loop.
-
-    Returns:
-        False after an error. Its traceback is logged below `error_message`.
-    """
+    """Run one step of a thread's loop. Returns False after an error, which it has logged."""
     try:
         step()
     except Exception:
@@ -111,10 +99,7 @@ def run_guarded(step: Callable[[], object], error_message: str) -> bool:
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Escape line ends and control characters, which a terminal or a log reader would obey.
-
-    A result of more than `limit` characters is cut and ends in "...".
-    """
+    """Escape line ends and control characters, and cut the result to `limit` characters."""
     is_cut = limit is not None and len(text) > limit
     text = text[:limit]
     if not text.isprintable():
@@ -125,7 +110,8 @@ def printable(text: str, limit: int | None = None) -> str:
 
 
 def _make_harmless(record: logging.LogRecord) -> bool:
-    """Escape and cut a record's arguments and traceback; a logging filter that drops nothing."""
+    """A logging filter that drops nothing, but escapes and cuts arguments and traceback."""
+    # Formats are constants in our code. A peer, a client or a stranger may choose the arguments.
     if isinstance(record.args, tuple):
         record.args = tuple(
             arg if isinstance(arg, int | float) else printable(str(arg), MAX_TEXT)

@@ -14,12 +14,12 @@ import triton
 from nixl_kv.errors import NixlKVError
 
 UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
-"""What torch and Triton raise without memory, a compiler, a cache directory or CUDA."""
+"""Errors of torch and Triton without memory, a compiler, a cache directory or CUDA."""
 
 
 @contextlib.contextmanager
 def translated(kind: type[NixlKVError], doing: str) -> Iterator[None]:
-    """Raise `kind` for what torch and Triton raise."""
+    """Turn errors of torch and Triton into errors of this kind."""
     try:
         yield
     except UNABLE as error:

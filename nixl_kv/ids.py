@@ -1,7 +1,7 @@
 """Types for the strings and numbers that identify things, so that mypy tells them apart.
 
-Random ids have 120 bits or more from the operating system: nobody can guess one, and no two are
-equal.
+Random ids have 120 bits or more from the operating system, so a stranger cannot guess one, and
+no two are equal.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ Incarnation = NewType("Incarnation", str)
 """One life of an engine or of a rank: 32 hex digits. Each registration of memory begins one."""
 
 RequestId = NewType("RequestId", str)
-"""A request inside one engine. Prefill and decode have different ids for the same prompt."""
+"""A request of one engine. Prefill and decode have different ids for the same prompt."""
 
 Nonce = NewType("Nonce", str)
-"""One offer, which is a finished prefill: 32 hex digits, made by the prefill scheduler."""
+"""One offer, which is a finished prefill: 32 hex digits from the prefill scheduler."""
 
 Claim = NewType("Claim", str)
 """One attempt of a decode engine to read an offer: 32 hex digits, shared by its ranks."""
@@ -31,7 +31,7 @@ Generation = NewType("Generation", bytes)
 """A fence token: the 16 bytes in a fence slot while a grant is valid. 15 of them are random."""
 
 Endpoint = NewType("Endpoint", str)
-"""An address of the control plane, such as `tcp://10.0.0.1:5600`. IPv6 literals have brackets."""
+"""A control-plane address, such as `tcp://10.0.0.1:5600`. IPv6 literals have brackets."""
 
 GENERATION_BYTES: Final = 16
 
@@ -44,7 +44,7 @@ def new_incarnation() -> Incarnation:
 
 
 def new_nonce() -> Nonce:
-    """Make a nonce. It permits to ask for the blocks, so never log all of it."""
+    # Its owner may ask for the blocks, so never log all of it.
     return Nonce(secrets.token_hex(16))
 
 
@@ -53,30 +53,27 @@ def new_claim() -> Claim:
 
 
 def new_generation() -> Generation:
-    """Make a fence token, which is never all zero: a cleared slot is."""
+    # A token must differ from a cleared slot, which is all zero.
     return Generation(b"\x01" + secrets.token_bytes(GENERATION_BYTES - 1))
 
 
 def engine_incarnation(ranks: Iterable[Incarnation]) -> Incarnation:
-    """Derive an engine's incarnation from those of its ranks, in rank order.
+    """Derive an engine's incarnation from those of its ranks, in rank order; it changes with any.
 
     Each worker makes its own, because the scheduler cannot reach a worker before the first step.
-    The engine's incarnation changes with any of them.
     """
     digest = hashlib.blake2b("".join(ranks).encode(), digest_size=16)
     return Incarnation(digest.hexdigest())
 
 
 def short(secret: str) -> str:
-    """The first digits of a nonce, claim or incarnation, for logs."""
+    """The part of a nonce, claim or incarnation that logs may show."""
     return secret[:8]
 
 
 def endpoint_at(host: str, port: int) -> Endpoint:
-    """The endpoint of an IP literal and a port."""
     return Endpoint(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
 
 
 def endpoint_host(endpoint: str) -> str:
-    """The host of an endpoint, without brackets."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")

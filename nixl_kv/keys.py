@@ -11,10 +11,9 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from nixl_kv.errors import ConfigError
 
@@ -24,10 +23,7 @@ GROUP_MODES: Final = (0o640, 0o440)
 """Allowed for a file of a group of this process: Kubernetes mounts a Secret with fsGroup so."""
 
 USER_KEY: Final = "nixl_kv.key"
-"""File name in a user's runtime directory."""
-
-RUN_USER: Final = Path("/run/user")
-"""Parent of the runtime directories of users who have logged in."""
+RUN_USER: Final = Path("/run/user")  # has the runtime directories of users who have logged in
 
 CONTENT: Final = "64 hexadecimal digits"
 ALLOWED: Final = (
@@ -40,21 +36,13 @@ ALLOWED: Final = (
 class Keys:
     """One key per purpose, so that one of them reveals nothing about the others. 32 bytes each."""
 
-    tickets: bytes
-    """For the MACs of tickets."""
-
-    server: bytes
-    """The Curve25519 secret of the listening side of a connection."""
-
-    client: bytes
-    """The Curve25519 secret of the connecting side."""
-
-    fingerprint: str
-    """16 hexadecimal digits that may be shown."""
+    tickets: bytes  # for the MACs of tickets
+    server: bytes  # the Curve25519 secret of the listening side of a connection
+    client: bytes  # the Curve25519 secret of the connecting side
+    fingerprint: str  # 16 hexadecimal digits that may be shown
 
     @classmethod
     def derive(cls, root: bytes) -> "Keys":
-        """Derive all keys from the bytes in a key file, by a keyed hash with a name per purpose."""
         return cls(
             tickets=_derive(root, b"nixl_kv ticket"),
             server=_derive(root, b"nixl_kv server"),
@@ -67,24 +55,21 @@ class Keys:
 
 
 def read_key_file(path: str | Path) -> Keys:
-    """Read a key file, which may be a link: mounted secrets are.
+    """Read a key file, or the target of a link: mounted secrets are links.
 
     Raises:
-        ConfigError: names the path, what is wrong with the file, and what is allowed.
+        ConfigError: the file cannot be read, or another user may know its content.
     """
     try:
         return Keys.derive(_read(path))
     except (OSError, ValueError) as error:
-        reason = _reason(error)
-        raise ConfigError(f"key_file is {str(path)!r}: {reason}; allowed: {ALLOWED}") from error
+        raise ConfigError(
+            f"key_file is {str(path)!r}: {_reason(error)}; allowed: {ALLOWED}"
+        ) from error
 
 
 def parse_key(text: str, name: str) -> Keys:
-    """Parse a key in text form.
-
-    Raises:
-        ConfigError: names `name` and what is allowed, never the text.
-    """
+    """Parse a key in text form. The ConfigError names `name`, never the text."""
     try:
         return Keys.derive(_root(text.strip().encode()))
     except ValueError as error:
@@ -95,7 +80,7 @@ def write_key_file(path: str | Path) -> Keys:
     """Make a key and write it to a new file that only this user can read.
 
     Raises:
-        ConfigError: if the path exists or cannot be written.
+        ConfigError: the path exists or cannot be written.
     """
     root = secrets.token_bytes(KEY_BYTES)
     try:
@@ -117,11 +102,10 @@ def make_user_key() -> tuple[Keys, Path]:
     Processes that start at the same moment get the same key.
 
     Raises:
-        ConfigError: if no directory is private, or the file is bad; names the path.
+        ConfigError: no directory is private, or the file is bad; names the path.
     """
-    refusals: list[str] = []
     with contextlib.ExitStack() as stack:
-        folders = _private_folders(stack, refusals, may_create=True)
+        folders, refusals = _private_folders(stack, may_create=True)
         found = _find(folders)
         if found is not None:
             return found
@@ -130,87 +114,72 @@ def make_user_key() -> tuple[Keys, Path]:
         path, folder = folders[0]
         try:
             _write_once(folder)
-        except OSError as error:
+            return Keys.derive(_read(USER_KEY, folder)), path
+        except (OSError, ValueError) as error:
             raise _no_user_key(f"{path}: {_reason(error)}") from error
-        return _read_user_key(path, folder), path
 
 
 def find_user_key() -> Keys | None:
     """Read the shared key, if there is one.
 
     Raises:
-        ConfigError: if the file is bad; names the path.
+        ConfigError: the file is bad; names the path.
     """
     with contextlib.ExitStack() as stack:
-        found = _find(_private_folders(stack, [], may_create=False))
+        found = _find(_private_folders(stack, may_create=False)[0])
     return None if found is None else found[0]
 
 
+_Folder: TypeAlias = tuple[Path, int]
+"""The path of the shared key in a directory, and a descriptor of the directory."""
+
+
 def _private_folders(
-    stack: contextlib.ExitStack, refusals: list[str], *, may_create: bool
-) -> list[tuple[Path, int]]:
-    """Path of the key in each usable directory, and a descriptor of the directory. Best first."""
-    folders: list[tuple[Path, int]] = []
-    for directory, is_ours in _user_directories():
+    stack: contextlib.ExitStack, *, may_create: bool
+) -> tuple[list[_Folder], list[str]]:
+    """The directories that only this user can use, best first; and why others are not usable."""
+    runtime, user = os.environ.get("XDG_RUNTIME_DIR", ""), os.geteuid()
+    directories = [Path(runtime)] if runtime.startswith("/") else []
+    fallback = Path(tempfile.gettempdir(), f"nixl_kv-{user}")
+    folders: list[_Folder] = []
+    refusals: list[str] = []
+    for directory in (*directories, RUN_USER / str(user), fallback):
         try:
-            if is_ours and may_create and not folders:
+            if directory == fallback and may_create and not folders:
                 with contextlib.suppress(FileExistsError):
                     directory.mkdir(mode=0o700)
-            folder = _open_private(directory)
+            folders.append((directory / USER_KEY, _open_private(directory, stack)))
         except (OSError, ValueError) as error:  # noqa: PERF203 - three directories
             refusals.append(f"{directory}: {_reason(error)}")
-        else:
-            stack.callback(os.close, folder)
-            folders.append((directory / USER_KEY, folder))
-    return folders
+    return folders, refusals
 
 
-def _find(folders: list[tuple[Path, int]]) -> tuple[Keys, Path] | None:
-    # Search all directories: a session may end, with its runtime directory, while its engine runs.
-    for path, folder in folders:
-        with contextlib.suppress(FileNotFoundError):
-            return _read_user_key(path, folder), path
-    return None
-
-
-def _user_directories() -> Iterator[tuple[Path, bool]]:
-    """Directories for a user's key, best first, and whether the directory is this package's own."""
-    user = os.geteuid()
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/"):
-        yield Path(runtime), False
-    yield RUN_USER / str(user), False
-    yield Path(tempfile.gettempdir(), f"nixl_kv-{user}"), True
-
-
-def _open_private(directory: Path) -> int:
-    """Open a directory that only this user can use; a ValueError says why it is not private."""
+def _open_private(directory: Path, stack: contextlib.ExitStack) -> int:
     # All further calls are relative to the descriptor, so replacing the directory has no effect.
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(folder)
-        if status.st_uid != os.geteuid():
-            raise ValueError(f"its owner is the user {status.st_uid}")  # noqa: TRY301
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            raise ValueError(f"its mode is {stat.S_IMODE(status.st_mode):04o}; allowed: 0700")  # noqa: TRY301
-    except BaseException:
-        os.close(folder)
-        raise
+    stack.callback(os.close, folder)
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid():
+        raise ValueError(f"its owner is the user {status.st_uid}")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ValueError(f"its mode is {stat.S_IMODE(status.st_mode):04o}; allowed: 0700")
     return folder
 
 
-def _read_user_key(path: Path, folder: int) -> Keys:
-    """FileNotFoundError if there is none."""
-    try:
-        return Keys.derive(_read(path.name, folder))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise _no_user_key(f"{path}: {_reason(error)}") from error
+def _find(folders: list[_Folder]) -> tuple[Keys, Path] | None:
+    # Search all directories: a session may end, with its runtime directory, while its engine runs.
+    for path, folder in folders:
+        try:
+            return Keys.derive(_read(USER_KEY, folder)), path
+        except FileNotFoundError:  # noqa: PERF203 - three directories
+            continue
+        except (OSError, ValueError) as error:
+            raise _no_user_key(f"{path}: {_reason(error)}") from error
+    return None
 
 
 def _write_once(folder: int) -> None:
-    """Write a new key into a directory unless there is one. No reader ever sees half of it."""
+    # The link makes the whole key visible at once, and fails if another process was first.
     draft = f".{USER_KEY}.{secrets.token_hex(8)}"
     _write_new(draft, secrets.token_bytes(KEY_BYTES), folder)
     try:
@@ -251,7 +220,7 @@ def _write_new(path: str | Path, root: bytes, folder: int | None = None) -> None
 
 
 def _read(path: str | Path, folder: int | None = None) -> bytes:
-    """Read a key; a ValueError says why the file cannot be trusted."""
+    """Read a key; a ValueError says why it cannot be trusted. `path` as in `_write_new`."""
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     try:
@@ -264,14 +233,12 @@ def _read(path: str | Path, folder: int | None = None) -> bytes:
 
 
 def _root(digits: bytes) -> bytes:
-    """Parse hexadecimal digits; the ValueError does not show them."""
     if len(digits) != 2 * KEY_BYTES or not set(digits) <= set(b"0123456789abcdefABCDEF"):
         raise ValueError(f"its content is not {CONTENT}")
     return bytes.fromhex(digits.decode("ascii"))
 
 
 def _check(status: os.stat_result) -> None:
-    """Check that no other user can know the file's content."""
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")

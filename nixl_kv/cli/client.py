@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
-from nixl_kv.config import KEY_VARIABLE, Config
+from nixl_kv.config import KEY_VARIABLE, MAX_PORT, Config
 from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, endpoint_at
 from nixl_kv.keys import Keys, find_user_key, parse_key, read_key_file
@@ -29,8 +29,6 @@ DRAIN_POLL_S: Final = 0.25
 ADDRESS: Final = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]+)):(?P<port>[0-9]{1,5})")
 """`HOST:PORT`. An IPv6 literal stands in brackets."""
 
-MAX_PORT: Final = 65_535
-
 T = TypeVar("T")
 
 RankAnswer: TypeAlias = tuple[messages.RankDescription, messages.Status | NixlKVError]
@@ -43,7 +41,7 @@ def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
     Returns None with `insecure`: the engine has no key.
 
     Raises:
-        ValueError: names the option or variable and what is wrong with it.
+        ValueError: a key cannot be used; names the option or variable.
     """
     if insecure and path is not None:
         raise ValueError("--key-file and --insecure are given; allowed: one of them")
@@ -62,11 +60,7 @@ def read_keys(path: Path | None, *, insecure: bool = False) -> Keys | None:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The `HOST:PORT` of an engine that these environment variables alone configure.
-
-    Raises:
-        ConfigError: names the variable, its value and what is allowed.
-    """
+    """The `HOST:PORT` of an engine that these environment variables alone configure."""
     config = Config.parse({"insecure": True}, environ)
     return endpoint_at(config.host, config.port).removeprefix("tcp://")
 
@@ -75,8 +69,7 @@ def endpoints_at(where: str, *, option: str) -> list[Endpoint]:
     """All endpoints of `HOST:PORT`. The host is a name or an IP literal.
 
     Raises:
-        ValueError: names the option, its value and what is allowed, or says that the host name
-            does not resolve.
+        ValueError: not such an address, or the name does not resolve; names the option.
     """
     match = ADDRESS.fullmatch(where)
     if match is None or not 1 <= int(match["port"]) <= MAX_PORT:
@@ -106,24 +99,37 @@ def ask_first(where: str, ask: Callable[[Endpoint], T], *, option: str = "--at")
 
 
 def describe_at(where: str, keys: Keys | None, *, option: str = "--at") -> messages.Description:
-    """The description of the engine at `HOST:PORT`; raises like `ask_first`."""
     return ask_first(where, partial(describe, keys=keys), option=option)
 
 
-def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
-    """The description of the engine whose directory listens at this endpoint.
+# These functions raise a NixlKVError if the engine does not answer or refuses.
 
-    Raises:
-        NixlKVError: no answer, or an answer other than a description.
-    """
+
+def describe(endpoint: Endpoint, keys: Keys | None = None) -> messages.Description:
+    """The description of the engine whose directory listens at this endpoint."""
     question = messages.Describe(incarnation=ANY_INCARNATION, engine=EngineId("any"))
-    answer = _exchange({endpoint: messages.encode(question)}, keys)[endpoint]
-    message = _decode(answer, messages.decode_answer)
-    if isinstance(message, messages.Refusal):
-        raise TransportError(f"refused: {message.reason}")
-    if not isinstance(message, messages.Description):
-        raise TransportError(f"answered with {type(message).__name__}")
-    return message
+    return _ask(endpoint, question, messages.Description, keys)
+
+
+def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None, *, undo: bool = False) -> int:
+    """Tell an engine to stop offering, or with `undo` to resume.
+
+    Returns the number of requests that arrived before the order and are not offered yet.
+    """
+    question = messages.Drain(incarnation=ANY_INCARNATION, undo=undo)
+    answer = _ask(endpoint, question, messages.Draining, keys)
+    if answer.is_refused:
+        raise TransportError("refused: an engine without a key can be drained only from its host")
+    return answer.num_awaited
+
+
+def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> str:
+    """Change the weights label of an engine; returns the old label."""
+    question = messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights)
+    answer = _ask(endpoint, question, messages.WeightsSet, keys)
+    if answer.refusal:
+        raise TransportError(f"refused: {answer.refusal}")
+    return answer.former
 
 
 def rank_statuses(
@@ -133,50 +139,12 @@ def rank_statuses(
 
     If `request` is not empty, each status has the events of all requests whose id contains it.
     """
-    questions = {
-        rank.endpoint: messages.encode(
-            messages.StatusRequest(incarnation=rank.incarnation, request=request)
-        )
+    questions: dict[Endpoint, messages.Message] = {
+        rank.endpoint: messages.StatusRequest(incarnation=rank.incarnation, request=request)
         for rank in description.ranks
     }
-    answers = _exchange(questions, keys)
-    statuses: list[RankAnswer] = []
-    for rank in description.ranks:
-        try:
-            status = _decode_as(messages.Status, answers[rank.endpoint])
-        except NixlKVError as error:  # noqa: PERF203 - other ranks may have answered
-            statuses.append((rank, error))
-        else:
-            statuses.append((rank, status))
-    return statuses
-
-
-def ask_to_drain(endpoint: Endpoint, keys: Keys | None = None, *, undo: bool = False) -> int:
-    """Tell the engine whose directory listens here to stop offering, or with `undo` to resume.
-
-    Returns the number of requests that arrived before the order and are not offered yet.
-
-    Raises:
-        NixlKVError: no answer, or the engine refuses.
-    """
-    question = messages.encode(messages.Drain(incarnation=ANY_INCARNATION, undo=undo))
-    answer = _decode_as(messages.Draining, _exchange({endpoint: question}, keys)[endpoint])
-    if answer.is_refused:
-        raise TransportError("refused: an engine without a key can be drained only from its host")
-    return answer.num_awaited
-
-
-def set_weights(endpoint: Endpoint, weights: str, keys: Keys | None = None) -> str:
-    """Change the weights label of the engine whose directory listens here; returns the old label.
-
-    Raises:
-        NixlKVError: no answer, or the engine refuses.
-    """
-    question = messages.encode(messages.SetWeights(incarnation=ANY_INCARNATION, weights=weights))
-    answer = _decode_as(messages.WeightsSet, _exchange({endpoint: question}, keys)[endpoint])
-    if answer.refusal:
-        raise TransportError(f"refused: {answer.refusal}")
-    return answer.former
+    answers = _exchange(questions, messages.Status, keys)
+    return [(rank, answers[rank.endpoint]) for rank in description.ranks]
 
 
 @dataclass(frozen=True)
@@ -215,7 +183,10 @@ def drain(
     until = time.monotonic() + timeout_s
     last = None
     while True:
-        unfinished = _unfinished(where, keys)
+        # Count requests before offers: a request becomes an offer before it leaves the first
+        # count, so it is in at least one of the two.
+        awaited = ask_first(where, partial(ask_to_drain, keys=keys))
+        unfinished = _unfinished(awaited, rank_statuses(describe_at(where, keys), keys))
         if unfinished != last:
             say(unfinished)
             last = unfinished
@@ -224,57 +195,35 @@ def drain(
         time.sleep(DRAIN_POLL_S)
 
 
-def _unfinished(where: str, keys: Keys | None) -> Unfinished:
-    # Count requests before offers: a request becomes an offer before it leaves the first count, so
-    # it is in at least one of the two.
-    awaited = ask_first(where, partial(ask_to_drain, keys=keys))
-    answers = rank_statuses(describe_at(where, keys), keys)
-    totals = [answer.totals for _, answer in answers if isinstance(answer, messages.Status)]
-    return Unfinished(
-        awaited,
-        max((each.get("offers", 0) for each in totals), default=0),
-        max((each.get("loads", 0) for each in totals), default=0),
-        tuple(
-            f"rank {number} gives no status: {answer}"
-            for number, (_, answer) in enumerate(answers)
-            if not isinstance(answer, messages.Status)
-        ),
-    )
+def _unfinished(awaited: int, answers: list[RankAnswer]) -> Unfinished:
+    # Each rank has a share of each request, so the ranks' counts do not add up.
+    offers, loads, silent = 0, 0, []
+    for number, (_, answer) in enumerate(answers):
+        if isinstance(answer, messages.Status):
+            offers = max(offers, answer.totals.get("offers", 0))
+            loads = max(loads, answer.totals.get("loads", 0))
+        else:
+            silent.append(f"rank {number} gives no status: {answer}")
+    return Unfinished(awaited, offers, loads, tuple(silent))
 
 
-def _decode_as(kind: type[T], answer: bytes | TransportError) -> T:
-    message = _decode(answer, messages.decode_to_tool)
-    if not isinstance(message, kind):
-        raise TransportError(f"answered with {type(message).__name__}")
-    return message
-
-
-def _decode(
-    answer: bytes | TransportError, decode: Callable[[bytes], T | messages.VersionRefusal]
-) -> T:
-    """Decode an answer of `_exchange`.
-
-    Raises:
-        NixlKVError: there is no answer, it is malformed, or it has another wire version.
-    """
-    if isinstance(answer, TransportError):
+def _ask(endpoint: Endpoint, question: messages.Message, kind: type[T], keys: Keys | None) -> T:
+    answer = _exchange({endpoint: question}, kind, keys)[endpoint]
+    if isinstance(answer, NixlKVError):
         raise answer
-    message = decode(answer)
-    if isinstance(message, messages.VersionRefusal):
-        raise ForeignVersion(str(message))
-    return message
+    return answer
 
 
 def _exchange(
-    questions: Mapping[Endpoint, bytes], keys: Keys | None
-) -> dict[Endpoint, bytes | TransportError]:
-    """Send one message to each endpoint, and wait for one answer from each."""
-    answers: dict[Endpoint, bytes | TransportError] = {}
+    questions: Mapping[Endpoint, messages.Message], kind: type[T], keys: Keys | None
+) -> dict[Endpoint, T | NixlKVError]:
+    """Send one message to each endpoint, and wait for one answer of this kind from each."""
+    answers: dict[Endpoint, T | NixlKVError] = {}
     control = ZmqControl(keys)
     try:
         for endpoint, question in questions.items():
             try:
-                control.send(endpoint, question)
+                control.send(endpoint, messages.encode(question))
             except TransportError as error:  # noqa: PERF203 - other endpoints may be reachable
                 answers[endpoint] = error
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
@@ -282,10 +231,28 @@ def _exchange(
             for item in control.poll(left_s):
                 match item:
                     case FromEndpoint():
-                        answers.setdefault(item.endpoint, item.payload)
+                        answers.setdefault(item.endpoint, _parse(item.payload, kind))
                     case Lost():
                         answers.setdefault(item.endpoint, TransportError(item.reason))
     finally:
         control.close()
     silence = TransportError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
     return {endpoint: answers.get(endpoint, silence) for endpoint in questions}
+
+
+def _parse(payload: bytes, kind: type[T]) -> T | NixlKVError:
+    # Only this decoder builds descriptions, which may be large.
+    is_described = kind is messages.Description
+    decode = messages.decode_answer if is_described else messages.decode_to_tool
+    try:
+        message = decode(payload)
+    except NixlKVError as error:
+        return error
+    match message:
+        case messages.VersionRefusal():
+            return ForeignVersion(str(message))
+        case messages.Refusal():
+            return TransportError(f"refused: {message.reason}")
+        case kind():
+            return message
+    return TransportError(f"answered with {type(message).__name__}")

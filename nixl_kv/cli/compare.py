@@ -7,13 +7,19 @@ example prompt. Nothing is transferred. In pairs, decode comes before prefill.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from nixl_kv.cli.text import num_bytes_text, plain_table, print_line, wide_console
+from nixl_kv.cli.status import (
+    engine_text,
+    num_bytes_text,
+    plain_table,
+    print_line,
+    wide_console,
+)
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import ABSENT, BlockIds, CacheLayout, Group, Region, Table, entries
 from nixl_kv.geometry.plan import COUNT, LENGTH, STRIDE, Heads, Ints, Plan, Reads, plan
@@ -39,7 +45,7 @@ class StateFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one decode rank reads from one prefill rank; the field names are the JSON keys.
+    """A link: the reads of one decode rank from one prefill rank. Field names are the JSON keys.
 
     A request has the example prompt. The figures of a request include recurrent states; `heads`,
     `bytes_per_token` and the figures of a period cover KV alone.
@@ -67,15 +73,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What decode reads from prefill, or the `mismatches` that prevent it.
-
-    `unread` has the prefill ranks that no rank reads, each with the decode rank that releases it.
-    """
+    """The links of two engines, or the `mismatches` that prevent a transfer."""
 
     tokens: int
     mismatches: tuple[match.Mismatch, ...]
     links: tuple[Figures, ...] = ()
-    unread: tuple[tuple[Rank, Rank], ...] = ()
+    unread: tuple[tuple[Rank, Rank], ...] = ()  # prefill ranks, and the rank that releases each
 
     @property
     def total(self) -> Mapping[str, int]:
@@ -92,10 +95,7 @@ class Comparison:
 def compare(decode: Description, prefill: Description, tokens: int | None) -> Comparison:
     """Plan a transfer between every decode rank and the prefill ranks that it reads.
 
-    Args:
-        decode: the engine that reads.
-        prefill: the engine that is read.
-        tokens: the length of the example prompt. None means TOKENS, or fewer in small caches.
+    The example prompt has `tokens` tokens. None means TOKENS, or fewer in small caches.
 
     Raises:
         ValueError: the caches are too small for the prompt.
@@ -117,9 +117,8 @@ def compare(decode: Description, prefill: Description, tokens: int | None) -> Co
     for reader, layout in enumerate(ours):
         for route in match.routes(Rank(reader), *held):
             if route.readers:
-                links.append(
-                    _figures(Rank(reader), (layout, theirs[route.remote_rank]), route, tokens)
-                )
+                layouts = layout, theirs[route.remote_rank]
+                links.append(_figures(Rank(reader), layouts, route, tokens))
             else:
                 unread.append((route.remote_rank, Rank(reader)))
     return Comparison(tokens, (), tuple(links), tuple(sorted(unread)))
@@ -173,12 +172,13 @@ def _state_figures(layout: CacheLayout, share: Mapping[str, Heads]) -> Iterator[
 
 
 def run_lengths(planned: Plan, reads: Reads) -> Ints:
-    """The bytes of each run of a request. Neighbouring pieces of a dense row are one run."""
+    """The bytes of each run of a request."""
     if not reads.num_runs:
         return np.zeros(1, dtype=np.int64)
     sides = ((planned.local, reads.local), (planned.remote, reads.remote))
     rows = [np.searchsorted(np.cumsum(table[:, COUNT]), ids, side="right") for table, ids in sides]
     length = planned.local[rows[0], LENGTH].astype(np.int64)
+    # Neighbouring pieces of a row without gaps are one run, if they are neighbours on both sides.
     follows = np.ones(len(length) - 1, dtype=bool)
     for (table, ids), row in zip(sides, rows, strict=True):
         dense = table[row, LENGTH] == table[row, STRIDE]
@@ -189,14 +189,9 @@ def run_lengths(planned: Plan, reads: Reads) -> Ints:
 def example_reads(
     planned: Plan, tokens: int, *, scattered: bool = True, windows: bool = True, states: bool = True
 ) -> Reads:
-    """The reads of a prompt of this length.
+    """The reads of a prompt of this length, whose blocks are scattered or consecutive.
 
-    Args:
-        planned: the plan of two ranks.
-        tokens: the length of the prompt.
-        scattered: spread its blocks over both caches; otherwise they are consecutive.
-        windows: leave out blocks that a sliding window has passed.
-        states: also read recurrent states.
+    `windows` leaves out blocks that a sliding window has passed; `states` reads recurrent states.
 
     Raises:
         ValueError: a cache is too small for the prompt.
@@ -210,7 +205,8 @@ def example_reads(
             ids[: max(0, tokens - group.window) // group.entry_size] = ABSENT
         if group.keeps_states and not states:
             ids[:] = ABSENT
-    if scattered:  # also in opposite orders, so that no two blocks are neighbours on both sides
+    if scattered:
+        # Opposite orders, because blocks of a full cache are neighbours on both sides.
         theirs = [ids[::-1] for ids in theirs]
     local, remote = ([Table.of(ids) for ids in side] for side in (ours, theirs))
     return planned.reads(local, remote, range(tokens))
@@ -264,73 +260,53 @@ def comparison_as_json(
 
 
 def print_comparison(comparison: Comparison, prefill: Description, decode: Description) -> None:
-    """Print a row for each pair of ranks, or the mismatches."""
+    """Print a row for each link, or the mismatches."""
     console = wide_console()
     print_line(console, f"prefill: {engine_text(prefill)}")
     print_line(console, f"decode:  {engine_text(decode)}")
-    links, right = comparison.links, {"justify": "right", "no_wrap": True}
-    if links:
-        periods = {link.period for link in links}
-        period = f"{max(periods)} tokens" if len(periods) == 1 else "period"
-        headings = (
-            "decode\nrank",
-            "prefill\nrank",
-            "\nlayers",
-            "\nheads",
-            "spans\nD, P",
-            "rows\nD, P",
-            f"runs per\n{period}",
-            "bytes\nof a run",
-            "bytes per\ntoken",
-            f"{comparison.tokens:,}\ntokens",
-            "descriptors,\nscattered",
-            "descriptors,\nin a row",
-            "\nindices",
-        )
-        rows = (_row(link, shows_period=len(periods) > 1) for link in links)
-        console.print(plain_table(headings, rows, **right))
-    if states := [(link, part) for link in links for part in link.state]:
-        state_headings = (
-            "decode\nrank",
-            "prefill\nrank",
-            "\nlayers",
-            "state:\npart",
-            "\nheads",
-            "\nbytes",
-        )
-        cells = (
-            (
-                link.reader,
-                link.source,
-                part.layers,
-                part.part,
-                _heads_text([part.heads]),
-                num_bytes_text(part.num_bytes),
-            )
-            for link, part in states
-        )
-        console.print(plain_table(state_headings, cells, **right))
+    periods = {link.period for link in comparison.links}
+    period = f"{max(periods)} tokens" if len(periods) == 1 else "period"
+    for rows in (
+        [_link_row(link, f"{comparison.tokens:,}", period) for link in comparison.links],
+        [_state_row(link, part) for link in comparison.links for part in link.state],
+    ):
+        if rows:
+            cells = (row.values() for row in rows)
+            console.print(plain_table(rows[0], cells, justify="right", no_wrap=True))
     for line in _notes(comparison):
         print_line(console, line)
 
 
-def _row(link: Figures, *, shows_period: bool) -> Sequence[str]:
+def _link_row(link: Figures, tokens: str, period: str) -> Mapping[str, str]:
+    """The cells of a link, by heading. `period` is the heading of the period of all links."""
     lengths = dict.fromkeys(map(num_bytes_text, link.run_bytes))  # one if all runs are alike
-    return (
-        f"{link.reader}",
-        f"{link.source}",
-        link.layer_numbers,
-        _heads_text(link.heads),
-        "{}, {}".format(*link.spans),
-        "{:,}, {:,}".format(*link.rows),
-        f"{link.runs_per_period:,}" + (f" in {link.period}" if shows_period else ""),
-        " / ".join(lengths),
-        num_bytes_text(link.bytes_per_token),
-        num_bytes_text(link.request_bytes),
-        f"{link.descriptors:,}",
-        f"{link.descriptors_in_a_row:,}",
-        num_bytes_text(link.index_bytes),
-    )
+    own_period = f" in {link.period}" if period == "period" else ""
+    return {
+        "decode\nrank": f"{link.reader}",
+        "prefill\nrank": f"{link.source}",
+        "\nlayers": link.layer_numbers,
+        "\nheads": _heads_text(link.heads),
+        "spans\nD, P": "{}, {}".format(*link.spans),
+        "rows\nD, P": "{:,}, {:,}".format(*link.rows),
+        f"runs per\n{period}": f"{link.runs_per_period:,}{own_period}",
+        "bytes\nof a run": " / ".join(lengths),
+        "bytes per\ntoken": num_bytes_text(link.bytes_per_token),
+        f"{tokens}\ntokens": num_bytes_text(link.request_bytes),
+        "descriptors,\nscattered": f"{link.descriptors:,}",
+        "descriptors,\nin a row": f"{link.descriptors_in_a_row:,}",
+        "\nindices": num_bytes_text(link.index_bytes),
+    }
+
+
+def _state_row(link: Figures, part: StateFigures) -> Mapping[str, str]:
+    return {
+        "decode\nrank": f"{link.reader}",
+        "prefill\nrank": f"{link.source}",
+        "\nlayers": part.layers,
+        "state:\npart": part.part,
+        "\nheads": _heads_text([part.heads]),
+        "\nbytes": num_bytes_text(part.num_bytes),
+    }
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:
@@ -350,7 +326,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             f"This includes {num_bytes_text(total['state_bytes'])} of recurrent states in "
             f"{total['state_runs']:,} descriptors, read once per request of any length."
         )
-    yield from sorted({note for link in comparison.links if (note := _period_note(link))})
+    yield from sorted({_period_note(link) for link in comparison.links} - {""})
     if comparison.unread:
         ranks = ", ".join(f"{source} ({reader})" for source, reader in comparison.unread)
         yield f"Prefill ranks that no decode rank reads (and the rank that releases each): {ranks}."
@@ -365,15 +341,6 @@ def _period_note(link: Figures) -> str:
         f"A block has {sizes[0]} tokens on decode and {sizes[1]} on prefill. Block edges meet "
         f"every {link.period} tokens, the period over which runs are counted."
     )
-
-
-def engine_text(engine: Description) -> str:
-    """One line about an engine: its name, its parallel shape, and the cache of its first rank."""
-    layout = engine.ranks[0].layout
-    groups = _kv_groups(layout) or layout.groups
-    blocks = sorted({(group.entry_size, group.num_entries) for group in groups})
-    text = " and ".join(f"{count:,} blocks of {size} tokens" for size, count in blocks)
-    return f"{engine.engine}, TP{engine.shape.tp}, PP{engine.shape.pp}, {text} in {layout.memory}"
 
 
 def layers_text(names: Iterable[str]) -> str:

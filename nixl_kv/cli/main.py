@@ -12,7 +12,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
@@ -31,12 +31,13 @@ BAD_INPUT: Final = 2
 MAX_ERROR: Final = 10_000
 """Characters of an error message, parts of which the engine may have sent."""
 
+AT_HELP: Final = "The address of the engine's directory, which the engine logs at start."
+
 At: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="The address of the engine's directory, which the engine logs at start. "
-        "Default: the address of an engine that has the same environment variables.",
+        help=f"{AT_HELP} Default: the address of an engine with the same environment variables.",
     ),
 ]
 KeyFile: TypeAlias = Annotated[
@@ -70,10 +71,7 @@ def plan(
     key_file: KeyFile = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="The length of the example prompt. Default: 16384, or fewer in small caches.",
-        ),
+        typer.Option(min=1, help="The length of the example prompt. Default: up to 16384."),
     ] = None,
     *,
     insecure: Insecure = False,
@@ -89,8 +87,7 @@ def plan(
         decode = client.describe_at(decode_at, keys, option="--decode-at")
         comparison = compare.compare(decode, prefill, tokens)
     if as_json:
-        record = compare.comparison_as_json(comparison, prefill, decode)
-        typer.echo(json.dumps(record, indent=2))
+        _echo_json(compare.comparison_as_json(comparison, prefill, decode))
     else:
         compare.print_comparison(comparison, prefill, decode)
     if comparison.mismatches:
@@ -99,19 +96,11 @@ def plan(
 
 @app.command()
 def status(
-    at: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The address of the engine's directory, which the engine logs at start.",
-        ),
-    ],
+    at: Annotated[str, typer.Option(metavar="HOST:PORT", help=AT_HELP)],
     key_file: KeyFile = None,
     request: Annotated[
         str | None,
-        typer.Option(
-            metavar="ID", help="Also show the events of all requests whose id contains this text."
-        ),
+        typer.Option(metavar="ID", help="Show the events of all requests whose id contains this."),
     ] = None,
     *,
     insecure: Insecure = False,
@@ -126,7 +115,7 @@ def status(
         description = client.describe_at(at, keys)
     answers = client.rank_statuses(description, keys, request or "")
     if as_json:
-        typer.echo(json.dumps(status_report.status_as_json(description, answers), indent=2))
+        _echo_json(status_report.status_as_json(description, answers))
     else:
         status_report.print_status(description, answers, request)
     if any(isinstance(answer, Exception) for _, answer in answers):
@@ -199,6 +188,10 @@ def keygen(
         f'    "kv_connector_extra_config": {{"key_file": {json.dumps(str(path.absolute()))}}}\n\n'
         "Each engine logs the fingerprint of its key at start."
     )
+
+
+def _echo_json(record: Mapping[str, object]) -> None:
+    typer.echo(json.dumps(record, indent=2))
 
 
 @contextlib.contextmanager

@@ -3,17 +3,19 @@
 A status is an open record (`protocol.messages.Status`): each of its lists becomes a table, and the
 keys of the records become columns. A key that `engine/status.py` adds shows up here by itself. All
 texts may come from clients and peers, so control characters are escaped.
+
+`nixl-kv plan` prints its tables with the functions at the end of this file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final, TypeAlias
 
+from rich import box
 from rich.console import Console
+from rich.table import Column, Table
 
 from nixl_kv.cli.client import RankAnswer
-from nixl_kv.cli.compare import engine_text
-from nixl_kv.cli.text import num_bytes_text, plain_table, print_line, wide_console
 from nixl_kv.errors import printable
 from nixl_kv.protocol.messages import MAX_LISTED, Description, Status
 
@@ -23,28 +25,31 @@ STORY: Final = "story"
 """The list with the events of the requests that were asked for."""
 
 MINUTE_S: Final = 60
+KIB: Final = 1024
+
+MIN_WIDTH: Final = 200
+"""Columns. On a narrower terminal lines wrap; rich would drop figures instead."""
 
 
 def print_status(
     description: Description, answers: Sequence[RankAnswer], request: str | None
 ) -> None:
-    """Print the status of each rank.
+    """Print the answers of an engine's ranks, which are in rank order.
 
-    Args:
-        description: the engine's description.
-        answers: the answers of its ranks, in rank order.
-        request: part of a request id. If it is not None, the matching events follow.
+    If `request`, a part of a request id, is not None, the matching events follow.
     """
     console = wide_console()
     print_line(console, f"engine {engine_text(description)}")
     for number, (rank, answer) in enumerate(answers):
         console.print()
         start = f"rank {number} at {rank.endpoint}"
-        if isinstance(answer, Status):
-            print_line(console, f"{start}: {_summary(answer)}")
-            _print_lists(console, answer)
-        else:
+        if not isinstance(answer, Status):
             print_line(console, f"{start} gives no status: {answer}")
+            continue
+        totals = ", ".join(f"{name} {count:,}" for name, count in answer.totals.items())
+        uptime = _cell_text("uptime_s", answer.facts.get("uptime_s"))
+        print_line(console, f"{start}: {answer.facts.get('roles')}; up for {uptime}; {totals}")
+        _print_lists(console, answer)
     if request is not None:
         console.print()
         _print_story(console, answers, request)
@@ -52,23 +57,14 @@ def print_status(
 
 def status_as_json(description: Description, answers: Sequence[RankAnswer]) -> Record:
     """All fields. A rank that gave no status has the key `error` instead."""
-    ranks = [
-        {
-            **(
-                {
-                    "incarnation": answer.incarnation,
-                    "totals": answer.totals,
-                    **answer.facts,
-                    **answer.lists,
-                }
-                if isinstance(answer, Status)
-                else {"error": str(answer)}
-            ),
-            "rank": number,
-            "endpoint": rank.endpoint,
-        }
-        for number, (rank, answer) in enumerate(answers)
-    ]
+    ranks: list[Record] = []
+    for number, (rank, answer) in enumerate(answers):
+        if isinstance(answer, Status):
+            own = {"incarnation": answer.incarnation, "totals": answer.totals}
+            fields = {**own, **answer.facts, **answer.lists}
+        else:
+            fields = {"error": str(answer)}
+        ranks.append({**fields, "rank": number, "endpoint": rank.endpoint})
     return {
         "engine": description.engine,
         "incarnation": description.incarnation,
@@ -80,14 +76,7 @@ def status_as_json(description: Description, answers: Sequence[RankAnswer]) -> R
     }
 
 
-def _summary(status: Status) -> str:
-    roles, uptime = status.facts.get("roles"), _cell_text("uptime_s", status.facts.get("uptime_s"))
-    totals = ", ".join(f"{name} {count:,}" for name, count in status.totals.items())
-    return f"{roles}; up for {uptime}; {totals}"
-
-
 def _print_lists(console: Console, status: Status) -> None:
-    """Print a table for each list with records; the summary has the totals of all lists."""
     for name, records in status.lists.items():
         if name == STORY or not records:
             continue
@@ -121,25 +110,23 @@ def _print_story(console: Console, answers: Sequence[RankAnswer], request: str) 
         )
     if events:
         headings = ("time", "after", "rank", "request", "peer", "states", "cause", "bytes")
-        console.print(plain_table(headings, _event_rows(events), overflow="fold"))
+        pairs = zip(events, [events[0], *events], strict=False)
+        rows = (_event_row(event, _time(previous)) for event, previous in pairs)
+        console.print(plain_table(headings, rows, overflow="fold"))
 
 
-def _event_rows(events: Iterable[Record]) -> Iterator[Sequence[str]]:
-    previous: float | None = None
-    for event in events:
-        time = _time(event)
-        before, after = event.get("before"), event.get("after")
-        yield (
-            time_text(time),
-            f"{time - (time if previous is None else previous):.3f} s",
-            f"{event.get('rank')}",
-            f"{event.get('request')}",
-            f"{event.get('peer')}",
-            f"{before} -> {after}" if before else f"{after}",
-            f"{event.get('cause')}",
-            _cell_text("num_bytes", event.get("num_bytes") or None),
-        )
-        previous = time
+def _event_row(event: Record, previous: float) -> Sequence[str]:
+    before, after = event.get("before"), event.get("after")
+    return (
+        time_text(_time(event)),
+        f"{_time(event) - previous:.3f} s",
+        f"{event.get('rank')}",
+        f"{event.get('request')}",
+        f"{event.get('peer')}",
+        f"{before} -> {after}" if before else f"{after}",
+        f"{event.get('cause')}",
+        _cell_text("num_bytes", event.get("num_bytes") or None),
+    )
 
 
 def _time(record: Record, key: str = "time") -> float:
@@ -154,7 +141,7 @@ def _heading(key: str) -> str:
 
 
 def _cell_text(key: str, value: object) -> str:
-    """Format one value; the key says what it is."""
+    """Format one value. The key's affixes say what the value counts."""
     if value is None:
         return "no limit" if key.endswith("_in_s") else ""
     if isinstance(value, list):
@@ -181,3 +168,42 @@ def duration_text(seconds: float) -> str:
 def time_text(time: float) -> str:
     """Local time with milliseconds and the UTC offset. `time` is in seconds since the epoch."""
     return datetime.fromtimestamp(time, timezone.utc).astimezone().isoformat(" ", "milliseconds")
+
+
+# --- also used by `nixl-kv plan`
+
+
+def wide_console() -> Console:
+    width = max(Console().width, MIN_WIDTH)
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_line(console: Console, text: str) -> None:
+    # Peers chose parts of the text: escape what a terminal would obey.
+    console.print(printable(text), soft_wrap=True)
+
+
+def plain_table(headings: Iterable[str], rows: Iterable[Iterable[object]], **column: Any) -> Table:
+    """A table without frames. `column` goes to each rich `Column`; cells are escaped."""
+    table = Table(*(Column(h, **column) for h in headings), box=box.SIMPLE, pad_edge=False)
+    for row in rows:
+        table.add_row(*(printable(str(cell)) for cell in row))
+    return table
+
+
+def num_bytes_text(count: float) -> str:
+    """Format bytes in the largest unit with a value of at least 1, with up to two decimals."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < KIB:
+            return f"{count:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+        count /= KIB
+    return f"{count:,.2f} TiB"
+
+
+def engine_text(engine: Description) -> str:
+    """One line about an engine: its name, its parallel shape, and the cache of its first rank."""
+    layout = engine.ranks[0].layout
+    groups = [group for group in layout.groups if not group.keeps_states] or layout.groups
+    blocks = sorted({(group.entry_size, group.num_entries) for group in groups})
+    text = " and ".join(f"{count:,} blocks of {size} tokens" for size, count in blocks)
+    return f"{engine.engine}, TP{engine.shape.tp}, PP{engine.shape.pp}, {text} in {layout.memory}"

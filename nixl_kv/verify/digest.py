@@ -13,10 +13,10 @@ ranks can compare with prefill's ranks at any TP, DCP, block size or layout. Eac
 the token's number, so tokens or blocks that changed places change the sum. Each head of each layer
 has its own sum, so heads or layers that changed places change theirs.
 
-What it proves: the multipliers are odd, so a difference in one word always changes its token's
-term. Any other difference within a token, made without the secret, is missed with a probability of
-at most 2^-32: for 0 < |d| < 2^32, `multiplier * d` has a given value modulo 2^64 for at most one
-odd multiplier in 2^32. (Two flipped sign bits reach this bound: there |d| is 2^31.) `mix` makes it
+The multipliers are odd, so a difference in one word always changes its token's term. Equal digests
+hide any other difference within a token, made without the secret, with a probability of at most
+2^-32: for 0 < |d| < 2^32, `multiplier * d` has a given value modulo 2^64 for at most one odd
+multiplier in 2^32. (Two flipped sign bits reach this bound: there |d| is 2^31.) `mix` makes it
 improbable that the terms of different tokens cancel.
 
 The terms are summed a second time, over all layers and heads, for each column of 64 or more tokens.
@@ -65,17 +65,11 @@ _MIX: Final = tuple(
 Splittable Pseudorandom Number Generators, 2014), in Stafford's variant 13."""
 
 
-@dataclass(frozen=True)
-class Key:
-    """The numbers of one request's digests, the same on both sides."""
-
-    secret: str
-
-    def numbers(self, num_words: int) -> tuple[np.int64, np.int64, Ints]:
-        """Offset, step and multipliers. Longer content has the same multipliers and more."""
-        stream = hashlib.shake_256(self.secret.encode()).digest(8 * (2 + num_words))
-        numbers = np.frombuffer(stream, dtype="<i8").astype(np.int64) | np.int64(1)
-        return numbers[0], numbers[1], numbers[2:]
+def numbers_of(secret: str, num_words: int) -> tuple[np.int64, np.int64, Ints]:
+    """Offset, step and multipliers of one request. Longer content has the same ones and more."""
+    stream = hashlib.shake_256(secret.encode()).digest(8 * (2 + num_words))
+    numbers = np.frombuffer(stream, dtype="<i8").astype(np.int64) | np.int64(1)
+    return numbers[0], numbers[1], numbers[2:]
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Digest:
 
 
 def column_tokens(end: int) -> int:
-    """Tokens of a column, for a prompt of `end` tokens; the same on both sides."""
+    """Tokens of a column, for a prompt of `end` tokens."""
     tokens = MIN_COLUMN
     while -(-end // tokens) > MAX_COLUMNS:
         tokens *= 2
@@ -136,12 +130,12 @@ def sums(words: Array, multipliers: Array, offsets: Array, weights: Array) -> tu
     return each.sum(1), (each * weights[:, None]).sum(0)
 
 
-def digest_steps(key: Key, slices: Sequence[LocalSlice], memory: MemoryView) -> Steps:
+def digest_steps(secret: str, slices: Sequence[LocalSlice], memory: MemoryView) -> Steps:
     """Digest slices in host memory, about `STEP_BYTES` in each step."""
     end = last_end(slices)
     tokens_per_column = column_tokens(end)
     numbers = {
-        content: key.numbers(num_words(content))
+        content: numbers_of(secret, num_words(content))
         for content in {local.place.part.content for local in slices}
     }
     rows = np.zeros(sum(local.place.num_heads for local in slices), np.int64)
@@ -166,16 +160,11 @@ def digest_steps(key: Key, slices: Sequence[LocalSlice], memory: MemoryView) -> 
 class Digester:
     """Digests memory of this process; subclasses digest other memory."""
 
-    pause_s: float = 0.0
-    """How long to wait between two steps, in seconds; 0 where each step is work."""
+    pause_s: float = 0.0  # between two steps; 0 where each step is work
 
-    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        """Digest slices; the steps return the digest.
-
-        Raises:
-            DigestError: if they cannot be digested; also in a step.
-        """
-        return digest_steps(key, local_slices, _memory_view)
+    def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
+        """Digest slices; the steps return the digest. The call or a step raises a DigestError."""
+        return digest_steps(secret, local_slices, _memory_view)
 
     def close(self) -> None:
         """Return when nothing reads the cache any longer; may be called again."""
@@ -186,9 +175,9 @@ def last_end(slices: Sequence[LocalSlice]) -> int:
 
 
 def describe_difference(local: Digest, remote: Digest, slices: Sequence[LocalSlice]) -> str | None:
-    """Say where two digests of the same slices differ; None if they are equal.
+    """Where two digests of the same slices differ; None if they are equal.
 
-    `slices` are those of this side: the text numbers blocks as its block table does.
+    The text numbers blocks as the block table of this side does, which has `slices`.
     """
     shapes = [(len(side.rows), len(side.columns)) for side in (local, remote)]
     if shapes[0] != shapes[1]:
@@ -200,23 +189,21 @@ def describe_difference(local: Digest, remote: Digest, slices: Sequence[LocalSli
     heads = [(name, one) for one in slices for name in one.place.names]
     name, first = heads[rows[0]] if len(rows) else ("no single head", slices[0])
     more = f" and {len(rows) - 1} more heads" if len(rows) > 1 else ""
-    return f"{name}{more} {_describe_place(columns, first, last_end(slices))}"
-
-
-def _describe_place(columns: Ints, local: LocalSlice, end: int) -> str:
     if not len(columns):
-        return "in no single place"
-    tokens, size = column_tokens(end), local.place.group.entry_size
-    begin = max(local.begin, int(columns[0]) * tokens)
+        return f"{name}{more} in no single place"
+    end = last_end(slices)
+    tokens, size = column_tokens(end), first.place.group.entry_size
+    begin = max(first.begin, int(columns[0]) * tokens)
     last = min(end, (int(columns[-1]) + 1) * tokens) - 1
     return (
-        f"differs in tokens {begin} to {last} (blocks {begin // size} to {last // size} "
-        f"of the request; {len(columns)} of {num_columns(end)} columns of {tokens} tokens)"
+        f"{name}{more} differs in tokens {begin} to {last} (blocks {begin // size} to "
+        f"{last // size} of the request; {len(columns)} of {num_columns(end)} columns of "
+        f"{tokens} tokens)"
     )
 
 
 def _content(local: LocalSlice, memory: MemoryView) -> Iterator[tuple[Ints, Bytes]]:
-    """Numbers of the tokens and their content, shape (heads, tokens, bytes), in batches."""
+    """Batches of token numbers and their content, shape (heads, tokens, bytes)."""
     place, positions = local.place, local.positions
     size, content = place.group.block_size, place.part.content
     blocks = _view_blocks(local, memory)

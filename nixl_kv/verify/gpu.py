@@ -1,14 +1,14 @@
 """Digests of a cache in GPU memory, by the array program of `digest.py` on torch tensors.
 
-One tensor of integers covers the whole cache. Rows are heads; the heads of all layers whose content
-lies in equal strides are one batch, and their words are gathered from that tensor by index. So any
-layout is digested: K transposed in pieces of two bytes, states, content of odd length.
+One tensor of integers covers the whole cache. Rows are heads. All heads whose content has equal
+strides are one batch, which gathers its words from that tensor by index. So the program digests any
+layout: K transposed in pieces of two bytes, states, content of odd length.
 
 `torch.compile` makes one kernel of the gather and the sums; without it the same program runs
 operation by operation, several times slower. Both run in chunks: one takes at most 64 MiB beside
 the cache, or 24 bytes for each integer of the longest content if that is more.
 
-This module is imported only where the cache is in GPU memory: it needs torch.
+Import this module only where the cache is in GPU memory: it needs torch.
 """
 
 import itertools
@@ -24,26 +24,26 @@ from nixl_kv.errors import DigestError, get_logger
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.gpu import on, translated
 from nixl_kv.verify import digest
-from nixl_kv.verify.digest import Digest, Digester, Ints, Key, Steps
+from nixl_kv.verify.digest import Digest, Digester, Ints, Steps
 from nixl_kv.verify.slices import LocalSlice
 
 logger = get_logger(__name__)
 
 MAX_TERMS: Final = 1 << 21
-"""Terms that a call of the compiled program takes: 16 MiB, which are written once."""
+"""Terms of one call of the compiled program, which writes these 16 MiB once."""
 MAX_UNITS: Final = 1 << 28
-"""Integers that a call of the compiled program reads: below 2^31, so that one version of it does,
-and 1 GiB, which takes less than 1 ms."""
+"""Integers that one call of the compiled program reads: 1 GiB takes less than 1 ms. From 2^31 on,
+torch.compile would need a second version."""
 MAX_EAGER_UNITS: Final = 1 << 21
-"""Integers that the program reads at a time uncompiled. Its index, integers and products take 24
-bytes each."""
+"""Integers that one call of the uncompiled program reads. Index, integer and product take 24 bytes
+each."""
 
 DTYPES: Final = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 SAMPLE: Final = 509, 4001
-"""Rows and tokens for which the program is compiled: about as many as a call takes. They differ
-from each other and from any number of units, since torch.compile assumes that what is equal stays
-equal."""
+"""Rows and tokens of the call that compiles the program: about as many as in other calls. They
+differ from each other and from any number of units, because torch.compile assumes that equal sizes
+stay equal."""
 
 Program: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -75,10 +75,10 @@ class TorchDigester:
         self._compiled: Program | None = None
 
     def compile(self, num_units: int) -> None:
-        """Compile the program, for content of about so many 4-byte words.
+        """Compile the program, for content of about `num_units` 4-byte words.
 
         Raises:
-            Exception: whatever torch, Triton or the C compiler raise.
+            Exception: torch, Triton and the C compiler raise many kinds.
         """
         program: Program = torch.compile(gathered_sums, dynamic=True)
         rows, tokens = SAMPLE
@@ -88,18 +88,24 @@ class TorchDigester:
             result.cpu()
         self._compiled = program
 
-    def digest(self, key: Key, slices: Sequence[LocalSlice]) -> Digest:
+    def digest(self, secret: str, slices: Sequence[LocalSlice]) -> Digest:
         end = digest.last_end(slices)
         num_rows = sum(local.place.num_heads for local in slices)
         rows, columns = (
             self._put(np.zeros(size, np.int64)) for size in (num_rows, digest.num_columns(end))
         )
         for batch in _batches(slices):
-            self._add(key, batch, rows, columns, column=digest.column_tokens(end))
+            self._add(secret, batch, rows, columns, column=digest.column_tokens(end))
         return Digest(*(sums.cpu().numpy().view(np.uint64) for sums in (rows, columns)))
 
     def _add(
-        self, key: Key, batch: "_Batch", rows: torch.Tensor, columns: torch.Tensor, *, column: int
+        self,
+        secret: str,
+        batch: "_Batch",
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        *,
+        column: int,
     ) -> None:
         """Add the sums of a batch. `column` is the number of tokens of a column."""
         first = batch[0][1]
@@ -119,11 +125,11 @@ class TorchDigester:
         units = (pieces + np.arange(0, part.length, unit)).ravel()
         # A word's product is the sum of its units' products, each with the shifted multiplier.
         word, shift = np.divmod(np.arange(0, part.content, unit), digest.WORD)
-        offset, step, multipliers = key.numbers(digest.num_words(part.content))
+        offset, step, multipliers = digest.numbers_of(secret, digest.num_words(part.content))
         factors = multipliers[word] << (8 * shift)
 
-        # torch.compile would make another version for a size of 1, or for shorter integers. A
-        # chunk of the longest contents could have a size of 1.
+        # torch.compile would make another version for shorter integers, or for a size of 1, which a
+        # chunk of the longest contents could have.
         is_usual = unit == digest.WORD and min(len(bases), len(places), len(units)) > 1
         is_usual = is_usual and len(units) <= MAX_UNITS // 16
         compiled = self._compiled if is_usual else None
@@ -134,7 +140,7 @@ class TorchDigester:
             self._put(one) for one in (places // unit, tokens * step + offset, tokens // column)
         ]
         for r, t in _chunks(len(bases), len(places), len(units), is_compiled=compiled is not None):
-            # A view may begin anywhere; for that torch.compile would make further versions.
+            # Without copies, torch.compile would make versions for views that begin elsewhere.
             base, weight, row_at = (one[r].clone() for one in by_row)
             place_at, offsets, column_at = (one[t].clone() for one in by_token)
             row_sums, token_sums = program(
@@ -195,23 +201,14 @@ class _Memory:
 
 
 class GpuDigester(Digester):
-    """Digests the cache of one GPU on a thread and a stream of its own.
-
-    The thread keeps the transfer thread free while torch works, or compiles again should it ever
-    want to. It sleeps while no digest is wanted.
-    """
+    """Digests the cache of one GPU on its own thread and stream, so the transfer thread is free."""
 
     pause_s = 0.0001
 
     def __init__(self, layout: CacheLayout) -> None:
-        """Compile the program, and wait for that.
-
-        The caller registers its cache meanwhile. To go on compiling behind its back is not safe:
-        vLLM captures CUDA graphs next, which a synchronization by another thread would break.
-
-        Raises:
-            DigestError: if this GPU cannot digest the cache at all.
-        """
+        """Compile the program; a DigestError if this GPU cannot digest the cache at all."""
+        # Wait for the compiler: vLLM captures CUDA graphs next, and another thread that
+        # synchronizes the GPU would break them.
         self._device = torch.device("cuda", layout.device)
         self._thread = ThreadPoolExecutor(1, "nixl-kv-digest")
         try:
@@ -220,13 +217,9 @@ class GpuDigester(Digester):
             self._thread.shutdown()
             raise
 
-    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        """Digest slices; each step looks whether the GPU is done.
-
-        Raises:
-            DigestError: in a step, if the GPU fails or has no memory left.
-        """
-        made = self._thread.submit(self._digest, key, local_slices)
+    def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
+        """Digest slices. A step raises a DigestError if the GPU fails or has no memory left."""
+        made = self._thread.submit(self._digest, secret, local_slices)
         try:
             while not made.done():
                 yield
@@ -237,9 +230,9 @@ class GpuDigester(Digester):
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _digest(self, key: Key, local_slices: Sequence[LocalSlice]) -> Digest:
+    def _digest(self, secret: str, local_slices: Sequence[LocalSlice]) -> Digest:
         with translated(DigestError, "digesting"), on(self._stream):
-            return self._digester.digest(key, local_slices)
+            return self._digester.digest(secret, local_slices)
 
     def _open(self, layout: CacheLayout) -> None:
         with (
@@ -268,7 +261,7 @@ class GpuDigester(Digester):
             logger.info("compiled the digest in %.1f s", time.monotonic() - began)
 
     def _map(self, layout: CacheLayout) -> tuple[int, torch.Tensor]:
-        """One tensor from the first span to the last one; nothing reads what is between them."""
+        # One tensor from the first span to the last one. Digests never read between the spans.
         begin = min(span.address for span in layout.spans) // 4 * 4
         end = max(span.address + span.length for span in layout.spans)
         memory: Any = _Memory(begin, -(-(end - begin) // 4) * 4)

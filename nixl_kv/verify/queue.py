@@ -1,12 +1,11 @@
 """Computes and compares the digests of one rank, one after the other, on its transfer thread.
 
-Prefill digests what its readers ask for. Decode digests what a load has read, as soon as that has
-landed, and keeps the digest until prefill's has arrived and the fence was valid. Each digest is
-computed in short steps, so that messages and reads go on between them. A digest that no reader or
-load waits for any more is dropped, so that under overload those behind it are still in time. The
-steps only read memory: a dropped one does no harm.
+Prefill digests the slices that its readers ask for. Decode digests the bytes of a load as soon as
+they have landed, and keeps the digest until prefill's has arrived and the fence was valid. Each
+digest takes short steps, so that messages and reads go on between them. The queue drops a digest
+that no reader or load waits for, so that later digests are still in time under overload.
 
-`open_digests` is all that the engine needs of this folder.
+The engine calls `open_digests` and nothing else of this folder.
 """
 
 import time
@@ -18,9 +17,10 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from nixl_kv.errors import ConfigError, DigestError, get_logger
-from nixl_kv.geometry.layout import CacheLayout
+from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.protocol import events
-from nixl_kv.verify.digest import U64, Digest, Digester, Key, Steps, describe_difference
+from nixl_kv.protocol.messages import KVSlice
+from nixl_kv.verify.digest import U64, Digest, Digester, Steps, describe_difference
 from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
 
 logger = get_logger(__name__)
@@ -34,8 +34,8 @@ class NoDigester(Digester):
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        del key, local_slices
+    def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
+        del secret, local_slices
         raise DigestError(self._reason)
 
 
@@ -44,9 +44,9 @@ _Requester: TypeAlias = tuple[object, ...]
 
 @dataclass(eq=False)
 class _Job:
-    """A digest under way, or of what a load has read and cannot compare yet."""
+    """A digest under way, or of a load that cannot compare it yet."""
 
-    actions: dict[_Requester, events.DigestAction]  # that wait for it
+    actions: dict[_Requester, events.DigestAction]  # that wait for the digest
     slices: Sequence[LocalSlice]
     steps: Steps
     started_at: float | None = None
@@ -54,7 +54,7 @@ class _Job:
 
 
 class DigestQueue:
-    """Digests in the order in which they were asked for."""
+    """The digests of a rank, in the order of the requests."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DigestQueue:
         counts: defaultdict[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`counts` get the number of digests, their bytes and seconds."""
+        """Counts digests, their bytes and their seconds in `counts`."""
         self.name_slices = SliceNamer(layout)
         self._layout = layout
         self._finder = SliceFinder(layout)
@@ -81,15 +81,12 @@ class DigestQueue:
 
     @property
     def wait_s(self) -> float | None:
-        """How long the thread may wait before the next step, in seconds; None without jobs."""
+        """How long the thread may wait before the next step; None without jobs."""
         return self._digester.pause_s if self._jobs else None
 
     def add(self, action: events.DigestAction) -> events.DigestEvent | None:
-        """Queue a digest or a comparison; an event if it has ended at once.
-
-        Readers of the same heads share a digest. A reader has one digest per claim at a time, so
-        that it cannot keep this rank busy by asking again.
-        """
+        """Queue a digest or a comparison. Returns an event if it has ended at once."""
+        # A reader has one digest per claim at a time: asking again must not keep this rank busy.
         requester = _requester(action)
         if requester in self._landed:
             if _awaits_reply(action):
@@ -100,28 +97,26 @@ class DigestQueue:
                 if _awaits_reply(job.actions[requester]):
                     job.actions[requester] = action
                 return None
+        # The readers of the same heads share a digest.
+        secret, end, wanted, tables = subject = _subject(action)
         for job in self._jobs:
-            if any(_subject(other) == _subject(action) for other in job.actions.values()):
+            if any(_subject(other) == subject for other in job.actions.values()):
                 job.actions[requester] = action
                 return None
         try:
-            local_slices = self._find_slices(action)
-            steps = self._digester(Key(_claim(action)), local_slices)
+            found = block_tables(self._layout, tables)
+            local_slices = self._finder.find(wanted, found, end=end)
+            steps = self._digester(secret, local_slices)
         except (DigestError, ValueError) as error:
             return _refused(action, str(error))
         self._jobs.append(_Job({requester: action}, local_slices, steps))
         return None
 
-    def _find_slices(self, action: events.DigestAction) -> list[LocalSlice]:
-        if isinstance(action, events.MakeDigest):
-            request = action.digest_request
-            end, wanted, tables = request.end, request.slices, action.tables
-        else:
-            end, wanted, tables = action.load.end, action.slices, action.load.tables
-        return self._finder.find(wanted, block_tables(self._layout, tables), end=end)
-
     def poll(self, is_wanted: Callable[[events.DigestAction], bool]) -> list[events.DigestEvent]:
-        """Do one step of the first digest that is still wanted; return what has ended."""
+        """Do one step of the first digest, or drop it if no action is wanted any longer.
+
+        Returns an event for each digest or comparison that has ended.
+        """
         for requester, landed in list(self._landed.items()):
             if not is_wanted(landed.actions[requester]):
                 del self._landed[requester]
@@ -145,7 +140,6 @@ class DigestQueue:
         self._landed.clear()
 
     def close(self) -> None:
-        """Return when nothing reads the cache any longer."""
         self._digester.close()
 
     def _finish_job(self, seconds: float) -> list[events.DigestEvent]:
@@ -169,13 +163,10 @@ def open_digests(
     is_prefill: bool,
     verifies: bool,
 ) -> DigestQueue:
-    """Open the digests of a rank.
+    """Open the digests of a rank; a ConfigError if it `verifies` and cannot digest KV.
 
-    On a GPU this compiles the program, which takes seconds: on every rank that prefills, since any
-    reader may ask, and on one that decodes if it `verifies`.
-
-    Raises:
-        ConfigError: if this rank is to verify loads and cannot digest them.
+    On a GPU this compiles the program, which takes seconds: on each prefill rank, because any
+    reader may ask, and on a decode rank that `verifies`.
     """
     try:
         digester = open_digester(layout, is_used=is_prefill or verifies)
@@ -190,11 +181,7 @@ def open_digests(
 
 
 def open_digester(layout: CacheLayout, *, is_used: bool) -> Digester:
-    """Open a digester for the memory that holds the cache.
-
-    Raises:
-        ImportError, DigestError: if it cannot be digested here.
-    """
+    """A digester for the memory that holds the cache; an ImportError or DigestError without one."""
     if layout.memory == "DRAM":
         return Digester()
     if not is_used:
@@ -205,7 +192,6 @@ def open_digester(layout: CacheLayout, *, is_used: bool) -> Digester:
 
 
 def _awaits_reply(action: events.DigestAction) -> bool:
-    """Whether decode cannot compare this yet."""
     return isinstance(action, events.CompareDigest) and not action.rows
 
 
@@ -215,16 +201,17 @@ def _requester(action: events.DigestAction) -> _Requester:
     return action.load.request, action.rank, action.claim
 
 
-def _subject(action: events.DigestAction) -> tuple[object, ...]:
+def _subject(
+    action: events.DigestAction,
+) -> tuple[str, int, tuple[KVSlice, ...], tuple[Table, ...]]:
+    """Secret, end, slices and block tables of a digest.
+
+    The secret is the claim: it is random, and only both sides know it.
+    """
     if isinstance(action, events.CompareDigest):
-        return _requester(action)
+        return action.claim, action.load.end, action.slices, action.load.tables
     request = action.digest_request
     return request.claim, request.end, request.slices, action.tables
-
-
-def _claim(action: events.DigestAction) -> str:
-    """The secret of a digest: it is random, both sides know it, and no stranger does."""
-    return action.claim if isinstance(action, events.CompareDigest) else action.digest_request.claim
 
 
 def _finished(action: events.DigestAction, job: _Job) -> events.DigestEvent:
@@ -238,11 +225,10 @@ def _finished(action: events.DigestAction, job: _Job) -> events.DigestEvent:
 
 
 def _refused(action: events.DigestAction, reason: str) -> events.DigestEvent | None:
-    """An event that says so; None without prefill's digest, since its arrival tries again."""
     if isinstance(action, events.MakeDigest):
         return events.DigestMade(action.route, action.digest_request, refusal=reason)
     if not action.rows:
-        return None
+        return None  # the arrival of prefill's digest tries again
     return events.DigestCompared(action.load.request, action.rank, action.claim, refusal=reason)
 
 
@@ -251,5 +237,5 @@ def _to_bytes(sums: U64) -> bytes:
 
 
 def _from_bytes(payload: bytes) -> U64:
-    """Sums of a peer; an incomplete last one is cut off, so that the digests differ in length."""
+    # An incomplete last sum is cut off, so the digests differ in length.
     return np.frombuffer(payload[: len(payload) // 8 * 8], dtype="<u8").astype(np.uint64)

@@ -2,7 +2,7 @@
 
 A `KVSlice` names a layer, heads and tokens of the model, so it means the same on every rank. Decode
 names the slices of a load (`SliceNamer`) and sends them to prefill. Both sides find them in their
-own caches (`SliceFinder`) and digest what they find.
+own caches (`SliceFinder`) and digest them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +35,8 @@ PARTS: Final = {1: ("KV",), 2: ("K", "V")}
 """Names of a region's parts, by their number."""
 
 MAX_KEPT: Final = 64
-"""Results that a `SliceNamer` and a `SliceFinder` keep. Both take 0.2 ms for a model of 36 layers,
-and most loads of a peer have the same slices."""
+"""Results that a `SliceNamer` and a `SliceFinder` keep. Each takes 0.2 ms for a model of 36 layers,
+and most loads from a peer have the same slices."""
 
 Kept = TypeVar("Kept")
 _Keep: TypeAlias = dict[Any, Kept]
@@ -44,16 +44,16 @@ _Keep: TypeAlias = dict[Any, Kept]
 
 @dataclass(frozen=True, eq=False)
 class SlicePlace:
-    """One part of some heads of a layer, in this rank's cache. Heads are counted over the model.
+    """One part of some heads of a layer, in this rank's cache.
 
-    Of a request's tokens it has those that both this rank's stripe and the `other` rank's keep.
+    It has the tokens that both this rank's stripe and the `other` rank's stripe hold.
     """
 
     region: Region
     group: Group
     table_number: int  # of the group within the layout
     part_number: int  # within the region
-    heads: Heads
+    heads: Heads  # numbered over the model
     other: Stripe = ALL_TOKENS
 
     @property
@@ -66,7 +66,7 @@ class SlicePlace:
 
     @cached_property
     def base(self) -> int:
-        """Address of the first of the heads in block 0."""
+        """Address of the first head in block 0."""
         return self.region.base + self.part.offset + self.region.head_offset(self.heads[0])
 
     @property
@@ -80,7 +80,6 @@ class SlicePlace:
 
     @property
     def names(self) -> list[str]:
-        """A name of each head, for error messages."""
         part = part_name(self.group, self.region, self.part_number)
         return [
             f"{part} of head {head} of layer {self.region.layer}" for head in range(*self.heads)
@@ -90,9 +89,9 @@ class SlicePlace:
 class LocalSlice(NamedTuple):
     """Tokens [begin, end) of a request at one place.
 
-    `ids` are numbers of the region's blocks, from the block of the first of these tokens that this
-    rank has to the block of the last one. In an opaque region `end` is the end of a block, because
-    any byte of a block may belong to its last token.
+    `ids` are the region's blocks, from the block with this rank's first of these tokens to the
+    block with its last. In an opaque region `end` is the end of a block, because any byte of a
+    block may belong to its last token.
     """
 
     place: SlicePlace
@@ -119,7 +118,6 @@ class LocalSlice(NamedTuple):
 
 
 def part_name(group: Group, region: Region, number: int) -> str:
-    """A name of a part of KV or of a state, for error messages."""
     count = len(region.parts)
     if group.keeps_states:
         return f"row {number}" if count > 1 else "content"
@@ -136,12 +134,9 @@ class SliceNamer:
     def __call__(
         self, peer: PeerKey, route: Route, remote: CacheLayout, load: StartLoad
     ) -> tuple[KVSlice, ...]:
-        """Slices that a load reads by a route: each layer from after its last absent entry.
+        """The slices that a load reads by a route; a ValueError if its block tables do not fit.
 
-        A layer has absent entries where its sliding window has passed.
-
-        Raises:
-            ValueError: if the load's block tables do not fit this cache.
+        A layer's slice begins after its last absent entry: its sliding window has passed that.
         """
         begins = tuple(map(_first_token, block_tables(self._layout, load.tables)))
         return _kept(
@@ -178,14 +173,12 @@ class SliceFinder:
     ) -> list[LocalSlice]:
         """Find slices up to token `end`, or to the end of its block in an opaque region.
 
-        Layers of one group that begin with the same token share one array of block numbers.
-
         Raises:
-            ValueError: if this rank, or the block table, does not have a slice.
+            ValueError: this rank, or the block table, does not have a slice.
         """
         key = tuple((kv.layer, kv.first_head, kv.end_head, kv.stripes) for kv in wanted)
         places_of = _kept(self._kept, key, lambda: self._find_places(wanted))
-        blocks: dict[tuple[int, int], BlockIds] = {}
+        blocks: dict[tuple[int, int], BlockIds] = {}  # by group and first token; layers share them
         found: list[LocalSlice] = []
         for kv, places in zip(wanted, places_of, strict=True):
             if kv.begin >= end:
@@ -222,14 +215,12 @@ class SliceFinder:
 
 
 def block_tables(layout: CacheLayout, tables: Sequence[Table]) -> list[BlockTable]:
-    """The block table of each group of a cache."""
     pairs = zip(tables, layout.groups, strict=True)
     return [BlockTable.of(table, group) for table, group in pairs]
 
 
 def count_bytes(local_slices: Sequence[LocalSlice]) -> int:
-    """Bytes of a request's slices. Most slices of a group have the same tokens."""
-    num_tokens: dict[tuple[int, int, int, int], int] = {}
+    num_tokens: dict[tuple[int, int, int, int], int] = {}  # counted once for all alike
     num_bytes = 0
     for local in local_slices:
         place = local.place
@@ -245,7 +236,7 @@ def count_bytes(local_slices: Sequence[LocalSlice]) -> int:
 
 
 def _kept(keep: _Keep[Kept], key: object, make: Callable[[], Kept]) -> Kept:
-    """Get or make the value of a key; the `MAX_KEPT` that were used last stay."""
+    """Get or make the value of a key, and drop the one that was used least recently."""
     value = keep.pop(key) if key in keep else make()
     keep[key] = value
     if len(keep) > MAX_KEPT:

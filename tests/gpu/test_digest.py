@@ -14,8 +14,8 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.verify.digest import Digest
 from nixl_kv.verify.slices import LocalSlice
 from support.digest_caches import (
-    KEY,
     ORDERS,
+    SECRET,
     Sizes,
     finished,
     hybrid_layout,
@@ -58,7 +58,7 @@ class Both:
     def digests(self, find: Find) -> tuple[Digest, Digest]:
         """Of the slices that `find` returns for a layout: numpy's, and the GPU's."""
         on_gpu: Sequence[LocalSlice] = find(self.gpu_layout)
-        both = reference(find(self.host_layout)), finished(self.digester(KEY, on_gpu))
+        both = reference(find(self.host_layout)), finished(self.digester(SECRET, on_gpu))
         assert counters["stats"]["unique_graphs"] == self._num_compiled, "it was compiled again"
         return both
 
@@ -119,6 +119,6 @@ def test_memory_beside_the_cache_is_bounded() -> None:
         both.digester._digester._compiled = compiled
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        made.append(finished(both.digester(KEY, slices_of(both.gpu_layout, 8192))))
+        made.append(finished(both.digester(SECRET, slices_of(both.gpu_layout, 8192))))
         assert torch.cuda.max_memory_allocated() - before < 64 << 20
     assert is_equal(*made)

@@ -17,11 +17,11 @@ from nixl_kv.geometry.layout import (
     Stripe,
 )
 from nixl_kv.protocol.messages import KVSlice
-from nixl_kv.verify.digest import Digest, Key, Steps, digest_steps
+from nixl_kv.verify.digest import Digest, Steps, digest_steps
 from nixl_kv.verify.slices import LocalSlice, SliceFinder
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-KEY = Key("ab" * 16)
+SECRET = "ab" * 16
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def window(address: int, length: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
 
 
-def reference(slices: Sequence[LocalSlice], key: Key = KEY) -> Digest:
+def reference(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
     """By numpy, of memory of this process."""
-    return finished(digest_steps(key, slices, window))
+    return finished(digest_steps(secret, slices, window))
 
 
 def is_equal(one: Digest, other: Digest) -> bool:

@@ -2,24 +2,24 @@
 
 from collections.abc import Sequence
 
-from nixl_kv.verify.digest import Digester, Key, Steps
+from nixl_kv.verify.digest import Digester, Steps
 from nixl_kv.verify.slices import LocalSlice
 
 
 class SlowDigester(Digester):
-    """A digest that takes so many steps more. `keys` has the key of each."""
+    """A digest that takes so many steps more. `secrets` has the secret of each."""
 
     def __init__(self, steps: int, pause_s: float = 0.5) -> None:
         self.steps = steps
         self.pause_s = pause_s
-        self.keys: list[str] = []
+        self.secrets: list[str] = []
         self.is_closed = False
 
-    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
+    def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
         for _ in range(self.steps):
-            self.keys.append(key.secret)
+            self.secrets.append(secret)
             yield
-        return (yield from Digester()(key, local_slices))
+        return (yield from Digester()(secret, local_slices))
 
     def close(self) -> None:
         self.is_closed = True

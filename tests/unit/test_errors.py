@@ -106,3 +106,7 @@ def test_a_text_is_cut_after_it_was_escaped() -> None:
     assert printable("\n" * 5, 8) == r"\n\n\..."
     assert printable("x" * 9, 8) == "xxxxx..."
     assert printable("x" * 9) == "x" * 9
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    assert printable("cmpl-ü→1 \x1b[2J\n\x9b\u202e") == r"cmpl-ü→1 \x1b[2J\n\x9b\u202e"

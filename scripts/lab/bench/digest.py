@@ -26,12 +26,11 @@ from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import EngineId, Incarnation, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import PeerKey, StartLoad
 from nixl_kv.reading.agent import READING_PAUSE_S
-from nixl_kv.verify.digest import Key
 from nixl_kv.verify.queue import open_digester
 from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
 
 WARM_UP: Final = 2
-KEY: Final = Key("ab" * 16)
+SECRET: Final = "ab" * 16
 PEER: Final = PeerKey(EngineId("prefill"), Incarnation("0" * 32), endpoint_at("127.0.0.1", 1))
 
 
@@ -72,7 +71,7 @@ class Prompt:
     def digest(self) -> float:
         """Digest all of it, from the block table on; in seconds."""
         begin = time.perf_counter()
-        for _ in self._digester(KEY, self._slices()):
+        for _ in self._digester(SECRET, self._slices()):
             if self._digester.pause_s:
                 time.sleep(READING_PAUSE_S)
         return time.perf_counter() - begin

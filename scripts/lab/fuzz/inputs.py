@@ -41,7 +41,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.protocol.ticket import Ticket
 from nixl_kv.verify import digest
-from nixl_kv.verify.digest import Digest, Key
+from nixl_kv.verify.digest import Digest
 from nixl_kv.verify.slices import SliceFinder, block_tables
 
 Conversation = Sequence[tuple[int, messages.Message]]
@@ -228,7 +228,7 @@ def _digest_of_zeros() -> dict[str, Any]:
     results: list[Digest] = []
 
     def steps() -> Iterator[None]:
-        zeros = digest.digest_steps(Key(CLAIM), local_slices, lambda _, n: np.zeros(n, np.uint8))
+        zeros = digest.digest_steps(CLAIM, local_slices, lambda _, n: np.zeros(n, np.uint8))
         results.append((yield from zeros))
 
     list(steps())

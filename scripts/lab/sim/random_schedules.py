@@ -220,7 +220,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
             Shape(run=0.15, blocks=100),
             Shape(1, 2, rate=160, blocks=100),
             Shape(rate=150, blocks=100, staged=1024),
-            Shape(2, 1, run=0.1, blocks=100),
+            Shape(2, 1, run=0.05, blocks=100),
         ],
         gentle=True,
         num_steps=300,

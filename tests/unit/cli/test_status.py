@@ -11,7 +11,13 @@ import pytest
 from lab.local.model_layouts import EngineShape
 from nixl_kv.cli import status as status_module
 from nixl_kv.cli.client import RankAnswer
-from nixl_kv.cli.status import duration_text, print_status, status_as_json, time_text
+from nixl_kv.cli.status import (
+    duration_text,
+    num_bytes_text,
+    print_status,
+    status_as_json,
+    time_text,
+)
 from nixl_kv.errors import NixlKVError, TransportError
 from nixl_kv.ids import Incarnation
 from nixl_kv.protocol.messages import Description, Status
@@ -276,6 +282,25 @@ def test_json_has_all_keys() -> None:
 )
 def test_duration_text(seconds: float, words: str) -> None:
     assert duration_text(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1179648, "1.12 MiB"),
+        (2**30, "1 GiB"),
+        (5 * 2**40, "5.00 TiB"),
+        (2**50, "1,024.00 TiB"),
+        (0.5, "0.5 B"),
+    ],
+)
+def test_num_bytes_text(count: float, words: str) -> None:
+    assert num_bytes_text(count) == words
 
 
 @pytest.fixture

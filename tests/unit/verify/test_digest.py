@@ -26,7 +26,7 @@ from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import StartLoad
 from nixl_kv.protocol.messages import KVSlice
 from nixl_kv.verify import digest
-from nixl_kv.verify.digest import Digest, Key, describe_difference, digest_steps
+from nixl_kv.verify.digest import Digest, describe_difference, digest_steps
 from nixl_kv.verify.slices import LocalSlice, SliceFinder, SliceNamer, block_tables, count_bytes
 from support.cases import Case, cases, typical
 from support.oracle import Blocks, CacheGroup, Cut, Dense, Engine, Layer, random_dense
@@ -76,7 +76,7 @@ def formula(secret: str, position: int, content: bytes) -> int:
 
 def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) -> digest.U64:
     """The terms that the digest computes."""
-    offset, step, multipliers = Key(secret).numbers(digest.num_words(content.shape[-1]))
+    offset, step, multipliers = digest.numbers_of(secret, digest.num_words(content.shape[-1]))
     offsets = positions * step + offset
     found: digest.U64 = digest.terms(digest._words(content), multipliers, offsets).view(np.uint64)
     return found
@@ -122,7 +122,7 @@ def memory(address: int, length: int) -> np.ndarray:
 
 def run(slices: Sequence[LocalSlice], secret: str = SECRET) -> tuple[Digest, int]:
     """The digest, and the number of steps."""
-    steps = digest_steps(Key(secret), slices, memory)
+    steps = digest_steps(secret, slices, memory)
     count = 0
     while True:
         try:
@@ -143,7 +143,7 @@ def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Diges
     begin = min(place.region.base for place in places) // 4 * 4
     end = max(place.region.base + extent(place.region, place.group) for place in places)
     view = torch.from_numpy(memory(begin, -(-(end - begin) // 4) * 4))
-    made: Digest = gpu.TorchDigester(view, begin).digest(Key(secret), slices)
+    made: Digest = gpu.TorchDigester(view, begin).digest(secret, slices)
     return made
 
 
@@ -347,7 +347,7 @@ KNOWN_COLUMNS: Final = [17773966784058714653, 18006609157387819542]
 
 
 def test_numbers_terms_and_mix_have_the_values_of_the_wire_protocol() -> None:
-    offset, step, multipliers = Key(KNOWN).numbers(2)
+    offset, step, multipliers = digest.numbers_of(KNOWN, 2)
     assert [number % 2**64 for number in map(int, (offset, step, *multipliers))] == KNOWN_NUMBERS
     content = np.arange(6, dtype=np.uint8)
     both = terms(KNOWN, np.array([0, 7]), np.stack([content, content + 250]))
@@ -618,7 +618,7 @@ def test_two_sign_flips_are_hidden_by_one_pair_of_multipliers_in_2_to_the_32(
 ) -> None:
     """The bound in the module's docstring is reached: if their sum is a multiple of 2^33."""
     multipliers = np.array([1, second])
-    monkeypatch.setattr(Key, "numbers", lambda *_: (np.int64(7), np.int64(9), multipliers))
+    monkeypatch.setattr(digest, "numbers_of", lambda *_: (np.int64(7), np.int64(9), multipliers))
     content = np.zeros((2, 8), dtype=np.uint8)
     content[1, [3, 7]] = 0x80
     one, other = terms(SECRET, np.array([5, 5]), content)

@@ -15,11 +15,11 @@ import pytest
 
 from nixl_kv.errors import DigestError
 from nixl_kv.geometry.layout import ALL_TOKENS, CacheLayout, Stripe
-from nixl_kv.verify.digest import Digest, Key
+from nixl_kv.verify.digest import Digest
 from nixl_kv.verify.slices import LocalSlice
 from support.digest_caches import (
-    KEY,
     ORDERS,
+    SECRET,
     Sizes,
     finished,
     hybrid_layout,
@@ -88,7 +88,7 @@ def test_the_sums_are_those_of_the_reference(
         digester = digester_of(layout, calls)
         for end, begin in ((127, 0), (65, 64), (1, 0)):
             slices = slices_of(layout, end, begin)
-            assert is_equal(digester.digest(KEY, slices), reference(slices))
+            assert is_equal(digester.digest(SECRET, slices), reference(slices))
     for compiled, rows, tokens, num_units in calls.sizes:
         if compiled:
             assert min(rows, tokens, num_units) > 1, "another version would be compiled"
@@ -113,7 +113,7 @@ def test_tokens_that_one_side_does_not_have_are_left_out(
     host = noise(int(np.prod(sizes.shape("LBHNC"))))
     layout = layout_of(host.ctypes.data, sizes, "LBHNC", stripe=Stripe(*own))
     slices = slices_of(layout, 125, 3, other=Stripe(*other) if other[0] > 1 else ALL_TOKENS)
-    assert is_equal(digester_of(layout).digest(KEY, slices), reference(slices))
+    assert is_equal(digester_of(layout).digest(SECRET, slices), reference(slices))
 
 
 @pytest.mark.parametrize("end", [1, 64, 127])
@@ -125,8 +125,8 @@ def test_states_are_digested_beside_kv(end: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu, "MAX_EAGER_UNITS", 1 << 14)
     calls = Calls(monkeypatch)
     digester = digester_of(hybrid_layout(host.ctypes.data), calls)
-    assert is_equal(digester.digest(KEY, slices), reference(slices))
-    assert is_equal(digester.digest(KEY, slices[5:-1]), reference(slices[5:-1]))
+    assert is_equal(digester.digest(SECRET, slices), reference(slices))
+    assert is_equal(digester.digest(SECRET, slices[5:-1]), reference(slices[5:-1]))
     sizes = [rows * tokens * units for compiled, rows, tokens, units in calls.sizes if not compiled]
     assert max(sizes) <= 1 << 14
 
@@ -136,7 +136,7 @@ def test_long_columns_are_summed() -> None:
     sizes = Sizes(layers=1, heads=1, blocks=64, tokens=8192, parts=(8,))
     host = noise(int(np.prod(sizes.shape("LBHNC"))))
     slices = slices_of(layout_of(host.ctypes.data, sizes, "LBHNC"), 64 * 8192 - 5, 100)
-    made = digester_of(layout_of(host.ctypes.data, sizes, "LBHNC")).digest(KEY, slices)
+    made = digester_of(layout_of(host.ctypes.data, sizes, "LBHNC")).digest(SECRET, slices)
     assert is_equal(made, reference(slices))
     assert len(made.columns) == 4096
 
@@ -158,7 +158,7 @@ def test_the_program_is_compiled_once_for_all_sizes() -> None:
         for end, begin in ((640, 0), (639, 1), (65, 64), (2, 0)):
             for heads in ((0, 4), (1, 2)):
                 slices = slices_of(layout, end, begin, heads=heads)
-                assert is_equal(digester.digest(KEY, slices), reference(slices))
+                assert is_equal(digester.digest(SECRET, slices), reference(slices))
     assert counters["stats"]["unique_graphs"] == compiled > 0
 
 
@@ -198,7 +198,7 @@ def test_without_a_compiler_the_program_runs_uncompiled(
         digester = Memory(layout)
     assert "Failed to find C compiler." in caplog.text
     slices = slices_of(layout, 100)
-    assert is_equal(finished(digester(KEY, slices)), reference(slices))
+    assert is_equal(finished(digester(SECRET, slices)), reference(slices))
     digester.close()
     digester.close()
 
@@ -211,26 +211,26 @@ def test_each_step_looks_whether_the_thread_is_done(
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda *_: None)
     may_end, made = threading.Event(), []
 
-    def digest(_: object, key: Key, slices: Sequence[LocalSlice]) -> Digest:
+    def digest(_: object, secret: str, slices: Sequence[LocalSlice]) -> Digest:
         assert may_end.wait(60)
-        made.append(key)
-        if key == Key("fails"):
+        made.append(secret)
+        if secret.startswith("fail"):
             raise torch.OutOfMemoryError("no memory")
-        return reference(slices, key)
+        return reference(slices, secret)
 
     monkeypatch.setattr(gpu.TorchDigester, "digest", digest)
     layout = layout_of(host.ctypes.data, KINDS[0], "LBHNC")
     digester, slices = Memory(layout), slices_of(layout, 100)
-    first, dropped, fails = (digester(Key(name), slices) for name in ("first", "dropped", "fails"))
+    first, dropped, fails = (digester(name, slices) for name in ("first", "dropped", "fails"))
     for steps in (first, dropped, fails):
         next(steps)
     dropped.close()
     may_end.set()
-    assert is_equal(finished(first), reference(slices, Key("first")))
+    assert is_equal(finished(first), reference(slices, "first"))
     with pytest.raises(DigestError, match="no memory"):
         finished(fails)
     digester.close()
-    assert made == [Key("first"), Key("fails")]
+    assert made == ["first", "fails"]
 
 
 @pytest.mark.usefixtures("_no_gpu")

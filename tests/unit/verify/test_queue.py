@@ -28,7 +28,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import DigestRequest, KVSlice, Reader
 from nixl_kv.verify import digest
-from nixl_kv.verify.digest import Digester, Key, Steps
+from nixl_kv.verify.digest import Digester, Steps
 from nixl_kv.verify.queue import (
     DigestQueue,
     NoDigester,
@@ -152,7 +152,7 @@ def routes(ended: Sequence[DigestEvent]) -> list[bytes]:
 
 def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
     ended = digest_of(digests, order())
-    offset, step, multipliers = Key(CLAIM).numbers(1)
+    offset, step, multipliers = digest.numbers_of(CLAIM, 1)
     rows = []
     for layer, table, begin in ((0, TABLE, 0), (1, WINDOWED, 4)):
         tokens = cache.bytes[layer, list(table)].swapaxes(0, 1).reshape(HEADS, -1, CONTENT)
@@ -378,9 +378,9 @@ def test_one_digest_is_made_at_a_time_by_a_step_at_each_poll(cache: Cache) -> No
     digests.add(order(claim=RIVAL))
     for number in range(1, 4):
         assert digests.poll(always) == []
-        assert slow.keys == [CLAIM] * number
+        assert slow.secrets == [CLAIM] * number
     assert len(drained(digests)) == 2
-    assert slow.keys == [CLAIM] * 3 + [RIVAL] * 3
+    assert slow.secrets == [CLAIM] * 3 + [RIVAL] * 3
 
 
 def test_a_digest_that_is_asked_for_again_meanwhile_is_made_once(cache: Cache) -> None:
@@ -433,11 +433,11 @@ class FailingDigester(SlowDigester):
         super().__init__(2)
         self.error = error
 
-    def __call__(self, key: Key, local_slices: Sequence[LocalSlice]) -> Steps:
-        yield from super().__call__(key, local_slices)
-        if key.secret == RIVAL:
+    def __call__(self, secret: str, local_slices: Sequence[LocalSlice]) -> Steps:
+        yield from super().__call__(secret, local_slices)
+        if secret == RIVAL:
             raise self.error
-        return (yield from Digester()(key, local_slices))
+        return (yield from Digester()(secret, local_slices))
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_readers_of_the_same_heads_get_the_same_digest(
         assert digests.add(order(b"%d" % rank, reader=reader(rank))) is None
     digests.add(order(b"3", reader=reader(3), slices=(BEHIND,)))
     ended = {one.route: one for one in drained(digests) if isinstance(one, DigestMade)}
-    assert slow.keys == [CLAIM] * 6  # two digests
+    assert slow.secrets == [CLAIM] * 6  # two digests
     assert {route: one.digest_request.reader.rank for route, one in ended.items()} == {
         b"%d" % rank: rank for rank in range(4)
     }
@@ -503,13 +503,13 @@ def test_a_digest_that_nobody_waits_for_is_dropped(
 
     def is_wanted(action: DigestAction) -> bool:
         assert isinstance(action, MakeDigest)
-        return action.digest_request.claim == RIVAL or len(slow.keys) < 2
+        return action.digest_request.claim == RIVAL or len(slow.secrets) < 2
 
     dropped, kept = (event for _ in range(10) for event in digests.poll(is_wanted))
     assert dropped == DigestMade(b"gone", asked(), refusal=ANY)
     assert isinstance(kept, DigestMade)
     assert (kept.route, kept.refusal) == (b"here", None)
-    assert slow.keys == [CLAIM] * 2 + [RIVAL] * 3
+    assert slow.secrets == [CLAIM] * 2 + [RIVAL] * 3
     assert counts["digests"] == 1
 
 
