@@ -179,7 +179,7 @@ def wide_console() -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    # Peers chose parts of the text: escape what a terminal would obey.
+    # Peers chose parts of the text, so escape control characters.
     console.print(printable(text), soft_wrap=True)
 
 

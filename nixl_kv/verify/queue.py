@@ -73,9 +73,6 @@ class DigestQueue:
         self._landed: dict[_Requester, _Job] = {}
         self._counts = counts
 
-    def __repr__(self) -> str:
-        return f"<DigestQueue: {len(self._jobs)} to make>"
-
     def __len__(self) -> int:
         return len(self._jobs)
 
