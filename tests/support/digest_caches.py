@@ -1,4 +1,4 @@
-"""Caches to digest, of many shapes, and what a request has in them."""
+"""Caches of many shapes to digest, and the slices of a request in them."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ def layout_of(
 
 STATE_BLOCKS = 6
 STATE_BYTES = 1 << 19
-"""Of a layer's block, in which a few bytes stay unused."""
+"""Bytes of a layer's block; a few stay unused."""
 STATES = {
     "state": (2, 1 << 18, (Part(0, 1 << 16),)),
     "odd state": (2, 16388, (Part(1 << 17, 16388),)),
@@ -135,7 +135,7 @@ def with_opaque_layer(layout: CacheLayout) -> CacheLayout:
 
 
 def finished(steps: Steps) -> Digest:
-    """The digest that these steps make."""
+    """The digest at the end of these steps."""
 
     def to_the_end() -> Iterator[None]:
         results.append((yield from steps))
@@ -151,7 +151,7 @@ def window(address: int, length: int) -> np.ndarray:
 
 
 def reference(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
-    """By numpy, of memory of this process."""
+    """The digest by numpy, of memory of this process."""
     return finished(digest_steps(secret, slices, window))
 
 

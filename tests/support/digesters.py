@@ -1,4 +1,4 @@
-"""A digester that takes its time."""
+"""A slow digester."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from nixl_kv.verify.slices import LocalSlice
 
 
 class SlowDigester(Digester):
-    """A digest that takes so many steps more. `secrets` has the secret of each."""
+    """A digester that takes `steps` more steps. `secrets` has the secret of each."""
 
     def __init__(self, steps: int, pause_s: float = 0.5) -> None:
         self.steps = steps

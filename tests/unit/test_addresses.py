@@ -1,4 +1,4 @@
-"""Which of this machine's addresses others can reach: from its interfaces and its routes."""
+"""Addresses of this machine, from its interfaces and routes."""
 
 import socket
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ ETH0 = [Entry(V6, "fe80::1%eth0"), Entry(V6, "fd00::1"), Entry(V4, "10.0.0.1")]
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Entry]]:
-    """Of a machine that has those that a test puts here."""
+    """The machine's interfaces; a test adds to them."""
     known = {"lo": LO}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
     return known
@@ -30,7 +30,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Entry]]:
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """By address family, the address of the default route; none for a start."""
+    """The source address of the default route, by address family; empty at first."""
     known: dict[int, str] = {}
 
     class Probe:

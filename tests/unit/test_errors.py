@@ -1,4 +1,4 @@
-"""The rate-limited log: one line of a kind per interval, the rest counted."""
+"""The rate-limited log writes one line per format and interval; `printable` escapes texts."""
 
 import logging
 
@@ -47,7 +47,7 @@ def test_lines_of_one_kind_are_counted_until_the_interval_is_over(
     assert caplog.messages[1:] == ["dropped 4", "  and 3 more like it since the last such line"]
 
 
-def test_nothing_is_said_of_lines_left_out_where_there_are_none(
+def test_no_count_follows_without_lines_left_out(
     log: LimitedLog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(3):
@@ -101,12 +101,12 @@ def test_the_interval_is_a_second_where_none_is_given(
 
 
 def test_a_text_is_cut_after_it_was_escaped() -> None:
-    """Escapes are longer than what they stand for."""
+    """Escapes are longer than the characters that they replace."""
     assert printable("\n" * 4, 8) == r"\n\n\n\n"
     assert printable("\n" * 5, 8) == r"\n\n\..."
     assert printable("x" * 9, 8) == "xxxxx..."
     assert printable("x" * 9) == "x" * 9
 
 
-def test_what_a_terminal_would_obey_is_escaped() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("cmpl-ü→1 \x1b[2J\n\x9b\u202e") == r"cmpl-ü→1 \x1b[2J\n\x9b\u202e"

@@ -1,4 +1,4 @@
-"""In which order a stream and its GPU are entered and left; GPUs themselves are in tests/gpu."""
+"""The order in which `on` enters and leaves a GPU and its stream; tests/gpu uses real GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from nixl_kv.gpu import on  # noqa: E402
 def test_the_gpu_is_entered_before_its_stream_and_left_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other way round leaving the stream would make a context on the thread's own GPU."""
+    """In the other order, leaving the stream would make a context on the thread's own GPU."""
     seen: list[tuple[str, object]] = []
 
     def noting(kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Names: unique, of the right length, and shown only in part."""
+"""Ids are unique and have the right length; logs show only a part of them."""
 
 import hashlib
 from collections.abc import Callable

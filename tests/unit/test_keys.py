@@ -1,4 +1,4 @@
-"""The key file: who may read it, what is in it, and what is derived from it."""
+"""The key file: its permissions, its content and the derived keys."""
 
 import os
 import stat
@@ -40,7 +40,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    # Not this machine's: somebody may have logged in.
+    # Not this machine's directory: a user may have logged in.
     monkeypatch.setattr(keys, "RUN_USER", tmp_path / "run-user")
     return tmp_path / "runtime"
 
@@ -188,7 +188,7 @@ def test_a_file_that_its_owner_alone_can_read_is_accepted(path: Path, mode: int)
 def test_a_file_that_a_group_of_this_process_can_read_is_accepted(
     path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, group: str
 ) -> None:
-    """As Kubernetes mounts a Secret in a pod with fsGroup."""
+    """Kubernetes mounts a Secret like this in a pod with fsGroup."""
     mine = written(path, mode=mode).stat().st_gid
     egid, groups = (mine, []) if group == "effective" else (mine + 1, [mine + 2, mine])
     monkeypatch.setattr(os, "getegid", lambda: egid)
@@ -223,7 +223,7 @@ def test_a_file_with_another_mode_is_refused(path: Path, mode: int) -> None:
 def test_a_file_of_another_user_than_this_or_root_is_refused(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where this user is root: who owns a file may change it."""
+    """Root refuses it too: the owner of a file may change it."""
     owner = os.geteuid()
     written(path)
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -239,7 +239,7 @@ def test_a_file_of_another_user_than_this_or_root_is_refused(
 
 
 def test_a_link_is_followed_and_its_target_checked(path: Path, tmp_path: Path) -> None:
-    """So Kubernetes mounts its secrets."""
+    """Kubernetes mounts its secrets as links."""
     link = tmp_path / "link"
     link.symlink_to(path)
     assert read_key_file(written(link)).fingerprint == read_key_file(path).fingerprint

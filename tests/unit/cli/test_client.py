@@ -1,4 +1,4 @@
-"""What an address of a running engine looks like, before anybody is asked."""
+"""Parsing and resolving the address of a running engine."""
 
 import socket
 from pathlib import Path
@@ -21,7 +21,7 @@ from support.nixl_kv_command import nixl_kv
 def test_address_is_host_and_port(
     text: str, host: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name may mean several addresses, and an address may be given once for each protocol."""
+    """A name may resolve to several addresses, and to one address several times."""
     asked: list[object] = []
 
     def getaddrinfo(*question: object, **_: object) -> list[tuple[object, ...]]:
@@ -55,7 +55,7 @@ def test_address_is_host_and_port(
     [("plan --decode-at 127.0.0.1:1", "--prefill-at"), ("status", "--at")],
     ids=["plan", "status"],
 )
-def test_what_is_no_address_exits_2(command: str, option: str, text: str) -> None:
+def test_a_malformed_address_exits_2(command: str, option: str, text: str) -> None:
     result = nixl_kv(command, f"{option} {text}")
     assert result.exit_code == 2
     assert result.stderr == f"error: {option} is {text!r}; allowed: HOST:PORT\n"

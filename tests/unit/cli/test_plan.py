@@ -1,4 +1,4 @@
-"""`nixl-kv plan`: who reads whom, in how many pieces, for engines of many shapes."""
+"""`nixl-kv plan`: pairs of ranks and numbers of descriptors, for engines of many shapes."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What `nixl-kv status` prints of the answers of an engine's ranks."""
+"""`nixl-kv status` prints the answers of an engine's ranks."""
 
 import json
 import time
@@ -63,7 +63,7 @@ def event(seconds: float, request: str, after: str, **fields: Any) -> dict[str, 
 def printed(
     capsys: pytest.CaptureFixture[str], *answers: Status | NixlKVError, request: str | None = None
 ) -> list[str]:
-    """The lines that have words, without the spaces between columns."""
+    """The lines with text, without the spaces between columns."""
     engine = description(len(answers))
     print_status(engine, list(zip(engine.ranks, answers, strict=True)), request)
     lines = capsys.readouterr().out.splitlines()
@@ -138,7 +138,7 @@ def test_each_list_is_a_table_of_its_keys(capsys: pytest.CaptureFixture[str]) ->
 def test_a_list_and_a_key_that_this_release_does_not_know_are_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The record is open: an engine may say more than the tool was written for."""
+    """The record is open: a newer engine may send more keys than this tool knows."""
     lists: dict[str, Any] = {"ring": [{"slot": 3, "held_s": 0.5}, {"slot": 4, "by": "d1"}]}
     assert printed(capsys, rank_status(**lists))[2:] == [
         "ring:",
@@ -224,7 +224,7 @@ def test_no_rank_answers_and_no_story_is_claimed(capsys: pytest.CaptureFixture[s
 
 
 def test_a_rank_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither through the names of its lists and keys, nor through a value of any type."""
+    """Names of lists, keys, and values of any type are escaped."""
     lists = {"li\x1bst": [{"ke\x1by": "te\x1bxt", "more": [["\x1b"]]}]}
     status = msgspec.structs.replace(rank_status(), facts={"roles": "\x1b"}, lists=lists)
     print_status(description(), [(description().ranks[0], status)], None)

@@ -83,7 +83,7 @@ def terms(secret: str, positions: npt.NDArray[np.int64], content: digest.Bytes) 
 
 
 class Sums(NamedTuple):
-    """What a digest should be."""
+    """The expected digest."""
 
     rows: list[int]
     columns: list[int]
@@ -137,7 +137,7 @@ def digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
 
 
 def torch_digest_of(slices: Sequence[LocalSlice], secret: str = SECRET) -> Digest:
-    """By torch, through one tensor of all the memory that these slices may be in."""
+    """The digest by torch, through one tensor that covers all slices."""
     torch, gpu = (pytest.importorskip(name) for name in ("torch", "nixl_kv.verify.gpu"))
     places = [local.place for local in slices]
     begin = min(place.region.base for place in places) // 4 * 4
@@ -214,7 +214,7 @@ class Pair:
 
 
 def check(case: Case) -> int:
-    """Both sides' digests of all reads are those of the formula. Returns the number of reads."""
+    """Both sides' digests of all reads match the formula. Returns the number of reads."""
     pair, count = Pair(case), 0
     for slices, local, remote in pair.reads():
         expected = expected_sums(pair.dense, slices, case.tokens.stop, 64)
@@ -616,7 +616,7 @@ def test_none_of_many_structured_faults_is_missed(
 def test_two_sign_flips_are_hidden_by_one_pair_of_multipliers_in_2_to_the_32(
     monkeypatch: pytest.MonkeyPatch, second: int, *, hidden: bool
 ) -> None:
-    """The bound in the module's docstring is reached: if their sum is a multiple of 2^33."""
+    """Two multipliers whose sum is a multiple of 2^33 hide two flipped sign bits."""
     multipliers = np.array([1, second])
     monkeypatch.setattr(digest, "numbers_of", lambda *_: (np.int64(7), np.int64(9), multipliers))
     content = np.zeros((2, 8), dtype=np.uint8)

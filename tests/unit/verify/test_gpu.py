@@ -46,7 +46,7 @@ KINDS = (
 
 
 class Calls:
-    """The program as it is when it is compiled, with the sizes of each call."""
+    """The compiled program; it records the sizes of each call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[tuple[bool, int, int, int]] = []  # compiled?, rows, tokens, units
@@ -60,7 +60,7 @@ class Calls:
 
 
 def digester_of(layout: CacheLayout, compiled: Any = None) -> Any:
-    """Through a tensor of the memory that the layout says."""
+    """A digester of the memory that the layout describes."""
     (span,) = layout.spans
     tensor = torch.from_numpy(window(span.address, -(-span.length // 4) * 4))
     digester = gpu.TorchDigester(tensor, span.address)
@@ -77,7 +77,7 @@ def noise(num_bytes: int) -> np.ndarray:
 def test_the_sums_are_those_of_the_reference(
     sizes: Sizes, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a layer ends at another token than the others."""
+    """Layers may end at different tokens."""
     terms, units = limits
     monkeypatch.setattr(gpu, "MAX_TERMS", terms)
     monkeypatch.setattr(gpu, "MAX_UNITS", units)
@@ -118,7 +118,7 @@ def test_tokens_that_one_side_does_not_have_are_left_out(
 
 @pytest.mark.parametrize("end", [1, 64, 127])
 def test_states_are_digested_beside_kv(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By few rows at a time, since one token of a state is long."""
+    """The program takes few rows at a time, because one token of a state is long."""
     (span,) = hybrid_layout(4).spans
     host = noise(span.length)
     slices = hybrid_slices(hybrid_layout(host.ctypes.data), end)
@@ -132,7 +132,7 @@ def test_states_are_digested_beside_kv(end: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_long_columns_are_summed() -> None:
-    """Of a prompt so long that a column has more than 64 tokens."""
+    """In a long prompt a column has more than 64 tokens."""
     sizes = Sizes(layers=1, heads=1, blocks=64, tokens=8192, parts=(8,))
     host = noise(int(np.prod(sizes.shape("LBHNC"))))
     slices = slices_of(layout_of(host.ctypes.data, sizes, "LBHNC"), 64 * 8192 - 5, 100)
@@ -166,7 +166,7 @@ def test_the_program_is_compiled_once_for_all_sizes() -> None:
 
 
 class Memory(gpu.GpuDigester):  # type: ignore[misc,name-defined] # torch may be missing
-    """The same on this process's memory."""
+    """A GpuDigester of this process's memory."""
 
     def _map(self, layout: CacheLayout) -> tuple[int, Any]:
         (span,) = layout.spans
@@ -207,7 +207,7 @@ def test_without_a_compiler_the_program_runs_uncompiled(
 def test_each_step_looks_whether_the_thread_is_done(
     host: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A digest that is dropped before it has begun is never made; one that fails says why."""
+    """A digest that is dropped before it has begun never runs; one that fails gives a reason."""
     monkeypatch.setattr(gpu.TorchDigester, "compile", lambda *_: None)
     may_end, made = threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""Loads that are verified, from the offer to the report, by two ranks that are stepped."""
+"""Verified loads of two stepped ranks, from the offer to the report."""
 
 import logging
 
@@ -20,7 +20,7 @@ def queue_of(rank: Stepped) -> DigestQueue:
 
 
 def started(world: World) -> None:
-    """A load that is to be verified."""
+    """A load to verify."""
     world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
 
     def is_granted() -> bool:

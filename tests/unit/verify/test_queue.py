@@ -1,4 +1,4 @@
-"""Digests that a rank makes: in which order, of what, and why not."""
+"""The digest queue of a rank: its order, its results and its refusals."""
 
 import logging
 import sys
@@ -43,7 +43,7 @@ Bytes = npt.NDArray[np.uint8]
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 2, 10, 2, 4, 8
 END = 10
 TABLE, WINDOWED = (7, 3, 5), (ABSENT, 2, 6)
-"""Of a prompt of 10 tokens. A window has passed the first entry of the second group."""
+"""Block tables of a prompt of 10 tokens. A window has passed the second group's first entry."""
 FULL, BEHIND = KVSlice("layer.0", 0, 2, 0), KVSlice("layer.1", 0, 2, 4)
 THIRD = Claim("3" * 32)
 
@@ -58,7 +58,7 @@ class Cache:
 
     @property
     def layout(self) -> CacheLayout:
-        """Of both groups."""
+        """Block tables of both groups."""
         layer, block, head, token, _ = self.bytes.strides
         address = self.bytes.ctypes.data
         parts = (Part(0, 4), Part(4, 4))
@@ -69,7 +69,7 @@ class Cache:
         return CacheLayout(groups, "DRAM", 0, (Span(address, self.bytes.nbytes),))
 
     def copy_to(self, other: "Cache", tables: Sequence[tuple[int, ...]]) -> None:
-        """What a read does, into these blocks of the other's."""
+        """Copy the KV as a read does, into these blocks of the other rank."""
         for layer, (remote, local) in enumerate(zip(tables, (TABLE, WINDOWED), strict=True)):
             pairs = [pair for pair in zip(remote, local, strict=True) if ABSENT not in pair]
             for to, block in pairs:
@@ -92,7 +92,7 @@ def order(
 
 
 class Clock:
-    """One second further at each look."""
+    """Each call adds one second."""
 
     now = 0.0
 
@@ -121,13 +121,13 @@ def digests(cache: Cache, counts: defaultdict[str, float]) -> DigestQueue:
 
 
 def always(action: DigestAction) -> bool:
-    """Whoever gave an order still waits."""
+    """Every action is still wanted."""
     del action
     return True
 
 
 def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
-    """All that ends; it takes no more turns than that."""
+    """All events until the queue is empty."""
     ended = []
     for _ in range(turns):
         ended += digests.poll(always)
@@ -136,7 +136,7 @@ def drained(digests: DigestQueue, turns: int = 100) -> list[DigestEvent]:
 
 
 def digest_of(digests: DigestQueue, wanted: MakeDigest) -> DigestMade:
-    """One digest, made at once."""
+    """One digest, without other jobs."""
     assert digests.add(wanted) is None
     (ended,) = drained(digests)
     assert isinstance(ended, DigestMade)
@@ -147,7 +147,7 @@ def routes(ended: Sequence[DigestEvent]) -> list[bytes]:
     return [event.route for event in ended if isinstance(event, DigestMade)]
 
 
-# --- what a digest is of
+# --- the slices of a digest
 
 
 def test_a_digest_is_that_of_what_is_in_the_blocks(cache: Cache, digests: DigestQueue) -> None:
@@ -203,7 +203,7 @@ def comparison(
 
 @pytest.fixture
 def landed(cache: Cache) -> Cache:
-    """A decode rank's memory, into which the prompt was read."""
+    """A decode rank's memory after it has read the prompt."""
     decode = Cache(2)
     cache.copy_to(decode, DECODE_TABLES)
     return decode
@@ -249,7 +249,7 @@ def test_blocks_that_changed_places_differ(digests: DigestQueue, landed: Cache) 
 
 
 def test_only_what_was_read_is_compared(digests: DigestQueue, landed: Cache) -> None:
-    """The first block was here before; it may have been computed in another order."""
+    """Decode had the first block before; it may have computed it in another order."""
     slices = (replace(FULL, begin=4), BEHIND)
     remote = digest_of(digests, order(slices=slices))
     landed.bytes[0, 1] ^= 0xFF
@@ -279,7 +279,7 @@ def test_a_digest_of_another_size_differs(
 
 
 def landing(wanted: CompareDigest) -> CompareDigest:
-    """The same before prefill's digest is here."""
+    """The same before prefill's digest arrives."""
     return msgspec.structs.replace(wanted, rows=b"", columns=b"")
 
 
@@ -349,7 +349,7 @@ def test_what_has_landed_and_cannot_be_digested_is_tried_again(
 
 
 def test_a_claim_has_one_digest_at_a_time(digests: DigestQueue) -> None:
-    """Or else a reader could keep this rank busy for ever."""
+    """Otherwise a reader could keep this rank busy forever."""
     assert digests.add(order()) is None
     assert digests.add(order(end=9)) is None
     (ended,) = drained(digests)
@@ -427,7 +427,7 @@ def test_the_digester_is_closed_with_the_queue(cache: Cache) -> None:
 
 
 class FailingDigester(SlowDigester):
-    """Cannot make the digest of one claim."""
+    """Fails for one claim."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(2)
@@ -495,7 +495,7 @@ def test_readers_of_the_same_heads_get_the_same_digest(
 def test_a_digest_that_nobody_waits_for_is_dropped(
     cache: Cache, counts: defaultdict[str, float]
 ) -> None:
-    """Under overload those behind it would be late too."""
+    """Under overload later digests would be late too."""
     slow = SlowDigester(3)
     digests = DigestQueue(cache.layout, slow, counts)
     digests.add(order(b"gone"))
@@ -536,7 +536,7 @@ def test_what_was_made_is_counted(digests: DigestQueue, counts: defaultdict[str,
     assert counts == {"digests": 2, "digest_bytes": num_bytes, "digest_seconds": 2.0}
 
 
-# --- what is not here
+# --- missing layers and blocks
 
 
 REFUSALS = [
@@ -583,7 +583,7 @@ def test_what_is_not_here_is_refused_in_words(
     assert (refused.route, refused.digest_request) == (b"route", wanted.digest_request)
     assert words in str(refused.refusal)
     assert digests.wait_s is None
-    assert digest_of(digests, order()).refusal is None, "what comes after it is made"
+    assert digest_of(digests, order()).refusal is None, "later digests run"
 
 
 def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: DigestQueue) -> None:
@@ -595,7 +595,7 @@ def test_a_comparison_that_is_refused_is_no_difference(cache: Cache, digests: Di
     )
 
 
-# --- what a rank opens
+# --- opening the digests of a rank
 
 
 def opened(memory: Memory, *, is_prefill: bool, verifies: bool) -> object:
@@ -608,7 +608,7 @@ def opened(memory: Memory, *, is_prefill: bool, verifies: bool) -> object:
 
 @pytest.fixture
 def _no_gpu_digester(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no torch."""
+    """The import fails, as without torch."""
     monkeypatch.setitem(sys.modules, "nixl_kv.verify.gpu", None)
 
 

@@ -1,4 +1,4 @@
-"""Slices: which heads and tokens a request reads, and where they are on a rank."""
+"""Slices name heads and tokens of a load; a rank finds them in its cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ FULL, WINDOWED = layout(windowed=True).groups
 def named(
     cache: CacheLayout, share: dict[str, tuple[int, int]], tables: Sequence[BlockTable]
 ) -> tuple[KVSlice, ...]:
-    """What a load with these tables reads from a rank that holds the same as this one."""
+    """The slices of a load with these tables from a rank with the same layers."""
     sent = tuple(Table.of(table.ids, table.first) for table in tables)
     route = Route(Rank(0), (Rank(0),), share)
     return SliceNamer(cache)(PEER, route, layout(), StartLoad(D1, 0, 1, sent))
@@ -66,7 +66,7 @@ def tables(full: Sequence[int], windowed: Sequence[int], first: int = 0) -> list
     ]
 
 
-# --- what a request reads
+# --- naming the slices of a load
 
 
 def test_all_tokens_of_the_shared_heads_are_read() -> None:
@@ -94,7 +94,7 @@ def test_a_window_is_read_from_after_its_last_absent_entry() -> None:
     begin=st.integers(0, 3),
 )
 def test_slices_are_those_of_the_table_written_out(absent: int, ids: list[int], begin: int) -> None:
-    """Whether absent entries are left out of it or not; also where they are found."""
+    """Tables with and without leading absent entries give the same slices."""
     whole, share = [ABSENT] * absent + ids, {"c": (2, 6)}
     cut = Table.of(whole[begin:], min(begin, len(whole)))
     group = replace(FULL, regions=WINDOWED.regions)
@@ -134,7 +134,7 @@ def test_a_finder_keeps_places_and_nothing_of_a_request() -> None:
 
 
 def test_a_namer_names_what_each_request_reads() -> None:
-    """Also of peers and loads of which it has kept the slices."""
+    """Kept slices of other peers and loads have no effect."""
     route = Route(Rank(0), (Rank(0),), {"a": (2, 6), "c": (2, 6)})
     other = Route(Rank(1), (Rank(0),), {"a": (2, 3)})
     namer = SliceNamer(layout())
@@ -282,7 +282,7 @@ def test_no_slices_are_found_if_none_are_wanted() -> None:
     assert SliceFinder(layout()).find([], tables([5], []), end=4) == []
 
 
-# --- what a peer may ask for
+# --- requests of peers
 
 
 @pytest.mark.parametrize(
