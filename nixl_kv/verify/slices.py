@@ -176,8 +176,10 @@ class SliceFinder:
         Raises:
             ValueError: this rank, or the block table, does not have a slice.
         """
+        if len({kv.layer for kv in wanted}) < len(wanted):
+            raise ValueError("a layer occurs twice among the slices; allowed: once")
         key = tuple((kv.layer, kv.first_head, kv.end_head, kv.stripes) for kv in wanted)
-        places_of = _kept(self._kept, key, lambda: self._find_places(wanted))
+        places_of = _kept(self._kept, key, lambda: [self._places_of(kv) for kv in wanted])
         blocks: dict[tuple[int, int], BlockIds] = {}  # by group and first token; layers share them
         found: list[LocalSlice] = []
         for kv, places in zip(wanted, places_of, strict=True):
@@ -191,11 +193,6 @@ class SliceFinder:
                 found.append(LocalSlice(place, kv.begin, stop, blocks[number, kv.begin]))
         return found
 
-    def _find_places(self, wanted: Sequence[KVSlice]) -> list[list[SlicePlace]]:
-        if len({kv.layer for kv in wanted}) < len(wanted):
-            raise ValueError("a layer occurs twice among the slices; allowed: once")
-        return [self._places_of(kv) for kv in wanted]
-
     def _places_of(self, kv: KVSlice) -> list[SlicePlace]:
         if kv.layer not in self._regions:
             raise ValueError(f"layer {kv.layer!r} is not on this rank")
@@ -207,7 +204,14 @@ class SliceFinder:
                 f"allowed: within {first} to {end}"
             )
         group, heads = self._layout.groups[number], (kv.first_head, kv.end_head)
-        other = _other_stripe(kv, group)
+        others = [stripe for stripe in kv.stripes if stripe != group.stripe]
+        allowed = 0 if group.keeps_states else 1
+        if len(others) > allowed:
+            raise ValueError(
+                f"{kv.layer!r} has {len(others)} stripes that are not this rank's; "
+                f"allowed: {allowed}"
+            )
+        other = others[0] if others else ALL_TOKENS
         return [
             SlicePlace(region, group, number, part, heads, other)
             for part in range(len(region.parts))
@@ -249,16 +253,6 @@ def _first_token(table: BlockTable) -> int | None:
     absent = np.flatnonzero(table.ids == ABSENT)
     skipped = int(absent[-1]) + 1 if len(absent) else 0
     return (table.first + skipped) * table.group.entry_size if skipped < len(table.ids) else None
-
-
-def _other_stripe(kv: KVSlice, group: Group) -> Stripe:
-    others = [stripe for stripe in kv.stripes if stripe != group.stripe]
-    allowed = 0 if group.keeps_states else 1
-    if len(others) > allowed:
-        raise ValueError(
-            f"{kv.layer!r} has {len(others)} stripes that are not this rank's; allowed: {allowed}"
-        )
-    return others[0] if others else ALL_TOKENS
 
 
 def _end_of_block(group: Group, end: int) -> int:
