@@ -281,9 +281,9 @@ class Config:
     # that UCX may read over TCP ('auto'), all ('on'), or none ('off').
     paced_reads: Annotated[str, Rule(PACING.allowed, _pacing)] = AUTO
     # How decode reads KV: by NIXL ('direct'), by a kernel from a GPU of the same host ('gather'),
-    # by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by a
-    # rule ('auto'): gather if prefill's memory is mapped, direct if the contiguous runs are long or
-    # few, staged otherwise.
+    # by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by
+    # a rule ('auto'): gather if prefill's memory is mapped, direct if the contiguous runs are long
+    # or few, staged otherwise.
     path: Annotated[str, PATH] = "auto"
     # MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing.
     staging_mib: Annotated[int, MEBIBYTES] = 256

@@ -62,7 +62,9 @@ OPAQUE: Final = (
 )
 """What is no part of the state, or is looked at by itself."""
 
-LEFT_OUT: Final = frozenset({"_counts", "_free_slots", "counts", "seconds", "started_at"})
+LEFT_OUT: Final = frozenset(
+    {"_agent", "_counts", "_free_slots", "counts", "seconds", "started_at"}  # `_agent` holds the op
+)
 """Attributes that decide nothing."""
 
 
