@@ -286,7 +286,7 @@ class DecodeMachine:
             load.fail(DROPPED)
         for read in load.rank_reads:
             others = self._unfinished.setdefault(read.endpoint, {})
-            if len(others) >= messages.MAX_CLAIMS:  # a renew cannot name one more
+            if len(others) >= messages.MAX_CLAIMS:  # a heartbeat cannot name more
                 load.fail(TOO_MANY)
             others[load.claim, read.rank] = load, read
             self._hurry_renewal(read, now)

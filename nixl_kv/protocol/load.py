@@ -1,7 +1,7 @@
 """One load on a decode rank: its reads from all prefill ranks, and the one report it owes.
 
 vLLM's request needs KV that a prefill engine holds. The load asks each prefill rank that has a part
-of it, reads what the rank grants, and proves each part by the rank's fence slot. It is prepared
+of it, reads the granted blocks, and proves each part by the rank's fence slot. It is prepared
 when the request arrives, before vLLM has given it blocks, so that the grants are here by then.
 
 For each prefill rank it has a `RankRead`:

@@ -1,4 +1,4 @@
-"""The prefill side of the protocol on one rank: offers, and who may read them until when.
+"""The prefill side of the protocol on one rank: offers, their readers, and their leases.
 
 An offer is a finished prefill whose blocks stay pinned until decode has read them. The rank grants
 it to the first claim that asks, holds a lease for each reader of that claim, and frees the blocks

@@ -1,7 +1,7 @@
 """The ticket: the string that prefill's answer carries through the router to decode.
 
 It travels in `kv_transfer_params`, so a client may have changed it. It names no block and no memory
-address: it says which engine to ask, for which offer, and what the KV depends on. If the engines
+address: it names the engine, the offer and the hash of all that the KV depends on. If the engines
 share a key, a MAC over the whole ticket proves that one of them made it. The fields beside it are
 for routers; some overwrite them, so decode never reads them.
 
