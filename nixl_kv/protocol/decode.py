@@ -1,12 +1,12 @@
 """The decode side of the protocol: commands, messages and events in, actions out.
 
-A decode rank has one `DecodeMachine`. It keeps the rank's loads, tells each what concerns it, and
+A decode rank has one `DecodeMachine`. It keeps the rank's loads, passes each its events, and
 decides when to ask again, which claims to renew, and which reads begin. Messages find their load by
-key and a tick looks only at what is due, so neither costs more when there are more loads.
+key and a tick looks only at due deadlines, so neither costs more when there are more loads.
 
-Handlers change loads and return actions. `handle` settles each load that a handler touched, once,
-at its end: it cancels what a failure makes useless, queues what can be read, and reports what is
-over.
+Handlers change loads and return actions. At its end, `handle` settles each load that a handler
+touched, once: it cancels reads that a failure makes useless, queues reads that can begin, and
+reports loads that have ended.
 """
 
 import math
@@ -18,7 +18,7 @@ import msgspec
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
-from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, Rank, RequestId
+from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Failure, FailureKind
 from nixl_kv.protocol.load import DROPPED, Actions, Load, Numbers, RankRead, State
@@ -27,11 +27,13 @@ from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
-MIN_RENEW_INTERVAL_S: Final = 0.025
-"""Bounds the renews that a prefill rank with a very short lease can cause."""
+MIN_RENEW_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
 
 NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
+CANNOT_VERIFY: Final = Failure(
+    FailureKind.INTERNAL, "this rank cannot verify loads, or no longer knows its peer"
+)
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL,
@@ -42,7 +44,7 @@ TOO_MANY: Final = Failure(
 NameSlices: TypeAlias = Callable[
     [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
 ]
-"""Names the slices that a load reads from one rank, so that it can be verified.
+"""Names the slices that a load reads from one rank, to verify them.
 
 It raises ValueError for block tables that do not fit this rank's cache.
 """
@@ -52,8 +54,7 @@ class DecodeMachine:
     """All loads of one decode rank. Only `handle` changes their state, and it never waits.
 
     `reader` is this rank as prefill knows it, and `bytes_per_token` counts all layers on this rank.
-    Without `name_slices` it can verify no load.
-    Times are monotonic, in seconds.
+    Without `name_slices` it verifies no load. Times are monotonic, in seconds.
     """
 
     def __init__(  # noqa: PLR0913 - a rank's facts and settings
@@ -81,7 +82,6 @@ class DecodeMachine:
         self._by_request: dict[RequestId, Load] = {}
         self._by_peer: dict[events.PeerKey, dict[Claim, Load]] = {}
         self._unfinished: dict[Endpoint, dict[Key, tuple[Load, RankRead]]] = {}
-        self._silent: set[Endpoint] = set()  # some unfinished read there has `unreachable_since`
         self._due = Deadlines[Claim]()
         self._renewals = Deadlines[Endpoint]()
 
@@ -97,7 +97,11 @@ class DecodeMachine:
             case events.StartLoad():
                 return self._start(event, now)
             case events.CancelLoad():
-                return self._cancel(event)
+                load = self._of_request(event.request)
+                if load is not None:
+                    load.is_cancelled = True
+                    if load.reads is not None:  # else it waits for the ranks, to release them
+                        load.fail(DROPPED)
             case events.Answered():
                 return self._on_answer(event.message, event.endpoint, now)
             case events.LinkBroken():
@@ -107,11 +111,10 @@ class DecodeMachine:
             case events.PeerFits():
                 return self._on_fits(event, now)
             case events.PeerJoined():
-                if self.peers.is_joining(event.peer):
-                    self.peers.on_joined(event, now)
-                return []
+                self.peers.on_joined(event, now)
             case events.PeerRefused():
-                return self._on_refused(event, now)
+                failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
+                return self._on_unusable(event.peer, event, failure, now)
             case events.PeerBroken():
                 return self._on_broken(event, now)
             case events.PeersMoved():
@@ -120,12 +123,10 @@ class DecodeMachine:
                 return self._on_tick(event, now)
             case _:
                 return self._on_read_event(event, now)
-
-    # --- for its owner to look at
+        return []
 
     @property
     def loads(self) -> list[Load]:
-        """Every load that is not forgotten."""
         return list(self._loads.values())
 
     def load_of(self, request: RequestId) -> Load | None:
@@ -138,7 +139,7 @@ class DecodeMachine:
         return min((when for when in due if when is not None), default=None)
 
     def is_using(self, endpoint: Endpoint) -> bool:
-        """Whether something is held over the link to an endpoint, or asked for and not answered."""
+        """Whether this rank holds blocks over the link to an endpoint, or awaits an answer."""
         return endpoint in self._unfinished or self.peers.is_describing(endpoint)
 
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
@@ -146,23 +147,17 @@ class DecodeMachine:
         return load is not None and load.is_digest_wanted(action)
 
     def set_engine(self, engine: EngineId) -> None:
-        """Name this engine as all of its ranks do. Call it before the first load."""
+        """Call this before the first load."""
         self.reader = msgspec.structs.replace(self.reader, engine=engine)
 
     def clear(self) -> None:
-        """Forget everything, whatever state it is in."""
         for table in (self._loads, self._touched, self._by_request, self._by_peer):
             table.clear()
-        for each in (self._unfinished, self._silent, self._queue, self._due, self._renewals):
+        for each in (self._unfinished, self._queue, self._due, self._renewals):
             each.clear()
         self.peers.clear()
 
     def validate(self) -> None:
-        """Check every load, and that each is found where it belongs.
-
-        Raises:
-            LocalProtocolError: if something is wrong.
-        """
         self._queue.validate()
         reads = []
         for load in self.loads:
@@ -179,7 +174,7 @@ class DecodeMachine:
         if sorted(by_peer) != sorted(self._loads):
             raise LocalProtocolError(f"loads {sorted(self._loads)}, by peer {sorted(by_peer)}")
 
-    # --- the loads that an event concerns. Whatever a handler gets from these is settled
+    # --- the loads that an event concerns; `handle` settles all that these return
 
     def _touch(self, loads: Iterable[Load]) -> list[Load]:
         touched = {load.claim: load for load in loads}
@@ -194,18 +189,19 @@ class DecodeMachine:
         return self._touch(self._by_peer.get(peer, {}).values())
 
     def _at(self, endpoint: Endpoint) -> list[tuple[Load, RankRead]]:
-        """What is read from the rank at one endpoint and has not ended."""
+        """The unfinished reads of the rank at one endpoint."""
         found = list(self._unfinished.get(endpoint, {}).values())
         self._touch(load for load, _ in found)
         return found
 
     def _claimed(self, claim: Claim, endpoint: Endpoint) -> tuple[Load, RankRead] | None:
-        """What is read under a claim from the rank at one endpoint, even if it has ended."""
+        """The read under a claim of the rank at one endpoint, even if it has ended."""
         load = self._loads.get(claim)
-        for read in load.rank_reads if load is not None else ():
-            if load is not None and read.endpoint == endpoint:
-                self._touch([load])
-                return load, read
+        if load is not None:
+            for read in load.rank_reads:
+                if read.endpoint == endpoint:
+                    self._touch([load])
+                    return load, read
         return None
 
     # --- commands
@@ -215,7 +211,7 @@ class DecodeMachine:
         key = events.PeerKey(ticket.engine, ticket.incarnation, ticket.endpoint)
         known = self._of_request(command.request)
         if known is not None and not (known.is_cancelled and known.start is None):
-            # No later command tells which of the two it means. So neither is loaded.
+            # Later commands name only the request, so this rank loads neither of the two.
             known.fail(SAME_ID)
             return []
         load = Load(
@@ -251,43 +247,38 @@ class DecodeMachine:
         return self._ask_digests(load, now)
 
     def _ask_digests(self, load: Load, now: float) -> Actions:
-        """Name what is read from each rank, and let prefill digest it meanwhile."""
+        """Name the slices that are read from each rank; prefill digests them meanwhile."""
+        start, peer = load.start, self.peers.get(load.peer)
+        if start is None or not start.verify:
+            return []
         actions: Actions = []
         for read in load.rank_reads:
-            if load.start is not None and load.start.verify and not read.has_ended:
-                try:
-                    read.slices = self._slices_of(load.peer, read.rank, load.start)
-                except ValueError as error:
-                    load.fail(Failure(FailureKind.INTERNAL, str(error)))
-                actions += load.ask_digest(read, now)
+            if read.has_ended:
+                continue
+            if self._name_slices is None or peer is None or peer.description is None:
+                load.fail(CANNOT_VERIFY)
+                continue
+            route = next(route for route in peer.routes if route.remote_rank == read.rank)
+            layout = peer.description.ranks[read.rank].layout
+            try:
+                read.slices = self._name_slices(load.peer, route, layout, start)
+            except ValueError as error:
+                load.fail(Failure(FailureKind.INTERNAL, str(error)))
+            actions += load.ask_digest(read, now)
         return actions
-
-    def _slices_of(
-        self, key: events.PeerKey, rank: Rank, start: events.StartLoad
-    ) -> tuple[messages.KVSlice, ...]:
-        peer = self.peers.get(key)
-        if self._name_slices is None or peer is None or peer.description is None:
-            raise ValueError("this rank cannot verify loads, or no longer knows its peer")
-        route = next(route for route in peer.routes if route.remote_rank == rank)
-        return self._name_slices(key, route, peer.description.ranks[rank].layout, start)
-
-    def _cancel(self, command: events.CancelLoad) -> Actions:
-        load = self._of_request(command.request)
-        if load is not None:
-            load.is_cancelled = True
-            if load.reads is not None:  # else it waits, to release the ranks once they are known
-                load.fail(DROPPED)
-        return []
 
     # --- peers
 
     def _on_fits(self, event: events.PeerFits, now: float) -> Actions:
-        """Its ranks are known: ask them while its memory is made readable."""
-        if not self.peers.is_connecting(event.peer):
+        """The peer's ranks are known: ask them while its memory is made readable."""
+        if self.peers.state_of(event.peer) is not PeerState.CONNECTING:
             return [events.DropPeer(event.peer)]
         self.peers.on_fits(event)
-        loads = [load for load in self._of_peer(event.peer) if load.reads is None]
-        return [a for load in loads for a in self._open(load, event, type(event).__name__, now)]
+        actions: Actions = []
+        for load in self._of_peer(event.peer):
+            if load.reads is None:
+                actions += self._open(load, event, type(event).__name__, now)
+        return actions
 
     def _open(self, load: Load, fits: events.PeerFits, cause: str, now: float) -> Actions:
         actions = load.open(fits.description, fits.routes, cause)
@@ -295,7 +286,7 @@ class DecodeMachine:
             load.fail(DROPPED)
         for read in load.rank_reads:
             others = self._unfinished.setdefault(read.endpoint, {})
-            if len(others) >= messages.MAX_CLAIMS:  # a renew cannot name one more
+            if len(others) >= messages.MAX_CLAIMS:  # a heartbeat cannot name more
                 load.fail(TOO_MANY)
             others[load.claim, read.rank] = load, read
             self._hurry_renewal(read, now)
@@ -306,13 +297,11 @@ class DecodeMachine:
         return actions + self._ask_digests(load, now)
 
     def _greet(self, key: events.PeerKey) -> Actions:
-        """Send a word to each rank that is to be read and holds nothing for this one.
-
-        NIXL's first read of a rank needs that rank's progress, which it makes after any message.
-        """
+        """Send a heartbeat to each rank of a peer that holds nothing for this rank yet."""
         peer = self.peers.get(key)
         if peer is None or peer.description is None:
             return []
+        # NIXL's first read of a rank needs that rank's progress, which it makes after any message.
         ranks = peer.description.ranks
         return [
             self._renew_message(rank.endpoint, rank.incarnation)
@@ -320,16 +309,7 @@ class DecodeMachine:
             if rank.endpoint not in self._unfinished
         ]
 
-    def _on_refused(self, event: events.PeerRefused, now: float) -> Actions:
-        """The peer does not fit, or its memory cannot be made readable."""
-        failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
-        if not self.peers.is_joining(event.peer):
-            return self._on_unusable(event.peer, event, failure, now)
-        self._fail_loads(event.peer, failure)
-        return self.peers.on_unusable(event.peer, event, failure, now)
-
     def _on_broken(self, event: events.PeerBroken, now: float) -> Actions:
-        """A connection to the peer's memory broke. After several, its loads fail at once."""
         actions = self.peers.on_broken(event, now)
         peer = self.peers.get(event.peer)
         if peer is not None and peer.state is PeerState.UNREADABLE and peer.failure is not None:
@@ -348,7 +328,9 @@ class DecodeMachine:
         failure: Failure,
         now: float,
     ) -> Actions:
-        if not self.peers.is_connecting(peer):
+        state = self.peers.state_of(peer)
+        is_refused = state is PeerState.JOINING and isinstance(event, events.PeerRefused)
+        if state is not PeerState.CONNECTING and not is_refused:
             return []
         self._fail_loads(peer, failure)
         return self.peers.on_unusable(peer, event, failure, now)
@@ -356,11 +338,11 @@ class DecodeMachine:
     # --- links
 
     def _on_link_broken(self, event: events.LinkBroken, now: float) -> Actions:
-        """Whatever was sent may be lost: say it again over the next connection."""
+        """Repeat all messages over the next connection, because they may be lost."""
         actions = self.peers.ask_again(event.endpoint)
         reads = self._at(event.endpoint)
         for load, read in reads:
-            self._note_silence(read, now)
+            read.note_silence(now)
             if read.lacks_answer:
                 actions += load.ask(read, now)
         return actions + (self._renew(event.endpoint, now) if reads else [])
@@ -368,27 +350,18 @@ class DecodeMachine:
     def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
         for load, read in self._at(event.endpoint):
             detail = f"prefill rank {read.rank} is unreachable: {event.reason}"
-            self._note_silence(read, now)
+            read.note_silence(now)
             load.on_refusal(read, event, Failure(FailureKind.UNREACHABLE, detail), now)
         failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         peers = self.peers.on_endpoint_lost(event, now)
         return [a for peer in peers for a in self._on_unusable(peer, event, failure, now)]
 
-    def _note_silence(self, read: RankRead, now: float) -> None:
-        self._silent.add(read.endpoint)
-        if read.unreachable_since is None:
-            read.unreachable_since = now
-
     def _note_answer(self, endpoint: Endpoint, incarnation: Incarnation) -> None:
-        """The rank at an endpoint answers. An answer of another life says nothing about it."""
-        if endpoint not in self._silent:
-            return
-        reads = [read for _, read in self._at(endpoint)]
-        for read in reads:
-            if read.incarnation == incarnation:
+        for load, read in self._unfinished.get(endpoint, {}).values():
+            # An answer of another incarnation says nothing about this one.
+            if read.unreachable_since is not None and read.incarnation == incarnation:
                 read.unreachable_since = None
-        if all(read.unreachable_since is None for read in reads):
-            self._silent.discard(endpoint)
+                self._touch([load])
 
     # --- messages
 
@@ -416,7 +389,7 @@ class DecodeMachine:
             return []
         claimed = self._claimed(message.claim, endpoint)
         if claimed is None:
-            # A rank that holds blocks for a claim that this rank forgot would wait for a lease.
+            # This rank forgot the claim. Without a release, prefill waits for its lease to expire.
             holds = isinstance(message, messages.Grant | messages.Recall)
             return [_release_unknown(message, endpoint)] if holds else []
         load, read = claimed
@@ -430,9 +403,11 @@ class DecodeMachine:
             case messages.PackReply():
                 return load.on_packed(read, message, now)
             case messages.Recall() if load.is_reading(read):
-                return self._renew(endpoint, now)  # says which claims are being read
+                return self._renew(endpoint, now)  # it lists the claims that are being read
             case messages.Recall():
-                return load.on_recall(read, message, now)
+                detail = f"prefill rank {read.rank} recalled its blocks before decode had its own"
+                load.on_refusal(read, message, Failure(FailureKind.RECALLED, detail), now)
+                return [load.release(read)]
             case messages.Deny():
                 failure = Failure(FailureKind.DENIED, f"prefill rank {read.rank} denied")
                 load.on_refusal(read, message, failure, now)
@@ -444,7 +419,7 @@ class DecodeMachine:
         self._note_answer(endpoint, Incarnation(message.incarnation))
         for claim in message.lost:
             load, read = self._claimed(Claim(claim), endpoint) or (None, None)
-            # A renew may overtake an ask: prefill may have granted since what it did not hold then.
+            # A renew may overtake an ask, so prefill may have granted the claim since.
             if load and read and read.grant is not None and read.granted_at < message.number:
                 detail = f"prefill rank {read.rank} let the lease run out"
                 load.on_refusal(read, message, Failure(FailureKind.LEASE_LOST, detail), now)
@@ -475,13 +450,11 @@ class DecodeMachine:
         for peer in overdue:
             actions += self._on_unusable(peer, tick, NO_DESCRIPTION, now)
         for load in self._touch([self._loads[claim] for claim in self._due.pop_due(now)]):
-            late = load.late_failure(now)
-            if late is not None:
-                actions += load.on_late(late, now)
+            actions += load.on_tick(now)
             for read in load.rank_reads if load.failure is None else ():
                 if read.lacks_answer and read.ask_again_at <= now:
                     actions += load.ask(read, now)
-        actions += self._settle(now)  # so that no renew names a claim that has just ended
+        actions += self._settle(now)  # first, so that no renew names a claim that has just ended
         return actions + [a for at in self._renewals.pop_due(now) for a in self._renew(at, now)]
 
     def _is_in_use(self, peer: events.PeerKey) -> bool:
@@ -492,7 +465,7 @@ class DecodeMachine:
     # --- renewals
 
     def _renew(self, endpoint: Endpoint, now: float) -> Actions:
-        """Name all claims that the rank at an endpoint may hold for this one, by its lives."""
+        """Send a heartbeat to each incarnation of which this rank may hold claims."""
         found = self._unfinished[endpoint].values()
         self._renewals.set(endpoint, now + min(self._renew_after_s(read) for _, read in found))
         lives: dict[Incarnation, tuple[list[Claim], list[Claim]]] = {}
@@ -523,12 +496,12 @@ class DecodeMachine:
         )
 
     def _renew_after_s(self, read: RankRead) -> float:
-        """Five renews per lease, whose length prefill's configuration decides."""
+        # Five per lease, whose length prefill's configuration decides.
         lease_s = read.grant.lease_s if read.grant is not None else math.inf
         return max(MIN_RENEW_INTERVAL_S, min(self._renew_interval_s, lease_s / 5))
 
     def _hurry_renewal(self, read: RankRead, now: float) -> None:
-        """A read has begun, or has learned the length of its lease."""
+        """Send the next heartbeat earlier if a new read or its lease needs that."""
         due = self._renewals.get(read.endpoint)
         soon = now + self._renew_after_s(read)
         if not read.has_ended and (due is None or soon < due):
@@ -557,7 +530,7 @@ class DecodeMachine:
         return actions
 
     def _requeue(self, load: Load, read: RankRead, now: float) -> None:
-        """Note whether a read waits for its turn, has had it, or has ended."""
+        """Queue a read, or take it out once it has ended."""
         key = (load.claim, read.rank)
         if read.state is State.GRANTED and load.start is not None:
             if key not in self._queue:
@@ -570,7 +543,6 @@ class DecodeMachine:
         others = self._unfinished.get(read.endpoint, {})
         if others.pop(key, None) is not None and not others:
             del self._unfinished[read.endpoint]
-            self._silent.discard(read.endpoint)
             self._renewals.set(read.endpoint, None)
 
     def _forget(self, load: Load) -> None:

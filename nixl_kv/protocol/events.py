@@ -1,8 +1,8 @@
-"""The records that go into the state machines and come out of them, besides the wire's messages.
+"""The inputs and outputs of the state machines, besides the messages on the wire.
 
-Commands come from the caller, which is vLLM's step thread. Events come from the sockets and the
-data plane. The machines answer with actions, which `engine.loop` carries out; results are actions
-that go back to the caller. All records are frozen, so that tests compare whole lists of them.
+Commands come from the caller, vLLM's step thread. Events come from the sockets and the data plane.
+The machines answer with actions, which `engine.loop` carries out. Results are actions that go back
+to the caller. All records are frozen, so that tests compare whole lists of them.
 """
 
 import enum
@@ -21,8 +21,7 @@ from nixl_kv.protocol.ticket import Ticket
 class Transition(NamedTuple):
     """An offer, a load, a read from one rank, or a peer changed its state.
 
-    `peer` is empty if it concerns no peer. `cause` is the type of the event, with a detail where
-    there is one. `num_bytes` counts the bytes that were read.
+    `peer` is empty for a transition that concerns no peer. `cause` is the event's type and details.
     """
 
     request: str
@@ -34,8 +33,6 @@ class Transition(NamedTuple):
 
 
 Record: TypeAlias = Callable[[Transition], None]
-"""Keeps a transition, as `engine.event_log` does."""
-
 OVER = "OVER"
 """The name of the state after the last transition."""
 
@@ -44,8 +41,6 @@ OVER = "OVER"
 
 
 class PrepareLoad(msgspec.Struct, frozen=True):
-    """A request arrived with a ticket: ask for the offer's blocks."""
-
     request: RequestId
     ticket: Ticket
     claim: Claim
@@ -54,9 +49,8 @@ class PrepareLoad(msgspec.Struct, frozen=True):
 class StartLoad(msgspec.Struct, frozen=True):
     """The request has local blocks now: read the tokens [begin, end) into them.
 
-    For each cache group, `tables[g]` has the entries of the local block table from the one that
-    holds `begin` to the one that holds `end - 1`. With `verify`, the load is good only if its
-    digest equals prefill's.
+    `tables` has one block table per cache group, from the entry of token `begin` to that of token
+    `end - 1`. With `verify`, the load succeeds only if its digest equals prefill's.
     """
 
     request: RequestId
@@ -77,10 +71,9 @@ class CancelLoad(msgspec.Struct, frozen=True):
 
 
 class SetEngine(msgspec.Struct, frozen=True):
-    """What all ranks of this engine must agree on; comes before any request.
+    """All ranks of an engine must agree on this; it comes before any request.
 
-    `engine` is its name: a rank on another node may have started with another one. `layouts` are
-    the caches of all ranks, in rank order.
+    A rank on another node may have started under another name. `layouts` are in rank order.
     """
 
     engine: EngineId
@@ -93,9 +86,9 @@ class SetEngine(msgspec.Struct, frozen=True):
 class PrepareOffer(msgspec.Struct, frozen=True):
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
-    The ticket leaves only after that step, with the blocks pinned. So an ask with this nonce proves
-    both. `tables` has one block table for each cache group. If not `is_written`, the ticket may
-    leave before all KV is in memory, and the offer is granted after `MarkWritten`.
+    The ticket leaves after that step, with the blocks pinned, so an ask with this nonce proves
+    both. `tables` has one block table per cache group. If not `is_written`, the ticket may leave
+    before all KV is in memory, and the rank grants the offer after `MarkWritten`.
     """
 
     nonce: Nonce
@@ -120,13 +113,11 @@ class PublishOffer(msgspec.Struct, frozen=True):
 
 
 class WithdrawOffer(msgspec.Struct, frozen=True):
-    """No ticket went out: forget the preparation."""
-
-    nonce: Nonce
+    nonce: Nonce  # no ticket went out
 
 
 class RevokeOffer(msgspec.Struct, frozen=True):
-    """End the offer unless a reader has claimed it by now."""
+    """End the offer unless a reader has claimed it."""
 
     nonce: Nonce
 
@@ -134,7 +125,7 @@ class RevokeOffer(msgspec.Struct, frozen=True):
 class ReclaimBlocks(msgspec.Struct, frozen=True):
     """A local request has waited for `num_blocks` blocks: take them from offers.
 
-    Unclaimed offers end. If they are too few, granted offers that no reader reads yet are recalled.
+    Unclaimed offers end. If they are too few, the rank recalls granted offers that no reader reads.
     """
 
     num_blocks: int
@@ -144,15 +135,11 @@ class ReclaimBlocks(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """This rank received a message; `route` leads back to its sender."""
-
-    route: bytes
+    route: bytes  # back to the sender
     message: messages.ToRank
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """A remote endpoint answered."""
-
     endpoint: Endpoint
     message: messages.Answer
 
@@ -164,7 +151,7 @@ class LinkBroken(msgspec.Struct, frozen=True):
 
 
 class EndpointLost(msgspec.Struct, frozen=True):
-    """The endpoint cannot be reached: its link broke twice, or could not be opened."""
+    """The link broke twice, or could not be opened."""
 
     endpoint: Endpoint
     reason: str
@@ -176,8 +163,7 @@ class EndpointLost(msgspec.Struct, frozen=True):
 class PeerKey(msgspec.Struct, frozen=True):
     """One incarnation of a remote engine, at the endpoint that a ticket names.
 
-    The endpoint is part of the key, so that a forged ticket with another address cannot redirect
-    the holders of genuine tickets.
+    The endpoint is part of the key, so a forged ticket cannot redirect the holders of genuine ones.
     """
 
     engine: EngineId
@@ -189,9 +175,9 @@ class PeerKey(msgspec.Struct, frozen=True):
 
 
 class PeerFits(msgspec.Struct, frozen=True):
-    """The peer's description fits: loads may ask its ranks, by these routes.
+    """The description fits: loads may ask the peer's ranks, by these routes.
 
-    Its memory is still being made readable. A read that starts earlier waits for that.
+    The peer's memory is still being made readable. A read that starts earlier waits for that.
     """
 
     peer: PeerKey
@@ -200,8 +186,6 @@ class PeerFits(msgspec.Struct, frozen=True):
 
 
 class PeerJoined(msgspec.Struct, frozen=True):
-    """The memory of a peer that fits can be read."""
-
     peer: PeerKey
 
 
@@ -213,7 +197,7 @@ class PeerRefused(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A part of a read that prefill is to pack: tokens [begin, end) of these layers' heads."""
+    """A part of a read for prefill to pack: tokens [begin, end) of these heads."""
 
     number: int
     begin: int
@@ -222,12 +206,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ChunksWanted(msgspec.Struct, frozen=True):
-    """A read advances; prefill is to be asked for these chunks, if there are any.
+    """A read has moved, and wants prefill to pack these chunks, if any.
 
-    Every path reports its progress by this event, without chunks where it needs none.
-
-    `holds` are the numbers of all chunks that the read waits for or still reads. A chunk that is
-    not among them has been read: prefill may use its slot for others.
+    Every path reports its progress by this event. `holds` are the numbers of all chunks that the
+    read waits for or still reads; prefill may reuse the ring slots of all others.
     """
 
     request: RequestId
@@ -237,9 +219,9 @@ class ChunksWanted(msgspec.Struct, frozen=True):
 
 
 class ReadDone(msgspec.Struct, frozen=True):
-    """All bytes of a data read have landed: in `num_runs` contiguous runs, after `seconds`.
+    """All bytes of a data read have landed, in `num_runs` contiguous runs.
 
-    `path` names the way that they took; of a staged read, `direct_bytes` were read directly.
+    A staged read has read `direct_bytes` of them directly.
     """
 
     request: RequestId
@@ -252,7 +234,7 @@ class ReadDone(msgspec.Struct, frozen=True):
 
 
 class PeerBroken(msgspec.Struct, frozen=True):
-    """A NIXL connection to a peer broke or could not be made. Reads over it fail as well."""
+    """A NIXL connection to a peer broke or failed to open. Reads over it fail as well."""
 
     peer: PeerKey
     reason: str
@@ -265,7 +247,7 @@ class PeersMoved(msgspec.Struct, frozen=True):
 
 
 class ReadFailed(msgspec.Struct, frozen=True):
-    """A read of data or of a slot has ended, and nothing of it will land any more."""
+    """A read of data or of a fence slot has ended; no byte of it will land later."""
 
     request: RequestId
     rank: Rank
@@ -273,15 +255,13 @@ class ReadFailed(msgspec.Struct, frozen=True):
 
 
 class SlotRead(msgspec.Struct, frozen=True):
-    """What was in the slot after all data had landed."""
-
     request: RequestId
     rank: Rank
     generation: Generation
 
 
 class DigestMade(msgspec.Struct, frozen=True):
-    """What a reader asked a digest of: sums as in `DigestReply`. `refusal`: why there are none."""
+    """The digest for a reader, as in `DigestReply`. `refusal` says why there is none."""
 
     route: bytes
     digest_request: messages.DigestRequest
@@ -291,7 +271,7 @@ class DigestMade(msgspec.Struct, frozen=True):
 
 
 class ChunkPacked(msgspec.Struct, frozen=True):
-    """A slot of the ring is not written any more. `refusal`: the chunk is not in it, and why."""
+    """The write to a ring slot has ended. `refusal` says why the chunk is not in it."""
 
     route: bytes
     pack_request: messages.PackRequest
@@ -300,10 +280,10 @@ class ChunkPacked(msgspec.Struct, frozen=True):
 
 
 class DigestCompared(msgspec.Struct, frozen=True):
-    """The bytes that landed were compared with prefill's; `difference` says where, in words.
+    """The landed bytes were compared with prefill's; `difference` says where they differ.
 
-    Nobody waits for a comparison to end: its claim tells one of an earlier attempt. `refusal`: they
-    cannot be compared, and why.
+    A comparison may outlive its load, so `claim` tells the attempts of a request apart. `refusal`
+    says why there was no comparison.
     """
 
     request: RequestId
@@ -317,34 +297,33 @@ class Tick(msgspec.Struct, frozen=True):
     """A deadline has passed."""
 
 
-# --- actions
+# --- actions; these are answered:
+#
+#     JoinPeer               by PeerFits, then PeerJoined; or by PeerRefused instead
+#     StartRead              by ReadDone or ReadFailed, after any number of ChunksWanted
+#     ReadSlot               by SlotRead or ReadFailed
+#     StopRead, AbandonRead  by the end of that read: at once, or once its agent is gone
+#     MakeDigest             by DigestMade
+#     PackChunk              by ChunkPacked
+#     CompareDigest          by DigestCompared, if it has prefill's sums
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to an endpoint; connect if necessary."""
-
     endpoint: Endpoint
     message: messages.Message
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Answer the sender of the message that came by this route."""
-
     route: bytes
     message: messages.Message
 
 
 class Disconnect(msgspec.Struct, frozen=True):
-    """Close the connection to an endpoint."""
-
     endpoint: Endpoint
 
 
 class JoinPeer(msgspec.Struct, frozen=True):
-    """Check a description and make the peer's memory readable.
-
-    The answers are PeerFits and then PeerJoined; PeerRefused may come instead of either.
-    """
+    """Check a description and make the peer's memory readable."""
 
     peer: PeerKey
     description: messages.Description
@@ -361,8 +340,6 @@ class DropPeer(msgspec.Struct, frozen=True):
 
 
 class StartRead(msgspec.Struct, frozen=True):
-    """Read the data; answered by ReadDone or ReadFailed."""
-
     peer: PeerKey
     rank: Rank
     grant: messages.Grant
@@ -370,7 +347,7 @@ class StartRead(msgspec.Struct, frozen=True):
 
 
 class ReadChunk(msgspec.Struct, frozen=True):
-    """A chunk of a read is in this slot of prefill's ring, or in none: then it is read as it is."""
+    """Prefill has packed a chunk into this ring slot. None: read the chunk directly."""
 
     request: RequestId
     rank: Rank
@@ -379,22 +356,16 @@ class ReadChunk(msgspec.Struct, frozen=True):
 
 
 class StopRead(msgspec.Struct, frozen=True):
-    """A read of data is not wanted any more; answered by its end, as soon as can be."""
-
     request: RequestId
     rank: Rank
 
 
 class AbandonRead(msgspec.Struct, frozen=True):
-    """A read has not ended in its time: stop it by whatever stops it; answered by ReadFailed."""
-
     request: RequestId
     rank: Rank
 
 
 class ReadSlot(msgspec.Struct, frozen=True):
-    """Read a generation slot; answered by SlotRead or ReadFailed."""
-
     peer: PeerKey
     rank: Rank
     request: RequestId
@@ -402,16 +373,12 @@ class ReadSlot(msgspec.Struct, frozen=True):
 
 
 class MakeDigest(msgspec.Struct, frozen=True):
-    """Digest what a reader reads from an offer's blocks; answered by DigestMade."""
-
     route: bytes
     digest_request: messages.DigestRequest
     tables: tuple[Table, ...]
 
 
 class PackChunk(msgspec.Struct, frozen=True):
-    """Pack a chunk of an offer's blocks into a slot of the ring; answered by ChunkPacked."""
-
     route: bytes
     pack_request: messages.PackRequest
     tables: tuple[Table, ...]
@@ -419,10 +386,10 @@ class PackChunk(msgspec.Struct, frozen=True):
 
 
 class CompareDigest(msgspec.Struct, frozen=True):
-    """Digest what a load has read from a rank, and compare it with prefill's digest.
+    """Digest the bytes that landed from a rank, and compare them with prefill's digest.
 
-    Sent when the data has landed, without prefill's sums, to start the digest. Sent again with
-    them when the slot was valid too, and then answered by DigestCompared.
+    The first one, without prefill's sums, starts the digest when the data has landed. The second
+    one has the sums and follows a valid slot; DigestCompared answers it.
     """
 
     rank: Rank
@@ -434,15 +401,11 @@ class CompareDigest(msgspec.Struct, frozen=True):
 
 
 class WriteSlot(msgspec.Struct, frozen=True):
-    """Make a grant valid: write its generation into the fence slot."""
-
     slot: int
     generation: Generation
 
 
 class ClearSlot(msgspec.Struct, frozen=True):
-    """Make a grant invalid, before its blocks can be reused."""
-
     slot: int
 
 
@@ -460,7 +423,7 @@ class PeerReadable(msgspec.Struct, frozen=True):
 
 
 class AskDenied(msgspec.Struct, frozen=True):
-    """This rank denied a message about an offer; the reason stays on this side."""
+    """This rank denied a message about an offer. The reason stays on this side."""
 
     nonce: Nonce
     reason: str
@@ -486,8 +449,6 @@ class FailureKind(enum.Enum):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a load failed: for a counter, and for people."""
-
     kind: FailureKind
     detail: str
 
@@ -496,11 +457,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
-    """A started load has ended: no read can write into its blocks any longer.
+    """A started load has ended: no read can write into its blocks later.
 
     `failure` is None if every byte was read while prefill held the blocks. `verified`: its digest
-    equals prefill's. `peer` is None if no engine was asked. `reads` are the successful data reads,
-    one for each prefill rank.
+    equals prefill's. `peer` is None if no engine was asked. `reads` has one read per prefill rank.
     """
 
     request: RequestId
@@ -538,7 +498,7 @@ class NewLife(msgspec.Struct, frozen=True):
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Counters' increments since the last such result, and gauges' values."""
+    """Increments of counters since the last such result, and values of gauges."""
 
     counts: Mapping[str, float]
 

@@ -1,7 +1,7 @@
-"""One load on a decode rank: what it reads from each prefill rank, and the one report it owes.
+"""One load on a decode rank: its reads from all prefill ranks, and the one report it owes.
 
 vLLM's request needs KV that a prefill engine holds. The load asks each prefill rank that has a part
-of it, reads what the rank grants, and proves each part by the rank's fence slot. It is prepared
+of it, reads the granted blocks, and proves each part by the rank's fence slot. It is prepared
 when the request arrives, before vLLM has given it blocks, so that the grants are here by then.
 
 For each prefill rank it has a `RankRead`:
@@ -13,12 +13,12 @@ For each prefill rank it has a `RankRead`:
     VERIFYING  the fence token was still there; digests of both sides are being compared
     DRAINING   cancelled, but a read may still write
     DONE       the bytes are proven
-    FAILED     no read writes any more, and the bytes must not be used
+    FAILED     no read writes later, and the bytes must not be used
 
-READING and CHECKING are left only by the end of the read itself: NIXL has no abort, so the blocks
-go back to the caller only when no read can write into them. One failure cancels the reads from all
-other ranks. When every read has ended, the load is over: it reports `LoadEnded` if it was started,
-and nothing if it was cancelled before.
+Only the end of the read itself leaves READING and CHECKING: NIXL has no abort, so the caller gets
+its blocks back when no read can write into them. One failure cancels the reads from all other
+ranks. When every read has ended, the load ends: it reports `LoadEnded` if it was started, and
+nothing if it was cancelled before.
 """
 
 import math
@@ -40,13 +40,10 @@ Actions: TypeAlias = list[events.Action]
 
 ASK_AGAIN_S: Final = 1.0
 """An unanswered message is repeated after this long: ZMQ may have dropped it."""
-
 SILENCE_S: Final = 3.0
 """A read from an unreachable rank is late after this long, although NIXL reports no error."""
-
 DRAIN_S: Final = 1.0
 """A late read that has not ended after this long is abandoned: its agent is replaced."""
-
 MAX_TIMEOUTS: Final = 4
 """A read that does not move is late after this many timeouts, whatever moves beside it."""
 
@@ -61,8 +58,6 @@ class Cancelled:
 
 
 class State(MachineState):
-    """The state of a `RankRead`; the head of this file describes each."""
-
     ASKING = auto()
     GRANTED = auto()
     READING = auto()
@@ -122,9 +117,6 @@ MACHINE: Final = Machine("load", TRANSITIONS)
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
 """States in which a read may write into local memory."""
 
-HOLDING: Final = POSTED | {State.ASKING, State.GRANTED, State.VERIFYING}
-"""States in which the prefill rank may hold blocks for this rank: the claim is renewed."""
-
 _WAITS_FOR: Final[Mapping[State, str]] = {
     State.ASKING: "a grant",
     State.GRANTED: "its turn in the read queue",
@@ -136,10 +128,7 @@ _WAITS_FOR: Final[Mapping[State, str]] = {
 
 
 class Numbers:
-    """Counts the asks, pack requests and renews of a rank, which number them all alike.
-
-    So prefill can tell which of two messages is newer, whichever arrives first.
-    """
+    """Numbers the asks, pack requests and heartbeats of a rank, so that prefill can order them."""
 
     last = 0
 
@@ -150,15 +139,12 @@ class Numbers:
 
 @dataclass
 class RankRead:
-    """What one load reads from one prefill rank. `readers`: all ranks of this engine that read it.
-
-    All times are monotonic, in seconds.
-    """
+    """The read of one prefill rank for one load. All times are monotonic, in seconds."""
 
     rank: Rank
     incarnation: Incarnation
     endpoint: Endpoint
-    readers: tuple[Rank, ...]
+    readers: tuple[Rank, ...]  # all ranks of this engine that read it
     state: State = State.ASKING
     ask_again_at: float = -math.inf
     moved_at: float = -math.inf  # the last step forward, or the last bytes that are known to land
@@ -171,10 +157,10 @@ class RankRead:
     digest: messages.DigestReply | None = None  # prefill's, of these slices
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # see `messages.PackRequest`
-    name: str = field(init=False)  # for the event log
 
-    def __post_init__(self) -> None:
-        self.name = f"rank {self.rank} at {self.endpoint}"
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} at {self.endpoint}"
 
     @property
     def has_ended(self) -> bool:
@@ -192,19 +178,20 @@ class RankRead:
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether a refusal by prefill ends it.
+        """Whether a refusal by prefill ends it."""
+        # The fence slot decides about a posted read. A comparison goes on once both digests are
+        # here, because the fence has proven those bytes.
+        is_undecided = self.state is State.VERIFYING and self.digest is None
+        return is_undecided or self.state in (State.ASKING, State.GRANTED)
 
-        A posted read goes on: its fence slot decides. A comparison goes on as well once both
-        digests are here, because the fence has already proven those bytes.
-        """
-        return self.state in HOLDING - POSTED and not (
-            self.state is State.VERIFYING and self.digest is not None
-        )
+    def note_silence(self, now: float) -> None:
+        if self.unreachable_since is None:
+            self.unreachable_since = now
 
 
 @dataclass
 class Load:
-    """One load. `reads` is None until the peer is known. All times are monotonic, in seconds."""
+    """One load. All times are monotonic, in seconds."""
 
     reader: messages.Reader
     request: RequestId
@@ -216,10 +203,10 @@ class Load:
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
-    reads: dict[Rank, RankRead] | None = None
+    reads: dict[Rank, RankRead] | None = None  # None until the peer is known
     start: events.StartLoad | None = None  # with the local blocks
     is_cancelled: bool = False
-    failure: Failure | None = None  # the first one: the others follow from it
+    failure: Failure | None = None
     overdue_since: float | None = None
 
     def __post_init__(self) -> None:
@@ -228,19 +215,18 @@ class Load:
 
     @property
     def rank_reads(self) -> list[RankRead]:
-        """Empty before the peer is known."""
         return list(self.reads.values()) if self.reads else []
 
     @property
     def is_over(self) -> bool:
-        """Whether no read can write any more, and none will start."""
+        """Whether no read can write from now on."""
         if self.reads is None:
             return self.failure is not None
         return all(read.has_ended for read in self.reads.values())
 
     @property
     def waits_for(self) -> str:
-        """What happens next, for `nixl-kv status`."""
+        """The next step, for `nixl-kv status`."""
         if self.is_over:
             return "the scheduler, to start or cancel it"
         if self.reads is None:
@@ -253,12 +239,12 @@ class Load:
         return ", ".join(dict.fromkeys(waits))
 
     def is_reading(self, read: RankRead) -> bool:
-        """Whether prefill must keep the blocks of this read: it has local blocks to read into."""
+        """Whether prefill must keep the blocks, because this read has local blocks."""
         is_queued = read.state is State.GRANTED and self.start is not None
         return is_queued or read.state in POSTED or read.state is State.VERIFYING
 
     def fail(self, failure: Failure) -> None:
-        """Keep the first failure. `cancel` ends what still goes on."""
+        # The first failure explains the others.
         if self.failure is None:
             self.failure = failure
 
@@ -299,37 +285,33 @@ class Load:
         return min((when + SILENCE_S for when in broken if when is not None), default=math.inf)
 
     def _read_late_at(self, read: RankRead) -> float:
-        """When one read is late. A read that moves never is.
-
-        A queued read has not begun: it is late only if nothing moves that it waits for. A posted
-        read shares the link with the rest of its load and its lane. While those move, it may be
-        starved rather than stuck, so it gets more time, but not without end.
-        """
+        """When one read is late. A read that moves never is."""
         moved_at = max(self.since, read.moved_at)
         late_at = moved_at + self.timeout_s
         key = (self.claim, read.rank)
         if key not in self.queue:
             return late_at
         others_moved_at = self.queue.moved_at(key)
+        # A queued read has not begun: it is late only if nothing moves that it waits for.
         if read.state is State.GRANTED:
             return max(late_at, others_moved_at + self.timeout_s)
+        # A posted read shares the link with the rest of its load and its lane. While those move, it
+        # may be starved rather than stuck, so it gets more time, but not without end.
         others_moved_at = max(others_moved_at, *(one.moved_at for one in self.rank_reads))
         longest = moved_at + MAX_TIMEOUTS * self.timeout_s
         return max(late_at, min(others_moved_at + self.timeout_s, longest))
 
-    def late_failure(self, now: float) -> Failure | None:
-        """Why it is late; None if it is not. A late load stays late, whatever moves afterwards."""
-        if self.overdue_since is None and now < self.deadline:
-            return None
-        if self._silent_at <= now:
-            return Failure(FailureKind.LATE, "prefill fell silent during the read")
-        return Failure(FailureKind.LATE, f"nothing moved for {self.timeout_s:g} s")
-
-    def on_late(self, failure: Failure, now: float) -> Actions:
-        """Fail it; if that does not end a read in time, abandon the read, once."""
-        self.fail(failure)
+    def on_tick(self, now: float) -> Actions:
+        """Fail a late load. If that does not end a read in time, abandon the read, once."""
+        # A late load stays late, whatever moves afterwards.
         if self.overdue_since is None:
+            if now < self.deadline:
+                return []
             self.overdue_since = now
+            is_silent = self._silent_at <= now
+            stopped = f"nothing moved for {self.timeout_s:g} s"
+            detail = "prefill fell silent during the read" if is_silent else stopped
+            self.fail(Failure(FailureKind.LATE, detail))
         actions: Actions = []
         for read in self.rank_reads if now >= self.overdue_since + DRAIN_S else ():
             if read.state in POSTED and not read.abandoned:
@@ -342,7 +324,7 @@ class Load:
     def open(
         self, description: messages.Description, routes: Iterable[Route], cause: str
     ) -> Actions:
-        """The peer is known. Some ranks are read; this rank releases others that have no reader."""
+        """The peer is known: read some ranks, and release those that no rank here reads."""
         self.reads = {}
         actions: Actions = []
         for route in routes:
@@ -357,11 +339,10 @@ class Load:
                 self.reads[read.rank] = read
                 self.record(events.Transition(self.request, read.name, "", read.state.name, cause))
             else:
-                actions.append(self._release(read, complete=True))
+                actions.append(self.release(read, complete=True))
         return actions
 
     def ask(self, read: RankRead, now: float) -> Actions:
-        """Ask a rank for what it owes: a grant, packed chunks, or a digest."""
         match read.state:
             case State.ASKING:
                 read.ask_again_at = now + ASK_AGAIN_S
@@ -375,34 +356,26 @@ class Load:
     def on_grant(self, read: RankRead, grant: messages.Grant, now: float) -> Actions:
         """A repeated or late grant changes nothing."""
         if read.state is State.FAILED:
-            return [self._release(read, complete=False)]
+            return [self.release(read)]
         if read.state is State.ASKING:
             read.grant, read.granted_at = grant, self.numbers.last
             self._move(read, State.GRANTED, grant, now)
         return []
 
     def on_blocks(self, start: events.StartLoad, now: float) -> None:
-        """There are local blocks to read into, so its time begins again."""
+        """The request has local blocks, so its time begins again."""
         self.start, self.since = start, now
         cause = f"StartLoad: tokens {start.begin} to {start.end - 1}"
         self.record(events.Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
 
-    def on_recall(self, read: RankRead, recall: messages.Recall, now: float) -> Actions:
-        """Prefill needs its blocks, and this rank does not read them: release them."""
-        if read.state in (State.ASKING, State.GRANTED):
-            detail = f"prefill rank {read.rank} recalled its blocks before decode had its own"
-            self.fail(Failure(FailureKind.RECALLED, detail))
-            self._move(read, State.FAILED, recall, now)
-        return [self._release(read, complete=False)]
-
     def on_refusal(
         self,
         read: RankRead,
-        event: messages.Deny | messages.Renewed | events.EndpointLost,
+        event: messages.Deny | messages.Recall | messages.Renewed | events.EndpointLost,
         failure: Failure,
         now: float,
     ) -> None:
-        """The rank does not grant, or no longer does."""
+        """The rank does not grant, or no longer does, or cannot be reached."""
         if read.needs_prefill:
             self.fail(failure)
             self._move(read, State.FAILED, event, now)
@@ -412,18 +385,12 @@ class Load:
     # --- a read and its proof
 
     def start_read(self, read: RankRead, now: float) -> Actions:
-        """The read queue lets it begin."""
         if self.start is None or read.grant is None:
             return []
         self._move(read, State.READING, self.start, now)
         return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
 
     def on_progress(self, read: RankRead, event: events.ChunksWanted, now: float) -> Actions:
-        """A read under way has moved; it may want prefill to pack further chunks.
-
-        A read that has moved is not late. So every path sends this event, and those that do not
-        read packed chunks send it without any.
-        """
         read.holds = event.holds
         self._note_progress(read, now)
         if not event.chunks:
@@ -435,61 +402,55 @@ class Load:
 
     def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
         read.ask_again_at = now + ASK_AGAIN_S
-        number = self.numbers.next()
+        shared = {"number": self.numbers.next(), "holds": read.holds}
         return [
             self._send(
                 read,
                 messages.PackRequest,
-                number=number,
                 chunk=chunk.number,
                 begin=chunk.begin,
                 end=chunk.end,
                 layers=chunk.layers,
-                holds=read.holds,
+                **shared,
             )
             for chunk in chunks
         ]
 
     def on_packed(self, read: RankRead, reply: messages.PackReply, now: float) -> Actions:
-        """Prefill has packed a chunk, or will not. A repeated or late reply changes nothing."""
+        """A repeated or late reply changes nothing."""
         if read.state is not State.READING or read.chunks.pop(reply.chunk, None) is None:
             return []
         self._note_progress(read, now)
         return [events.ReadChunk(self.request, read.rank, reply.chunk, reply.slot)]
 
     def on_read_done(self, read: RankRead, event: events.ReadDone, now: float) -> Actions:
-        """All data has landed. The fence slot tells whether prefill held its blocks until now."""
         if read.state is State.DRAINING or read.grant is None:
-            self._move(read, State.FAILED, event, now)
-            return [self._release(read, complete=False)]
+            return self._end_read(read, State.FAILED, event, now)
         self._move(read, State.CHECKING, event, now)
         read.done = event
         actions: Actions = [events.ReadSlot(self.peer, read.rank, self.request, read.grant.slot)]
         if self.start is not None and read.slices:
-            # Prefill's digest and the slot are on their way: this side's is ready by then.
+            # Start the local digest while prefill's digest and the slot are on their way.
             actions.append(events.CompareDigest(read.rank, read.slices, self.start, self.claim))
         return actions
 
     def on_slot(self, read: RankRead, event: events.SlotRead, now: float) -> Actions:
-        """The token that was granted proves that prefill held its blocks while they were read."""
+        """The granted token proves that prefill held its blocks throughout the read."""
         slot_valid = read.grant is not None and event.generation == read.grant.generation
         if not slot_valid:
             detail = f"prefill rank {read.rank} took its blocks back during the read"
             self.fail(Failure(FailureKind.FENCED, detail))
         if read.state is State.DRAINING or not slot_valid:
-            self._move(read, State.FAILED, event, now)
-            return [self._release(read, complete=False)]
+            return self._end_read(read, State.FAILED, event, now)
         if self._is_verified(read):
             self._move(read, State.VERIFYING, event, now)
             return self._compare(read)
-        self._move(read, State.DONE, event, now)
-        return [self._release(read, complete=True)]
+        return self._end_read(read, State.DONE, event, now)
 
     def on_read_failed(self, read: RankRead, event: events.ReadFailed, now: float) -> Actions:
         detail = f"reading prefill rank {read.rank} failed: {event.reason}"
         self.fail(Failure(FailureKind.BROKEN, detail))
-        self._move(read, State.FAILED, event, now)
-        return [self._release(read, complete=False)]
+        return self._end_read(read, State.FAILED, event, now)
 
     # --- the comparison of digests
 
@@ -506,7 +467,7 @@ class Load:
         return [self._send(read, messages.DigestRequest, **fields)]
 
     def on_digest(self, read: RankRead, reply: messages.DigestReply) -> Actions:
-        """Prefill's digest is here. A repeated or unexpected one changes nothing."""
+        """A repeated or unexpected reply changes nothing."""
         if not read.slices or read.digest is not None:
             return []
         read.digest = reply
@@ -514,15 +475,12 @@ class Load:
 
     def _compare(self, read: RankRead) -> Actions:
         """Compare once the fence has proven the bytes and prefill's digest is here."""
-        if read.state is not State.VERIFYING or self.start is None:
-            return []
-        if read.digest is None:
+        if read.digest is None or read.state is not State.VERIFYING or self.start is None:
             return []
         sums = read.digest.rows, read.digest.columns
         return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
 
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
-        """Whether this load still waits for a comparison, or will."""
         read = (self.reads or {}).get(action.rank)
         is_open = read is not None and read.state in (State.CHECKING, State.VERIFYING)
         return is_open and self.claim == action.claim
@@ -531,21 +489,20 @@ class Load:
         """A comparison for an earlier claim, or one that ends too late, changes nothing."""
         if read.state is not State.VERIFYING or event.claim != self.claim:
             return []
-        subject = f"what was read from prefill rank {read.rank}"
+        source = f"the bytes from prefill rank {read.rank}"
         if event.refusal is not None:
-            detail = f"{subject} cannot be verified: {event.refusal}"
+            detail = f"{source} cannot be verified: {event.refusal}"
             self.fail(Failure(FailureKind.INTERNAL, detail))
         elif event.difference is not None:
-            detail = f"{subject} is not what it has: {event.difference}"
+            detail = f"{source} are wrong: {event.difference}"
             self.fail(Failure(FailureKind.CORRUPT, detail))
         is_equal = event.refusal is None and event.difference is None
-        self._move(read, State.DONE if is_equal else State.FAILED, event, now)
-        return [self._release(read, complete=is_equal)]
+        return self._end_read(read, State.DONE if is_equal else State.FAILED, event, now)
 
     # --- the end
 
     def cancel(self, failure: Failure, now: float) -> Actions:
-        """End every read: what was asked is released now, what is posted when it has drained."""
+        """End every read: release asks and grants now, and posted reads once they have drained."""
         actions: Actions = []
         for read in self.rank_reads:
             if read.has_ended or read.state is State.DRAINING:
@@ -555,12 +512,11 @@ class Load:
                     actions.append(events.StopRead(self.request, read.rank))
                 self._move(read, State.DRAINING, Cancelled(failure), now)
             else:
-                self._move(read, State.FAILED, Cancelled(failure), now)
-                actions.append(self._release(read, complete=False))
+                actions += self._end_read(read, State.FAILED, Cancelled(failure), now)
         return actions
 
     def end(self) -> Actions:
-        """Record its end. Returns its report, if it was started."""
+        """Record the end, and report it if the load was started."""
         before = "PREPARED" if self.start is None else "STARTED"
         after = "LOADED" if self.failure is None else "FAILED"
         cause = "" if self.failure is None else str(self.failure)
@@ -580,11 +536,6 @@ class Load:
         ]
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
-
-        Raises:
-            LocalProtocolError: if it does not.
-        """
         for read in self.rank_reads:
             if read.state in POSTED and (self.start is None or read.grant is None):
                 raise LocalProtocolError(f"{read.state.name} without blocks or grant")
@@ -608,21 +559,16 @@ class Load:
         if after not in (State.DRAINING, State.FAILED):
             read.moved_at = now
 
-    def _release(self, read: RankRead, *, complete: bool) -> events.Send:
+    def _end_read(self, read: RankRead, after: State, event: object, now: float) -> Actions:
+        self._move(read, after, event, now)
+        return [self.release(read, complete=after is State.DONE)]
+
+    def release(self, read: RankRead, *, complete: bool = False) -> events.Send:
         """Tell prefill that this reader has ended. If the message is lost, the lease expires."""
         return self._send(read, messages.Release, complete=complete)
 
     def _send(
         self, read: RankRead, message: Callable[..., messages.Message], **fields: object
     ) -> events.Send:
-        """A message about this load's claim to one rank."""
-        return events.Send(
-            read.endpoint,
-            message(
-                incarnation=read.incarnation,
-                nonce=self.ticket.nonce,
-                claim=self.claim,
-                reader=self.reader,
-                **fields,
-            ),
-        )
+        names = {"nonce": self.ticket.nonce, "claim": self.claim, "reader": self.reader}
+        return events.Send(read.endpoint, message(incarnation=read.incarnation, **names, **fields))

@@ -1,8 +1,8 @@
-"""What all state machines of the protocol share: the transition check, and deadlines.
+"""The base of all state machines of the protocol: checked transitions, and deadlines.
 
-A machine is a set of subjects (offers, reads, peers), each in one state of an enum. Its table lists
-for each state which event may lead to which states. `Machine.move` checks every change against
-that table and records it, so that the table in docs/protocol.md is what the code does.
+A machine has subjects (offers, reads, peers), each in one state of an enum. Its table lists for
+each state which event may lead to which states. `Machine.move` checks every change against the
+table and records it, so the code does what the tables in docs/protocol.md say.
 """
 
 import enum
@@ -16,8 +16,6 @@ from nixl_kv.protocol import events
 
 
 class MachineState(enum.Enum):
-    """Base of a machine's states."""
-
     __hash__ = object.__hash__  # Enum's own is Python code, and every event looks states up
 
 
@@ -30,9 +28,7 @@ Table: TypeAlias = Mapping[_State, Mapping[type, tuple[_State | None, ...]]]
 
 @dataclass(frozen=True)
 class Machine(Generic[_State]):
-    """One transition table. `name` says in errors what the subjects are."""
-
-    name: str
+    name: str  # of a subject, in errors
     table: Table[_State]
 
     def move(  # noqa: PLR0913 - a transition is recorded with all that it is about
@@ -48,11 +44,7 @@ class Machine(Generic[_State]):
     ) -> _State:
         """Check and record one transition, and return the new state (at the end: the last one).
 
-        `states` are the states before and after `event`. The other arguments are those of
-        `events.Transition`; `detail` follows the event's type in its cause.
-
-        Raises:
-            LocalProtocolError: if the table does not allow this transition.
+        `states` are those before and after `event`; `detail` follows its type in the record.
         """
         before, after = states
         kind, name = type(event).__name__, _name(after)
@@ -74,7 +66,7 @@ def _name(state: MachineState | None) -> str:
 
 
 class Deadlines(Generic[_Key]):
-    """One deadline per key, in monotonic seconds: a tick costs what is due, not what is held."""
+    """One deadline per key, in monotonic seconds. A tick costs as much as there are due keys."""
 
     def __init__(self) -> None:
         self._due: dict[_Key, float] = {}

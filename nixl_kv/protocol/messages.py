@@ -11,13 +11,11 @@ To a rank of a prefill engine:         Ask            -> Grant | Deny
 From a rank, unasked, to its reader:   Recall         -> Release | Renew
 To a rank of any engine, from a tool:  StatusRequest  -> Status
 
-Any side answers a message of another wire version with VersionRefusal. That message has version 0
-and the same form in every version, so all versions can read it. Decoders skip fields that a later
-version appends to a message.
-
-Every length is bounded, except for the texts of a `Status`, which only tools read. ZMQ's routing
-ids carry no meaning: each message names the incarnation that it is meant for, the offer, the claim
-and the reader. `ticket` has the history of WIRE_VERSION.
+Each side answers a message of another wire version with VersionRefusal, which all versions can
+read. Decoders skip fields that a later version appends to a message. Every length is bounded,
+except for the texts of a `Status`. ZMQ's routing ids carry no meaning: each message names the
+incarnation that it is meant for, the offer, the claim and the reader. `ticket` has the history of
+WIRE_VERSION.
 """
 
 from collections.abc import Callable
@@ -43,10 +41,8 @@ MAX_SLICES = 1 << 12
 MAX_CHUNKS = 1 << 20
 MAX_RING_SLOTS = 1 << 10
 PROOF_BYTES = 16
-MAX_REASON = 300
-"""Characters of the error about a message that cannot be decoded."""
-MAX_LISTED = 1000
-"""Entries of a kind that one `Status` lists."""
+MAX_REASON = 300  # characters of the error about a message that cannot be decoded
+MAX_LISTED = 1000  # entries of each kind in a `Status`
 
 _Version = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 _Incarnation = Annotated[Incarnation, HEX32]
@@ -68,21 +64,16 @@ _Endpoint = Annotated[
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A part of messages."""
+    pass
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Begins with the version, and with the incarnation that it is meant for (or comes from)."""
-
     version: _Version = WIRE_VERSION
-    incarnation: _Incarnation
+    incarnation: _Incarnation  # of the addressee; in an answer, of the sender
 
 
 class VersionRefusal(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The answer to a message of another wire version, which was not read.
-
-    Its own form never changes: ["VersionRefusal", 0, speaks].
-    """
+    """The answer to a message of another wire version. Its form never changes."""
 
     version: Annotated[int, Meta(ge=0, le=0)] = 0
     speaks: Annotated[int, Meta(ge=1, le=999_999_999)] = WIRE_VERSION
@@ -92,15 +83,13 @@ class VersionRefusal(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_
 
 
 class Reader(_Record, frozen=True, kw_only=True):
-    """One rank of one life of a decode engine."""
-
     engine: _Engine
     incarnation: _Incarnation
     rank: _Rank
 
 
 class Describe(_Message, frozen=True, kw_only=True):
-    """Ask an engine for its description. Tools ask with ANY_INCARNATION, under any name."""
+    """Ask for an engine's description. Tools send ANY_INCARNATION and any name."""
 
     engine: _Engine
 
@@ -108,15 +97,14 @@ class Describe(_Message, frozen=True, kw_only=True):
 class Drain(_Message, frozen=True, kw_only=True):
     """A tool, with ANY_INCARNATION: this engine will stop, so offer no request that arrives now.
 
-    Earlier requests are still offered and read. A repeated Drain asks how many are left. With
-    `undo` the engine offers requests again.
+    The engine still offers earlier requests; a repeated Drain counts them. `undo` ends draining.
     """
 
     undo: bool = False
 
 
 class Draining(_Message, frozen=True, kw_only=True):
-    """The answer to Drain: `num_awaited` earlier requests are not offered yet.
+    """`num_awaited` earlier requests are not offered yet.
 
     `is_refused`: the engine has no key, and the tool runs on another machine.
     """
@@ -136,10 +124,8 @@ class SetWeights(_Message, frozen=True, kw_only=True):
 
 
 class WeightsSet(_Message, frozen=True, kw_only=True):
-    """The answer to SetWeights: the label was `former`; `refusal` says why it stays."""
-
     former: _Label
-    refusal: _Text = ""
+    refusal: _Text = ""  # why the label stays
 
 
 class Slots(_Record, frozen=True, kw_only=True):
@@ -152,9 +138,8 @@ class Slots(_Record, frozen=True, kw_only=True):
 class Allocation(_Record, frozen=True, kw_only=True):
     """`length` bytes of GPU memory from `address` on, in the owner's address space.
 
-    A process on the same host maps them by `handle`, the CUDA IPC handle of an allocation in which
-    they begin at `offset`. If `handle` is empty, it uses the owner's file `descriptor` of an
-    allocation that consists of them.
+    Another process maps them by `handle`, the CUDA IPC handle of an allocation in which they begin
+    at `offset`. If it is empty, `descriptor` is the owner's file descriptor of the allocation.
     """
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -167,8 +152,8 @@ class Allocation(_Record, frozen=True, kw_only=True):
 class Proof(_Record, frozen=True, kw_only=True):
     """16 random bytes that the owner of exported memory wrote into it at `address`.
 
-    A process that maps the memory reads them first. Other bytes there show that it mapped the wrong
-    memory, or that one GPU cannot read the other.
+    A process that maps the memory reads them first. Other bytes there mean that it mapped the wrong
+    memory, or that its GPU cannot read the owner's.
     """
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -178,8 +163,7 @@ class Proof(_Record, frozen=True, kw_only=True):
 class Export(_Record, frozen=True, kw_only=True):
     """How processes on the same host map a rank's cache, in ascending order of addresses.
 
-    `host` (with its process namespace), `pid` and `started` (in ticks of the host's clock) together
-    identify the owner.
+    `host` (with the PID namespace), `pid` and `started` (clock ticks) identify the owner.
     """
 
     host: Annotated[str, Meta(max_length=256)]
@@ -190,7 +174,7 @@ class Export(_Record, frozen=True, kw_only=True):
 
 
 class StagingRing(_Record, frozen=True, kw_only=True):
-    """Memory of the cache's kind, in equal slots, into which a rank packs runs for readers."""
+    """Memory of the cache's kind, in equal slots, into which a rank packs runs."""
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
     length: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -198,25 +182,19 @@ class StagingRing(_Record, frozen=True, kw_only=True):
 
 
 class RankDescription(_Record, frozen=True, kw_only=True):
-    """What a reader needs to know of one rank. `agent`, NIXL's metadata, may be empty.
-
-    `export` is None if other processes cannot map its memory, `ring` if it does not pack.
-    """
-
     incarnation: _Incarnation
     endpoint: _Endpoint
-    agent: Annotated[bytes, Meta(max_length=1 << 20)]
+    agent: Annotated[bytes, Meta(max_length=1 << 20)]  # NIXL's metadata, or empty
     slots: Slots
     layout: CacheLayout
-    export: Export | None = None
-    ring: StagingRing | None = None
+    export: Export | None = None  # None: other processes cannot map its memory
+    ring: StagingRing | None = None  # None: it does not pack
 
 
 class Description(_Message, frozen=True, kw_only=True):
-    """An engine: its model's facts, its parallel shape, and its ranks in rank order.
+    """`extras` are facts about other KV in the cache, such as a draft model's.
 
-    `extras` are facts about other KV in its cache, such as a draft model's. A reader must find its
-    own among them.
+    A reader must find its own among them. `ranks` are in rank order.
     """
 
     engine: _Engine
@@ -227,33 +205,27 @@ class Description(_Message, frozen=True, kw_only=True):
 
 
 class Refusal(_Message, frozen=True, kw_only=True):
-    """Another engine or incarnation answers at this address. It echoes the names in Describe."""
+    """Another engine or incarnation answers at this address. It echoes Describe's names."""
 
     engine: _Engine
     reason: _Text
 
 
 class _OfClaim(_Message, frozen=True, kw_only=True):
-    """A message of a reader about an offer under a claim, or the answer to it."""
-
     nonce: _Nonce
     claim: _Claim
     reader: Reader
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    """A reader asks one rank for the blocks of an offer.
-
-    `number` counts the asks and renews of this reader together. `readers` are all ranks of its
-    engine that will read this rank under the claim.
-    """
+    """A reader asks one rank for the blocks of an offer."""
 
     nonce: _Nonce
     claim: _Claim
     context: Context
     reader: Reader
-    number: _Count
-    readers: _Ranks
+    number: _Count  # counts this reader's asks, pack requests and heartbeats together
+    readers: _Ranks  # all ranks of its engine that will read this rank under the claim
 
 
 class Grant(_OfClaim, frozen=True, kw_only=True):
@@ -270,14 +242,14 @@ class Grant(_OfClaim, frozen=True, kw_only=True):
 
 
 class Deny(_OfClaim, frozen=True, kw_only=True):
-    """No blocks, no digest and no chunk for this claim. Only prefill's log has the reason."""
+    """No blocks, digest or chunk for this claim. Only prefill's log has the reason."""
 
 
 @dataclass(frozen=True)
 class KVSlice:
-    """Some heads of one layer, from token `begin` on. Heads are counted over the model.
+    """Some heads of one layer, from token `begin` on, of the tokens that all `stripes` keep.
 
-    Of these tokens it has those that all `stripes` keep.
+    Heads are counted over the model.
     """
 
     layer: str
@@ -287,7 +259,7 @@ class KVSlice:
     stripes: tuple[Stripe, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the numbers, which come from peers."""
+        # Peers send these numbers.
         if not 0 <= self.first_head < self.end_head <= 1 << 17:
             raise ValueError(
                 f"heads of {self.layer!r} are {self.first_head} to {self.end_head}; "
@@ -299,16 +271,16 @@ class KVSlice:
 
 
 class DigestRequest(_OfClaim, frozen=True, kw_only=True):
-    """Asks prefill for the digest of these slices up to token `end`; the reader holds the claim."""
+    """Ask for the digest of these slices up to token `end`; the reader holds the claim."""
 
     end: Annotated[int, Meta(ge=1, lt=1 << 31)]
     slices: Annotated[tuple[KVSlice, ...], Meta(min_length=1, max_length=MAX_SLICES)]
 
 
 class DigestReply(_OfClaim, frozen=True, kw_only=True):
-    """The digest of these slices: sums of rows and of columns, as little-endian uint64.
+    """Sums of rows and of columns, as little-endian uint64; the claim is their secret.
 
-    Its secret is the claim. The blocks were held while it was computed.
+    Prefill held the blocks throughout.
     """
 
     rows: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_ROWS)]
@@ -319,19 +291,16 @@ _Chunk = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
 
 class LayerHeads(_Record, frozen=True, kw_only=True):
-    """Some heads of a layer, counted over the model, from `first` up to `end`."""
-
     layer: _Text
-    first: Annotated[int, Meta(ge=0, lt=1 << 17)]
+    first: Annotated[int, Meta(ge=0, lt=1 << 17)]  # counted over the model
     end: Annotated[int, Meta(ge=1, le=1 << 17)]
 
 
 class PackRequest(_OfClaim, frozen=True, kw_only=True):
-    """Pack tokens [begin, end) of what the reader reads under its claim, as its chunk of a number.
+    """Pack tokens [begin, end) of these layers, all of one cache group, as this chunk.
 
-    The layers are of one cache group. `holds` are all chunks that the reader waits for or still
-    reads, this one among them: slots with others are free. `number` counts this reader's messages,
-    as in `Ask`; one that was overtaken means nothing any more.
+    `holds` are all chunks that the reader waits for or still reads, including this one; ring slots
+    with others are free. `number` is that of `Ask`; prefill ignores an overtaken request.
     """
 
     number: _Count
@@ -343,9 +312,9 @@ class PackRequest(_OfClaim, frozen=True, kw_only=True):
 
 
 class PackReply(_OfClaim, frozen=True, kw_only=True):
-    """The chunk is in this slot of the ring (`geometry.staging`) for as long as the grant is valid.
+    """The chunk stays in this ring slot (`geometry.staging`) while the grant is valid.
 
-    None: it is in no slot, since none is free, or it cannot be packed. It can be read as it is.
+    None: prefill cannot pack it or has no free slot for it. The reader reads it directly.
     """
 
     chunk: _Chunk
@@ -359,7 +328,7 @@ class Recall(_OfClaim, frozen=True, kw_only=True):
 class Renew(_Message, frozen=True, kw_only=True):
     """The heartbeat: all claims that the reader holds at this rank. A missing one is released.
 
-    The reader reads the first `num_reading` of them, or will without another step of vLLM's.
+    The reader reads the first `num_reading` of them, or will without another vLLM step.
     """
 
     reader: Reader
@@ -369,35 +338,27 @@ class Renew(_Message, frozen=True, kw_only=True):
 
 
 class Renewed(_Message, frozen=True, kw_only=True):
-    """The answer to the Renew with this number: the claims in it that this rank does not hold."""
-
     reader: Reader
-    number: _Count
-    lost: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]
+    number: _Count  # that of the Renew
+    lost: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]  # claims not held here
 
 
 class Release(_OfClaim, frozen=True, kw_only=True):
     """The reader has ended, and none of its reads is in flight.
 
-    `complete`: it has read and checked all it needs, which may be nothing if its engine reads
-    another rank's copy. Otherwise it gives up.
+    `complete`: it has all bytes that it needs, which may be none if its engine reads another rank's
+    copy. Otherwise it gives up.
     """
 
     complete: bool
 
 
 class StatusRequest(_Message, frozen=True, kw_only=True):
-    """A tool asks what this rank is doing, and what happened to `request` if it names one."""
-
-    request: _Text = ""
+    request: _Text = ""  # also tell the history of this request
 
 
 class Status(_Message, frozen=True, kw_only=True):
-    """The status of one rank, as open records: engine/status.py has the keys.
-
-    `facts` are about the rank itself; `totals` counts everything; `lists` has at most MAX_LISTED
-    records of each kind. Their texts are not bounded.
-    """
+    """The status of one rank, as open records: engine/status.py has the keys."""
 
     facts: dict[str, str | int | float | None]
     totals: dict[str, int]
@@ -433,16 +394,11 @@ def is_description(payload: bytes) -> bool:
 
 
 def decode_rank(payload: bytes) -> RankDescription:
-    """Decode a rank's description on its way from the worker to the scheduler."""
     return msgspec.msgpack.decode(payload, type=RankDescription)
 
 
 def _decoder(kinds: Any) -> Callable[[bytes], Any]:
-    """Make a function that decodes and checks a message of these kinds.
-
-    It raises RemoteProtocolError, which names the first wrong field, or ForeignVersion, which names
-    both versions.
-    """
+    """Make a decoder. It raises RemoteProtocolError for a wrong field, or ForeignVersion."""
     decoder = msgspec.msgpack.Decoder(kinds)
 
     def decode(payload: bytes) -> Any:
@@ -456,17 +412,12 @@ def _decoder(kinds: Any) -> Callable[[bytes], Any]:
 
 # Each kind of socket has its own decoder, so that no other message is ever built there.
 decode_to_engine: Callable[[bytes], ToEngine] = _decoder(ToEngine)
-"""For messages to the scheduler of an engine."""
 decode_to_rank: Callable[[bytes], ToRank | StatusRequest] = _decoder(ToRank | StatusRequest)
-"""For messages to a rank."""
 decode_answer: Callable[[bytes], Answer] = _decoder(Answer)
-"""For the answers of an engine, or of its ranks, to a reader."""
-decode_to_tool: Callable[[bytes], ToTool] = _decoder(ToTool)
-"""For the answers to a tool, except for descriptions."""
+decode_to_tool: Callable[[bytes], ToTool] = _decoder(ToTool)  # except for descriptions
 
 
 def _explained(payload: bytes, error: Exception) -> RemoteProtocolError:
-    """A foreign version explains all other errors, so it comes first. Version 0 has none."""
     reason = printable(str(error), MAX_REASON)  # msgspec quotes the peer, such as an unknown tag
     try:
         version = _head_decoder.decode(payload).version
@@ -474,6 +425,7 @@ def _explained(payload: bytes, error: Exception) -> RemoteProtocolError:
         return RemoteProtocolError(reason)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return RemoteProtocolError(f"not msgpack: {len(payload)} bytes")
+    # A foreign version explains all other errors. Version 0 is that of VersionRefusal.
     if version in (0, WIRE_VERSION):
         return RemoteProtocolError(reason)
     return ForeignVersion(f"wire version {version}; this side speaks {WIRE_VERSION}")

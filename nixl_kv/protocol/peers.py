@@ -7,13 +7,13 @@ it fits, and makes its memory readable; later loads find it READY.
     JOINING     the description fits: loads ask its ranks while its memory is made readable
     READY       its memory can be read; forgotten after KEPT_S without a load
     UNREADABLE  its ranks answer, but connections to their memory break; loads fail at once until
-                the pause is over, which doubles each time
-    BACKOFF     decode could not reach or use it; loads fail at once until the pause is over
+                the pause ends, which doubles each time
+    BACKOFF     decode could not reach or use it; loads fail at once until the pause ends
     GONE        the link to one of its ranks broke; forgotten once no read of it is in flight
 
-A restarted engine is another peer, so nothing that is known of the old incarnation (a pause, a
-memory address) is ever used for the new one. BACKOFF and GONE stay apart: only a GONE peer's
-connections are dead, and only it can be met again without a pause.
+A restarted engine is another peer, so a pause or a memory address of the old incarnation never
+applies to the new one. BACKOFF and GONE stay apart: only a GONE peer's connections are dead, and
+only it can be met again without a pause.
 """
 
 import enum
@@ -29,21 +29,15 @@ from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BACKOFF_S: Final = 1.0
-MAX_BREAKS: Final = 2
-"""Broken connections in a row that make a peer UNREADABLE. A single one happens by itself."""
-UNREADABLE_S: Final = 1.0
-"""The first pause of an UNREADABLE peer."""
+MAX_BREAKS: Final = 2  # broken connections in a row make a peer UNREADABLE; one happens by itself
+UNREADABLE_S: Final = 1.0  # the first pause of an UNREADABLE peer
+# Each attempt costs a load, and file descriptors until the agent ends.
 MAX_UNREADABLE_S: Final = 64.0
-"""The longest one. Each attempt costs a load, and file descriptors until the agent ends."""
-LOOK_AGAIN_S: Final = 0.1
-"""Between two checks whether a peer that is to be forgotten is still read."""
-KEPT_S: Final = 600.0
-"""How long an unused peer is kept. Meeting it again costs its next load 40 to 160 ms."""
+LOOK_AGAIN_S: Final = 0.1  # between two checks whether a peer can be forgotten
+KEPT_S: Final = 600.0  # for an unused peer; meeting it again costs its next load 40 to 160 ms
 
 
 class State(MachineState):
-    """The module's docstring explains each."""
-
     CONNECTING = enum.auto()
     JOINING = enum.auto()
     READY = enum.auto()
@@ -79,15 +73,13 @@ MACHINE: Final = Machine("peer", TRANSITIONS)
 
 @dataclass
 class Peer:
-    """One incarnation of a remote engine."""
-
     key: events.PeerKey
     used_at: float  # monotonic seconds
     state: State = State.CONNECTING
     is_described: bool = False  # its description came and is being checked
     failure: Failure | None = None  # why it cannot be used, in UNREADABLE, BACKOFF and GONE
     breaks: int = 0  # connections to its memory that broke since the last successful read
-    is_told: bool = False  # the log says that it is unreadable
+    is_reported: bool = False  # the log says that it is unreadable
     description: messages.Description | None = None  # from JOINING on
     routes: tuple[Route, ...] = ()
 
@@ -110,7 +102,6 @@ class PeerBook:
 
     @property
     def next_due(self) -> float | None:
-        """When time alone changes something; None for never."""
         return self._due.next
 
     def all(self) -> list[Peer]:
@@ -125,7 +116,6 @@ class PeerBook:
         self._due.clear()
 
     def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
-        """Return a peer; ask an unknown one for its description."""
         peer = self._peers.get(key)
         if peer is not None:
             peer.used_at = now
@@ -137,37 +127,30 @@ class PeerBook:
         return peer, [_describe(key)]
 
     def ask_again(self, endpoint: Endpoint) -> list[events.Action]:
-        """A link broke: repeat the requests for descriptions that it may have lost."""
-        peers = self._at.get(endpoint, {}).values()
-        return [
-            _describe(peer.key)
-            for peer in peers
-            if peer.state is State.CONNECTING and not peer.is_described
-        ]
+        """Repeat the requests for descriptions that a broken link may have lost."""
+        connecting = self._connecting_at(endpoint)
+        return [_describe(peer.key) for peer in connecting if not peer.is_described]
 
-    def is_connecting(self, key: events.PeerKey) -> bool:
-        return self._is(key, State.CONNECTING)
-
-    def is_joining(self, key: events.PeerKey) -> bool:
-        return self._is(key, State.JOINING)
+    def state_of(self, key: events.PeerKey) -> State | None:
+        peer = self._peers.get(key)
+        return None if peer is None else peer.state
 
     def is_describing(self, endpoint: Endpoint) -> bool:
-        """Whether any peer at this endpoint is CONNECTING."""
-        peers = self._at.get(endpoint, {}).values()
-        return any(peer.state is State.CONNECTING for peer in peers)
+        """Whether this rank awaits a description from an endpoint."""
+        return bool(self._connecting_at(endpoint))
 
     def on_description(
         self, message: messages.Description, endpoint: Endpoint
     ) -> list[events.Action]:
-        """Check a description. One that was not asked for, or came before, is ignored."""
+        """Have a description checked, unless this rank did not ask for it or has it already."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-        if not self.is_connecting(key) or self._peers[key].is_described:
+        peer = self._peers.get(key)
+        if peer is None or peer.state is not State.CONNECTING or peer.is_described:
             return []
-        self._peers[key].is_described = True
+        peer.is_described = True
         return [events.JoinPeer(key, message), *self._disconnect(key)]
 
     def on_fits(self, event: events.PeerFits) -> None:
-        """A CONNECTING peer fits, so its ranks are known."""
         peer = self._peers[event.peer]
         num_ranks = len(event.description.ranks)
         detail = f"{len(event.routes)} of {num_ranks} ranks"
@@ -176,13 +159,14 @@ class PeerBook:
         peer.description = event.description
         peer.routes = event.routes
         self._index(peer)
-        # No deadline: only this side's background threads are waited for, and others may use them.
+        # No deadline: only background threads of this side, which others may use, take time now.
         self._due.set(peer.key, None)
 
     def on_joined(self, event: events.PeerJoined, now: float) -> None:
-        """The memory of a JOINING peer can be read."""
-        self._move(self._peers[event.peer], State.READY, event)
-        self._due.set(event.peer, now + KEPT_S)
+        peer = self._peers.get(event.peer)
+        if peer is not None and peer.state is State.JOINING:
+            self._move(peer, State.READY, event)
+            self._due.set(event.peer, now + KEPT_S)
 
     def on_unusable(
         self,
@@ -191,7 +175,7 @@ class PeerBook:
         failure: Failure,
         now: float,
     ) -> list[events.Action]:
-        """A peer could not be reached, does not fit, or cannot be read: pause before a retry."""
+        """Pause before a retry: this rank could not reach, use or read the peer."""
         peer = self._peers[key]
         self._move(peer, State.BACKOFF, event, failure.detail)
         peer.failure = failure
@@ -202,7 +186,6 @@ class PeerBook:
         return [*([events.DropPeer(key)] if is_checked else []), *self._disconnect(key)]
 
     def on_broken(self, event: events.PeerBroken, now: float) -> list[events.Action]:
-        """A connection to a peer's memory broke; the second one in a row makes it UNREADABLE."""
         peer = self._peers.get(event.peer)
         if peer is None or peer.state not in (State.JOINING, State.READY):
             return []
@@ -214,21 +197,20 @@ class PeerBook:
         self._due.set(peer.key, now + pause_s)
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
         peer.failure = Failure(FailureKind.UNREACHABLE, detail)
-        if peer.is_told:
+        if peer.is_reported:
             return []
-        peer.is_told = True
+        peer.is_reported = True
         return [events.PeerUnreadable(peer.key, event.reason)]
 
     def on_read(self, key: events.PeerKey) -> list[events.Action]:
-        """A read of a peer succeeded."""
         peer = self._peers.get(key)
         if peer is None or not peer.breaks:
             return []
-        was_told, peer.is_told, peer.breaks = peer.is_told, False, 0
-        return [events.PeerReadable(key)] if was_told else []
+        was_reported, peer.is_reported, peer.breaks = peer.is_reported, False, 0
+        return [events.PeerReadable(key)] if was_reported else []
 
     def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.PeerKey]:
-        """A link broke. Returns the CONNECTING peers that it was to."""
+        """Return the CONNECTING peers at a lost endpoint; the others there are GONE."""
         unreachable = []
         for peer in list(self._at.get(event.endpoint, {}).values()):
             if peer.state is State.CONNECTING:
@@ -264,9 +246,9 @@ class PeerBook:
                 actions += self._forget(peer, tick)
         return overdue, actions
 
-    def _is(self, key: events.PeerKey, state: State) -> bool:
-        peer = self._peers.get(key)
-        return peer is not None and peer.state is state
+    def _connecting_at(self, endpoint: Endpoint) -> list[Peer]:
+        peers = self._at.get(endpoint, {}).values()
+        return [peer for peer in peers if peer.state is State.CONNECTING]
 
     def _forget(self, peer: Peer, tick: events.Tick) -> list[events.Action]:
         is_dead = peer.state is State.GONE
@@ -293,9 +275,8 @@ class PeerBook:
         peer.state = MACHINE.move(self._record, states, event, peer=str(peer.key), detail=detail)
 
     def _disconnect(self, key: events.PeerKey) -> list[events.Action]:
-        """Close the link to a directory, unless it is asked about another incarnation."""
-        others = self._at.get(key.endpoint, {})
-        if any(other != key and self.is_connecting(other) for other in others):
+        """Close the link to a directory, unless another peer's description is awaited over it."""
+        if any(peer.key != key for peer in self._connecting_at(key.endpoint)):
             return []
         return [events.Disconnect(key.endpoint)]
 

@@ -1,8 +1,8 @@
-"""The prefill side of the protocol on one rank: offers, and who may read them until when.
+"""The prefill side of the protocol on one rank: offers, their readers, and their leases.
 
 An offer is a finished prefill whose blocks stay pinned until decode has read them. The rank grants
-it to the first claim that asks, holds a lease for each reader of that claim, and gives the blocks
-back when all readers have ended. `PrefillMachine` has no IO: commands, messages and ticks go into
+it to the first claim that asks, holds a lease for each reader of that claim, and frees the blocks
+when all readers have ended. `PrefillMachine` has no IO: commands, messages and ticks go into
 `handle`, and actions come out.
 
     PREPARED  the step that completes the prompt is running; the ticket may not be out yet
@@ -11,20 +11,17 @@ back when all readers have ended. `PrefillMachine` has no IO: commands, messages
     RECALLED  the rank wants the blocks back: readers release the offer, unless they read it
     READING   a reader has begun
 
-An offer ends, and is forgotten, when every reader has released it or lost its lease. It also ends
-unclaimed: after its time, when its blocks are needed, or when no ticket went out.
+An offer ends when every reader has released it or lost its lease. It also ends unclaimed: after its
+time, when its blocks are needed, or when no ticket went out. The machine then forgets it.
 
 The fence: the rank clears an offer's slot before it reports the offer as ended, and the caller
-reuses the blocks only after that report. So a reader that finds the generation in the slot after
-its last read knows that the rank held the blocks all the while.
-
-Readers that ended are a set of ranks, never a count: a duplicate message ends one reader.
+reuses the blocks only after that report. So a reader that finds the token in the slot after its
+last read knows that the rank held the blocks throughout.
 """
 
 import enum
-import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -43,15 +40,12 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
-from nixl_kv.protocol.ring import RingBook, WaitingChunk
+from nixl_kv.protocol.ring import RingBook
 
-RECALL_S: Final = 1.0
-"""How long readers may take to answer a recall; then the rank takes the blocks back."""
+RECALL_S: Final = 1.0  # for readers to answer a recall; then the rank takes the blocks back
 
 
 class State(MachineState):
-    """The module's docstring explains each."""
-
     PREPARED = enum.auto()
     OFFERED = enum.auto()
     GRANTED = enum.auto()
@@ -59,6 +53,8 @@ class State(MachineState):
     READING = enum.auto()
 
 
+# None ends the offer. A Release, a Renew or an expired lease ends a granted one only with its last
+# reader. A Tick also ends an offer that keeps a ring slot too long while other chunks wait.
 TRANSITIONS: Final[Table[State]] = {
     State.PREPARED: {
         events.PublishOffer: (State.OFFERED,),
@@ -93,16 +89,7 @@ TRANSITIONS: Final[Table[State]] = {
         events.Tick: (None,),
     },
 }
-"""None: the offer ends.
-
-Once it is granted, a Release, a Renew or an expired lease ends it only with its last reader.
-A Tick also ends an offer that keeps a ring slot for too long while other chunks wait for one.
-"""
-
 MACHINE: Final = Machine("offer", TRANSITIONS)
-
-BOUND: Final = frozenset({State.GRANTED, State.RECALLED, State.READING})
-"""States in which a slot has the offer's generation."""
 
 _ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
 
@@ -120,13 +107,12 @@ class Binding:
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
     lives: dict[Rank, Incarnation] = field(default_factory=dict)  # of each reader that asked
     numbers: dict[Rank, int] = field(default_factory=dict)  # of each reader's latest ask
+    # A set of ranks, never a count: a duplicate message must not end a second reader.
     ended: set[Rank] = field(default_factory=set)
 
     def expects(self, claim: Claim, reader: messages.Reader) -> bool:
-        """Whether this reader belongs to the claim and has not ended.
-
-        Each rank of an engine has its own incarnation; a rank's first ask tells which.
-        """
+        """Whether this reader belongs to the claim and has not ended."""
+        # Each rank of an engine has its own incarnation, which its first ask tells.
         return (
             claim == self.claim
             and reader.engine == self.engine
@@ -136,12 +122,7 @@ class Binding:
         )
 
     def expire(self, now: float) -> None:
-        """End every reader whose lease has expired."""
         self.ended.update(rank for rank, until in self.leases.items() if until <= now)
-
-    @property
-    def next_expiry(self) -> float:
-        return min(self.leases[rank] for rank in self.readers)
 
     @property
     def readers(self) -> list[Rank]:
@@ -157,10 +138,10 @@ class Offer:
     record: events.Record = field(repr=False)
     state: State = State.PREPARED
     ends_at: float | None = None  # while OFFERED
-    binding: Binding | None = None  # while it is in BOUND
+    binding: Binding | None = None  # once granted
     is_written: bool = field(init=False)  # all its KV is in memory
+    # Messages to answer once it is written: each reader's last one of each kind.
     early: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
-    """Messages to answer once it is written: each reader's last one of each kind."""
 
     def __post_init__(self) -> None:
         self.is_written = self.prepared.is_written
@@ -177,7 +158,7 @@ class Offer:
 
     @property
     def waits_for(self) -> str:
-        """What has to happen next, for people."""
+        """The next step, for `nixl-kv status`."""
         if self.binding is not None:
             readers = ", ".join(map(str, self.binding.readers))
             return f"engine {self.binding.engine!r}, ranks {readers}"
@@ -185,33 +166,24 @@ class Offer:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that it holds on this rank, including those it shares with other offers."""
+        """Includes the blocks that it shares with other offers."""
         return sum(table.num_present for table in self.prepared.tables)
 
     @property
     def expires_at(self) -> float | None:
         """When it ends without another message; None: never."""
-        if self.binding is None:
-            return self.ends_at
-        leases_end = max(self.binding.leases[rank] for rank in self.binding.readers)
-        is_read = self.state is State.READING
-        return leases_end if is_read else min(leases_end, self.binding.held_until)
+        return self._due_at(max)
 
     @property
     def next_due(self) -> float | None:
         """When time alone changes something; None: never."""
+        return self._due_at(min)
+
+    def _due_at(self, of_leases: Callable[[Iterable[float]], float]) -> float | None:
         if self.binding is None:
             return self.ends_at
-        is_read = self.state is State.READING
-        return min(self.binding.next_expiry, math.inf if is_read else self.binding.held_until)
-
-    def may_be_asked_by(self, request: messages.DigestRequest) -> bool:
-        """Whether this reader has not asked for the blocks yet, and still may."""
-        binding = self.binding
-        if binding is None:
-            return True
-        has_asked = request.reader.rank in binding.lives
-        return not has_asked and binding.expects(request.claim, request.reader)
+        lease = of_leases(self.binding.leases[rank] for rank in self.binding.readers)
+        return lease if self.state is State.READING else min(lease, self.binding.held_until)
 
     def note(self, peer: str, cause: str) -> None:
         """Record why a reader got nothing; the state stays."""
@@ -219,7 +191,6 @@ class Offer:
         self.record(events.Transition(self.request, peer, state, state, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
-        """Change the state; None: the offer ends."""
         self.state = MACHINE.move(
             self.record,
             (self.state, after),
@@ -230,8 +201,7 @@ class Offer:
         )
 
     def validate(self) -> None:
-        """Check what must hold between any two events."""
-        if (self.state in BOUND) != (self.binding is not None):
+        if (self.state in (State.PREPARED, State.OFFERED)) != (self.binding is None):
             raise LocalProtocolError(f"{self.state.name} with binding {self.binding}")
         if (self.state is State.OFFERED) != (self.ends_at is not None):
             raise LocalProtocolError(f"{self.state.name} with an end at {self.ends_at}")
@@ -244,9 +214,9 @@ def reader_name(reader: messages.Reader) -> str:
 
 
 class PrefillMachine:
-    """All offers of one prefill rank. Messages find them by key; a tick costs what is due.
+    """All offers of one prefill rank. `now` is monotonic, in seconds.
 
-    `now` is monotonic, in seconds. Methods that end something return the actions, in order.
+    Messages find offers by key, and a tick looks only at those that are due.
     """
 
     def __init__(  # noqa: PLR0913 - the limits of one rank
@@ -254,23 +224,12 @@ class PrefillMachine:
         incarnation: Incarnation,
         record: events.Record,
         *,
-        num_slots: int,
-        offer_ttl_s: float,
-        lease_s: float,
-        hold_s: float,
-        num_ring_slots: int = 0,
+        num_slots: int,  # fence slots, and so the most offers that are granted at a time
+        offer_ttl_s: float,  # how long an offer waits for its first ask
+        lease_s: float,  # how long a reader may be silent
+        hold_s: float,  # how long a granted offer waits for its first read
+        num_ring_slots: int = 0,  # of the staging ring; 0 if this rank does not pack
     ) -> None:
-        """Begin the incarnation with no offer.
-
-        Args:
-            incarnation: of this rank; messages to another one change nothing.
-            record: keeps transitions.
-            num_slots: fence slots, which limits how many offers are granted at a time.
-            offer_ttl_s: how long an offer waits for its first ask.
-            lease_s: how long a reader may be silent.
-            hold_s: how long a granted offer waits for its first read.
-            num_ring_slots: slots of the staging ring; 0 if this rank does not pack.
-        """
         self.ring = RingBook(num_ring_slots)
         self._incarnation = incarnation
         self._record = record
@@ -284,35 +243,20 @@ class PrefillMachine:
         self._due = Deadlines[Nonce]()
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
-        """Feed one command, message or event to the machine."""
-        actions = self._dispatch(event, now)
-        return actions + self._pack_waiting(now) if self.ring.num_waiting else actions
-
-    def _dispatch(self, event: events.PrefillEvent, now: float) -> list[events.Action]:  # noqa: C901 - one case per kind of event
         match event:
-            case events.PrepareOffer():
-                self._prepare(event)
-            case events.MarkWritten():
-                return self._on_written(event, now)
-            case events.PublishOffer():
-                self._publish(event, now)
-            case events.WithdrawOffer():
-                self._withdraw(event)
-            case events.RevokeOffer():
-                return self._revoke(event)
-            case events.ReclaimBlocks():
-                return self._reclaim(event, now)
+            case events.Asked():
+                actions = self._on_message(event, now)
             case events.Tick():
                 due = [self._offers[nonce] for nonce in self._due.pop_due(now)]
                 actions = [action for offer in due for action in self._on_due(offer, event, now)]
-                return actions + self._take_back_slot(event, now)
+                actions += self._take_back_slot(event, now)
             case events.DigestMade():
-                return self._on_digest_made(event)
+                actions = self._on_digest_made(event)
             case events.ChunkPacked():
-                return self._on_packed(event)
-            case events.Asked():
-                return self._on_message(event, now)
-        return []
+                actions = self._on_packed(event)
+            case _:
+                actions = self._on_command(event, now)
+        return actions + self._pack_waiting(now) if self.ring.num_waiting else actions
 
     def get(self, nonce: Nonce) -> Offer | None:
         return self._offers.get(nonce)
@@ -333,17 +277,15 @@ class PrefillMachine:
     @property
     def next_due(self) -> float | None:
         """When a `Tick` does something; None: never."""
-        since, due = self.ring.next_due_since, self._due.next
-        if since is None:
-            return due
-        return since + self._hold_s if due is None else min(due, since + self._hold_s)
+        blocking = self.ring.blocking
+        due = [self._due.next, None if blocking is None else blocking[1] + self._hold_s]
+        return min((when for when in due if when is not None), default=None)
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
-        """Whether the rank may still send this digest."""
         return self._granted_to(request) is not None
 
     def clear(self, writing: Collection[int] = ()) -> None:
-        """Forget everything, in whatever state it is. All fence slots must be cleared before.
+        """Forget everything, in any state. Clear all fence slots before.
 
         `writing` are the ring slots that are still being written.
         """
@@ -354,12 +296,10 @@ class PrefillMachine:
         self._free_slots = list(range(self._num_slots))
 
     def begin_life(self, incarnation: Incarnation, writing: Collection[int] = ()) -> None:
-        """Forget everything and begin another incarnation."""
         self._incarnation = incarnation
         self.clear(writing)
 
     def validate(self) -> None:
-        """Check every offer, and that each slot is granted once or free."""
         bound = [o.binding.slot for o in self._offers.values() if o.binding is not None]
         if sorted(bound + self._free_slots) != list(range(self._num_slots)):
             raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
@@ -367,37 +307,36 @@ class PrefillMachine:
             offer.validate()
         self.ring.validate()
 
-    # --- commands
-
-    def _prepare(self, command: events.PrepareOffer) -> None:
-        """Each nonce is prepared once; a preempted request gets a new one."""
-        if command.nonce in self._offers:
-            raise LocalProtocolError(f"offer of request {command.request!r} was prepared before")
-        self._offers[command.nonce] = Offer(command, self._record)
-
-    def _publish(self, command: events.PublishOffer, now: float) -> None:
-        """Start the offer's time. Readers can be quicker than this command, even to the end."""
+    def _on_command(self, command: events.PrefillCommand, now: float) -> list[events.Action]:
+        if isinstance(command, events.ReclaimBlocks):
+            return self._reclaim(command, now)
         offer = self._offers.get(command.nonce)
-        if offer is None:
-            return
-        is_granted = offer.binding is not None
-        offer.move(offer.state if is_granted else State.OFFERED, command)
-        if not is_granted:
-            offer.ends_at = now + self._offer_ttl_s
-            self._due.set(offer.nonce, offer.ends_at)
-
-    def _withdraw(self, command: events.WithdrawOffer) -> None:
-        offer = self._offers.get(command.nonce)
-        if offer is not None:
-            offer.move(None, command)
-            self._remove(offer)
-
-    def _revoke(self, command: events.RevokeOffer) -> list[events.Action]:
-        """The offer may have ended, or be granted, by now."""
-        offer = self._offers.get(command.nonce)
-        if offer is None or offer.state is not State.OFFERED:
+        if isinstance(command, events.PrepareOffer):
+            if offer is not None:  # a preempted request gets a new nonce
+                raise LocalProtocolError(f"offer of request {command.request!r} exists already")
+            self._offers[command.nonce] = Offer(command, self._record)
             return []
-        return self._end_unclaimed(offer, command, OfferEnd.REVOKED)
+        if offer is None:  # readers can be quicker than a command, even to the end
+            return []
+        match command:
+            case events.PublishOffer() if offer.binding is not None:
+                offer.move(offer.state, command)
+            case events.PublishOffer():
+                offer.move(State.OFFERED, command)
+                offer.ends_at = now + self._offer_ttl_s
+                self._due.set(offer.nonce, offer.ends_at)
+            case events.WithdrawOffer():
+                offer.move(None, command)
+                self._remove(offer)
+            case events.RevokeOffer() if offer.state is State.OFFERED:
+                return self._end_unclaimed(offer, command, OfferEnd.REVOKED)
+            case events.MarkWritten():
+                offer.is_written = True
+                early, offer.early = offer.early, {}
+                return [
+                    action for asked in early.values() for action in self._on_message(asked, now)
+                ]
+        return []
 
     def _reclaim(self, command: events.ReclaimBlocks, now: float) -> list[events.Action]:
         actions: list[events.Action] = []
@@ -407,15 +346,6 @@ class PrefillMachine:
             else:
                 actions += self.recall(offer, command, now)
         return actions
-
-    def _on_written(self, command: events.MarkWritten, now: float) -> list[events.Action]:
-        """Answer the readers that asked before the KV was in memory."""
-        offer = self._offers.get(command.nonce)
-        if offer is None:
-            return []
-        offer.is_written = True
-        early, offer.early = offer.early, {}
-        return [action for asked in early.values() for action in self._on_message(asked, now)]
 
     # --- asks
 
@@ -443,10 +373,9 @@ class PrefillMachine:
         if offer.binding is not None:
             return self._grant(offer, offer.binding, ask, route=route, now=now)
         if ask.reader.rank not in ask.readers:
-            detail = f"rank {ask.reader.rank} is not among its own readers"
-            return self._deny(ask, route, detail)
+            return self._deny(ask, route, f"rank {ask.reader.rank} is not among its own readers")
         if not self._free_slots:
-            return self._deny(ask, route, "all generation slots are granted")
+            return self._deny(ask, route, "all fence slots are granted")
         binding = self._bind(offer, ask, now)
         write_slot = events.WriteSlot(binding.slot, binding.generation)
         return [write_slot, *self._grant(offer, binding, ask, route=route, now=now)]
@@ -476,7 +405,7 @@ class PrefillMachine:
         if not binding.expects(ask.claim, ask.reader):
             return self._deny(ask, route, "claimed by another, or ended for this reader")
         if offer.state is State.RECALLED:
-            return self._deny(ask, route, "its blocks are wanted back")
+            return self._deny(ask, route, "its blocks were recalled")
         rank = ask.reader.rank
         binding.routes[rank] = route
         binding.leases[rank] = now + self._lease_s
@@ -485,17 +414,9 @@ class PrefillMachine:
         if not offer.is_written:
             offer.early[type(ask), rank] = events.Asked(route, ask)
             return []
-        grant = messages.Grant(
-            incarnation=self._incarnation,
-            nonce=ask.nonce,
-            claim=ask.claim,
-            reader=ask.reader,
-            lease_s=self._lease_s,
-            tables=offer.prepared.tables,
-            slot=binding.slot,
-            generation=binding.generation,
-        )
-        return [events.Reply(route, grant)]
+        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables}
+        fence = {"slot": binding.slot, "generation": binding.generation}
+        return [self._reply(route, messages.Grant, ask, **grant, **fence)]
 
     def _deny(self, message: _ForClaim, route: bytes, reason: str) -> list[events.Action]:
         """Deny; the reason stays on this side, so that strangers learn nothing."""
@@ -503,16 +424,18 @@ class PrefillMachine:
         if offer is not None:  # strangers could fill the event log with unknown offers
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
-        return [events.AskDenied(message.nonce, reason), self._denial(message, route)]
+        denial = self._reply(route, messages.Deny, message)
+        return [events.AskDenied(message.nonce, reason), denial]
 
-    def _denial(self, message: _ForClaim, route: bytes) -> events.Reply:
-        denial = messages.Deny(
-            incarnation=self._incarnation,
-            nonce=message.nonce,
-            claim=message.claim,
-            reader=message.reader,
-        )
-        return events.Reply(route, denial)
+    def _reply(
+        self,
+        route: bytes,
+        kind: Callable[..., messages.ClaimAnswer],
+        message: _ForClaim,
+        **fields: object,
+    ) -> events.Reply:
+        names = {"nonce": message.nonce, "claim": message.claim, "reader": message.reader}
+        return events.Reply(route, kind(incarnation=self._incarnation, **names, **fields))
 
     # --- digests
 
@@ -528,17 +451,21 @@ class PrefillMachine:
     def _on_digest_request(
         self, request: messages.DigestRequest, route: bytes
     ) -> list[events.Action]:
-        """Digest the blocks that a reader reads. Its request may overtake its ask."""
-        offer = self._offers.get(request.nonce)
+        offer, rank = self._offers.get(request.nonce), request.reader.rank
         if offer is None:  # its ask was denied, and the log says so
-            return [self._denial(request, route)]
-        if request.incarnation == self._incarnation and offer.may_be_asked_by(request):
-            return []  # a denial would end the reader's whole load; it repeats this request
-        offer = self._granted_to(request)
-        if offer is None:
+            return [self._reply(route, messages.Deny, request)]
+        if self._granted_to(request) is None:
+            binding = offer.binding
+            may_ask = binding is None or (
+                rank not in binding.lives and binding.expects(request.claim, request.reader)
+            )
+            # The request may have overtaken the reader's ask. A denial would end the reader's whole
+            # load; without an answer it repeats the request.
+            if may_ask and request.incarnation == self._incarnation:
+                return []
             return self._deny(request, route, "a digest of blocks that are not granted to it")
         if not offer.is_written:
-            offer.early[type(request), request.reader.rank] = events.Asked(route, request)
+            offer.early[type(request), rank] = events.Asked(route, request)
             return []
         num_tokens = offer.prepared.num_tokens
         if request.end > num_tokens:
@@ -546,29 +473,19 @@ class PrefillMachine:
         return [events.MakeDigest(route, request, offer.prepared.tables)]
 
     def _on_digest_made(self, event: events.DigestMade) -> list[events.Action]:
-        """Send a digest if the blocks were held until now; else they may have changed meanwhile."""
         request = event.digest_request
+        # The blocks may have changed under the digest unless the grant still holds.
         if not self.is_digest_wanted(request):
-            return [self._denial(request, event.route)]
+            return [self._reply(event.route, messages.Deny, request)]
         if event.refusal is not None:
             return self._deny(request, event.route, event.refusal)
-        reply = messages.DigestReply(
-            incarnation=self._incarnation,
-            nonce=request.nonce,
-            claim=request.claim,
-            reader=request.reader,
-            rows=event.rows,
-            columns=event.columns,
-        )
-        return [events.Reply(event.route, reply)]
+        sums = {"rows": event.rows, "columns": event.columns}
+        return [self._reply(event.route, messages.DigestReply, request, **sums)]
 
     # --- packed chunks
 
     def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> list[events.Action]:
-        """Pack a chunk for a reader, once there is a ring slot for it.
-
-        The reader repeats its request if the answer was lost, and gets the same answer.
-        """
+        """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
         offer, ring = self._granted_to(request), self.ring
         if offer is None or not offer.is_written:
             return self._deny(request, route, "a chunk of blocks that are not granted to it")
@@ -584,22 +501,19 @@ class PrefillMachine:
         slot = ring.slot_of(holder, request.chunk)
         if slot is not None:
             return [self._packed(request, route, slot)] if ring.is_packed(slot) else []
-        if ring.wait(WaitingChunk(route, request)):
+        if ring.wait(holder, route, request):
             return []
         return [self._packed(request, route, None)]
 
     def _pack_waiting(self, now: float) -> list[events.Action]:
         """Pack waiting chunks into free slots, also into those that this event has freed."""
         actions: list[events.Action] = []
-        for chunk, slot in self.ring.pop_packable(now):
-            offer = self._offers.get(Nonce(chunk.request.nonce))
-            if offer is not None:  # otherwise `forget` has removed the chunk
-                tables = offer.prepared.tables
-                actions.append(events.PackChunk(chunk.route, chunk.request, tables, slot))
+        for (route, request), slot in self.ring.pop_packable(now):
+            tables = self._offers[Nonce(request.nonce)].prepared.tables
+            actions.append(events.PackChunk(route, request, tables, slot))
         return actions
 
     def _on_packed(self, event: events.ChunkPacked) -> list[events.Action]:
-        """Tell the reader, unless it has left meanwhile."""
         request = event.pack_request
         is_wanted = self.ring.on_packed(event.slot, is_packed=event.refusal is None)
         offer = self._granted_to(request)
@@ -613,22 +527,15 @@ class PrefillMachine:
     def _packed(
         self, request: messages.PackRequest, route: bytes, slot: int | None
     ) -> events.Reply:
-        reply = messages.PackReply(
-            incarnation=self._incarnation,
-            nonce=request.nonce,
-            claim=request.claim,
-            reader=request.reader,
-            chunk=request.chunk,
-            slot=slot,
-        )
-        return events.Reply(route, reply)
+        return self._reply(route, messages.PackReply, request, chunk=request.chunk, slot=slot)
 
     def _take_back_slot(self, tick: events.Tick, now: float) -> list[events.Action]:
         """While chunks wait: end the offer that has held a ring slot longest, if for too long."""
-        since, longest = self.ring.next_due_since, self.ring.longest_held()
-        if since is None or longest is None or now < since + self._hold_s:
+        blocking = self.ring.blocking
+        if blocking is None or now < blocking[1] + self._hold_s:
             return []
-        offer = self._offers[longest[0][0]]
+        (nonce, _), _ = blocking
+        offer = self._offers[nonce]
         if offer.binding is not None:
             offer.binding.ended.update(offer.binding.leases)
         return self.settle(offer, tick, OfferEnd.EXPIRED)
@@ -636,17 +543,14 @@ class PrefillMachine:
     # --- leases
 
     def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> list[events.Action]:
-        """Extend the leases of the claims that the reader lists, and end its others.
-
-        A message to a former incarnation says nothing about the claims of this one.
-        """
-        if renew.incarnation != self._incarnation:
-            return [self._renewed(renew, renew.claims, route)]
+        """Extend the leases of the claims that the reader lists, and end its others."""
         named, reading = set(renew.claims), set(renew.claims[: renew.num_reading])
         rank = renew.reader.rank
         held: set[Claim] = set()
         actions: list[events.Action] = []
-        for offer, binding in self.held_by(renew.reader):
+        # A heartbeat to a former incarnation says nothing about the claims of this one.
+        is_meant = renew.incarnation == self._incarnation
+        for offer, binding in self.held_by(renew.reader) if is_meant else ():
             held.add(binding.claim)
             if binding.claim in named:
                 binding.leases[rank] = now + self._lease_s
@@ -659,15 +563,10 @@ class PrefillMachine:
                 self.ring.forget((offer.nonce, rank))
                 actions += self.settle(offer, renew, OfferEnd.ABORTED)
         lost = tuple(claim for claim in renew.claims if claim not in held)
-        return [*actions, self._renewed(renew, lost, route)]
-
-    def _renewed(
-        self, renew: messages.Renew, lost: tuple[Claim, ...], route: bytes
-    ) -> events.Reply:
         answer = messages.Renewed(
             incarnation=self._incarnation, reader=renew.reader, number=renew.number, lost=lost
         )
-        return events.Reply(route, answer)
+        return [*actions, events.Reply(route, answer)]
 
     def _on_release(self, release: messages.Release) -> list[events.Action]:
         """End one reader. A reader that did not ask ends the offer: its engine does not need it.
@@ -687,7 +586,7 @@ class PrefillMachine:
         return self.settle(offer, release, OfferEnd.READ if release.complete else given_up)
 
     def _on_due(self, offer: Offer, tick: events.Tick, now: float) -> list[events.Action]:
-        """End or recall the offer if its time is up; else set its next deadline."""
+        """End or recall the offer if it is late; otherwise set its next deadline."""
         binding = offer.binding
         if binding is None:
             return self._end_unclaimed(offer, tick, OfferEnd.UNCLAIMED)
@@ -709,7 +608,7 @@ class PrefillMachine:
     def recall(
         self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float
     ) -> list[events.Action]:
-        """Ask the readers for the blocks. Readers that have not asked yet will be denied."""
+        """Ask the readers for the blocks. The rank denies readers that ask later."""
         binding = offer.binding
         if binding is None or offer.state is not State.GRANTED:
             return []
@@ -719,20 +618,18 @@ class PrefillMachine:
         actions: list[events.Action] = []
         for rank in binding.readers:
             if rank in binding.routes:
-                reader = messages.Reader(
-                    engine=binding.engine, incarnation=binding.lives[rank], rank=rank
-                )
+                life = binding.lives[rank]
                 recall = messages.Recall(
                     incarnation=self._incarnation,
                     nonce=offer.nonce,
                     claim=binding.claim,
-                    reader=reader,
+                    reader=messages.Reader(engine=binding.engine, incarnation=life, rank=rank),
                 )
                 actions.append(events.Reply(binding.routes[rank], recall))
         return actions
 
     def to_reclaim(self, num_blocks: int) -> list[Offer]:
-        """The fewest offers to end or recall so that `num_blocks` blocks come free.
+        """The fewest offers to end or recall to free `num_blocks` blocks.
 
         Unclaimed offers go first, then unread ones of the engine that holds most; oldest first.
         """
@@ -795,7 +692,6 @@ class PrefillMachine:
         event: messages.Release | events.Tick | events.RevokeOffer | events.ReclaimBlocks,
         end: OfferEnd,
     ) -> list[events.Action]:
-        """End an offer that was never granted, so that no reader can be reading it."""
         offer.move(None, event, detail=end.value)
         self._remove(offer)
         return [events.OfferEnded(offer.nonce, offer.request, end)]

@@ -4,9 +4,6 @@ Each prefill rank has a lane, first come first served, and the lanes take turns.
 are in flight per lane and in all lanes together, or one load if that is larger: its reads from
 several ranks start together, so that the link is not idle between them. A queued read has not
 begun, so it costs nothing to cancel.
-
-A lane in which no read has ended for STALL_S no longer counts toward the total, so a prefill rank
-that hangs or is slow does not block the others.
 """
 
 from collections import OrderedDict, deque
@@ -17,14 +14,13 @@ from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Claim, Endpoint, Rank
 from nixl_kv.protocol.machine import Deadlines
 
-MAX_BYTES: Final = 1 << 30
-"""1 GiB: 10 ms of a 100 GB/s link, and 8.6 s of one of 1 Gbit/s."""
-MAX_READS: Final = 2048
-"""In all lanes together, however short: each read needs local memory for its fence slot."""
+MAX_BYTES: Final = 1 << 30  # 10 ms of a 100 GB/s link, and 8.6 s of one of 1 Gbit/s
+MAX_READS: Final = 2048  # in all lanes together: each read needs local memory for its fence slot
+# A lane in which no read has ended for this long no longer counts toward the total, so a prefill
+# rank that hangs or is slow does not block the others.
 STALL_S: Final = 2.0
 
-Key: TypeAlias = tuple[Claim, Rank]
-"""What one load reads from one prefill rank."""
+Key: TypeAlias = tuple[Claim, Rank]  # one load's read of one prefill rank
 
 
 @dataclass
@@ -50,7 +46,6 @@ class ReadQueue:
 
     @property
     def next_due(self) -> float | None:
-        """When time may let another read begin; None for never."""
         return self._stalls.next if self._turns else None
 
     def __contains__(self, key: Key) -> bool:
@@ -64,7 +59,7 @@ class ReadQueue:
         self._where[key] = endpoint
 
     def pop_startable(self, now: float) -> list[Key]:
-        """The reads whose turn it is; from now on they count as under way."""
+        """The reads that may start now; they count as under way."""
         startable: list[Key] = []
         for endpoint in self._stalls.pop_due(now):
             lane = self._lanes[endpoint]
@@ -83,16 +78,19 @@ class ReadQueue:
             if not has_room or self._num_reads >= MAX_READS:
                 break
             passed = 0
+            startable.append(key)
             del lane.waiting[key]
             self._turns.popleft()
             if lane.waiting:
                 self._turns.append(endpoint)
-            self._start(endpoint, lane, key, num_bytes, now=now)
-            startable.append(key)
+            if not lane.under_way:
+                self._advance(endpoint, lane, now)
+            lane.under_way[key] = num_bytes
+            self._count(lane, num_bytes, 1)
         return startable
 
     def remove(self, key: Key, now: float, *, has_landed: bool) -> None:
-        """A read has ended, or was cancelled while it was queued. An unknown one is ignored."""
+        """Remove a read that has ended or was cancelled, if it is here."""
         endpoint = self._where.pop(key, None)
         if endpoint is None:
             return
@@ -101,15 +99,16 @@ class ReadQueue:
             if not lane.waiting:
                 self._turns.remove(endpoint)
         else:
-            self._end(endpoint, lane, key, now=now, has_landed=has_landed)
+            if has_landed:
+                self._advance(endpoint, lane, now)
+            self._count(lane, -lane.under_way.pop(key), -1)
+            if not lane.under_way:
+                self._stalls.set(endpoint, None)
         if not lane.waiting and not lane.under_way:
             del self._lanes[endpoint]
 
     def note_progress(self, key: Key, now: float) -> None:
-        """Bytes of a read have landed. An unknown read is ignored.
-
-        This does not end a stall: a slow lane that counted toward the total would block the others.
-        """
+        # This does not end a stall: a slow lane that counted would block the others.
         endpoint = self._where.get(key)
         if endpoint is not None:
             self._lanes[endpoint].moved_at = self._moved_at = now
@@ -127,7 +126,6 @@ class ReadQueue:
         self._num_bytes = self._num_reads = 0
 
     def validate(self) -> None:
-        """Raise LocalProtocolError if a sum is not that of its parts."""
         moving = [lane for lane in self._lanes.values() if not lane.is_stalled]
         waiting = sorted(endpoint for endpoint, lane in self._lanes.items() if lane.waiting)
         if any(lane.num_bytes != sum(lane.under_way.values()) for lane in self._lanes.values()):
@@ -140,33 +138,15 @@ class ReadQueue:
             raise LocalProtocolError(f"lanes {waiting} wait, the turns are {self._turns}")
 
     def _is_alone(self, key: Key) -> bool:
-        """Whether nothing but reads of the same load is under way in lanes that are not stalled."""
+        """Whether only reads of the same load are under way in lanes that are not stalled."""
         lanes = (lane for lane in self._lanes.values() if not lane.is_stalled)
         return all(claim == key[0] for lane in lanes for claim, _ in lane.under_way)
 
-    def _start(
-        self, endpoint: Endpoint, lane: _Lane, key: Key, num_bytes: int, *, now: float
-    ) -> None:
-        if not lane.under_way:
-            self._advance(endpoint, lane, now)
-        lane.under_way[key] = num_bytes
+    def _count(self, lane: _Lane, num_bytes: int, num_reads: int) -> None:
         lane.num_bytes += num_bytes
-        self._num_reads += 1
+        self._num_reads += num_reads
         if not lane.is_stalled:
             self._num_bytes += num_bytes
-
-    def _end(
-        self, endpoint: Endpoint, lane: _Lane, key: Key, *, now: float, has_landed: bool
-    ) -> None:
-        num_bytes = lane.under_way.pop(key)
-        if has_landed:
-            self._advance(endpoint, lane, now)
-        lane.num_bytes -= num_bytes
-        self._num_reads -= 1
-        if not lane.is_stalled:
-            self._num_bytes -= num_bytes
-        if not lane.under_way:
-            self._stalls.set(endpoint, None)
 
     def _advance(self, endpoint: Endpoint, lane: _Lane, now: float) -> None:
         lane.moved_at = self._moved_at = now

@@ -1,40 +1,33 @@
 """The ticket: the string that prefill's answer carries through the router to decode.
 
-It travels in the request body, in `kv_transfer_params`, so a client may have changed it. It names
-no block and no address: it says which engine to ask, for which offer, and what the KV depends on.
-If the engines share a key, a MAC over the whole ticket proves that one of them made it.
-
-The ticket is one string in its own field. The fields beside it are for routers. Some routers
-overwrite them, so decode never reads them.
+It travels in `kv_transfer_params`, so a client may have changed it. It names no block and no memory
+address: it names the engine, the offer and the hash of all that the KV depends on. If the engines
+share a key, a MAC over the whole ticket proves that one of them made it. The fields beside it are
+for routers; some overwrite them, so decode never reads them.
 
     nixl_kv_ticket = "9.0f5c...e2.l6kxMC4w..."
                       |    |         |
              wire version  |         array in msgpack and base64url (no padding):
-                           |         [host, port, nonce, and what this version has behind them]
+                           |         [host, port, nonce, and then fields of this version]
                            MAC: 32 hexadecimal digits, or empty without a key
 
-Every version keeps the name of the field, the three pieces and the bound of their length, what the
-MAC covers and how, and the first three entries of the array. So each version can check the MAC and
-the host of a ticket of any other version.
+Every version keeps the name of the field, the three pieces and the bound of their length, the MAC,
+and the first three entries of the array. So each version can check the MAC and the host of a ticket
+of any other version.
 
 WIRE_VERSION history (of tickets and messages alike)
 1  first
-2  groups have a window, and may have no layers on a rank; ranks need not pair one to one; a MAC
+2  windows per cache group; ranks need not pair one to one; a MAC
 3  digests
-4  one release message in place of two; block tables mark absent blocks; tickets name this version;
-   fields that nobody used are gone; status; the answer to a renew has its number
-5  a ticket is one string; what another version sends is refused in a form that all versions read;
-   an offer can be declined, and what was granted recalled; a renew says which claims are being read
-6  block tables leave out the absent entries that they begin with; a description says which tokens
-   a rank keeps, and what an engine keeps besides its model; a digest's slices say which tokens
-7  a description says how a rank's GPU memory is mapped, and where it packs what is read, on
-   request; the hash of a prompt is HMAC-SHA256 over msgpack
-8  a ticket says with which weights its KV was computed, and how often prefill's cache was reset
-   before; a tool can change the label of an engine's weights, and undo draining; a description
-   names bytes that prove a mapping of GPU memory
+4  one release message instead of two; block tables mark absent blocks; tickets name this version;
+   status; the answer to a renew has its number
+5  a ticket is one string; VersionRefusal; Recall; a renew lists first the claims being read
+6  block tables omit leading absent entries; stripes of tokens; facts about KV beyond the model's
+7  mapped GPU memory; packed chunks; the hash of a prompt is HMAC-SHA256 over msgpack
+8  labels of weights; the epoch in a ticket; undo of draining; a proof that a mapping works
 9  a status is an open record; nothing declines an offer; a rank's NIXL metadata ends with its host,
-   its PID namespace and whether it has RDMA; chunks wait for slots of prefill's ring, and a request
-   to pack a chunk that its reader no longer holds only gives slots back
+   its PID namespace and whether it has RDMA; chunks wait for ring slots, and a request to pack a
+   chunk that its reader no longer holds only frees slots
 """
 
 import base64
@@ -56,20 +49,17 @@ WIRE_VERSION: Final = 9
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
-MAX_LENGTH: Final = 4096
-"""Characters of the string."""
-MAX_REASON: Final = 300
-"""Characters of an error about a payload. msgspec's errors quote the client."""
+MAX_LENGTH: Final = 4096  # characters
+MAX_REASON: Final = 300  # characters of an error about a payload; msgspec quotes the client
 
 SEALED: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.((?:[0-9a-f]{32})?)\.([A-Za-z0-9_-]+)", re.ASCII)
+# vLLM's flags beside the ticket. Routers may leave them out, or set them to null.
 FLAGS: Final[Mapping[str, bool]] = {"do_remote_prefill": True, "do_remote_decode": False}
-"""vLLM's flags beside the ticket. Routers may leave them out, or set them to null."""
 
 HEX32: Final = Meta(pattern=r"^[0-9a-f]{32}\Z")
 NAME: Final = Meta(min_length=1, max_length=256)
 
-Context = Annotated[str, HEX32]
-"""See `context_hash`."""
+Context = Annotated[str, HEX32]  # from `context_hash`
 
 _decoder = msgspec.msgpack.Decoder(list)
 _Head = TypeVar("_Head", bound="TicketHead")
@@ -91,7 +81,6 @@ class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The endpoint of the engine's directory."""
         return endpoint_at(self.host, self.port)
 
 
@@ -121,17 +110,15 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
     def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:
         """The `kv_transfer_params` of prefill's answer, as JSON types.
 
-        Routers read some of the fields beside the ticket, and so does a decode engine that runs
-        vLLM's own NixlConnector. That engine computes a request without `do_remote_prefill`
-        itself. If a router sets the flag, vLLM's scheduler raises, and the engine ends, unless the
-        `remote_*` fields are present and `remote_block_ids` is true. Its worker then divides by
-        `tp_size` before it connects to anything, and only that request fails.
-
         Args:
             key: of the fleet; None omits the MAC.
             for_in_tree: False sets the flags. vLLM's front end on decode then reports prefill's
                 cached tokens, and tells the connector about each request that it rejects.
         """
+        # A decode engine may run vLLM's own NixlConnector, which computes a request without
+        # `do_remote_prefill` itself. If a router sets the flag, that engine's scheduler raises and
+        # ends the engine, unless the `remote_*` fields are present and `remote_block_ids` is true.
+        # Its worker then divides by `tp_size` before it connects, and only that request fails.
         values = [getattr(self, name) for name in self.__struct_fields__]
         packed = base64.urlsafe_b64encode(msgspec.msgpack.encode(values))
         payload = packed.decode("ascii").rstrip("=")
@@ -149,7 +136,10 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
 
 
 class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """A ticket as it arrived. Its payload must not be decoded before its MAC is checked."""
+    """A ticket as it arrived: check its MAC before its host, and its version before the rest.
+
+    All methods raise RemoteProtocolError, which names the field and the allowed values.
+    """
 
     version: int
     mac: str
@@ -157,11 +147,6 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, params: object) -> "SealedTicket":
-        """Find the ticket in the `kv_transfer_params` of a request.
-
-        Raises:
-            RemoteProtocolError: names the field and the allowed values.
-        """
         if not isinstance(params, Mapping):
             raise RemoteProtocolError(
                 f"kv_transfer_params is of type {type(params).__name__}; allowed: an object"
@@ -186,11 +171,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
         return cls(version=int(version), mac=mac, payload=payload)
 
     def check_mac(self, key: bytes | None) -> None:
-        """Check the MAC; without a key there must be none.
-
-        Raises:
-            RemoteProtocolError: says what is wrong, but never the right MAC.
-        """
+        """Check the MAC; without a key there must be none. Errors never tell the right MAC."""
         if key is None and self.mac:
             reason = "was made by an engine with a key; this one has no key"
         elif key is not None and not self.mac:
@@ -207,20 +188,9 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
         raise _refused(f"mac {reason}")
 
     def head(self) -> TicketHead:
-        """Decode the fields that all versions have.
-
-        Raises:
-            RemoteProtocolError: names the field and the allowed values.
-        """
         return self._convert(TicketHead)
 
     def open(self) -> Ticket:
-        """Decode the whole ticket.
-
-        Raises:
-            ForeignVersion: if it is of another version; names both.
-            RemoteProtocolError: names the field and the allowed values.
-        """
         if self.version != WIRE_VERSION:
             raise ForeignVersion(
                 f"kv_transfer_params: {FIELD} is of wire version {self.version}; "
@@ -241,7 +211,7 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _mac(version: int, payload: str, key: bytes) -> str:
-    """The MAC over version and payload as they travel. All versions compute it like this."""
+    # All versions compute it like this.
     message = f"{version}.{payload}".encode("ascii")
     return hashlib.blake2b(message, digest_size=MAC_BYTES, key=key).hexdigest()
 
@@ -251,7 +221,7 @@ def _refused(words: str, sep: str = " ") -> RemoteProtocolError:
 
 
 def _words(value: object) -> str:
-    """A value in JSON, or only its type, because a client chooses its length."""
+    # Only the type of other values, because a client chooses their length.
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else f"of type {type(value).__name__}"
@@ -260,17 +230,12 @@ def _words(value: object) -> str:
 def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:
     """Hash everything that the KV of a prompt depends on; 32 hex digits.
 
-    The nonce is the key. So a hash in a log does not confirm a guess of the prompt without the
-    nonce of the same request.
-
-    The hash covers the msgpack form of [token ids, extras], with each number as short as possible:
-    for 16,384 tokens that takes half the time of 8 bytes per number. The scheduler waits for it, so
-    it is SHA-256, for which CPUs have instructions.
-
     Args:
-        nonce: of the offer.
+        nonce: of the offer. It is the key, so a hash in a log confirms no guess of the prompt.
         token_ids: of the prompt; None if the client sent embeddings.
         extras: adapter, cache salt, multimodal identifiers and positions, embeddings.
     """
+    # vLLM's scheduler waits for this. msgpack's short numbers take half the time of 8 bytes each
+    # for 16,384 tokens, and CPUs have instructions for SHA-256.
     packed = msgspec.msgpack.encode((token_ids, list(extras)), enc_hook=list)
     return hmac.digest(bytes.fromhex(nonce), packed, "sha256")[:16].hex()

@@ -188,7 +188,7 @@ def test_pieces_are_those_of_the_rows_by_address() -> None:
 
 # --- whether a reason names a fault
 
-REASON = "what was read from prefill rank 3 is not what it has: "
+REASON = "the bytes from prefill rank 3 are wrong: "
 WHERE = "differs in tokens 64 to 127 (blocks 4 to 7 of the request; 1 of 3 columns of 64 tokens)"
 ROWS = (Row("layer.1", "K", 2), Row("layer.1", "V", 2))
 RIGHT = f"K of head 2 of layer layer.1 and 1 more heads {WHERE}"

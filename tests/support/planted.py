@@ -10,8 +10,8 @@ PLANTED = re.compile(
     rf"{ROW}, tokens (?P<first>\d+) to (?P<last>\d+)"
 )
 SEEN = re.compile(
-    r"request (?P<request>\S+): KV not loaded: what was read from prefill rank 0 is not what it "
-    rf"has: {ROW} differs in tokens (?P<first>\d+) to (?P<last>\d+) "
+    r"request (?P<request>\S+): KV not loaded: the bytes from prefill rank 0 are wrong: "
+    rf"{ROW} differs in tokens (?P<first>\d+) to (?P<last>\d+) "
     r"\(blocks \d+ to \d+ of the request; \d+ of \d+ columns of 64 tokens\) \(corrupt"
 )
 

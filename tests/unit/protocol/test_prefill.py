@@ -747,7 +747,7 @@ TAKEN_BACK = ended(OfferEnd.REVOKED)
 HELD = 100.0 + HOLD_S
 IS_HELD = (HELD - 0.5, asked(renew(2, CLAIM)), NOTHING_LOST)
 """The reader lives, and does not read."""
-WANTED_BACK = "its blocks are wanted back"
+WANTED_BACK = "its blocks were recalled"
 RECALLS: dict[str, Script] = {
     "what nobody reads is recalled after a time, and then taken back": after(
         GRANTED,
@@ -893,7 +893,7 @@ def test_a_denial_names_the_life_that_denies() -> None:
 
 def test_without_a_free_slot_an_ask_is_denied_until_one_is_cleared() -> None:
     second = asked(ask(nonce=NONCE2, claim=RIVAL))
-    full = denied("all generation slots are granted", nonce=NONCE2, claim=RIVAL)
+    full = denied("all fence slots are granted", nonce=NONCE2, claim=RIVAL)
     machine = new_machine(num_slots=1)
     play(
         machine,
@@ -927,7 +927,7 @@ def test_an_offer_without_a_ticket_is_not_revoked() -> None:
 @each_of({"PREPARED": PREPARED, "OFFERED": OFFERED, "GRANTED": GRANTED}, "before")
 def test_a_nonce_is_prepared_once(before: Script) -> None:
     machine = new_machine(before)
-    with pytest.raises(LocalProtocolError, match="offer of request 'p1' was prepared before"):
+    with pytest.raises(LocalProtocolError, match="offer of request 'p1' exists already"):
         machine.handle(prepare_offer(tables=NEW_TABLES), 101.0)
     assert machine.handle(asked(ask(number=2)), 101.0)[-1] == GRANT
 

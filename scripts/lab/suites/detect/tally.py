@@ -12,7 +12,7 @@ from lab.suites.detect.world import Outcome
 from nixl_kv.protocol.events import FailureKind, LoadEnded
 
 REASON: Final = re.compile(
-    r"what was read from prefill rank \d+ is not what it has: "
+    r"the bytes from prefill rank \d+ are wrong: "
     r"(?P<part>.+?) of head (?P<head>\d+) of layer (?P<layer>.+?)"
     r"( and (?P<more>\d+) more heads)? "
     r"differs in tokens (?P<first>\d+) to (?P<last>\d+) .*"

@@ -20,7 +20,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import PackReply
-from nixl_kv.protocol.ring import RingBook, WaitingChunk
+from nixl_kv.protocol.ring import RingBook
 from nixl_kv.reading.paths import direct
 from nixl_kv.reading.staged import host_copier as host_copy
 from nixl_kv.reading.staged.packs import PackQueue
@@ -182,8 +182,8 @@ def fill_ring(world: World) -> RingBook:
     """Others have all of prefill's slots."""
     ring = world.prefill.parts.prefill.ring
     for slot in range(RING_SLOTS):
-        request = pack_request(world, nonce=OTHERS[slot % 2][0], chunk=slot)
-        assert ring.wait(WaitingChunk(b"route", request))
+        holder = OTHERS[slot % 2]
+        assert ring.wait(holder, b"route", pack_request(world, nonce=holder[0], chunk=slot))
         ((_, given),) = ring.pop_packable(world.clock())
         assert ring.on_packed(given, is_packed=True)
     return ring
