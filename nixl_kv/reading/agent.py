@@ -108,13 +108,13 @@ class SlotOp(ReadOp):
     """The read of a fence slot into an entry of this agent's page. The entry is cleared first."""
 
     def __init__(self, agent: "ReadAgent", rank: RemoteRank, slot: int) -> None:
-        self._agent = agent
-        self._entry = agent.free_entries.pop()
+        self._transport, self._slots, self._free = agent.transport, agent.slots, agent.free_entries
+        self._entry = self._free.pop()
         self.has_ended = False
         self.token: Generation | None = None
-        agent.slots.clear(self._entry)
+        self._slots.clear(self._entry)
         try:
-            self._handle = agent.transport.read(
+            self._handle = self._transport.read(
                 agent.entries, rank.slots, (block_ids([self._entry]), block_ids([slot]))
             )
         except TransportError:
@@ -123,8 +123,8 @@ class SlotOp(ReadOp):
 
     def poll(self) -> list[events.ReadEvent]:
         try:
-            if self._agent.transport.poll(self._handle):
-                self.token = self._agent.slots.read(self._entry)
+            if self._transport.poll(self._handle):
+                self.token = self._slots.read(self._entry)
                 self.release()
         except PeerLost as error:
             self.failure, self.is_connection_lost = str(error), True
@@ -137,7 +137,7 @@ class SlotOp(ReadOp):
     def release(self) -> None:
         if not self.has_ended:
             self.has_ended = True
-            self._agent.free_entries.append(self._entry)
+            self._free.append(self._entry)
 
 
 @dataclass(eq=False)
