@@ -1,6 +1,6 @@
 """Streams and errors of torch and Triton, for the modules that work on a cache in GPU memory.
 
-No other module imports this one: it needs torch and Triton.
+Import it only where the cache is in GPU memory: it needs torch and Triton.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 import triton
 
-from nixl_kv.errors import NixlKVError
+from nixl_kv.errors import NixlKVError, TransportError
 
 UNABLE: Final = (AssertionError, OSError, RuntimeError, SubprocessError, triton.TritonError)
 """Errors of torch and Triton without memory, a compiler, a cache directory or CUDA."""
@@ -33,3 +33,14 @@ def on(stream: torch.cuda.Stream) -> Iterator[None]:
     # a context there: 115 ms once, and memory. So enter the device first, and leave it last.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
+
+
+def allocate(num_bytes: int, device: int) -> tuple[int, object]:
+    """Return the address of GPU memory, and the object that keeps it allocated.
+
+    Raises:
+        TransportError: if there is no such GPU, or it lacks memory.
+    """
+    with translated(TransportError, f"allocating {num_bytes} bytes of GPU memory"):
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")
+    return memory.data_ptr(), memory

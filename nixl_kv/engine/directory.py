@@ -33,12 +33,12 @@ logger = get_logger(__name__)
 STOP_TIMEOUT_S: Final = 5.0
 
 NO_KEY: Final = (
-    "this engine has no key, so anybody could set the label of its weights; give it key_file, or "
-    "set weights in its configuration and restart it"
+    "this engine has no key, so any process could set the label of its weights; give it key_file, "
+    "or set weights in its configuration and restart it"
 )
 
+# A question is short, and its sender takes the long answer before it asks again.
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
-"""A question is short, and who asks takes the answer, which is long, before asking again."""
 
 
 def describe_engine(
@@ -48,7 +48,7 @@ def describe_engine(
     ranks: Sequence[messages.RankDescription],
     extras: Mapping[str, str] | None = None,
 ) -> messages.Description:
-    """An engine's description, from those of its ranks in rank order."""
+    """`ranks` are in rank order."""
     return messages.Description(
         incarnation=engine_incarnation(rank.incarnation for rank in ranks),
         engine=engine,
@@ -60,7 +60,12 @@ def describe_engine(
 
 
 class DirectoryServer:
-    """Listens on the engine's host and port."""
+    """Listens on an IP literal and a port; 0 takes any free one. It closes `control`.
+
+    `count_awaited` counts the requests that will be offered but are not yet; it runs on the
+    server's thread. `weights` is the label of the engine's weights. Tools may set it only if
+    `has_key`: then only holders of the key reach this server.
+    """
 
     def __init__(
         self,
@@ -72,29 +77,14 @@ class DirectoryServer:
         weights: str = "",
         has_key: bool = False,
     ) -> None:
-        """Listen.
-
-        Args:
-            control: what to listen with; the server closes it.
-            host: an IP literal.
-            port: 0 takes any free one.
-            count_awaited: how many requests will be offered that are not yet; on any thread.
-            weights: the label of the engine's weights.
-            has_key: whether only holders of a key reach this server. Nobody else may set the label.
-
-        Raises:
-            TransportError: if the address cannot be bound.
-        """
         self._control = control
         self.host = host
         self.port = control.listen(host, port, BOUNDS)
         self._published: tuple[messages.Description, bytes] | None = None
         self._waiting: deque[FromPeer] = deque()
-        self.is_draining = False
-        """Whether a tool has said that nothing more is to be offered."""
+        self.is_draining = False  # then the scheduler offers no further requests
         self.count_awaited = count_awaited
         self.weights = weights
-        """The label of the engine's weights, as a tool has set it last."""
         self._has_key = has_key
         self._is_stopping = False
         self._is_closed = False
@@ -102,11 +92,11 @@ class DirectoryServer:
         self._thread = threading.Thread(target=self._main, name="nixl-kv-directory", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that answers."""
         self._thread.start()
 
     def publish(self, description: messages.Description) -> None:
-        """Serve this description from now on. It is encoded here, once, and not per question."""
+        """Serve this description from now on."""
+        # Encode it once, not per question.
         self._published = description, messages.encode(description)
 
     def stop(self) -> None:
@@ -120,7 +110,7 @@ class DirectoryServer:
             self._control.close()
 
     def turn(self, timeout_s: float | None) -> None:
-        """Wait for questions, and answer them. Whatever a stranger sends raises nothing."""
+        """Wait for questions, and answer them. No message from a stranger raises an error."""
         if not self._waiting:
             received = self._control.poll(timeout_s)
             self._waiting.extend(item for item in received if isinstance(item, FromPeer))
@@ -128,7 +118,6 @@ class DirectoryServer:
             self._serve(self._waiting.popleft())
 
     def _main(self) -> None:
-        """The thread's top."""
         while not self._is_stopping:
             # An error that reaches this is a bug of ours, and costs one question.
             run_guarded(partial(self.turn, None), "the directory failed at a question; it goes on")
@@ -174,7 +163,7 @@ class DirectoryServer:
         )
 
     def _set_weights(self, message: messages.SetWeights) -> messages.WeightsSet:
-        """The scheduler compares the label in each of its hooks: it holds from this answer on."""
+        # The scheduler compares the label in each hook, so it is valid from this answer on.
         answer = messages.WeightsSet(
             incarnation=self._life, former=self.weights, refusal="" if self._has_key else NO_KEY
         )

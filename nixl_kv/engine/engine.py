@@ -33,7 +33,7 @@ from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading import gather, staged
 from nixl_kv.reading.agent import register
-from nixl_kv.reading.paths.base import BuildFeature, ExtraMemory, Feature, RankSetup
+from nixl_kv.reading.paths import BuildFeature, ExtraMemory, RankSetup
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import Agents
 from nixl_kv.transport.base import ControlPlane, Transport
@@ -50,44 +50,34 @@ def _background_threads(count: int) -> Executor:
     return ThreadPoolExecutor(count, "nixl-kv-agents")
 
 
+# Ways to read besides direct reads, in the order in which an agent asks them.
 FEATURES: Final[tuple[BuildFeature, ...]] = (
     gather.build,
     staged.build,
 )
-"""Ways to read besides NIXL's own, in the order in which reads are offered to them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
     """One rank of an engine, and how to make the parts of its transfer engine."""
 
+    # Unique among all engines. `SetEngine` unites ranks that started with different ids.
     engine: EngineId
-    """Unique among all engines. `SetEngine` unites ranks that started with different ids."""
-
     rank: Rank
-    layout: CacheLayout
-    """The layout of this rank's cache."""
-
+    layout: CacheLayout  # of this rank's cache
+    # Facts on which two engines must agree, because they give the bytes their meaning.
     model: Mapping[str, str]
-    """Facts of the model on which two engines must agree, or their bytes mean different things."""
-
     config: Config
-    host: str
-    """The IP literal on which this rank listens."""
-
-    port: int = 0
-    """The TCP port on which it listens; 0 takes any free one."""
-
+    host: str  # the IP literal on which this rank listens
+    port: int = 0  # 0 takes any free one
     is_prefill: bool
     is_decode: bool
     make_transport: Callable[[], Transport]
     make_control: Callable[[], ControlPlane]
-
+    # Facts about other KV in the cache. A prefill engine must have the same, and may have more.
     extras: Mapping[str, str] = field(default_factory=dict)
-    """Facts about other KV in the cache. A prefill engine must have the same, and may have more."""
-
+    # Makes an agent that checks whether peers can read this rank; None: no checks.
     make_checker: Callable[[], Transport] | None = None
-    """Makes an agent that checks whether peers can read this rank; None: no checks."""
 
     # Simulations replace these:
     num_slots: int | None = None
@@ -98,7 +88,6 @@ class RankSpec:
 
     @property
     def roles(self) -> str:
-        """For people."""
         roles = ("prefill", self.is_prefill), ("decode", self.is_decode)
         return " and ".join(name for name, is_one in roles if is_one)
 
@@ -126,21 +115,14 @@ class TransferEngine:
         return self.loop.parts.description
 
     def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
-        """Start without a thread: a simulation runs the turns of the loop.
-
-        Results go to `results`, or to `pop_results` if it is None.
-        """
+        """Start without a thread: a simulation runs the turns of the loop."""
         if results is not None:
             self._results = results
         self.loop = self._build_loop()
         return self.loop
 
     def submit(self, commands: Iterable[events.Command]) -> None:
-        """Hand over commands, in order. The thread executes them even if no result is popped.
-
-        Raises:
-            LocalProtocolError: after `stop`.
-        """
+        """Hand over commands, in order. The thread executes them even if no result is popped."""
         if self._is_stopped:
             raise LocalProtocolError("the transfer engine is stopped")
         commands = tuple(commands)
@@ -149,10 +131,7 @@ class TransferEngine:
             self.loop.wake()
 
     def pop_results(self) -> list[events.Result]:
-        """The results since the last call, in order.
-
-        Each started load and each published offer has one result; counts come besides.
-        """
+        """The results since the last call: one per started load and published offer, and counts."""
         self._load_ended.clear()
         return [self._results.popleft() for _ in range(len(self._results))]
 
@@ -166,12 +145,9 @@ class TransferEngine:
         When it returns, nothing writes into the cache any longer, and each load and offer has its
         result. Loads whose results were not popped have failed: the caller may discard the cache.
 
-        Args:
-            timeout_s: by default `STOP_TIMEOUT_S` of `engine.loop`.
-
         Raises:
-            TransportError: if a read may still write into the cache, so that its memory must not be
-                used for anything else. The thread goes on closing, and `stop` can be called again.
+            TransportError: if a read may still write into the cache after `timeout_s`, by default
+                `loop.STOP_TIMEOUT_S`. Do not reuse its memory. The thread goes on closing.
         """
         self._is_stopped = True
         if self._thread.was_started:
@@ -185,9 +161,11 @@ class TransferEngine:
                 )
 
     def _build_loop(self) -> Loop:
-        """Runs on the transfer thread, which owns everything here."""
+        # Runs on the transfer thread, which owns everything here.
         spec = self.spec
-        parts = build_parts(spec)
+        with contextlib.ExitStack() as undo:
+            parts = build_parts(spec, undo)
+            undo.pop_all()
         return Loop(
             parts,
             self._commands,
@@ -200,20 +178,8 @@ class TransferEngine:
         )
 
 
-def build_parts(spec: RankSpec) -> Parts:
-    """Make the agents, sockets and machines of one rank.
-
-    Raises:
-        NixlKVError: see `TransferEngine.start`.
-    """
-    with contextlib.ExitStack() as undo:
-        parts = _build_parts(spec, undo)
-        undo.pop_all()
-    return parts
-
-
-def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
-    """`undo` collects what must be closed if a later step fails."""
+def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
+    """Make the agents, sockets and machines of one rank; `undo` closes them if a step fails."""
     config, layout = spec.config, spec.layout
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
@@ -230,7 +196,16 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     undo.callback(control.close)
     background = spec.make_background(1)
     undo.callback(background.shutdown)
-    features = _build_features(spec, control.wake, counts)
+    setup = RankSetup(
+        layout=layout,
+        config=config,
+        is_prefill=spec.is_prefill,
+        is_decode=spec.is_decode,
+        wake=control.wake,
+        counts=counts,
+        clock=spec.clock,
+    )
+    features = tuple(build(setup) for build in spec.features)
     for feature in features:
         undo.callback(feature.close)
     served = tuple(each for feature in features for each in feature.served)
@@ -313,21 +288,6 @@ def _build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     )
 
 
-def _build_features(
-    spec: RankSpec, wake: Callable[[], None], counts: defaultdict[str, float]
-) -> tuple[Feature, ...]:
-    setup = RankSetup(
-        layout=spec.layout,
-        config=spec.config,
-        is_prefill=spec.is_prefill,
-        is_decode=spec.is_decode,
-        wake=wake,
-        counts=counts,
-        clock=spec.clock,
-    )
-    return tuple(build(setup) for build in spec.features)
-
-
 def _open_serving(spec: RankSpec, slots: SlotPage, memory: tuple[ExtraMemory, ...]) -> Transport:
     transport = spec.make_transport()
     try:
@@ -339,6 +299,6 @@ def _open_serving(spec: RankSpec, slots: SlotPage, memory: tuple[ExtraMemory, ..
 
 
 def slots_for(layout: CacheLayout) -> int:
-    """How many offers may be granted at a time. Each has at least one block of its own."""
+    # The slots bound the offers that are granted at a time. Each has a block of its own.
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)

@@ -1,7 +1,7 @@
 """The last 10,000 transitions of a rank's state machines, by request.
 
 The log is always on, because a transition costs about two microseconds (`scripts/bench events`). It
-keeps transitions by request and by peer, so that a lookup costs only what it returns. `nixl-kv
+keeps transitions by request and by peer, so that a lookup reads only its results. `nixl-kv
 status --request` and the log line of a failed load show them.
 """
 
@@ -19,19 +19,17 @@ from nixl_kv.protocol.messages import MAX_LISTED
 logger = get_logger(__name__)
 
 KEPT: Final = 10_000
+# Characters of a cause that are kept, because a peer may have written part of it.
 MAX_CAUSE: Final = 300
-"""Characters of a cause that are kept, because a peer may have written part of it."""
 
-
+# Its number in order of all events, its time, and the transition.
 _Event: TypeAlias = tuple[int, float, events.Transition]
-"""Its number in order of all events, its time, and the transition."""
 
 
 class EventLog:
-    """See the module's docstring."""
+    """Keeps the last `kept` transitions. `clock` is in seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time, kept: int = KEPT) -> None:
-        """`clock` is in seconds since the epoch. The log keeps the last `kept` transitions."""
         self._clock = clock
         self._kept = kept
         self._count = 0
@@ -44,7 +42,6 @@ class EventLog:
 
     @property
     def since(self) -> float | None:
-        """The time of the oldest event."""
         return self._order[0][0][1] if self._order else None
 
     def record(self, transition: events.Transition) -> None:
@@ -68,10 +65,9 @@ class EventLog:
     def story(
         self, request: str, *, exact: bool = False, limit: int = MAX_LISTED
     ) -> list[tuple[float, events.Transition]]:
-        """The events of requests whose id contains this text (or, if `exact`, equals it).
+        """The last events of requests whose id contains this text or, if `exact`, equals it.
 
-        They include those of the engines that the requests read from, meanwhile. The result has
-        the last `limit` events, oldest first.
+        They include the events of the engines that the requests read from meanwhile.
         """
         if exact or not request:
             names = [request] if request in self._of_request else []
@@ -112,7 +108,6 @@ def _is_end(transition: events.Transition) -> bool:
 
 
 def describe(event: events.Transition) -> str:
-    """A transition as a line of text."""
     states = f"{event.before} -> {event.after}" if event.before else event.after
     cause = f" ({event.cause})" if event.cause else ""
     num_bytes = f", {event.num_bytes} bytes" if event.num_bytes else ""

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
-from typing import Final
+from typing import Final, TypeAlias
 
 from nixl_kv.errors import LimitedLog, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import block_ids
@@ -25,26 +25,27 @@ from nixl_kv.transport.slots import SlotPage, slot_rows
 
 logger = get_logger(__name__)
 
-CHECK_S: Final = 60.0
-"""Between two checks. One takes 50 ms of a core on another thread."""
-AGAIN_S: Final = 1.0
-"""The first pause after a failed check; it doubles up to CHECK_S."""
-READ_S: Final = 10.0
-"""The timeout of a check's read, for a busy machine."""
-LOOK_S: Final = 1.0
-"""Between two checks of the listening sockets, while this rank is awake."""
+CHECK_S: Final = 60.0  # between two checks; one takes 50 ms of a core on another thread
+AGAIN_S: Final = 1.0  # the first pause after a failed check; it doubles up to CHECK_S
+READ_S: Final = 10.0  # the timeout of a check's read, for a busy machine
+LOOK_S: Final = 1.0  # between two checks of the listening sockets, while this rank is awake
+# How long the agent makes progress after a check, to notice that the checker left.
 SERVE_ON_S: Final = 0.1
-"""How long the agent makes progress after a check, to notice that the checker left."""
-FAILURES: Final = 2
-"""Failed checks in a row that make this rank replace its agent."""
+FAILURES: Final = 2  # failed checks in a row that make this rank replace its agent
 POLL_S: Final = 0.001
+UNREADABLE: Final = "unreadable"  # the gauge
 
-UNREADABLE: Final = "unreadable"
-"""The gauge."""
+# A transport, and its listening sockets: their inodes by descriptor.
+_Opened: TypeAlias = tuple[Transport, dict[int, int]]
 
 
 class Serving:
-    """The transfer thread owns it, and calls `progress` while peers may read this rank."""
+    """The transfer thread owns it, and calls `progress` while peers may read this rank.
+
+    `open_transport` makes an agent with this rank's memory. `make_checker` makes the agent that
+    reads one of the `slots` in a check; None: no checks. Both run on any thread. `background` is a
+    thread for this object alone, which `close` ends. `counts` receives the gauge.
+    """
 
     def __init__(
         self,
@@ -56,19 +57,6 @@ class Serving:
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Open the agent.
-
-        Args:
-            open_transport: makes an agent with this rank's memory; runs on any thread.
-            slots: the slots that a check reads.
-            make_checker: makes the agent that reads them, on any thread; None: no checks.
-            background: one thread for this object alone, which `close` ends.
-            counts: receives the gauge.
-            clock: monotonic seconds.
-
-        Raises:
-            TransportError: if the agent cannot be made.
-        """
         self._open = open_transport
         self._slots = slots
         self._make_checker = make_checker
@@ -78,7 +66,7 @@ class Serving:
         self._log = LimitedLog(logger, clock, interval_s=CHECK_S)
         self._stop = threading.Event()
         self._check: Future[str | None] | None = None
-        self._opening: Future[tuple[Transport, dict[int, int]]] | None = None
+        self._opening: Future[_Opened] | None = None
         self._closing: list[tuple[Transport, Future[None]]] = []
         self._has_lost_socket = False
         self._was_read = False  # by a check
@@ -94,7 +82,7 @@ class Serving:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a check or a replacement is running: the caller must poll it."""
+        """Whether a check or a replacement is running, so that the caller must poll it."""
         return bool(self._check or self._opening) or self._clock() < self._serve_until
 
     @property
@@ -138,11 +126,7 @@ class Serving:
         return False
 
     def close(self) -> None:
-        """Stop a running check, and close the agents.
-
-        Raises:
-            TransportError: if an agent does not end.
-        """
+        """Stop a running check, and close the agents, or raise TransportError."""
         self._stop.set()
         futures = [future for future in (self._check, self._opening) if future is not None]
         wait([future for future in futures if not future.cancel()])  # type: ignore[misc]
@@ -158,7 +142,7 @@ class Serving:
                 stack.callback(agent.close)
         self._opening, self._check, self._closing = None, None, []
 
-    def _end_check(self, check: "Future[str | None]") -> None:
+    def _end_check(self, check: Future[str | None]) -> None:
         try:
             reason = check.result()
         except TransportError as error:
@@ -197,7 +181,7 @@ class Serving:
         )
         self._opening = self._background.submit(self._open_and_look)
 
-    def _open_and_look(self) -> tuple[Transport, dict[int, int]]:
+    def _open_and_look(self) -> _Opened:
         """Make a new agent, and find the sockets that it listens on. Runs on any thread."""
         if self._make_checker is None:
             return self._open(), {}
@@ -218,7 +202,7 @@ class Serving:
         self._check_at = self._clock() + self._again_s
         self._again_s = min(self._again_s * 2, CHECK_S)
 
-    def _take_over(self, opening: "Future[tuple[Transport, dict[int, int]]]") -> bool:
+    def _take_over(self, opening: Future[_Opened]) -> bool:
         self._opening = None
         try:
             agent, self._listening = opening.result()
@@ -238,10 +222,8 @@ def read_slot(
 ) -> str | None:
     """Read a slot as a peer does, over a new connection. Returns why that failed, or None.
 
-    Runs on a background thread; the transfer thread must make progress meanwhile.
-
-    Raises:
-        TransportError: if the check itself fails, as when this process cannot make an agent.
+    Runs on a background thread; the transfer thread must make progress meanwhile. Raises
+    TransportError if the check itself fails, for example if this process cannot make an agent.
     """
     checker, own = make_checker(), SlotPage(1)
     until = time.monotonic() + READ_S

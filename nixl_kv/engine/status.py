@@ -23,16 +23,7 @@ def build_status(
     started_at: float,
     question: StatusRequest,
 ) -> Status:
-    """Read the state of the machines without changing it.
-
-    Args:
-        parts: everything that the transfer thread owns.
-        rank: the number of the rank in its engine.
-        roles: the roles of the rank, for people.
-        clock: monotonic seconds, as the machines count them.
-        started_at: when the rank started, by `clock`.
-        question: the request of the tool; it may ask for the events of some requests.
-    """
+    """Read the state of the machines without changing it. `started_at` is a time of `clock`."""
     now = clock()
     peers, links = parts.decode.peers.all(), parts.control.links()
     offers, loads = parts.prefill.all(), parts.decode.loads

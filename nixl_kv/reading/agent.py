@@ -1,7 +1,8 @@
 """One agent that reads: a transport, the remote ranks that it can read, and its reads in progress.
 
-The agent knows geometry, paths and the transport. The protocol knows what a read is for and what
-follows from its end. All of it runs on the transfer thread, except `close`.
+The agent knows geometry, paths and the transport. The protocol knows the purpose of a read and
+what follows from its end. All of it runs on the transfer thread, except `open_transport` and
+`close`.
 
 The first read of a rank makes the connection and maps memory. So the agent warms up a READY rank:
 it reads a fence slot and some bytes of the cache and discards them. Meanwhile decode still asks for
@@ -12,44 +13,62 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError, get_logger
-from nixl_kv.geometry.layout import CacheLayout, block_ids
+from nixl_kv.geometry.layout import CacheLayout, Span, block_ids
+from nixl_kv.geometry.plan import ADDRESS, DEVICE
 from nixl_kv.ids import Generation, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.paths.base import ExtraMemory, Read, ReadOp
-from nixl_kv.reading.peers import Ranks, RemotePeers, RemoteRank, WaitingRead
-from nixl_kv.reading.scratch import Scratch, make_scratch
+from nixl_kv.reading.paths import ExtraMemory, Read, ReadOp
+from nixl_kv.reading.peers import Ranks, RemotePeers, RemoteRank, WaitingRead, request_of
 from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
 
 logger = get_logger(__name__)
 
 MAX_SLOT_READS: Final = 4096
-"""Fence slots that can be read at the same time."""
+# Warm-up reads in progress, including those that never end.
 MAX_WARM_UPS: Final = 256
-"""Warm-up reads in progress, including those that never end."""
+# How long a warm-up keeps the agent busy. Prefill progresses NIXL for so long after a message.
 WARM_UP_S: Final = 2.0
-"""How long a warm-up keeps the agent busy. Prefill progresses NIXL for so long after a message."""
+# A warm-up reads SAMPLE_BYTES of each of the first SAMPLED_SPANS registered regions.
 SAMPLE_BYTES: Final = 4096
-"""Bytes of each registered region that a warm-up reads."""
 SAMPLED_SPANS: Final = 64
-"""Regions that a warm-up reads."""
+SCRATCH_BYTES: Final = 1 << 20
+# Bytes per turn of the reads that are polled right after they are posted. Over shared memory they
+# have ended by then, so further reads can begin; the limit leaves time for the rest of the turn.
 AT_ONCE_BYTES: Final = 64 << 20
-"""Bytes per turn of the reads that are polled right after they are posted. Over shared memory they
-have ended by then, so further reads can begin; the limit leaves time for the rest of the turn."""
 READING_PAUSE_S: Final = 0.0001
 LONGEST_PAUSE_S: Final = 0.0005
+# Pause between two polls, as a share of the read's time so far: on average, the agent notices an
+# end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs.
 PAUSE_SHARE: Final = 1 / 40
-"""Pause between two polls, as a share of the read's time so far: on average, the agent notices an
-end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs."""
 
 
-@dataclass(frozen=True)
-class Opened:
+class Scratch(NamedTuple):
+    """Memory of the cache's kind for warm-up reads; allocated as long as `owner` lives."""
+
+    span: Span
+    owner: object
+
+
+def _make_scratch(layout: CacheLayout) -> Scratch | None:
+    if layout.memory == "DRAM":
+        memory = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
+        return Scratch(Span(memory.ctypes.data, SCRATCH_BYTES), memory)
+    try:
+        from nixl_kv.gpu import allocate  # noqa: PLC0415 - only GPU machines have Triton
+
+        address, owner = allocate(SCRATCH_BYTES, layout.device)
+    except (ImportError, TransportError):  # then warm-ups only read a slot
+        return None
+    return Scratch(Span(address, SCRATCH_BYTES), owner)
+
+
+class Opened(NamedTuple):
     """A transport with which this rank's cache is registered, and memory that only it uses."""
 
     transport: Transport
@@ -67,7 +86,7 @@ def open_transport(
     Raises:
         TransportError: if it cannot be created, or does not accept the memory.
     """
-    opened = Opened(make(), SlotPage(MAX_SLOT_READS), make_scratch(layout))
+    opened = Opened(make(), SlotPage(MAX_SLOT_READS), _make_scratch(layout))
     register(opened.transport, layout, opened.slots, memory)
     if opened.scratch is not None:
         opened.transport.register(opened.scratch.span, layout.memory, layout.device)
@@ -77,11 +96,7 @@ def open_transport(
 def register(
     transport: Transport, layout: CacheLayout, slots: SlotPage, memory: tuple[ExtraMemory, ...] = ()
 ) -> None:
-    """Register this rank's cache, a page of slots and other memory with a transport.
-
-    Raises:
-        TransportError: if the transport does not accept some of it.
-    """
+    """Register this rank's cache, a page of slots and other memory with a transport."""
     for span in layout.spans:
         transport.register(span, layout.memory, layout.device)
     transport.register(slots.span, "DRAM", 0)
@@ -93,32 +108,23 @@ class SlotOp(ReadOp):
     """The read of a fence slot into an entry of this agent's page. The entry is cleared first."""
 
     def __init__(self, agent: "ReadAgent", rank: RemoteRank, slot: int) -> None:
-        """Post the read.
-
-        Raises:
-            TransportError: if it cannot be posted; then the entry is free again.
-        """
-        self._agent = agent
-        self._entry = agent.free_entries.pop()
-        self._has_ended = False
+        self._transport, self._slots, self._free = agent.transport, agent.slots, agent.free_entries
+        self._entry = self._free.pop()
+        self.has_ended = False
         self.token: Generation | None = None
-        agent.slots.clear(self._entry)
+        self._slots.clear(self._entry)
         try:
-            self._handle = agent.transport.read(
+            self._handle = self._transport.read(
                 agent.entries, rank.slots, (block_ids([self._entry]), block_ids([slot]))
             )
         except TransportError:
             self.release()
             raise
 
-    @property
-    def has_ended(self) -> bool:
-        return self._has_ended
-
     def poll(self) -> list[events.ReadEvent]:
         try:
-            if self._agent.transport.poll(self._handle):
-                self.token = self._agent.slots.read(self._entry)
+            if self._transport.poll(self._handle):
+                self.token = self._slots.read(self._entry)
                 self.release()
         except PeerLost as error:
             self.failure, self.is_connection_lost = str(error), True
@@ -129,14 +135,14 @@ class SlotOp(ReadOp):
         """16 bytes arrive soon, or fail."""
 
     def release(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._agent.free_entries.append(self._entry)
+        if not self.has_ended:
+            self.has_ended = True
+            self._free.append(self._entry)
 
 
 @dataclass(eq=False)
 class ActiveRead:
-    """A read in progress: of a load's data, or of the fence slot."""
+    """A read of a load's data or of a fence slot, while it is in progress."""
 
     op: ReadOp
     remote: RemoteRank
@@ -144,7 +150,7 @@ class ActiveRead:
     started_at: float
     num_bytes: int = 0
     num_runs: int = 0
-    slot_op: SlotOp | None = None  # if it reads the slot
+    slot_op: SlotOp | None = None  # the same as `op` if it reads the slot
     is_unwanted: bool = False
     is_abandoned: bool = False
     error: str = ""  # why its state is unknown; then it is not polled again
@@ -154,8 +160,7 @@ class ActiveRead:
         return self.remote.rank
 
     def doubt(self, reason: str) -> None:
-        """The state is unknown, so only the end of the agent ends the read."""
-        self.is_abandoned, self.error = True, reason
+        self.is_abandoned, self.error = True, reason  # only the end of the agent ends it
 
 
 @dataclass(eq=False)
@@ -170,7 +175,7 @@ class _WarmUp:
 
 
 class ReadAgent:
-    """See the module's docstring."""
+    """`counts` receives the number of first reads, and their seconds. `clock` is monotonic."""
 
     def __init__(
         self,
@@ -180,15 +185,6 @@ class ReadAgent:
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Start without reads.
-
-        Args:
-            opened: the result of `open_transport`.
-            peers: the engines that this rank may read.
-            background: where ranks are prepared, see `Ranks`.
-            counts: first reads, and their seconds, are added to them.
-            clock: monotonic seconds.
-        """
         self.transport = opened.transport
         self.ranks = Ranks(
             self.transport,
@@ -222,7 +218,7 @@ class ReadAgent:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a read, a warm-up that is not late, or a rank's preparation is in progress."""
+        """Whether to poll: a read, a rank's preparation, or a warm-up that is not late."""
         since = self._clock() - WARM_UP_S
         warms_up = any(not r.is_in_doubt and r.started_at > since for r in self.warm_ups)
         return bool(self.reads) or warms_up or self.ranks.is_busy
@@ -238,7 +234,7 @@ class ReadAgent:
 
     @property
     def is_drained(self) -> bool:
-        """Whether only abandoned reads are left, and no call of the transport is in progress."""
+        """Whether only abandoned reads are left, so that this agent can be destroyed."""
         return all(read.is_abandoned for read in self.reads) and not self.ranks.is_adding
 
     def start(self, action: WaitingRead) -> list[events.DataEvent]:
@@ -260,7 +256,6 @@ class ReadAgent:
             return [events.ReadFailed(request, action.rank, str(error))]
 
     def on_chunk(self, action: events.ReadChunk) -> list[events.DataEvent]:
-        """Pass prefill's answer to the read that asked, if this agent has it."""
         happened: list[events.DataEvent] = []
         for read in self._reads_of(action.request, action.rank):
             read.op.on_message(action)
@@ -269,7 +264,6 @@ class ReadAgent:
         return happened
 
     def stop(self, action: events.StopRead) -> None:
-        """End a read as soon as possible, if this agent has it."""
         for read in self._reads_of(action.request, action.rank):
             read.is_unwanted = True  # the transport may be busy: the next poll stops it
 
@@ -317,7 +311,6 @@ class ReadAgent:
         return waiting
 
     def pop_breaks(self) -> list[events.PeerBroken]:
-        """Return the engines whose connection broke since the last call."""
         breaks, self._breaks = self._breaks, []
         return breaks
 
@@ -348,7 +341,6 @@ class ReadAgent:
         return self._poll(read)
 
     def _start_data(self, action: events.StartRead, rank: RemoteRank) -> list[events.DataEvent]:
-        """Raise TransportError or ValueError if the path that accepts the read cannot start it."""
         load, source = action.load, rank.source
         assert source is not None  # noqa: S101 - READY
         tokens = range(load.begin, load.end)
@@ -389,7 +381,6 @@ class ReadAgent:
         return [*happened, self._end_of(read)]
 
     def _end_of(self, read: ActiveRead) -> events.DataEvent:
-        """The event that reports a read's end."""
         op = read.op
         if op.failure is not None:
             return events.ReadFailed(read.request, read.rank, op.failure)
@@ -411,13 +402,12 @@ class ReadAgent:
         return [read for read in self.reads if (read.request, read.rank) == (request, rank)]
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
-        """NIXL does not connect again by itself, so later reads of that engine would fail too."""
+        # NIXL does not connect again by itself, so later reads of that engine would fail too.
         if isinstance(error, PeerLost):
             self._break(peer, str(error))
 
     def _break(self, peer: events.PeerKey, reason: str) -> None:
-        """Report a broken connection once, even if it breaks several reads."""
-        if peer not in self._broken:
+        if peer not in self._broken:  # one break ends several reads; report it once
             self._broken.add(peer)
             self._breaks.append(events.PeerBroken(peer, reason))
 
@@ -445,19 +435,17 @@ class ReadAgent:
         """Read enough pieces to use all of the transport's connections to the rank."""
         source, scratch = rank.source, self._scratch
         spread = 0 if source is None else self.transport.spread(source.name)
-        if (
-            source is None or scratch is None or not spread
-        ):  # over TCP, the read of the slot makes the connection
+        # Over TCP `spread` is 0, and the read of the slot makes the connection.
+        if source is None or scratch is None or not spread:
             return
         remote, layout = rank.description.layout, self._layout
-        lengths = [min(SAMPLE_BYTES, span.length) for span in remote.spans[:SAMPLED_SPANS]]
-        here: Rows = np.array(
-            [(scratch.span.address, n, layout.device, n, 1) for n in lengths], dtype=np.uint64
-        )
-        there = self.transport.prepare(sample_rows(remote), remote.memory, source.name)
+        rows = sample_rows(remote)
+        here = rows.copy()
+        here[:, ADDRESS], here[:, DEVICE] = scratch.span.address, layout.device
+        there = self.transport.prepare(rows, remote.memory, source.name)
         local = self.transport.prepare(here, layout.memory, None)
-        times = -(-spread // len(lengths))
-        pieces: Indices = np.tile(np.arange(len(lengths), dtype=np.int32), times)
+        times = -(-spread // len(rows))
+        pieces: Indices = np.tile(np.arange(len(rows), dtype=np.int32), times)
         self._post_warm_up(rank, (local, there), (pieces, pieces))
 
     def _post_warm_up(
@@ -490,17 +478,8 @@ class ReadAgent:
             self.free_entries.append(read.entry)
 
 
-def request_of(read: WaitingRead) -> RequestId:
-    """The request for which a read is made."""
-    return read.load.request if isinstance(read, events.StartRead) else read.request
-
-
 def sample_rows(layout: CacheLayout) -> Rows:
     """One piece of each of the first SAMPLED_SPANS regions of a rank: shape (n, 5)."""
-    spans = layout.spans[:SAMPLED_SPANS]
-    lengths = [min(SAMPLE_BYTES, span.length) for span in spans]
-    rows = [
-        (span.address, length, layout.device, length, 1)
-        for span, length in zip(spans, lengths, strict=True)
-    ]
+    pieces = [(s.address, min(SAMPLE_BYTES, s.length)) for s in layout.spans[:SAMPLED_SPANS]]
+    rows = [(address, length, layout.device, length, 1) for address, length in pieces]
     return np.array(rows, dtype=np.uint64)

@@ -1,9 +1,9 @@
 """The remote engines that this rank reads, and their ranks as one agent reads them.
 
-`RemotePeers` is what this rank knows of remote engines, whichever agent reads: whether they fit,
-and which of their ranks it reads. `Ranks` holds one record per remote rank for one agent, with an
-explicit state (`TRANSITIONS`); a read waits at the record of its rank. All of it runs on the
-transfer thread, except what `Ranks` gives to its background threads.
+`RemotePeers` checks remote engines and finds which of their ranks this rank reads, for all agents.
+`Ranks` holds one record per remote rank for one agent, with an explicit state (`TRANSITIONS`); a
+read waits at the record of its rank. All of it runs on the transfer thread, except the background
+threads of `Ranks`.
 """
 
 import concurrent.futures
@@ -20,27 +20,32 @@ from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.plan import Plan, plan
-from nixl_kv.ids import Rank, endpoint_host
+from nixl_kv.ids import Rank, RequestId, endpoint_host
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey
-from nixl_kv.reading.paths.base import Budget, Prepared, ReadPath, Source
-from nixl_kv.reading.paths.direct import DirectPath
+from nixl_kv.reading.paths import Budget, DirectPath, PreparedRank, ReadPath, Source
 from nixl_kv.transport.base import ListHandle, PeerName, Transport
 from nixl_kv.transport.slots import slot_rows
 
 SHOWN_MISMATCHES: Final = 4
 
+# How long the end of an agent waits for a rank that is being added to it.
 ADD_END_S: Final = 2.0
-"""How long the end of an agent waits for a rank that is being added to it."""
 
 WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
 
-_Own: TypeAlias = tuple[tuple[CacheLayout, ...], match.Pieces, list[match.Holdings]]
-"""The layouts of this engine's ranks, and what `match` makes of them."""
+
+def request_of(read: WaitingRead) -> RequestId:
+    return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
 class RemotePeers:
-    """The compatible engines, and the local facts with which they are compared."""
+    """The compatible engines, and the local facts with which they are compared.
+
+    `allowed` are the hosts on which peers may be; None for any. `extras` are facts besides the
+    model that this engine needs its peers to share. `paths` are the ways to read besides direct
+    reads, in the order in which an agent asks them.
+    """
 
     def __init__(
         self,
@@ -52,26 +57,20 @@ class RemotePeers:
         extras: Mapping[str, str] | None = None,
         paths: Sequence[ReadPath] = (),
     ) -> None:
-        """Start without peers. This rank is the only one of its engine until the engine is known.
-
-        Args:
-            layout: the layout of this rank's cache.
-            rank: this rank's number within its engine.
-            model: the facts of this engine's model.
-            allowed: the hosts on which peers may be; None for any.
-            extras: facts besides the model that this engine needs its peers to share.
-            paths: ways to read besides direct reads, in the order in which an agent asks them.
-        """
         self.layout = layout
-        self.engine_layouts: tuple[CacheLayout, ...] = (layout,)
-        self.descriptions: dict[PeerKey, messages.Description] = {}
-        """The descriptions of the compatible engines."""
+        self.descriptions: dict[PeerKey, messages.Description] = {}  # of the compatible engines
         self.paths: tuple[ReadPath, ...] = (*paths, DirectPath(layout.memory))
         self._rank = rank
         self._model = model
         self._extras = extras or {}
         self._allowed = allowed or AllowedHosts()
-        self._summed_up: _Own | None = None
+        self.set_layouts((layout,))  # this rank alone, until the caller names its engine
+
+    def set_layouts(self, layouts: tuple[CacheLayout, ...]) -> None:
+        """Set the layouts of this engine's ranks, in rank order."""
+        self.engine_layouts = layouts
+        self._pieces = match.pieces(layouts)
+        self._holdings = [match.holdings(layout) for layout in layouts]
 
     def check(self, description: messages.Description) -> None:
         """Check that this engine can read another one.
@@ -85,7 +84,7 @@ class RemotePeers:
         if not mismatches:
             remote = [rank.layout for rank in description.ranks]
             mismatches = match.layout_mismatches(
-                self.engine_layouts, remote, local_pieces=self._own()[1]
+                self.engine_layouts, remote, local_pieces=self._pieces
             )
         if mismatches:
             more = len(mismatches) - SHOWN_MISMATCHES
@@ -99,27 +98,12 @@ class RemotePeers:
         """Which ranks of an engine this rank reads, and which it only releases."""
         return match.routes(
             self._rank,
-            self._own()[2],
+            self._holdings,
             [match.holdings(rank.layout) for rank in description.ranks],
         )
 
-    def add(self, peer: PeerKey, description: messages.Description) -> None:
-        """Add an engine that fits."""
-        self.descriptions[peer] = description
-
-    def forget(self, peer: PeerKey) -> None:
-        """Forget an engine: this rank no longer reads it."""
-        self.descriptions.pop(peer, None)
-
-    def _own(self) -> _Own:
-        """The layouts of this engine, summarized once instead of for each peer."""
-        if self._summed_up is None or self._summed_up[0] is not self.engine_layouts:
-            layouts = self.engine_layouts
-            self._summed_up = layouts, match.pieces(layouts), list(map(match.holdings, layouts))
-        return self._summed_up
-
     def _check_endpoints(self, description: messages.Description) -> None:
-        """Check each endpoint: a description may name other hosts than its sender's."""
+        # A description may name other hosts than its sender's.
         if len({rank.endpoint for rank in description.ranks}) < len(description.ranks):
             raise IncompatiblePeer(
                 f"engine {description.engine!r} has several ranks at one endpoint; allowed: one"
@@ -133,7 +117,7 @@ class RemotePeers:
 
 
 class RankState(enum.Enum):
-    """States of a remote rank, for one agent. A rank without a record is in none."""
+    """States of a remote rank, for one agent."""
 
     QUEUED = enum.auto()  # waits for a background thread
     PREPARING = enum.auto()  # is being planned, and added to the transport
@@ -156,6 +140,10 @@ class RankEvent(enum.Enum):
     __hash__ = object.__hash__
 
 
+# For each state, the states to which an event may lead; None: the record is gone. A PREPARING rank
+# that is dropped stays in LEAVING until `add_peer` has returned. FAIL and DROP keep the
+# connections, so that the next handshake uses them again. LOSE makes the transport forget the rank,
+# or NIXL would never connect again.
 TRANSITIONS: Final[Mapping[RankState, Mapping[RankEvent, tuple[RankState | None, ...]]]] = {
     RankState.QUEUED: {
         RankEvent.BEGIN: (RankState.PREPARING,),
@@ -178,12 +166,6 @@ TRANSITIONS: Final[Mapping[RankState, Mapping[RankEvent, tuple[RankState | None,
         RankEvent.IDLE: (None,),
     },
 }
-"""For each state, the states to which an event may lead; None: the record is gone.
-
-A PREPARING rank that is dropped stays in LEAVING until `add_peer` has returned. FAIL and DROP keep
-the connections, so that the next handshake uses them again. LOSE makes the transport forget the
-rank, or NIXL would never connect again.
-"""
 
 
 @dataclass(frozen=True)
@@ -191,7 +173,7 @@ class _Planned:
     """The part of a rank's preparation that needs no transport."""
 
     plan: Plan
-    paths: tuple[tuple[ReadPath, Prepared], ...]  # in the order in which an agent asks them
+    paths: tuple[tuple[ReadPath, PreparedRank], ...]  # in the order in which an agent asks them
 
     def release(self) -> None:
         for _, prepared in self.paths:
@@ -206,29 +188,28 @@ class RemoteRank:
     route: Route
     description: messages.RankDescription
     state: RankState = RankState.QUEUED
-    waiting: list[WaitingRead] = field(default_factory=list)
-    """Reads that start when the rank is READY and the transport is not busy."""
+    waiting: list[WaitingRead] = field(default_factory=list)  # for READY, and an idle transport
     planning: Future[_Planned] | None = None
     adding: Future[PeerName] | None = None
     name: PeerName | None = None
     is_lost: bool = False  # the transport must forget it
     source: Source | None = None  # set in READY
     slots: ListHandle = None  # set in READY: the fence slots
-    paths: tuple[tuple[ReadPath, Prepared], ...] = ()  # set in READY
+    paths: tuple[tuple[ReadPath, PreparedRank], ...] = ()  # set in READY
 
     @property
     def rank(self) -> Rank:
         return self.route.remote_rank
 
+    @property
+    def is_ready(self) -> bool:
+        return self.state is RankState.READY
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.peer}"
 
     def move(self, event: RankEvent, after: RankState | None) -> None:
-        """Change the state; nothing else does.
-
-        Raises:
-            LocalProtocolError: for a transition that is not in the table.
-        """
+        """Change the state; nothing else does."""
         allowed = TRANSITIONS[self.state].get(event, ())
         if after not in allowed:
             raise LocalProtocolError(
@@ -241,7 +222,7 @@ class RemoteRank:
 class Ended(NamedTuple):
     """The end of an engine's preparation: all of its ranks are READY, or with an `error` none is.
 
-    The reads in `waiting` fail with it.
+    The reads in `waiting` fail with the error.
     """
 
     peer: PeerKey
@@ -256,6 +237,9 @@ class Ranks:
     takes 2 to 140 ms, and any other call of the transport would wait for it. So while `is_adding`,
     the agent does not call its transport, and reads wait at their ranks. At least one turn of the
     transfer thread lies between two calls of `add_peer`, and the waiting reads start in it.
+
+    `background` has at least two threads that nothing else uses. `is_reading` tells whether the
+    agent reads the rank with this name. `on_ready` is called with each rank that becomes READY.
     """
 
     def __init__(
@@ -267,17 +251,7 @@ class Ranks:
         is_reading: Callable[[PeerName], bool],
         on_ready: Callable[[RemoteRank], None],
     ) -> None:
-        """Start with none.
-
-        Args:
-            transport: the agent's.
-            peers: the engines that fit, and the paths.
-            background: at least two threads that nothing else uses.
-            is_reading: whether the agent reads the rank with this name.
-            on_ready: called with each rank that becomes READY.
-        """
         self.budget = Budget()
-        """Limits what the agent posts per turn."""
         self._transport = transport
         self._peers = peers
         self._background = background
@@ -323,24 +297,17 @@ class Ranks:
     @property
     def known(self) -> list[PeerKey]:
         """The engines with a READY rank."""
-        return [peer for peer, ranks in self._ranks.items() if any(map(_is_ready, ranks.values()))]
+        return list(dict.fromkeys(rank.peer for rank in self._all() if rank.is_ready))
 
     @property
     def num_ready(self) -> int:
-        """Ranks in READY."""
-        return sum(map(_is_ready, self._all()))
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether a read waits for a rank."""
-        return any(rank.waiting for rank in self._busy)
+        return sum(rank.is_ready for rank in self._all())
 
     def is_preparing(self, peer: PeerKey) -> bool:
         """Whether a rank of this engine is not READY yet."""
-        return not all(map(_is_ready, self._ranks.get(peer, {}).values()))
+        return not all(rank.is_ready for rank in self._ranks.get(peer, {}).values())
 
     def find(self, peer: PeerKey, rank: Rank) -> RemoteRank | None:
-        """The record of a rank."""
         return self._ranks.get(peer, {}).get(rank)
 
     def prepare(
@@ -357,7 +324,6 @@ class Ranks:
             self._ended.append(Ended(peer))
 
     def wait(self, rank: RemoteRank, read: WaitingRead) -> None:
-        """Queue a read at its rank; `pop_startable` returns it."""
         rank.waiting.append(read)
         self._busy[rank] = None
 
@@ -366,7 +332,7 @@ class Ranks:
         if self.is_adding:
             return []
         startable = []
-        for rank in [rank for rank in self._busy if _is_ready(rank)]:
+        for rank in [rank for rank in self._busy if rank.is_ready]:
             startable += rank.waiting
             rank.waiting = []
             del self._busy[rank]
@@ -397,7 +363,6 @@ class Ranks:
         return waiting
 
     def give_up_all(self) -> None:
-        """Give up all preparations."""
         for peer in [peer for peer in self._ranks if self.is_preparing(peer)]:
             self.drop(peer)
 
@@ -417,20 +382,17 @@ class Ranks:
             for rank in [rank for rank in self._busy if rank.state is RankState.LEAVING]:
                 self._leave(rank)
         pending = [r for r in self._busy if r.state in (RankState.QUEUED, RankState.PREPARING)]
-        if self._planning is None or self._planning.done():
-            for rank in pending:
-                if rank.planning is None:
-                    self._begin(rank)
-                    rank.planning = self._planning = self._background.submit(self._plan, rank)
-                    break
-        if self._adding is None:
-            for rank in pending:
-                if rank.adding is None:
-                    self._begin(rank)
-                    metadata = rank.description.agent
-                    rank.adding = self._background.submit(self._transport.add_peer, metadata)
-                    self._adding = rank
-                    break
+        unplanned = next((rank for rank in pending if rank.planning is None), None)
+        if unplanned is not None and (self._planning is None or self._planning.done()):
+            self._begin(unplanned)
+            self._planning = self._background.submit(self._plan, unplanned)
+            unplanned.planning = self._planning
+        unadded = next((rank for rank in pending if rank.adding is None), None)
+        if unadded is not None and self._adding is None:
+            self._begin(unadded)
+            metadata = unadded.description.agent
+            unadded.adding = self._background.submit(self._transport.add_peer, metadata)
+            self._adding = unadded
 
     def close(self) -> None:
         """Give up all preparations and free all ranks; waits for `add_peer`, up to ADD_END_S."""
@@ -452,9 +414,8 @@ class Ranks:
 
     def _is_due(self, rank: RemoteRank) -> bool:
         """Whether the next turn or a background thread has something to do for a rank."""
-        if rank.state is RankState.LEAVING:
-            return rank.name is None or not self._is_reading(rank.name)
-        return True
+        is_held = rank.name is not None and self._is_reading(rank.name)
+        return rank.state is not RankState.LEAVING or not is_held
 
     def _begin(self, rank: RemoteRank) -> None:
         if rank.state is RankState.QUEUED:
@@ -502,7 +463,6 @@ class Ranks:
             self._ended.append(Ended(rank.peer))
 
     def _make_lists(self, rank: RemoteRank, planned: _Planned, name: PeerName) -> None:
-        """Describe the rows of a rank to the transport; takes microseconds."""
         transport, remote = self._transport, rank.description
         rank.source = Source(
             transport=transport,
@@ -552,10 +512,6 @@ class Ranks:
             self._transport.drop_peer(rank.name)
         else:
             self._kept.add(rank.name)
-
-
-def _is_ready(rank: RemoteRank) -> bool:
-    return rank.state is RankState.READY
 
 
 def _release_planned(planning: "Future[_Planned]") -> None:

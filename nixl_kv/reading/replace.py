@@ -24,52 +24,45 @@ from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError, get_
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.agent import (
-    READING_PAUSE_S,
-    Opened,
-    ReadAgent,
-    open_transport,
-    request_of,
-)
-from nixl_kv.reading.paths.base import STOPPED, ExtraMemory
-from nixl_kv.reading.peers import Ended, RemotePeers, WaitingRead
+from nixl_kv.reading.agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
+from nixl_kv.reading.paths import STOPPED, ExtraMemory
+from nixl_kv.reading.peers import Ended, RemotePeers, WaitingRead, request_of
 from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
 
 TRY_AGAIN_S: Final = 1.0
-
+# Between two checks for unused connections, while there are some.
 TIDY_S: Final = 30.0
-"""Between two checks for unused connections, while there are some."""
+# How long an agent keeps the connections to a rank that died or was forgotten.
 LEFT_S: Final = 60.0
-"""How long an agent keeps the connections to a rank that died or was forgotten."""
+# How many such ranks an agent may have before that. Over TCP each holds up to 40 descriptors.
 MAX_LEFT: Final = 16
-"""How many such ranks an agent may have before that. Over TCP each holds up to 40 descriptors."""
+# How many ranks may be added again to drop one. Each costs 10 ms of a background thread.
 READ_PER_LEFT: Final = 10
-"""How many ranks may be added again to drop one. Each costs 10 ms of a background thread."""
+# Between two polls while an agent is created or destroyed and nothing waits for it.
 CHANGING_PAUSE_S: Final = 0.002
-"""Between two polls while an agent is created or destroyed and nothing waits for it."""
-
+# Threads per agent: NIXL adds a rank on one while the other plans.
 PREPARING_THREADS: Final = 2
-"""Threads per agent: NIXL adds a rank on one while the other plans."""
 
 
 @dataclass
 class _Closing:
-    """An agent that is being destroyed."""
+    """An agent that is being destroyed, which stops its reads if it has any."""
 
     agent: ReadAgent
     closed: Future[None]
     started_at: float
 
-    @property
-    def stops_reads(self) -> bool:
-        """Whether the agent has reads that only its end stops."""
-        return bool(self.agent.reads)
-
 
 class Agents:
-    """See the module's docstring. On the transfer thread alone."""
+    """All of it runs on the transfer thread. An engine that only prefills has no agents.
+
+    `make_transport` makes a transport with nothing registered, and every agent registers `memory`
+    besides the cache. `make_background` makes an executor with a number of threads: one creates
+    agents, one destroys them, and each agent has PREPARING_THREADS. `counts` receives the numbers
+    of replaced agents and handshakes.
+    """
 
     def __init__(
         self,
@@ -81,20 +74,8 @@ class Agents:
         clock: Callable[[], float],
         make_background: Callable[[int], Executor],
     ) -> None:
-        """Start without an agent: an engine that only prefills never needs one.
-
-        Args:
-            make_transport: makes a transport with nothing registered.
-            peers: the engines that this rank may read, and its own cache.
-            counts: replaced agents and joined peers are added to them.
-            memory: memory besides the cache that every agent registers.
-            clock: monotonic seconds.
-            make_background: makes an executor with a number of threads: one creates agents, one
-                destroys them, and each agent has PREPARING_THREADS.
-        """
         self.peers = peers
-        self.polled: list[ReadAgent] = []
-        """The agents whose reads are polled. New reads use the first; the others drain."""
+        self.polled: list[ReadAgent] = []  # new reads use the first; the others drain
         self._counts = counts
         self._make_transport = make_transport
         self._memory = memory
@@ -108,9 +89,7 @@ class Agents:
         self._open_again_at = 0.0
         self._is_worn = False  # another agent is created because of unused connections
         self._successor: ReadAgent | None = None  # one of `polled`, while it connects to the peers
-        self._introduced: set[events.PeerKey] = (
-            set()
-        )  # engines to which the successor connects or has connected
+        self._introduced: set[events.PeerKey] = set()  # to which the successor connects
         self._tidy_at: float | None = None
         self._left_since: float | None = None
 
@@ -120,20 +99,17 @@ class Agents:
     @property
     def is_busy(self) -> bool:
         """Whether a handshake, a read, or the start or end of an agent is in progress."""
-        return self._is_changing or any(agent.is_busy for agent in self.polled)
+        is_changing = self._joining or self._closing or self._opening
+        return bool(is_changing) or any(agent.is_busy for agent in self.polled)
 
     @property
     def pause_s(self) -> float:
         """Seconds until the next poll, while this is busy."""
-        awaited = any(closing.stops_reads for closing in self._closing)
+        awaited = any(closing.agent.reads for closing in self._closing)
         if self._joining or awaited or (self._opening and not self._is_worn):
             return READING_PAUSE_S
         pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
         return min(pauses, default=CHANGING_PAUSE_S)
-
-    @property
-    def _is_changing(self) -> bool:
-        return bool(self._joining or self._closing or self._opening)
 
     @property
     def next_due(self) -> float | None:
@@ -258,7 +234,6 @@ class Agents:
     # --- peers
 
     def _join(self, action: events.JoinPeer) -> events.DataEvent:
-        """Check a description, and begin to prepare its ranks."""
         peer, description = action.peer, action.description
         try:
             self.peers.check(description)
@@ -266,12 +241,11 @@ class Agents:
             self.current.ranks.prepare(peer, description, routes)
         except (NixlKVError, ValueError) as error:
             return events.PeerRefused(peer, str(error))
-        self.peers.add(peer, description)
+        self.peers.descriptions[peer] = description
         self._joining[peer] = self._clock()
         return events.PeerFits(peer, description, routes)
 
     def _on_prepared(self, ended: Ended) -> list[events.DataEvent]:
-        """All ranks of an engine are READY, or the reads that waited for them fail."""
         since = self._joining.pop(ended.peer, None)
         if ended.error is None:
             if since is None:
@@ -281,19 +255,18 @@ class Agents:
             return [events.PeerJoined(ended.peer)]
         failed = _failed(ended.waiting, ended.error)
         if since is not None:
-            self.peers.forget(ended.peer)
+            self.peers.descriptions.pop(ended.peer, None)
             failed.insert(0, events.PeerRefused(ended.peer, ended.error))
         return failed
 
     def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> list[events.DataEvent]:
         """Forget an engine. Reads that waited for it fail, or wait until it is added again."""
-        self.peers.forget(peer)
+        self.peers.descriptions.pop(peer, None)
         self._joining.pop(peer, None)
         waiting = [r for a in self.polled for r in a.ranks.drop(peer, is_lost=is_dead)]
         return [event for read in waiting for event in self._start(read)]
 
     def _drop_broken(self) -> list[events.DataEvent]:
-        """Let the current agent add engines with a broken connection again."""
         if self.current.ranks.is_adding:
             return []
         waiting = self.current.drop_broken()
@@ -303,21 +276,22 @@ class Agents:
 
     def _start(self, read: WaitingRead) -> list[events.DataEvent]:
         """Start a read with the current agent. It may have to add the engine first."""
-        agent, description = self.current, self.peers.descriptions.get(read.peer)
-        if description is not None and agent.ranks.find(read.peer, read.rank) is None:
+        agent = self.current
+        if agent.ranks.find(read.peer, read.rank) is None:
             # Another agent made the handshake, or the connection broke.
-            agent.ranks.prepare(read.peer, description, self.peers.routes(description))
+            self._prepare(agent, read.peer)
         return agent.start(read)
 
+    def _prepare(self, agent: ReadAgent, peer: events.PeerKey) -> None:
+        description = self.peers.descriptions.get(peer)
+        if description is not None:
+            agent.ranks.prepare(peer, description, self.peers.routes(description))
+
     def _fail_waiting(self, request: RequestId, rank: Rank, reason: str) -> list[events.DataEvent]:
-        """Fail a read that waits; it writes nothing."""
-        waiting = [
-            read
-            for agent in self.polled
-            for read in agent.ranks.pop_waiting(
-                lambda read: (request_of(read), read.rank) == (request, rank)
-            )
-        ]
+        def is_meant(read: WaitingRead) -> bool:
+            return (request_of(read), read.rank) == (request, rank)
+
+        waiting = [read for agent in self.polled for read in agent.ranks.pop_waiting(is_meant)]
         return _failed(waiting, reason)
 
     # --- agents
@@ -364,8 +338,7 @@ class Agents:
         self.polled.insert(0, agent)
         self._left_since = None
         for peer in self._joining:
-            description = self.peers.descriptions[peer]
-            agent.ranks.prepare(peer, description, self.peers.routes(description))
+            self._prepare(agent, peer)
         return [event for read in waiting for event in self._start(read)]
 
     def _introduce(self) -> list[events.DataEvent]:
@@ -375,10 +348,7 @@ class Agents:
         new = [peer for peer in self.current.ranks.known if peer not in self._introduced]
         self._introduced.update(new)
         for peer in new:
-            description = self.peers.descriptions.get(peer)
-            if description is not None:
-                routes = self.peers.routes(description)
-                self._successor.ranks.prepare(peer, description, routes)
+            self._prepare(self._successor, peer)
         return [] if self._successor.is_busy else self._promote(self._successor)
 
     def _tidy(self, *, has_read: bool) -> None:
@@ -409,14 +379,12 @@ class Agents:
             self._open(is_worn=True)
 
     def _close_drained(self) -> None:
-        """Destroy each drained agent."""
         for agent in self.polled[1:]:
             if agent is not self._successor and agent.is_drained:
                 self.polled.remove(agent)
                 self._close(agent)
 
     def _close(self, agent: ReadAgent) -> None:
-        """Destroy an agent in the background; nothing else uses it."""
         closed = self._close_on.submit(agent.close)
         self._closing.append(_Closing(agent, closed, self._clock()))
 
@@ -428,7 +396,7 @@ class Agents:
             seconds = self._clock() - closing.started_at
             if error is None:
                 self._closing.remove(closing)
-                if closing.stops_reads:
+                if closing.agent.reads:
                     self._counts["agents_recycled"] += 1
                     logger.warning(
                         "destroyed a NIXL agent in %.2f s; its reads have ended", seconds

@@ -20,7 +20,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.reading.agent import ReadAgent, open_transport
-from nixl_kv.reading.paths.base import ReadPath
+from nixl_kv.reading.paths import ReadPath
 from nixl_kv.reading.peers import RemotePeers
 from support.memory_gather import EXPORT
 from support.readable import ReadableRank, engine_of
@@ -46,7 +46,7 @@ class Reading:
         engine = engine_of(self.prefill)
         ranks = tuple(replace(rank, export=EXPORT, ring=RING) for rank in engine.ranks)
         described = replace(engine, ranks=ranks)
-        self.peers.add(PEER, described)
+        self.peers.descriptions[PEER] = described
         opened = open_transport(lambda: MemoryTransport(self.fabric), layout)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self.agent = ReadAgent(opened, self.peers, Background(), self.counts, self.clock)

@@ -7,11 +7,10 @@ All planes are in memory. `turn` of a `Stepped` never waits; what it would have 
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from functools import partial
 from typing import Any, TypeAlias
 
 from lab.local.caches import Cache, Sizes
-from lab.local.engine import MODEL
+from lab.local.engine import MODEL, features_with
 from lab.local.memory import Fabric, MemoryTransport
 from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.config import Config
@@ -25,10 +24,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.load import Load
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading import staged
-from nixl_kv.reading.staged.copier import HostMemory
-from nixl_kv.reading.staged.host_copier import HostCopier
-from nixl_kv.reading.staged.path import FreeSlots, StagedPath
+from nixl_kv.reading.paths import HostMemory
 from nixl_kv.transport.base import Received
 from support.records import CONTEXT, hex32
 
@@ -114,13 +110,10 @@ class Stepped:
             make_control=lambda: self.control,
             num_slots=64,
             make_background=lambda _count: self.background,
-            features=(
-                partial(
-                    staged.build,
-                    make_copier=lambda: HostCopier(self.copying),
-                    make_memory=lambda _length: HostMemory(STAGING_BYTES),
-                    num_slots=RING_SLOTS,
-                ),
+            features=features_with(
+                make_threads=lambda: self.copying,
+                make_memory=lambda _length: HostMemory(STAGING_BYTES),
+                num_slots=RING_SLOTS,
             ),
             clock=world.clock,
         )
@@ -129,17 +122,6 @@ class Stepped:
         self.parts = self.loop.parts
         self.directory = DirectoryServer(MemoryControl(world.network, f"{name}'s"), HOST, 0)
         self.directory.publish(self.description)
-
-    @property
-    def staged_path(self) -> StagedPath:
-        """Its way to read what is packed."""
-        (path,) = (p for p in self.parts.agents.peers.paths if isinstance(p, StagedPath))
-        return path
-
-    @property
-    def free_slots(self) -> FreeSlots:
-        """Of the ring into which it reads."""
-        return self.staged_path.slots
 
     @property
     def description(self) -> Description:

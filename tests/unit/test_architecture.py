@@ -20,8 +20,7 @@ EXEMPT = frozenset(
         "gpu.py",
         "reading/gather/gpu.py",
         "reading/gather/memory.py",
-        "reading/scratch.py",
-        "reading/staged/gpu_copier.py",
+        "reading/staged/gpu.py",
         "transport/nixl.py",  # names of UCX's own settings
         "transport/tcp/detect.py",
     }

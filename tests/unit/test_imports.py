@@ -12,7 +12,7 @@ PACKAGE = Path(nixl_kv.__file__).parent
 NEEDS_TORCH = frozenset(
     {
         *("reading.copying.kernel", "reading.gather.memory", "reading.gather.gpu"),
-        *("reading.staged.gpu_copier", "verify.gpu"),
+        *("reading.staged.gpu", "verify.gpu"),
     }
 )
 ENGINE = sorted(

@@ -20,17 +20,11 @@ from nixl_kv.gpu import UNABLE, on, translated
 from nixl_kv.reading.copying import tiles
 from nixl_kv.reading.copying.tiles import Launch
 
-PROGRAMS: Final = 24
-"""Programs per launch at most. Each occupies one SM of the GPU while it runs."""
-
-TILE_BYTES: Final = 1 << 16
-"""Bytes that one program has in flight."""
-
+PROGRAMS: Final = 24  # per launch at most; each occupies one SM of the GPU while it runs
+TILE_BYTES: Final = 1 << 16  # that one program has in flight
 NUM_WARPS: Final = 16
-
 LEAST_NUMBERS: Final = 1 << 13
-MAX_FREE: Final = 8
-"""Buffers that are kept for later copies."""
+MAX_FREE: Final = 8  # buffers that are kept for later copies
 
 
 @triton.jit(do_not_specialize=["num_jobs", "num_tiles"])  # type: ignore[untyped-decorator]
@@ -89,14 +83,7 @@ def _word(unit: int) -> tl.dtype:
 def launch_copy(
     launch: Launch, numbers: torch.Tensor, rows: torch.Tensor, *, programs: int = PROGRAMS
 ) -> None:
-    """Start a kernel on the current stream.
-
-    Args:
-        launch: the jobs and pieces to copy.
-        numbers: the launch's numbers, on the GPU.
-        rows: the tiling's rows, on the GPU.
-        programs: how many programs run at most.
-    """
+    """Start a kernel on the current stream. `numbers` and `rows` are on the GPU."""
     unit = launch.unit
     grid = (min(programs, launch.num_tiles),)
     cut = unit, TILE_BYTES // unit
@@ -121,9 +108,8 @@ class _Numbers:
         end = 0
         there = []
         for part in parts:
-            begin = (
-                end + end % 2
-            )  # Triton compiles another kernel for an address that 16 does not divide
+            # Triton compiles another kernel for an address that 16 does not divide.
+            begin = end + end % 2
             end = begin + len(part)
             self._here[begin:end] = part
             there.append(self._there[begin:end])
@@ -143,13 +129,7 @@ class KernelStream:
     """A stream of one GPU, on which copies run one after the other."""
 
     def __init__(self, device: int) -> None:
-        """Make a stream and compile the kernels, which takes seconds the first time.
-
-        `device` is the ordinal of the GPU.
-
-        Raises:
-            TransportError: if the GPU cannot do that.
-        """
+        """Make a stream and compile the kernels, which takes seconds the first time."""
         self._device = device
         self._free: list[_Numbers] = []
         with translated(TransportError, "compiling the copy kernel"), torch.cuda.device(device):
@@ -159,15 +139,13 @@ class KernelStream:
             self._warm_up()
 
     def to_device(self, numbers: Ints) -> torch.Tensor:
-        """Copy numbers to the GPU."""
         with translated(TransportError, "preparing a copy"):
             return torch.from_numpy(numbers).to(f"cuda:{self._device}")
 
     def copy(self, launches: Sequence[Launch], rows: torch.Tensor) -> CopyRun:
         """Start launches that were cut into tiles of TILE_BYTES; `rows` are their tiling's.
 
-        Raises:
-            TransportError: if one cannot be started; then nothing is in progress.
+        If it raises, nothing is in progress.
         """
         size = sum(len(launch.numbers) + 1 for launch in launches)
         with translated(TransportError, "starting a kernel"), on(self._stream):
@@ -185,11 +163,7 @@ class KernelStream:
         return CopyRun(numbers, rows)
 
     def read_16(self, address: int) -> bytes:
-        """Read 16 bytes at a multiple of 16, and wait for them; on any thread.
-
-        Raises:
-            TransportError: if they cannot be read.
-        """
+        """Read 16 bytes at a multiple of 16, and wait for them; on any thread."""
         if address % 16:
             raise TransportError(f"reading 16 bytes at {address:#x}; allowed: multiples of 16")
         with translated(TransportError, "reading 16 bytes"), on(self._small_reads):
@@ -201,7 +175,6 @@ class KernelStream:
             return bytes(here.cpu().numpy())
 
     def has_ended(self, copy: CopyRun, doing: str) -> bool:
-        """Query the event behind a copy's kernels."""
         with translated(TransportError, doing):
             is_done = bool(copy.numbers.done.query())  # type: ignore[no-untyped-call]
         if is_done and len(self._free) < MAX_FREE:
@@ -209,7 +182,6 @@ class KernelStream:
         return is_done
 
     def wait(self) -> None:
-        """Wait for all kernels."""
         with translated(TransportError, "ending copies"):
             self._stream.synchronize()
 

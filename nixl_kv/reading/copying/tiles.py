@@ -14,16 +14,15 @@ import numpy.typing as npt
 
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Ints, Pieces, Plan, Rows
 
+# Bytes of one access of a thread: the largest one that divides addresses, strides, lengths.
 UNITS: Final = (16, 8, 4, 2, 1)
-"""Bytes of one access of a thread: the largest one that divides addresses, strides, lengths."""
 
+# Columns of a job: tiles before it, first row, rows, units per row, local and remote stride, index
+# of its first piece, pieces.
 JOB_COLUMNS: Final = 8
-"""Columns of a job: tiles before it, first row, rows, units per row, local and remote stride, index
-of its first piece, pieces."""
 
-
+# Maps the begins and ends of pieces at their owner to their begins in this process.
 Locate: TypeAlias = Callable[[Ints, Ints], Ints]
-"""Maps the begins and ends of pieces at their owner to their begins in this process."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +60,18 @@ class Tiling:
     """
 
     def __init__(self, plan: Plan, locate: Locate) -> None:
-        """Group a plan's rows. `locate` maps the remote ones into this process."""
         self.rows: Ints = np.empty((0, 2), dtype=np.int64)
         self.jobs: list[Job] = []
         chunks: list[Ints] = []
         num_rows = 0
         for number, paged in enumerate(plan.paged_rows):
-            local, remote = (
-                _rows_of(plan.local, paged.first[0]),
-                _rows_of(plan.remote, paged.first[1]),
-            )
+            local = _rows_of(plan.local, paged.first[0])
+            remote = _rows_of(plan.remote, paged.first[1])
             strides = int(local[0, STRIDE]), int(remote[0, STRIDE])
             counts = int(local[0, COUNT]), int(remote[0, COUNT])
-            last = (
-                remote[:, ADDRESS] + remote[:, STRIDE] * (remote[:, COUNT] - 1) + remote[:, LENGTH]
-            )
-            addresses = np.stack([local[:, ADDRESS], locate(remote[:, ADDRESS], last)], axis=1)
+            begin = remote[:, ADDRESS]
+            end = begin + remote[:, STRIDE] * (remote[:, COUNT] - 1) + remote[:, LENGTH]
+            addresses = np.stack([local[:, ADDRESS], locate(begin, end)], axis=1)
             for length in np.unique(local[:, LENGTH]).tolist():
                 same = addresses[local[:, LENGTH] == length]
                 unit = _unit(np.array([length, *strides]), same)

@@ -5,7 +5,7 @@ Start with `path`, which has decode's half. Prefill only exports its memory (`me
 
 from nixl_kv.errors import TransportError, get_logger
 from nixl_kv.reading.gather.path import GatherPath
-from nixl_kv.reading.paths.base import Feature, RankSetup
+from nixl_kv.reading.paths import Feature, RankSetup
 
 logger = get_logger(__name__)
 

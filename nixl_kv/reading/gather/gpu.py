@@ -17,7 +17,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.reading.copying.kernel import TILE_BYTES, CopyRun, KernelStream
 from nixl_kv.reading.copying.tiles import Tiling
 from nixl_kv.reading.gather.memory import Exported, Mapping
-from nixl_kv.reading.gather.owner_watch import OwnerWatch
+from nixl_kv.reading.gather.path import OwnerWatch
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,8 @@ class GpuGather:
     def __init__(self, device: int, on_owner_ended: Callable[[], None]) -> None:
         """Make a stream and compile the kernels, which takes seconds the first time.
 
-        Args:
-            device: the ordinal of this rank's GPU.
-            on_owner_ended: called on another thread when a process has ended whose memory is
-                mapped, after `num_ended` has counted it.
-
-        Raises:
-            TransportError: if the GPU cannot do that.
+        `on_owner_ended` is called on another thread when a process has ended whose memory is
+        mapped, after `num_ended` has counted it.
         """
         self._device = device
         self._stream = KernelStream(device)
@@ -55,7 +50,6 @@ class GpuGather:
         return self._owners.num_ended
 
     def map(self, exported: messages.Export, plan: Plan) -> _MappedPlan:
-        """Map the memory, and put the plan's rows where kernels read them."""
         with contextlib.ExitStack() as undo:
             mapping = Mapping(exported, self._device)
             undo.callback(mapping.close)
@@ -72,14 +66,12 @@ class GpuGather:
         return _MappedPlan(mapping, tiling, rows)
 
     def unmap(self, mapped: _MappedPlan) -> None:
-        """This closes the owner's descriptor, so that the owner is no longer watched."""
-        mapped.mapping.close()
+        mapped.mapping.close()  # closes the owner's descriptor, which ends the watch
 
     def is_mapped(self, mapped: _MappedPlan) -> bool:
         return not mapped.mapping.has_owner_ended
 
     def read(self, mapped: _MappedPlan, pieces: Sequence[Pieces]) -> CopyRun:
-        """One launch per alignment of the plan's rows: one for most plans."""
         return self._stream.copy(mapped.tiling.launches(pieces, TILE_BYTES), mapped.rows)
 
     def poll(self, copy: CopyRun) -> bool:

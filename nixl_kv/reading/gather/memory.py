@@ -23,22 +23,20 @@ from cuda.bindings import driver
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import Ints
+from nixl_kv.gpu import allocate
 from nixl_kv.protocol import messages
-from nixl_kv.reading.scratch import allocate_on_gpu
 
+# System call numbers on every Linux architecture. Some builds of Python lack these calls.
 PIDFD_OPEN: Final = 434
 PIDFD_GETFD: Final = 438
-"""System call numbers on every Linux architecture. Some builds of Python lack these calls."""
 
 DESCRIPTOR: Final = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 PEER_ACCESS: Final = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-HANDLE_BYTES: Final = 64
-"""CU_IPC_HANDLE_SIZE of cuda.h."""
-
-PROOF_OFFSET: Final = 512
-"""torch's allocation unit. The proof lies at this offset, so that a lost offset is noticed."""
-
 READ_WRITE: Final = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE of cuda.h
+
+# torch's allocation unit. The proof lies at this offset, so that a lost offset is noticed.
+PROOF_OFFSET: Final = 512
 
 
 class Exported:
@@ -80,8 +78,8 @@ class Exported:
         self._undo.close()
 
     def _write_proof(self, device: int) -> messages.Proof:
-        """Write the proof into memory from torch, as the cache is, but not where it begins."""
-        address, self._memory_of_proof = allocate_on_gpu(2 * PROOF_OFFSET, device)
+        # The cache also is memory from torch.
+        address, self._memory_of_proof = allocate(2 * PROOF_OFFSET, device)
         proof = messages.Proof(
             address=address + PROOF_OFFSET, value=secrets.token_bytes(messages.PROOF_BYTES)
         )
@@ -154,7 +152,7 @@ class Mapping:
         return bool(ended.poll(0))
 
     def close(self) -> None:
-        """Unmap it. No kernel may use it."""
+        """No kernel may use the memory."""
         with _on_device(self._device, "unmapping memory"):
             self._undo.close()
 
@@ -187,7 +185,7 @@ class Mapping:
         return _Mapped(allocation.address, allocation.length, int(base) + allocation.offset)
 
     def _import(self, pieces: list[messages.Allocation]) -> list[_Mapped]:
-        """Map pieces that are contiguous for their owner so that they are contiguous here."""
+        # Pieces that are contiguous for their owner become contiguous here.
         lines: list[list[messages.Allocation]] = []
         for piece in sorted(pieces, key=lambda one: one.address):
             if lines and lines[-1][-1].address + lines[-1][-1].length == piece.address:
@@ -202,7 +200,7 @@ class Mapping:
         self._undo.callback(driver.cuMemAddressFree, room, size)
         at = start = int(room)
         for piece in pieces:
-            descriptor = self._descriptor(piece.descriptor)
+            descriptor = _system_call(PIDFD_GETFD, self.owner, piece.descriptor, 0)
             try:
                 (handle,) = _call(driver.cuMemImportFromShareableHandle, descriptor, DESCRIPTOR)
             finally:
@@ -220,17 +218,8 @@ class Mapping:
         _call(driver.cuMemSetAccess, start, size, [access], 1)
         return _Mapped(pieces[0].address, size, start)
 
-    def _descriptor(self, number: int) -> int:
-        """Duplicate a file descriptor of the owner into this process."""
-        return _system_call(PIDFD_GETFD, self.owner, number, 0)
-
 
 def _system_call(number: int, *arguments: int) -> int:
-    """Make a Linux system call.
-
-    Raises:
-        OSError: if it returns an error.
-    """
     libc = ctypes.CDLL(None, use_errno=True)
     answer = int(libc.syscall(number, *arguments))
     if answer < 0:
@@ -240,11 +229,7 @@ def _system_call(number: int, *arguments: int) -> int:
 
 
 def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
-    """Call CUDA's driver; return the values after the error code.
-
-    Raises:
-        TransportError: names the call and its error.
-    """
+    """Call CUDA's driver; return the values after the error code."""
     error, *values = function(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise TransportError(f"{function.__name__}: {error.name}")

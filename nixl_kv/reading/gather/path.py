@@ -5,21 +5,21 @@ one host whose processes see each other. The kernel ends by itself, even if pref
 is the same as for every path: the agent reads the fence slot when the kernel has ended.
 """
 
-from collections.abc import Sequence
+import os
+import select
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from nixl_kv.errors import TransportError, get_logger
+from nixl_kv.errors import TransportError, get_logger, run_guarded
 from nixl_kv.geometry.plan import Pieces, Plan, Share
 from nixl_kv.protocol import events, messages
-from nixl_kv.reading.paths.base import Read, ReadOp
+from nixl_kv.reading.paths import PreparedRank, Read, ReadOp, ReadPath
 
 logger = get_logger(__name__)
 
-MappedPlan: TypeAlias = Any
-"""A plan whose remote rows are mapped; opaque."""
-
-Copy: TypeAlias = Any
-"""A kernel in progress; opaque."""
+MappedPlan: TypeAlias = Any  # a plan whose remote rows are mapped; opaque
+Copy: TypeAlias = Any  # a kernel in progress; opaque
 
 
 class Gather(Protocol):
@@ -33,40 +33,28 @@ class Gather(Protocol):
         """The number of owners of mapped memory that have ended."""
 
     def map(self, exported: messages.Export, plan: Plan) -> MappedPlan:
-        """Map a rank's memory for a plan; 10 ms. On any thread.
-
-        Raises:
-            TransportError: if the memory cannot be mapped here; says why.
-        """
+        """Map a rank's memory for a plan, in 10 ms, or raise TransportError."""
 
     def unmap(self, mapped: MappedPlan) -> None:
-        """Unmap a rank's memory, which no kernel reads; on any thread."""
+        """Unmap a rank's memory, which no kernel reads."""
 
     def is_mapped(self, mapped: MappedPlan) -> bool:
         """Whether the memory's owner is alive."""
 
     def read(self, mapped: MappedPlan, pieces: Sequence[Pieces]) -> Copy:
-        """Start to copy remote pieces into local ones.
-
-        Raises:
-            TransportError: if the kernel cannot be started; then nothing is in progress.
-        """
+        """Start to copy remote pieces into local ones; if it raises, nothing is in progress."""
 
     def poll(self, copy: Copy) -> bool:
-        """Whether all bytes have landed.
-
-        Raises:
-            TransportError: if the state is unknown; the kernel may go on.
-        """
+        """Whether all bytes have landed. If it raises, the kernel may go on."""
 
     def wait(self) -> None:
-        """Wait for all kernels; on any thread."""
+        """Wait for all kernels."""
 
     def close(self) -> None:
         """Wait for all kernels, and end threads; may be called again."""
 
 
-class MappedRank:
+class MappedRank(PreparedRank):
     """A remote rank whose memory is mapped. It is unmapped after the last kernel that reads it."""
 
     def __init__(self, path: "GatherPath", mapped: MappedPlan) -> None:
@@ -84,8 +72,8 @@ class MappedRank:
             self._path.unmap(self)
 
 
-class GatherPath:
-    """See `ReadPath`; shared by all agents of a rank."""
+class GatherPath(ReadPath):
+    """Shared by all agents of a rank."""
 
     def __init__(self, gather: Gather) -> None:
         self._gather = gather
@@ -144,15 +132,11 @@ class GatherOp(ReadOp):
         self._gather = gather
         self._rank = rank
         self._copy = gather.read(rank.mapped, read.pieces)
-        self._has_ended = False
+        self.has_ended = False
         rank.num_reads += 1
 
-    @property
-    def has_ended(self) -> bool:
-        return self._has_ended
-
     def poll(self) -> list[events.ReadEvent]:
-        if not self._has_ended and self._gather.poll(self._copy):
+        if self._gather.poll(self._copy):
             self.release()
         return []
 
@@ -163,7 +147,53 @@ class GatherOp(ReadOp):
         self._gather.wait()
 
     def release(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
+        if not self.has_ended:
+            self.has_ended = True
             self._rank.num_reads -= 1
             self._rank.unmap_if_unused()
+
+
+class OwnerWatch:
+    """A thread that waits for the ends of processes whose memory is mapped here.
+
+    A mapping outlives its owner: until it is closed, no other process can allocate that GPU memory.
+    The thread calls `on_ended` after it has counted an end in `num_ended`.
+    """
+
+    def __init__(self, on_ended: Callable[[], None]) -> None:
+        self.num_ended = 0
+        self._on_ended = on_ended
+        self._owners = select.epoll()
+        self._closing = os.eventfd(0)
+        self._owners.register(self._closing, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._watch, name="nixl-kv-owners", daemon=True)
+        self._thread.start()
+
+    def add(self, process: int) -> None:
+        """Watch a process until its pidfd, `process`, is closed.
+
+        Raises:
+            OSError: if it cannot be watched, or this watch is closed.
+        """
+        try:
+            self._owners.register(process, select.EPOLLIN | select.EPOLLONESHOT)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        """End the thread; may be called again."""
+        if not self._owners.closed:
+            os.eventfd_write(self._closing, 1)
+            self._thread.join()
+            self._owners.close()
+            os.close(self._closing)
+
+    def _watch(self) -> None:
+        while True:
+            for descriptor, _ in self._owners.poll():
+                if descriptor == self._closing:
+                    return
+                self.num_ended += 1
+                run_guarded(
+                    self._on_ended, "could not report that the owner of mapped memory ended"
+                )

@@ -4,40 +4,43 @@ Start with `path`, which has decode's half; `packs` has prefill's.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from nixl_kv.errors import TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.protocol import messages
-from nixl_kv.reading.paths.base import ExtraMemory, Feature, RankSetup
-from nixl_kv.reading.staged.copier import Copier, HostMemory, Staging, StagingMemory, split
-from nixl_kv.reading.staged.host_copier import NUM_THREADS, HostCopier
+from nixl_kv.reading.paths import ExtraMemory, Feature, HostMemory, RankSetup
+from nixl_kv.reading.staged.copier import (
+    NUM_THREADS,
+    Copier,
+    HostCopier,
+    Staging,
+    StagingMemory,
+    split,
+)
 from nixl_kv.reading.staged.packs import PackQueue
 from nixl_kv.reading.staged.path import StagedPath
 
 logger = get_logger(__name__)
 
 
-def make_host_copier() -> Copier:
-    """Make a copier for host memory, with threads of its own."""
-    return HostCopier(ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies"))
+def _make_threads() -> Executor:
+    return ThreadPoolExecutor(NUM_THREADS, "nixl-kv-copies")
 
 
 def build(
     setup: RankSetup,
     *,
-    make_copier: Callable[[], Copier] = make_host_copier,
+    make_copier: Callable[[Executor], Copier] = HostCopier,
+    make_threads: Callable[[], Executor] = _make_threads,
     make_memory: Callable[[int], StagingMemory] = HostMemory,
     num_slots: int | None = None,
 ) -> Feature:
     """Let prefill pack and decode scatter, each with a ring of its own.
 
-    Args:
-        setup: the rank.
-        make_copier: makes a copier for host memory. Tests replace it and what follows.
-        make_memory: allocates a number of bytes of host memory.
-        num_slots: the slots of each ring.
+    Tests replace the copier, its threads, the allocation of a number of bytes, and the number of
+    slots of each ring.
     """
     layout, config = setup.layout, setup.config
     if not config.staging_mib or config.path in {"direct", "gather"}:
@@ -45,7 +48,7 @@ def build(
     num_bytes = config.staging_mib << 20
     try:
         if layout.memory == "DRAM":
-            owner, copier = make_memory(num_bytes), make_copier()
+            owner, copier = make_memory(num_bytes), make_copier(make_threads())
         else:
             owner, copier = _on_gpu(layout, num_bytes)
     except (ImportError, TransportError) as error:
@@ -81,6 +84,6 @@ def _memory(staging: Staging) -> ExtraMemory:
 
 def _on_gpu(layout: CacheLayout, num_bytes: int) -> tuple[StagingMemory, Copier]:
     # Triton is only installed where there are GPUs.
-    from nixl_kv.reading.staged.gpu_copier import GpuCopier, GpuMemory  # noqa: PLC0415
+    from nixl_kv.reading.staged.gpu import GpuCopier, GpuMemory  # noqa: PLC0415
 
     return GpuMemory(num_bytes, layout.device), GpuCopier(layout.device)

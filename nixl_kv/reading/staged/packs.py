@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 from nixl_kv.errors import IncompatiblePeer, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group
 from nixl_kv.geometry.plan import Plan, plan
-from nixl_kv.geometry.staging import entry_bytes, staged_entries, staged_layout, staged_table
+from nixl_kv.geometry.staging import entry_bytes, staged_entries, staged_table
 from nixl_kv.protocol import events, messages
 from nixl_kv.reading.staged.copier import Copy, PreparedCopy, Staging
 
+# Plans that are kept. A decode engine uses one per pair of ranks and groups.
 MAX_CROPS: Final = 256
-"""Plans that are kept. A decode engine uses one per pair of ranks and groups."""
 
 _Layers: TypeAlias = tuple[messages.LayerHeads, ...]
 
@@ -42,7 +42,7 @@ class _Pack:
 
 
 class PackQueue:
-    """See `Packer`."""
+    """Copies in progress. Chunks, their bytes and their seconds are added to `counts`."""
 
     def __init__(
         self,
@@ -51,12 +51,11 @@ class PackQueue:
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        """Pack from this cache. Chunks, their bytes and seconds are added to `counts`."""
         self._layout = layout
         self._staging = staging
         self._counts = counts
         self._clock = clock
-        self._crops: OrderedDict[_Layers, _Crop | str] = OrderedDict()  # or why there is no plan
+        self._crops: OrderedDict[_Layers, _Crop | str] = OrderedDict()  # or the refusal
         self._packs: list[_Pack] = []
 
     def __repr__(self) -> str:
@@ -97,7 +96,6 @@ class PackQueue:
             self._staging.copier.end(pack.copy)
 
     def _start(self, action: events.PackChunk) -> _Pack:
-        """Raises ValueError if the chunk is empty or does not fit into the slot."""
         request = action.pack_request
         crop, ring = self._crop(request.layers), self._staging.ring
         table = action.tables[crop.number]
@@ -116,11 +114,7 @@ class PackQueue:
         return _Pack(action, copy, crop.plan.num_bytes(pieces), self._clock())
 
     def _crop(self, layers: _Layers) -> _Crop:
-        """Plan how to pack these heads, once.
-
-        Raises:
-            ValueError: if this rank cannot pack them; says why, each time.
-        """
+        """Plan how to pack these heads, once. A refusal is repeated each time."""
         crop = self._crops.get(layers)
         if crop is None:
             try:
@@ -144,13 +138,7 @@ class PackQueue:
             raise ValueError(f"layer {layer!r} is not on this rank")
         number, _ = regions[layer]
         group = self._layout.groups[number]
-        staged = staged_layout(
-            group,
-            wanted,
-            self._staging.ring.span,
-            memory=self._staging.memory,
-            device=self._staging.device,
-        )
+        staged = self._staging.layout(group, wanted)
         planned = plan(staged, self._layout, wanted)
         prepared = self._staging.copier.prepare(planned)
         return _Crop(number, group, entry_bytes(staged), planned, prepared)

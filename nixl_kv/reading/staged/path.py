@@ -33,29 +33,25 @@ from nixl_kv.geometry.staging import (
     most_slots,
     split_tokens,
     staged_entries,
-    staged_layout,
     staged_table,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.reading.paths.base import STOPPED, Read, ReadOp, Source
-from nixl_kv.reading.paths.direct import DirectOp, part_of
+from nixl_kv.reading.paths import STOPPED, DirectOp, PreparedRank, Read, ReadOp, ReadPath, Source
 from nixl_kv.reading.staged.copier import PreparedCopy, Staging
 from nixl_kv.transport.base import ListHandle
 
 logger = get_logger(__name__)
 
+# Bytes per run from which a direct read takes less time than a staged one. Between two H200 a
+# descriptor costs 3.3 us, and a staged read moves 40 to 58 GB/s with 256 MiB of staging memory.
+# Both are equal at 130 to 190 KB. In host memory, 1.5 us per run at 8 GB/s equals 0.3 GB/s at 470
+# bytes. See docs/benchmarks.md.
 LONG_RUN: Final[dict[Memory, int]] = {"VRAM": 128 << 10, "DRAM": 512}
-"""Bytes per run from which a direct read takes less time than a staged one. Between two H200
-a descriptor costs 3.3 us, and a staged read moves 40 to 58 GB/s with 256 MiB of staging memory.
-Both are equal at 130 to 190 KB. In host memory, 1.5 us per run at 8 GB/s equals 0.3 GB/s at 470
-bytes. See docs/benchmarks.md."""
-
+# The same over TCP, where 129,024 runs of a host cache took 58 s directly and 0.2 s staged.
 LONG_TCP_RUN: Final = 64 << 10
-"""The same over TCP, where 129,024 runs of a host cache took 58 s directly and 0.2 s staged."""
-
+# Up to this number of runs, a direct read ends before a staged one has its first byte. That takes
+# 0.5 ms between GPUs, and 2 ms in host memory.
 FEW_RUNS: Final[dict[Memory, int]] = {"VRAM": 150, "DRAM": 1300}
-"""Up to this number of runs, a direct read ends before a staged one has its first byte. That takes
-0.5 ms between GPUs, and 2 ms in host memory."""
 
 
 class State(enum.Enum):
@@ -75,7 +71,6 @@ class FreeSlots:
     """The slots of decode's ring that nothing writes into."""
 
     def __init__(self, ring: Ring) -> None:
-        """All slots of the ring are free."""
         self.ring = ring
         self._free = deque(range(ring.num_slots))
 
@@ -87,7 +82,6 @@ class FreeSlots:
         return self._free.popleft() if may_take(held, len(self._free)) else None
 
     def add(self, slot: int) -> None:
-        """Return a slot. Nothing writes into it."""
         self._free.append(slot)
 
 
@@ -95,7 +89,6 @@ class HeldSlots:
     """The slots of decode's ring that one read holds."""
 
     def __init__(self, free: FreeSlots) -> None:
-        """Hold none yet."""
         self._free = free
         self._num_held = 0
         self._spare: int | None = None  # the last one that it holds, while it is empty
@@ -160,21 +153,16 @@ class _Chunk:
     handle: Any = None  # of the READ, later of the copy
 
 
-class StagedRank:
-    """A remote rank that packs, for one agent. See `Prepared`."""
+class StagedRank(PreparedRank):
+    """A remote rank that packs, for one agent. `ring` is prefill's."""
 
     def __init__(self, ring: Ring, rank_crops: tuple[_Crop, ...]) -> None:
         self.ring = ring
-        """Prefill's."""
         self.crops = rank_crops
         self._lists: list[tuple[ListHandle, ListHandle]] | None = None
 
     def lists(self, source: Source, memory: Memory) -> list[tuple[ListHandle, ListHandle]]:
-        """Lists of the entries in both rings, per crop: (local, remote). Made at the first read.
-
-        Raises:
-            TransportError: if the agent does not accept them.
-        """
+        """Lists of the entries in both rings, per crop: (local, remote)."""
         if self._lists is None:
             prepare = source.transport.prepare
             self._lists = [
@@ -183,15 +171,11 @@ class StagedRank:
             ]
         return self._lists
 
-    def release(self) -> None:
-        """Nothing to free: the lists belong to the agent."""
 
-
-class StagedPath:
-    """See `ReadPath`; shared by all agents of a rank."""
+class StagedPath(ReadPath):
+    """Shared by all agents of a rank. `is_forced`: even where direct reads are faster."""
 
     def __init__(self, layout: CacheLayout, staging: Staging, *, is_forced: bool = False) -> None:
-        """Read into a cache through a ring, if `is_forced` even where direct reads are faster."""
         self.staging = staging
         self.slots = FreeSlots(staging.ring)
         self._layout = layout
@@ -211,7 +195,6 @@ class StagedPath:
             return None
 
     def start(self, prepared: StagedRank, read: Read) -> ReadOp | None:
-        """Accept many short runs. The module's constants say how many and how short."""
         memory, is_tcp = self._layout.memory, read.source.is_tcp
         long_run = max(LONG_RUN[memory], LONG_TCP_RUN if is_tcp else 0)
         are_few = read.num_runs <= FEW_RUNS[memory] and not is_tcp
@@ -224,29 +207,12 @@ class StagedPath:
             logger.info("cannot stage the read of request %s: %s", request, error)
             return None
 
-    def tidy(self) -> None:
-        """Nothing to free: the ring stays."""
-
-    def close(self) -> None:
-        """Nothing to wait for: operations wait for their copies."""
-
     def _crops(self, remote: CacheLayout, ring: Ring, share: Share, direct: Plan) -> list[_Crop]:
-        """Plan how each crop is packed and scattered; takes milliseconds.
-
-        Raises:
-            TransportError: if the copier cannot do it.
-            ValueError: if an entry does not fit into a ring.
-        """
+        """Plan how each crop is packed and scattered; takes milliseconds."""
         layout, staging, found = self._layout, self.staging, list[_Crop]()
         for crop in crops(layout, remote, share):
             groups = layout.groups[crop.groups[0]], remote.groups[crop.groups[1]]
-            staged = staged_layout(
-                groups[1],
-                crop.share,
-                staging.ring.span,
-                memory=staging.memory,
-                device=staging.device,
-            )
+            staged = staging.layout(groups[1], crop.share)
             size, scatter = entry_bytes(staged), plan(layout, staged, crop.share)
             layers = tuple(
                 messages.LayerHeads(layer=layer, first=heads[0], end=heads[1])
@@ -281,11 +247,7 @@ def _least_entries(groups: tuple[Group, Group], size: int, memory: Memory) -> in
 
 
 def _entry_rows(ring: Ring, size: int, device: int) -> Rows:
-    """One row, with a piece per entry.
-
-    Raises:
-        ValueError: if there are too many entries for an int32 index.
-    """
+    """One row, with a piece per entry."""
     count = ring.span.length // size
     if count > MAX_INDEX:
         raise ValueError(f"a ring has {count} entries; allowed: at most {MAX_INDEX}")
@@ -298,12 +260,7 @@ class StagedOp(ReadOp):
     path = "staged"
 
     def __init__(self, path: StagedPath, rank: StagedRank, read: Read) -> None:
-        """Cut the read into chunks. The first `poll` requests some of them.
-
-        Raises:
-            TransportError: if the agent does not accept the rings.
-            ValueError: if chunks would not fit into slots, or would be too many.
-        """
+        """Cut the read into chunks. The first `poll` requests some of them."""
         self._staging = path.staging
         self._rank = rank
         self._read = read
@@ -326,7 +283,7 @@ class StagedOp(ReadOp):
         self._news: list[events.ReadEvent] = []
 
     @property
-    def has_ended(self) -> bool:
+    def has_ended(self) -> bool:  # type: ignore[override]
         if any(chunk.state in _WRITING for chunk in self._active.values()) or self._direct:
             return False
         return self._is_stopped or not (self._active or self._waiting)
@@ -485,14 +442,13 @@ class StagedOp(ReadOp):
         direct = chunk.crop.direct
         try:
             pieces = direct.pieces(self._load.tables, self._tables, chunk.tokens)
-            part = part_of(self._read, direct, pieces)
+            part = self._read.part(direct, pieces)
             if part.num_bytes:
                 self._direct.append(DirectOp(part, self._staging.memory, plan=direct))
         except ValueError as error:
             self._stop(str(error))
 
     def _poll_direct(self, op: DirectOp) -> None:
-        """Continue one direct read of chunks."""
         if op.poll():
             self._note_progress()
         if not op.has_ended:
@@ -525,7 +481,6 @@ class StagedOp(ReadOp):
         self._slots.close()
 
     def _end(self, chunk: _Chunk) -> None:
-        """Remove a chunk that is no longer in progress."""
         del self._active[chunk.number]
         if chunk.slot is not None:
             self._slots.put(chunk.slot)

@@ -6,13 +6,14 @@ placeholder. So an input means the same in the next process.
 
 import ctypes
 import mmap
-from functools import cache, partial
+from functools import cache
 from typing import Final
 
 import numpy as np
 from typing_extensions import Self
 
 from lab.fuzz.samples import CacheMemory
+from lab.local.engine import features_with
 from lab.local.memory import Fabric, MemoryTransport
 from lab.local.memory_control import MemoryControl, MemoryNetwork
 from lab.sim.data_plane import Background
@@ -33,8 +34,6 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import Reader
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading import staged
-from nixl_kv.reading.staged.host_copier import HostCopier
 from nixl_kv.transport.base import FromEndpoint
 
 HOST: Final = "127.0.0.1"
@@ -131,7 +130,7 @@ class RankUnderTest:
             is_decode=True,
             make_transport=lambda: MemoryTransport(fabric),
             make_control=lambda: self._control,
-            features=(partial(staged.build, make_copier=lambda: HostCopier(self._background)),),
+            features=features_with(make_threads=lambda: self._background),
             make_background=lambda _count: self._background,
             num_slots=SLOTS,
             clock=lambda: self._now,

@@ -4,6 +4,7 @@ It does what vLLM's scheduler and workers do for requests: offers, loads, and wa
 Caches are the caller's: a layout for each rank.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,7 @@ from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading import staged
-from nixl_kv.reading.paths.base import BuildFeature
-from nixl_kv.reading.staged.copier import Copier, HostMemory
+from nixl_kv.reading.paths import BuildFeature, HostMemory
 from nixl_kv.transport.base import ControlPlane, Transport
 
 HOST: Final = "127.0.0.1"
@@ -81,9 +80,11 @@ class LocalRank:
 
 
 def features_with(**options: Any) -> tuple[BuildFeature, ...]:
-    """A rank's features, of which `staged` has these options."""
+    """All features of a rank; each gets those of the options that its `build` knows."""
+    known = [(build, inspect.signature(build).parameters) for build in FEATURES]
     return tuple(
-        partial(staged.build, **options) if build is staged.build else build for build in FEATURES
+        partial(build, **{name: options[name] for name in options if name in parameters})
+        for build, parameters in known
     )
 
 
@@ -102,7 +103,7 @@ class LocalEngine:
         make_control: Callable[[], ControlPlane] | None = None,
         staging_bytes: int | None = None,
         num_ring_slots: int | None = None,
-        make_copier: Callable[[], Copier] | None = None,
+        feature_options: Mapping[str, Any] | None = None,
         only: Container[int] | None = None,
         make_checker: Callable[[], Transport] | None = None,
     ) -> None:
@@ -119,7 +120,7 @@ class LocalEngine:
                 sockets as configured.
             staging_bytes: of each rank, in place of what is configured.
             num_ring_slots: of each of its rings, in place of what its memory's kind has.
-            make_copier: called once for each rank, in place of what copies on threads.
+            feature_options: further options of `features_with`.
             only: the ranks that are started; by default all. An engine that decodes can have
                 others in other processes.
             make_checker: called for each check of a rank that peers can read it; None: no check.
@@ -145,9 +146,9 @@ class LocalEngine:
                 make_checker=make_checker,
                 make_control=make_control,
                 features=features_with(
-                    make_copier=make_copier or staged.make_host_copier,
                     make_memory=lambda length: HostMemory(staging_bytes or length),
                     num_slots=num_ring_slots,
+                    **(feature_options or {}),
                 ),
             )
             engine = TransferEngine(spec)

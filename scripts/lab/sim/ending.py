@@ -30,7 +30,6 @@ from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.replace import TRY_AGAIN_S
-from nixl_kv.reading.staged.path import StagedPath
 
 PAUSE_S: Final = 0.1  # between two rounds
 SLACK_S: Final = 1.0
@@ -218,6 +217,6 @@ def _left_in_rings(parts: Parts) -> Iterator[str]:
     if parts.packs or parts.prefill.ring:
         yield f"{len(parts.prefill.ring)} slots that were packed"
     for path in parts.agents.peers.paths:
-        free = path.slots if isinstance(path, StagedPath) else ()
-        if isinstance(path, StagedPath) and len(free) < path.slots.ring.num_slots:
-            yield f"{path.slots.ring.num_slots - len(free)} slots that were read"
+        slots = getattr(path, "slots", None)  # of a path that reads into a ring
+        if slots is not None and len(slots) < slots.ring.num_slots:
+            yield f"{slots.ring.num_slots - len(slots)} slots that were read"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
+from lab.local.engine import features_with
 from lab.local.memory_control import MemoryNetwork
 from lab.sim.cache import RankCache
 from lab.sim.data_plane import Background, Process, Read, SimFabric, SimSlots, SimTransport
@@ -18,9 +19,7 @@ from nixl_kv.engine.loop import STOP_TIMEOUT_S, Parts
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading import staged
-from nixl_kv.reading.staged.copier import HostMemory
-from nixl_kv.reading.staged.host_copier import HostCopier
+from nixl_kv.reading.paths import HostMemory
 
 RING_SLOTS: Final = 4
 WORK_S: Final = 0.5
@@ -127,13 +126,10 @@ class RankLife:
                 make_background=lambda n: self.background if n == 1 else self.joining,
                 make_slots=lambda _count: seat.slots,
                 num_slots=seat.slots.count,
-                features=(
-                    partial(
-                        staged.build,
-                        make_copier=lambda: HostCopier(self.copying),
-                        make_memory=lambda _length: seat.staging,
-                        num_slots=RING_SLOTS,
-                    ),
+                features=features_with(
+                    make_threads=lambda: self.copying,
+                    make_memory=lambda _length: seat.staging,
+                    num_slots=RING_SLOTS,
                 ),
                 clock=environment.clock,
             )

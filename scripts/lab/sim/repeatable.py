@@ -10,7 +10,7 @@ from nixl_kv import ids
 from nixl_kv.connector import paging
 from nixl_kv.protocol import read_queue
 from nixl_kv.reading import agent as read_agent
-from nixl_kv.reading.paths import base, direct
+from nixl_kv.reading import paths
 from nixl_kv.verify import digest
 
 WINDOW_EDGE: Final = 4
@@ -66,7 +66,7 @@ def repeatable(seed: int = 0) -> Iterator[None]:
         patch.object(paging, "WINDOW_EDGE", WINDOW_EDGE),
         patch.object(read_queue, "MAX_BYTES", QUEUE_BYTES),
         patch.object(read_agent, "SAMPLE_BYTES", 4),
-        patch.object(direct, "SLICE_RUNS", 1),
-        patch.object(base, "RUNS_PER_TURN", 2),
+        patch.object(paths, "SLICE_RUNS", 1),
+        patch.object(paths, "RUNS_PER_TURN", 2),
     ):
         yield

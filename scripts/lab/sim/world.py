@@ -17,7 +17,7 @@ from lab.sim.repeatable import Clock
 from lab.sim.tickets import IssuedTicket
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.reading.staged.copier import HostMemory
+from nixl_kv.reading.paths import HostMemory
 
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"

@@ -12,7 +12,6 @@ import logging
 import os
 import random
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -79,7 +78,7 @@ class PlantingWorker(worker.Worker):
                 spec,
                 make_transport=lambda: PlantingTransport(spec.make_transport(), planter),
                 features=features_with(
-                    make_copier=lambda: PlantingCopier(ThreadPoolExecutor(2), planter)
+                    make_copier=lambda threads: PlantingCopier(threads, planter)
                 ),
             )
 

@@ -19,10 +19,10 @@ from nixl_kv.engine.engine import (
     slots_for,
 )
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
-from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span, Table
+from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
-from nixl_kv.reading.staged.path import StagedPath
+from nixl_kv.reading.paths import ExtraMemory, Feature, HostMemory
 from nixl_kv.transport.base import Transport
 from support.records import description
 from support.stepped import Background, StepControl
@@ -153,40 +153,12 @@ def test_each_life_has_another_incarnation(step: Step) -> None:
 
 
 def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
-    engine = step(is_decode=False)
+    ring = HostMemory(4096)
+    feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
+    engine = step(is_decode=False, features=(lambda _setup: feature,))
     assert engine.loop is not None
     (serving,) = planes.transports
-    ring = engine.loop.parts.description.ring
-    assert ring is not None
-    assert serving._spans == [
-        *CACHE.layout().spans,
-        engine.loop.parts.slots.span,
-        Span(ring.address, ring.length),
-    ]
-
-
-@pytest.mark.parametrize("changed", [{"staging_mib": 0}, {"path": "direct"}, {"path": "gather"}])
-def test_a_rank_that_is_not_to_pack_has_no_ring(step: Step, changed: dict[str, Any]) -> None:
-    engine = step(config=Config(**changed))
-    assert engine.loop is not None
-    assert engine.loop.parts.description.ring is None
-    assert not any(isinstance(path, StagedPath) for path in engine.loop.parts.agents.peers.paths)
-
-
-@pytest.mark.parametrize("is_decode", [True, False])
-def test_a_rank_that_packs_and_reads_has_half_of_its_staging_for_either(
-    step: Step, *, is_decode: bool
-) -> None:
-    engine = step(is_decode=is_decode, config=Config(staging_mib=2))
-    assert engine.loop is not None
-    ring = engine.loop.parts.description.ring
-    paths = engine.loop.parts.agents.peers.paths
-    readers = [path.staging for path in paths if isinstance(path, StagedPath)]
-    assert ring is not None
-    assert (ring.length, ring.num_slots) == ((1 if is_decode else 2) << 20, 16)
-    assert len(readers) == is_decode
-    for staging in readers:
-        assert staging.ring.span == Span(ring.address + ring.length, ring.length)
+    assert serving._spans == [*CACHE.layout().spans, engine.loop.parts.slots.span, ring.span]
 
 
 def test_the_configuration_reaches_the_machines(step: Step) -> None:

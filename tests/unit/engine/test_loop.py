@@ -694,7 +694,7 @@ def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.Mo
     parts, errors = world.decode.parts, [KeyError("a bug")]
 
     def fail_once() -> None:
-        closed.append("packs")
+        closed.append("digests")
         if errors:
             raise errors.pop()
 
@@ -704,14 +704,14 @@ def test_a_part_that_is_closed_stays_closed(world: World, monkeypatch: pytest.Mo
         closed.append("control")
         control_close()
 
-    monkeypatch.setattr(parts.packs, "close", fail_once)
+    monkeypatch.setattr(parts.digests, "close", fail_once)
     monkeypatch.setattr(parts.control, "close", close_control)
     with pytest.raises(KeyError, match="a bug"):
         world.decode.engine.stop()
-    assert closed == ["control", "packs"]
+    assert closed == ["control", "digests"]
     assert not parts.agents.polled
     world.decode.engine.stop()
-    assert closed == ["control", "packs", "packs"]
+    assert closed == ["control", "digests", "digests"]
 
 
 def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:

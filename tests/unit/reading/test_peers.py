@@ -115,7 +115,7 @@ def test_all_ranks_of_this_engine_are_compared(fabric: Fabric) -> None:
     peers, described = peers_of(halves[0]), engine_of(ReadableRank(fabric, SIZES))
     with pytest.raises(IncompatiblePeer, match="number of KV heads"):
         peers.check(described)
-    peers.engine_layouts = tuple(half.layout() for half in halves)
+    peers.set_layouts(tuple(half.layout() for half in halves))
     peers.check(described)
 
 
@@ -160,7 +160,7 @@ def test_each_rank_reads_its_heads_from_those_that_have_them(fabric: Fabric) -> 
     readers = {}
     for number, half in enumerate(halves):
         peers = RemotePeers(half.layout(), Rank(number), MODEL)
-        peers.engine_layouts = tuple(each.layout() for each in halves)
+        peers.set_layouts(tuple(each.layout() for each in halves))
         routes = peers.routes(described)
         readers[number] = {route.remote_rank: route.readers for route in routes if route.readers}
     assert readers == {0: {0: (0,)}, 1: {1: (1,)}}

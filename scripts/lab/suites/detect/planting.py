@@ -20,7 +20,7 @@ from nixl_kv.geometry.layout import CacheLayout, Memory, Span
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Plan
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
-from nixl_kv.reading.staged.host_copier import HostCopier
+from nixl_kv.reading.staged.copier import HostCopier
 from nixl_kv.transport.base import (
     Indices,
     ListHandle,

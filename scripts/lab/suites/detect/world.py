@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from nixl_kv.config import Config
 from nixl_kv.geometry.layout import ABSENT, STATE_WINDOW, CacheLayout
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import LoadEnded, StartLoad
-from nixl_kv.reading.staged.copier import Copier
 from nixl_kv.transport.base import Transport
 
 PATIENT_S: Final = 600.0
@@ -138,7 +137,7 @@ class World:
             cell.decode,
             self._decode_memory,
             lambda: PlantingTransport(make(), next(planters)),
-            make_copier=lambda: next(copiers),
+            {"make_copier": lambda _threads: next(copiers)},
         )
 
     def close(self) -> None:
@@ -191,7 +190,7 @@ class World:
         cut: Cut,
         memories: Sequence[Memory],
         make: MakeTransport,
-        make_copier: Callable[[], Copier] | None = None,
+        feature_options: Mapping[str, Any] | None = None,
     ) -> LocalEngine:
         layouts = [memory.layout for memory in memories]
         return LocalEngine(
@@ -203,7 +202,7 @@ class World:
             roles=name,
             staging_bytes=STAGING_BYTES,
             num_ring_slots=RING_SLOTS,
-            make_copier=make_copier,
+            feature_options=feature_options,
         )
 
     def _allocate(self, cut: Cut) -> list[Memory]:

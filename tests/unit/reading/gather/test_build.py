@@ -11,7 +11,7 @@ from lab.local.caches import Cache, Sizes
 from nixl_kv.config import Config
 from nixl_kv.geometry.layout import Memory
 from nixl_kv.reading import gather
-from nixl_kv.reading.paths.base import Feature, RankSetup
+from nixl_kv.reading.paths import Feature, RankSetup
 
 
 def built(memory: Memory, path: str) -> Feature:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_kv.reading.gather.owner_watch import OwnerWatch
+from nixl_kv.reading.gather.path import OwnerWatch
 
 EVENT_S = 60.0
 

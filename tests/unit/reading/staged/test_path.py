@@ -21,9 +21,10 @@ from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, Pa
 from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import PackReply
 from nixl_kv.protocol.ring import RingBook
-from nixl_kv.reading.paths import direct
-from nixl_kv.reading.staged import host_copier as host_copy
+from nixl_kv.reading import paths
+from nixl_kv.reading.staged import copier as host_copy
 from nixl_kv.reading.staged.packs import PackQueue
+from nixl_kv.reading.staged.path import StagedPath
 from support.stepped import HOST, RING_SLOTS, MakeWorld, World
 
 TABLE, OTHER = [7, 3, 9, 1, 5, 0], [2, 8, 4, 6, 1, 3]
@@ -69,10 +70,16 @@ def blocks_are_there(world: World) -> bool:
     return np.array_equal(world.decode.cache.blocks(OTHER), world.prefill.cache.blocks(TABLE))
 
 
-def free_slots(world: World) -> int:
+def staged_path(world: World) -> StagedPath:
     """Of decode."""
-    slots = world.decode.free_slots
-    return len(slots)
+    paths = world.decode.parts.agents.peers.paths
+    (path,) = (path for path in paths if isinstance(path, StagedPath))
+    return path
+
+
+def free_slots(world: World) -> int:
+    """Of decode's ring."""
+    return len(staged_path(world).slots)
 
 
 def pack_queue(world: World) -> PackQueue:
@@ -211,7 +218,7 @@ def test_chunks_wait_until_others_have_read_prefills_slots(
 
 
 def test_reads_wait_for_slots_of_decodes_ring(world: World) -> None:
-    slots = world.decode.free_slots
+    slots = staged_path(world).slots
     taken = [slots.pop(0) for _ in range(RING_SLOTS)]
     start(world)
     world.run(20)
@@ -265,8 +272,8 @@ def test_a_direct_read_that_advances_is_not_late(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each slice that has landed is progress."""
-    monkeypatch.setattr(direct, "SLICE_RUNS", 1)
-    monkeypatch.setattr(direct, "MAX_SLICES", 1)
+    monkeypatch.setattr(paths, "SLICE_RUNS", 1)
+    monkeypatch.setattr(paths, "MAX_SLICES", 1)
     world = make_world(Config(host=HOST, path="direct"), ("prefill", "decode"))
     world.fabric.polls = 10
     start(world)
@@ -340,7 +347,7 @@ def test_a_fault_in_packing_costs_that_chunk_its_way(
 def test_what_cannot_be_scattered_fails_that_load_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staging = world.decode.staged_path.staging
+    staging = staged_path(world).staging
     begin, faults = staging.copier.start, iter([TransportError("no kernel")])
 
     def fail_once(*arguments: Any) -> Any:
@@ -406,7 +413,7 @@ def test_one_slot_is_enough_for_all_of_a_read(
     world.prefill.copying.is_held = True
     start_long(world)
     world.until(lambda: len(packs) == 3)
-    slots = world.decode.free_slots
+    slots = staged_path(world).slots
     taken = [slots.pop(0) for _ in range(RING_SLOTS - 1)]
     assert None not in taken
     world.prefill.copying.is_held = False

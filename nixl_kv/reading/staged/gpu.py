@@ -8,27 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import Span
 from nixl_kv.geometry.plan import Pieces, Plan
-from nixl_kv.gpu import translated
+from nixl_kv.gpu import allocate
 from nixl_kv.reading.copying.kernel import TILE_BYTES, CopyRun, KernelStream
 from nixl_kv.reading.copying.tiles import Tiling
-from nixl_kv.reading.staged.copier import PAGE
+from nixl_kv.reading.paths import PAGE
 
 
 class GpuMemory:
     """Memory of one GPU that begins at a page."""
 
     def __init__(self, length: int, device: int) -> None:
-        """Allocate `length` bytes.
-
-        Raises:
-            TransportError: if the GPU lacks memory.
-        """
-        with translated(TransportError, "allocating staging memory"):
-            self._memory = torch.empty(length + PAGE, dtype=torch.uint8, device=f"cuda:{device}")
-        self.span = Span(-(-self._memory.data_ptr() // PAGE) * PAGE, length)
+        address, self._owner = allocate(length + PAGE, device)
+        self.span = Span(-(-address // PAGE) * PAGE, length)
 
 
 @dataclass(frozen=True)
@@ -38,31 +31,22 @@ class _Prepared:
 
 
 class GpuCopier:
-    """See `Copier`. Kernels run one after the other, on a stream of their own."""
+    """Runs kernels one after the other, on a stream of its own. They take seconds to compile."""
 
     def __init__(self, device: int) -> None:
-        """Make a stream and compile the kernels, which takes seconds the first time.
-
-        Raises:
-            TransportError: if the GPU cannot do that.
-        """
         self._stream = KernelStream(device)
 
     def prepare(self, plan: Plan) -> _Prepared:
-        """Copy the plan's rows to the GPU."""
         tiling = Tiling(plan, lambda first, _: first)
         return _Prepared(tiling, self._stream.to_device(tiling.rows))
 
     def start(self, prepared: _Prepared, pieces: Sequence[Pieces]) -> CopyRun:
-        """One launch per alignment of the plan's rows: one for most plans."""
         launches = prepared.tiling.launches(pieces, TILE_BYTES)
         return self._stream.copy(launches, prepared.rows)
 
     def poll(self, copy: CopyRun) -> bool:
-        """Query the event behind its kernels."""
         return self._stream.has_ended(copy, "copying staged KV")
 
     def end(self, copy: CopyRun) -> None:
-        """Wait for all kernels."""
         del copy
         self._stream.wait()

@@ -13,9 +13,8 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import ChunksWanted, StartLoad, StartRead
-from nixl_kv.reading.paths import direct
-from nixl_kv.reading.paths.base import STOPPED, Budget, Read, Source
-from nixl_kv.reading.paths.direct import MAX_SLICES, DirectOp, DirectPath
+from nixl_kv.reading import paths
+from nixl_kv.reading.paths import MAX_SLICES, STOPPED, Budget, DirectOp, DirectPath, Read, Source
 from support.readable import ReadableRank, engine_of
 from support.records import D1, PEER, grant
 
@@ -28,7 +27,7 @@ class Reading:
     """A read of many runs, in slices of ten."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_tcp: bool = False) -> None:
-        monkeypatch.setattr(direct, "SLICE_RUNS", 10)
+        monkeypatch.setattr(paths, "SLICE_RUNS", 10)
         self.fabric = Fabric(polls=0)
         self.prefill, self.cache = ReadableRank(self.fabric, SIZES), Cache(SIZES).fill(2)
         layout, description = self.cache.layout(), engine_of(self.prefill).ranks[0]
@@ -119,7 +118,7 @@ def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
 ) -> None:
     """Otherwise a turn that starts many of them would have no bound."""
     reading = make()
-    monkeypatch.setattr(direct, "SLICE_RUNS", RUNS)
+    monkeypatch.setattr(paths, "SLICE_RUNS", RUNS)
     reading.budget.runs = 0
     first, second = reading.start(), reading.start()
     first.poll()
@@ -136,7 +135,7 @@ def test_a_short_read_waits_for_the_next_turn_if_the_budget_is_spent(
 
 def test_a_short_read_is_posted_at_once(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
     reading = make()
-    monkeypatch.setattr(direct, "SLICE_RUNS", RUNS)
+    monkeypatch.setattr(paths, "SLICE_RUNS", RUNS)
     assert reading.start().is_autonomous
     assert reading.posted == [RUNS]
 
@@ -144,8 +143,8 @@ def test_a_short_read_is_posted_at_once(make: MakeReading, monkeypatch: pytest.M
 def test_slices_are_bounded_in_bytes(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
     reading = make()
     run = reading.read.num_bytes // RUNS
-    monkeypatch.setattr(direct, "SLICE_RUNS", RUNS)
-    monkeypatch.setitem(direct.SLICE_BYTES, "DRAM", 7 * run)
+    monkeypatch.setattr(paths, "SLICE_RUNS", RUNS)
+    monkeypatch.setitem(paths.SLICE_BYTES, "DRAM", 7 * run)
     op = reading.start()
     while not op.has_ended:
         op.poll()
@@ -230,7 +229,7 @@ def test_a_slice_in_doubt_is_told(make: MakeReading, monkeypatch: pytest.MonkeyP
 def test_slices_are_shorter_over_tcp(make: MakeReading, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run takes longer there, and a read has to show progress."""
     reading = make(is_tcp=True)
-    monkeypatch.setattr(direct, "TCP_SLICE_RUNS", 6)
+    monkeypatch.setattr(paths, "TCP_SLICE_RUNS", 6)
     op = reading.start()
     reading.fabric.polls = 3
     op.poll()

@@ -1,1 +1,0 @@
-"""The interface of every way to read, and the way that always works."""
