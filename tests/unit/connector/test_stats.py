@@ -17,7 +17,7 @@ from nixl_kv.protocol.events import (
     OfferEnded,
 )
 from support import recorded_vllm as recorded
-from support.records import D1, NONCE, P1, PEER, prepare_load, publish_offer, read_done, start_load
+from support.records import D1, NONCE, P1, PEER, read_done
 
 NAMES = [
     "loads",
@@ -128,12 +128,6 @@ def test_a_good_load_counts_its_reads() -> None:
         "estimated_seconds_gather": 0.4,
         TRANSFER_SECONDS: [0.5, 0.0],
     }
-
-
-def test_an_offer_is_counted_when_it_is_published() -> None:
-    stats = Stats()
-    stats.count_commands([prepare_load(), publish_offer(), start_load(), publish_offer()])
-    assert stats.data == {"offers": 2}
 
 
 def test_what_the_transfer_engine_counted_is_added() -> None:
