@@ -15,18 +15,16 @@ __all__ = ["NixlConnector", "NixlKVConnector", "NixlPullConnector", "NixlPushCon
 
 
 def __getattr__(name: str) -> Any:
-    """Import the connector when vLLM's factory asks for it.
-
-    It also answers to the names of vLLM's own connectors, by which platforms and vLLM recognise a
-    NIXL connector. It registers its name as well, because a process may load no plugins
-    (`VLLM_PLUGINS`), and MultiConnector looks up the statistics of its children by name.
-    """
+    """Import the connector when vLLM's factory asks for it."""
+    # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
         from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it
 
         from nixl_kv.connector.connector import NixlKVConnector  # noqa: PLC0415 - see above
         from nixl_kv.connector.plugin import register  # noqa: PLC0415 - see above
 
+        # A process may load no plugins (`VLLM_PLUGINS`), and MultiConnector looks up the
+        # statistics of its children by name.
         register()
         return NixlKVConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

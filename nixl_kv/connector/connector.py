@@ -2,7 +2,7 @@
 
 vLLM creates one instance in the scheduler's process and one in each worker, and calls only the
 hooks of that role. Each hook delegates to the method of the same name in `scheduler.py` or
-`worker.py`. The docstrings here say when vLLM calls a hook, where the name does not.
+`worker.py`. The comments here say when vLLM calls a hook, if the name does not.
 
 For a request with a ticket, vLLM calls on_new_request, get_num_new_matched_tokens,
 update_state_after_alloc and build_connector_meta in the scheduler. Each worker then gets
@@ -33,26 +33,78 @@ from nixl_kv.connector.metadata import StepMetadata, WorkerMetadata
 from nixl_kv.connector.plugin import check_address
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
-from nixl_kv.connector.vllm_config import (
-    HIT_SOURCE,
-    has_sleep_hooks,
-    parse_config,
-    required_layout,
-)
+from nixl_kv.connector.vllm_config import HIT_SOURCE, has_sleep_hooks, parse_config, required_layout
 from nixl_kv.connector.worker import Worker
-from nixl_kv.errors import LocalProtocolError
 
 
-class _SchedulerHooks:
-    """The hooks that vLLM's scheduler calls, on its only thread."""
+class NixlKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Disaggregated prefill and decode over NIXL. See README.md for its configuration."""
 
-    _scheduler_role: Scheduler | None = None
+    _cache_hit_source = HIT_SOURCE
+    _scheduler: Scheduler  # in the scheduler's process only
+    _worker: Worker  # in a worker only
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Opens nothing yet.
+
+        Raises:
+            ConfigError: for a configuration, or an engine, that the connector cannot serve.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
+        self._half: Scheduler | Worker
+        if role is KVConnectorRole.SCHEDULER:
+            self._half = self._scheduler = Scheduler(vllm_config, kv_cache_config)
+        else:
+            self._half = self._worker = Worker(vllm_config, kv_cache_config)
+
+    # --- both roles
 
     @property
-    def _scheduler(self) -> Scheduler:
-        if self._scheduler_role is None:
-            raise LocalProtocolError("vLLM called a scheduler hook of a worker's connector")
-        return self._scheduler_role
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether vLLM may reuse local KV of a prompt whose recurrent state it does not have."""
+        # A load brings the state. Without this, vLLM would hardly ever have a local hit on hybrid
+        # models, since it keeps few states.
+        return bool(self._kv_cache_config.has_mamba_layers)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A load overwrites all transferred groups, so vLLM need not zero their blocks."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        return self._half.get_kv_connector_stats()
+
+    def shutdown(self) -> None:
+        """At the end of the process. vLLM may never call it."""
+        self._half.shutdown()
+
+    # --- without an instance
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
+        return has_sleep_hooks()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The physical order to ask for; vLLM warns and continues if a backend cannot have it."""
+        # vLLM asks in the scheduler's process, before it profiles memory and captures graphs. This
+        # is the last good moment to check the address, if `check_before_weights` could not.
+        is_prefill = vllm_config.kv_transfer_config.is_kv_producer
+        check_address(parse_config(vllm_config), vllm_config, is_prefill=is_prefill)
+        return required_layout(vllm_config)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """In the API server's process: rebuild a step's counts from their wire form."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PromMetrics:
+        return PromMetrics(*args, **kwargs)
+
+    # --- vLLM's scheduler, on its only thread
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._scheduler.bind_kv_cache_manager(kv_cache_manager)
@@ -60,35 +112,34 @@ class _SchedulerHooks:
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
 
+    # For each waiting request, in each step until it is allocated.
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """For each waiting request, in each step until it is allocated."""
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
+    # After each allocation of a waiting request, so a second time after its load.
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        """After each allocation of a waiting request, so a second time after its load."""
-        self._scheduler.update_state_after_alloc(
-            request, blocks.get_block_ids(), num_external_tokens
-        )
+        tables = blocks.get_block_ids()
+        self._scheduler.update_state_after_alloc(request, tables, num_external_tokens)
 
+    # Once per step, even an empty one.
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Once per step, even an empty one."""
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.update_connector_output(connector_output)
 
+    # When a pause clears caches, and for `/reset_prefix_cache?reset_external=true`.
     def reset_cache(self) -> bool | None:
-        """When a pause clears caches, and for `/reset_prefix_cache?reset_external=true`."""
         return self._scheduler.reset_cache()
 
+    # For models with one cache group, inside another connector.
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """For models with one cache group, inside another connector."""
         return self._scheduler.request_finished(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -96,43 +147,29 @@ class _SchedulerHooks:
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
 
+    # After all workers have registered; vLLM 0.33 calls it again after a wake-up.
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """After all workers have registered; vLLM 0.33 calls it again after a wake-up."""
         self._scheduler.set_xfer_handshake_metadata(metadata)
 
+    # --- vLLM's model runner, on the step thread of each worker
 
-class _WorkerHooks:
-    """The hooks that vLLM's model runner calls, on the step thread of each worker."""
-
-    _worker_role: Worker | None = None
-
-    @property
-    def _worker(self) -> Worker:
-        if self._worker_role is None:
-            raise LocalProtocolError("vLLM called a worker hook of the scheduler's connector")
-        return self._worker_role
-
+    # Once after vLLM has allocated the cache, and again after a wake-up.
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Once after vLLM has allocated the cache, and again after a wake-up."""
         self._worker.register_kv_caches(kv_caches)
 
+    # After a wake-up (vLLM 0.33). The rank has a new incarnation; old tickets are void.
     def restore_kv_caches(self) -> None:
-        """After a wake-up (vLLM 0.33). The rank has a new incarnation; old tickets are void."""
         self._worker.restore_kv_caches()
 
+    # Before vLLM 0.33 frees the cache's memory. If this raises, vLLM keeps the memory.
     def unregister_kv_caches(self) -> None:
-        """Before vLLM 0.33 frees the cache's memory. Afterwards nothing reads or writes it.
-
-        Raises:
-            TransportError: if that cannot be proven. vLLM then keeps the memory.
-        """
         self._worker.unregister_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.handshake_metadata
 
+    # Before the forward of each step. vLLM 0.32 calls `start_load_kv` after it.
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Before the forward of each step. vLLM 0.32 calls `start_load_kv` after it."""
         if isinstance(connector_metadata, StepMetadata):
             self._worker.bind_connector_metadata(connector_metadata)
 
@@ -147,8 +184,8 @@ class _WorkerHooks:
     ) -> None:
         """Not used: decode reads from the cache itself."""
 
+    # After the forwards of a step, including a draft model's; see `UnwrittenOffers`.
     def wait_for_save(self) -> None:
-        """After the forwards of a step, including a draft model's; see `UnwrittenOffers`."""
         self._worker.wait_for_save()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
@@ -156,75 +193,6 @@ class _WorkerHooks:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.get_transfer_results()
-
-
-class NixlKVConnector(_SchedulerHooks, _WorkerHooks, KVConnectorBase_V1, SupportsHMA):
-    """Disaggregated prefill and decode over NIXL. See README.md for its configuration."""
-
-    _cache_hit_source = HIT_SOURCE
-
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        """Opens nothing yet.
-
-        Raises:
-            ConfigError: for a configuration, or an engine, that the connector cannot serve.
-        """
-        super().__init__(vllm_config, role, kv_cache_config)
-        _log_like_vllm()
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_role = Scheduler(vllm_config, kv_cache_config)
-        else:
-            self._worker_role = Worker(vllm_config, kv_cache_config)
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether vLLM may reuse local KV of a prompt whose recurrent state it does not have.
-
-        Yes, because a load brings the state. If this were false, vLLM would hardly ever have a
-        local hit on hybrid models, since it keeps few states.
-        """
-        return bool(self._kv_cache_config.has_mamba_layers)
-
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """A load overwrites all transferred groups, so vLLM need not zero their blocks."""
-        return tuple(self._kv_cache_config.transfer_group_ids)
-
-    def get_kv_connector_stats(self) -> Stats | None:
-        return (self._scheduler_role or self._worker).get_kv_connector_stats()
-
-    def shutdown(self) -> None:
-        """At the end of the process. vLLM may never call it."""
-        (self._scheduler_role or self._worker).shutdown()
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
-        """Whether this engine may sleep and wake up (vLLM 0.33)."""
-        return has_sleep_hooks()
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The physical order to ask for; vLLM warns and continues if a backend cannot have it.
-
-        vLLM asks in the scheduler's process, before it profiles memory and captures graphs. This is
-        the last good moment to check the address, if `check_before_weights` could not.
-        """
-        check_address(
-            parse_config(vllm_config),
-            vllm_config,
-            is_prefill=vllm_config.kv_transfer_config.is_kv_producer,
-        )
-        return required_layout(vllm_config)
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """In the API server's process: rebuild a step's counts from their wire form."""
-        return Stats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> PromMetrics:
-        return PromMetrics(*args, **kwargs)
 
 
 def _log_like_vllm() -> None:

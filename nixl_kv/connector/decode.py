@@ -1,8 +1,8 @@
 """The decode half of the scheduler: which requests load their KV, and into which blocks.
 
 A request that arrives with a valid ticket is a load. Workers ask prefill for its blocks at once, so
-that prefill holds them while the request is queued. When vLLM allocates blocks, the first
-allocation decides: it starts the load, or releases prefill if the local cache has everything.
+that prefill holds them while the request is queued. The first allocation of vLLM starts the load,
+or releases prefill if the local cache has everything.
 
 vLLM must get exactly one report of each started load. A load whose KV is from before a cache reset
 must never count as good. So `update_connector_output` holds such a report back, and the workers
@@ -24,14 +24,14 @@ from nixl_kv.ids import Incarnation, Nonce, RequestId, new_claim
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import SealedTicket, Ticket, context_hash
 
+# An engine counts as decoding for this long after its last ticket.
 IN_USE_S: Final = 60.0
-"""An engine counts as decoding for this long after its last ticket."""
 
+# How long a used nonce is remembered. Prefill denies an older one anyway.
 REMEMBER_S: Final = 600.0
-"""How long a used nonce is remembered. Prefill denies an older one anyway."""
 
+# How many prefill engines are remembered: 3 MiB, even if a client without a key invents them.
 MAX_ENGINES: Final = 1 << 14
-"""How many prefill engines are remembered: 3 MiB, even if a client without a key invents them."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class DecodeScheduler:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """Start without loads.
+        """A scheduler without loads.
 
         Args:
-            pagings: the transferred cache groups.
+            pagings: one for each transferred cache group.
             check: finds the ticket in `kv_transfer_params`, see `Trust.check`.
             computed: how many of a prompt's last tokens this engine computes itself, at least.
             verify: the share of loads to verify, 0 to 1.
@@ -102,14 +102,10 @@ class DecodeScheduler:
 
     @property
     def num_open(self) -> int:
-        """How many requests load, or will load when they have blocks."""
         return len(self._open)
 
     def on_new_request(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
         """Ask prefill for the blocks of a new request, so that it holds them from now on.
-
-        If vLLM's frontend has rejected the request, its prompt is a placeholder, and it only
-        releases its offer.
 
         Raises:
             RemoteProtocolError: if the ticket is not valid; this engine computes the request.
@@ -118,17 +114,30 @@ class DecodeScheduler:
         ticket = sealed.open()
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
         if is_rejected:
-            # The frontend also rejects a request whose client hung up after it had arrived here.
-            # Its own load already uses the nonce.
+            # vLLM's frontend has rejected the request, so its prompt is a placeholder. Release the
+            # offer, unless the client hung up after the request had arrived here: its own load
+            # already uses the nonce.
             if ticket.nonce not in self._used:
                 self._commands += [prepare, events.CancelLoad(prompt.request)]
             return
-        self._check(prompt, ticket)
+        self._forget_used()
+        if ticket.nonce in self._used:
+            raise RemoteProtocolError("kv_transfer_params: nonce was used before")
+        if ticket.num_tokens > prompt.num_tokens:
+            raise RemoteProtocolError(
+                f"kv_transfer_params: num_tokens is {ticket.num_tokens}; "
+                f"allowed: up to the prompt's {prompt.num_tokens}"
+            )
+        if prompt.context(ticket.nonce) != ticket.context:
+            raise RemoteProtocolError("kv_transfer_params: context is another prompt's")
         outdated = self._why_outdated(ticket)
         if outdated:
             self._give_back(prepare)
             raise RemoteProtocolError(f"kv_transfer_params: {outdated}")
-        self._note_epoch(ticket)
+        latest = self._epochs.pop(ticket.incarnation, 0)
+        self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
+        if len(self._epochs) > MAX_ENGINES:
+            del self._epochs[next(iter(self._epochs))]
         self._used[ticket.nonce] = self._clock()
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
         self._loads[prompt.request] = _Load(num_tokens)
@@ -136,28 +145,24 @@ class DecodeScheduler:
         self._commands.append(prepare)
 
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int, bool]:
-        """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing.
-
-        At most all but the prompt's last token, which is computed here for its logits. A draft
-        model with several modules needs more.
-        """
+        """How many tokens to load after the `local` ones. vLLM may ask often; starts nothing."""
         load = self._loads.get(request)
         if load is None or load.is_started:
             return 0, False
         load.local = local
-        num_tokens = load.num_tokens - local
-        return (num_tokens, True) if num_tokens > 0 else (0, False)
+        num_tokens = max(0, load.num_tokens - local)
+        return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(
         self, request: RequestId, tables: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
         """Start the load of `num_tokens`, or release prefill if that is 0.
 
-        Only the first allocation of a request counts. `tables` are those of the transferred groups.
+        `tables` are those of the transferred groups.
         """
         load = self._loads.get(request)
         if load is None or load.is_started:
-            return
+            return  # only the first allocation of a request counts
         if num_tokens == 0:
             self._release(request)
             return
@@ -183,9 +188,7 @@ class DecodeScheduler:
     ) -> set[RequestId]:
         """All workers have reported these loads as ended; `failed_recving` is the failed part.
 
-        Returns:
-            The loads whose good end vLLM must not see, because their KV is from before a reset.
-            The workers report each once more, as failed; see `pop_held_back`.
+        Returns the loads whose good end vLLM must not see, because their KV is from before a reset.
         """
         ended = set(finished_recving)
         held_back = (ended & self._retracted).difference(failed_recving)
@@ -195,7 +198,6 @@ class DecodeScheduler:
         return held_back
 
     def pop_held_back(self) -> list[RequestId]:
-        """The loads that each worker has to report as failed in the next step."""
         held_back, self._held_back = self._held_back, []
         return held_back
 
@@ -203,8 +205,8 @@ class DecodeScheduler:
         """Use no KV from before a cache reset or a change of weights.
 
         A request whose load has not started is computed here; vLLM expects no report for it. A
-        started load ends as failed, even if the workers have just reported it as good. Tickets of
-        the prefill engines that this one knows are refused until those reset their caches too.
+        started load ends as failed, even if the workers have just reported it as good. Prefill
+        engines that this one knows must reset their caches too; their older tickets are refused.
         """
         self._outdated |= self._epochs
         self._epochs.clear()
@@ -242,12 +244,6 @@ class DecodeScheduler:
         self._open.discard(request)
         self._commands.append(events.CancelLoad(request))  # does nothing if the load has ended
 
-    def _note_epoch(self, ticket: Ticket) -> None:
-        latest = self._epochs.pop(ticket.incarnation, 0)
-        self._epochs[ticket.incarnation] = max(latest, ticket.epoch)
-        if len(self._epochs) > MAX_ENGINES:
-            del self._epochs[next(iter(self._epochs))]
-
     def _why_outdated(self, ticket: Ticket) -> str:
         """Why this prompt's KV may come from other weights; empty if it does not."""
         if ticket.weights != self.weights:
@@ -258,19 +254,6 @@ class DecodeScheduler:
                 f"cache of prefill engine {ticket.engine!r} as well"
             )
         return ""
-
-    def _check(self, prompt: Prompt, ticket: Ticket) -> None:
-        """Refuse a ticket that was used before, or that another prompt got."""
-        self._forget_used()
-        if ticket.nonce in self._used:
-            raise RemoteProtocolError("kv_transfer_params: nonce was used before")
-        if ticket.num_tokens > prompt.num_tokens:
-            raise RemoteProtocolError(
-                f"kv_transfer_params: num_tokens is {ticket.num_tokens}; "
-                f"allowed: up to the prompt's {prompt.num_tokens}"
-            )
-        if prompt.context(ticket.nonce) != ticket.context:
-            raise RemoteProtocolError("kv_transfer_params: context is another prompt's")
 
     def _forget_used(self) -> None:
         now = self._clock()

@@ -19,9 +19,9 @@ class StepMetadata(KVConnectorMetadata):
 
     commands: list[Command] = field(default_factory=list)  # in this order
     computes: bool = True  # False if all requests wait, for loads
+    # Each worker reports these loads as failed. All had reported them as good, but the scheduler
+    # held that back because its cache was reset.
     failed: list[RequestId] = field(default_factory=list)
-    """Each worker reports these loads as failed. All had reported them as good, but the scheduler
-    held that back because its cache was reset."""
 
 
 @dataclass
@@ -31,7 +31,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     rank_descriptions: Mapping[int, bytes]  # by rank, as in HandshakeMetadata
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge the metadata of several workers."""
         if isinstance(other, WorkerMetadata):
             return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
         return self

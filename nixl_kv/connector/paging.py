@@ -1,13 +1,9 @@
 """vLLM's block tables of a request, and the part of them that a transfer names.
 
 On prefill this also pins blocks of sliding windows. vLLM frees a block once no later token attends
-to it. With p tokens computed, it has freed every block before p - window + 1. It frees the last
-of them right before a connector may take the blocks over. Decode computes the prompt's last token
-itself, so it attends to one token more, and its blocks may be larger than prefill's. So the
-connector holds one more reference to each block of the last `window` tokens. It takes the reference
-in the step that fills the block, and drops it when the offer ends or vLLM frees the request. The
-range starts at a multiple of `WINDOW_EDGE` tokens, because decode fills its (larger) blocks from
-their first token on.
+to it. Decode computes the prompt's last token itself, so it attends to one token more than prefill,
+and its blocks may be larger. So the connector holds one more reference to each block of the last
+`window` tokens, until the offer ends or vLLM frees the request.
 """
 
 import struct
@@ -21,11 +17,11 @@ import numpy as np
 from nixl_kv.geometry.layout import ABSENT, WINDOW_EDGE, BlockIds, Table, entries
 from nixl_kv.ids import RequestId
 
+# vLLM's placeholder in a block table, where a sliding window has moved on.
 NULL_BLOCK: Final = 0
-"""vLLM's placeholder in a block table, where a sliding window has moved on."""
 
+# vLLM's blocks that a request has pinned, by cache group and entry of the block table.
 Pins: TypeAlias = dict[tuple[int, int], Any]
-"""vLLM's blocks that a request has pinned, by cache group and entry of the block table."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,7 @@ class Paging:
     def wanted(self, num_tokens: int) -> range:
         """The block table entries that decode may read, for a prompt of `num_tokens`."""
         start = num_tokens - self.window if self.window else 0
+        # Decode fills its blocks, which may be larger, from their first token on.
         begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
         return entries(begin, num_tokens - begin, self.block_size)
 
@@ -47,10 +44,7 @@ class Paging:
         return -(-num_tokens // self.block_size)
 
     def table(self, ids: Sequence[int], tokens: range) -> Table:
-        """Cut the entries for `tokens` out of vLLM's whole block table.
-
-        Entries count as in the group's `CacheLayout`.
-        """
+        """Cut the entries for `tokens` out of vLLM's whole block table."""
         span = entries(tokens.start, len(tokens), self.block_size)
         return table_of(ids[span.start : span.stop], span.start)
 
@@ -83,24 +77,20 @@ class RequestBlocks:
     """The blocks that vLLM's cache manager holds for requests. Scheduler thread only."""
 
     def __init__(self, pagings: Sequence[Paging], num_blocks: int, manager: Any = None) -> None:
-        """`pagings` are the transferred groups; `bind` sets the manager later."""
         self.num_blocks = num_blocks
         self.manager = manager
         self._pagings = pagings
 
     def bind(self, manager: Any, on_free: Callable[[RequestId], None]) -> None:
-        """Use vLLM's KVCacheManager, and report when it frees a request's blocks.
-
-        No hook reports a preemption before the next step, and a paused engine makes no step. So
-        this wraps the manager's two methods that free. vLLM calls `pop_blocks_for_free` while a
-        step in progress may still write the blocks.
-        """
+        """Use vLLM's KVCacheManager, and report when it frees a request's blocks."""
         self.manager = manager
+        # No hook reports a preemption before the next step, and a paused engine makes no step. So
+        # this wraps the manager's two methods that free. vLLM calls the second while a step in
+        # progress may still write the blocks.
         for name in ("free", "pop_blocks_for_free"):
             setattr(manager, name, _reporting(getattr(manager, name), on_free))
 
     def count(self, num_tokens: int) -> int:
-        """An upper bound of the blocks that `num_tokens` take in all groups."""
         return sum(paging.count(num_tokens) for paging in self._pagings)
 
     def has_blocks(self, request: RequestId) -> bool:
@@ -115,21 +105,25 @@ class RequestBlocks:
         self, num_tokens: int, current: Sequence[Sequence[int]], pins: Pins
     ) -> tuple[Table, ...]:
         """The block tables to offer: `current`, but for a sliding window the pinned blocks."""
-        return tuple(
-            _window_table(paging, num_tokens, pins)
-            if paging.window
-            else paging.table(ids, range(num_tokens))
-            for paging, ids in zip(self._pagings, current, strict=True)
-        )
+        tables = []
+        for paging, ids in zip(self._pagings, current, strict=True):
+            if paging.window:
+                wanted = paging.wanted(num_tokens)
+                blocks = [pins.get((paging.group, entry)) for entry in wanted]
+                pinned = [NULL_BLOCK if block is None else block.block_id for block in blocks]
+                tables.append(table_of(pinned, wanted.start))
+            else:
+                tables.append(paging.table(ids, range(num_tokens)))
+        return tuple(tables)
 
     def pin(self, request: RequestId, num_tokens: int, pins: Pins) -> None:
         """Pin the window blocks that the table has by now. Call it in each step of the prompt."""
-        windowed = [paging for paging in self._pagings if paging.window]
-        if not windowed:
-            return
-        tables = self.manager.get_blocks(request).blocks
-        for paging in windowed:
-            table = tables[paging.group]
+        for paging in self._pagings:
+            if not paging.window:
+                continue
+            table = self.manager.get_blocks(request).blocks[paging.group]
+            # vLLM frees these blocks right before a connector may take them over, so take the
+            # reference in the step that fills the block.
             for entry in paging.wanted(num_tokens):
                 is_known = (paging.group, entry) in pins
                 if entry < len(table) and not table[entry].is_null and not is_known:
@@ -141,13 +135,6 @@ class RequestBlocks:
         # The last blocks first: vLLM evicts in this order, and a prefix is reused more often.
         self.manager.block_pool.free_blocks(reversed(list(pins.values())))
         pins.clear()
-
-
-def _window_table(paging: Paging, num_tokens: int, pins: Pins) -> Table:
-    wanted = paging.wanted(num_tokens)
-    blocks = [pins.get((paging.group, entry)) for entry in wanted]
-    ids = [NULL_BLOCK if block is None else int(block.block_id) for block in blocks]
-    return table_of(ids, wanted.start)
 
 
 def _reporting(

@@ -4,14 +4,11 @@
 alone is enough. vLLM runs it in every process of every start, whether the connector is used or not,
 and an exception would end that start. So a missing or unknown vLLM costs only a log line. If vLLM
 loads no plugins, `nixl_kv.connector` runs it.
-
-The scheduler, which listens, is created after the model is loaded. No hook of a connector gets the
-configuration earlier: vLLM 0.31 to 0.33 call `get_required_kvcache_layout` after loading the
-weights. So `register` wraps vLLM's executor, which loads the model in the process that will listen.
 """
 
 import errno
 import functools
+import os
 import socket
 import sys
 import time
@@ -25,17 +22,10 @@ logger = get_logger(__name__)
 
 EXECUTORS: Final = "vllm.v1.executor.abstract"
 
-NAMES: Final = ("NixlKVConnector",)
-"""Connector names that need no `kv_connector_module_path`."""
-
+# How long a port may stay in use. The processes of a killed engine end within two seconds, and its
+# successor may start at once.
 PORT_WAIT_S: Final = 10.0
-"""How long a port may stay in use. The processes of a killed engine end within two seconds, and its
-successor may start at once."""
 PORT_RETRY_S: Final = 0.1
-
-HOW_TO_CHANGE_THE_PORT: Final = (
-    "set VLLM_NIXL_SIDE_CHANNEL_PORT (or 'port') to another port for each engine on this machine"
-)
 
 
 def register() -> None:
@@ -57,9 +47,6 @@ def register() -> None:
         logger.warning("vLLM's factory did not accept the name NixlKVConnector", exc_info=True)
 
 
-# --- the address of the engine's description
-
-
 def port_of(config: Config, vllm_config: Any) -> int:
     """The port to serve the description on, one per data-parallel engine; 0 means any free port."""
     index: int = vllm_config.parallel_config.data_parallel_index
@@ -72,11 +59,7 @@ def may_move(config: Config, *, is_prefill: bool) -> bool:
 
 
 def check_address(config: Config, vllm_config: Any, *, is_prefill: bool) -> None:
-    """Check that the scheduler will be able to listen; waits up to PORT_WAIT_S for its port.
-
-    Raises:
-        ConfigError: names the setting, its value and what to do.
-    """
+    """Check that the scheduler will be able to listen; waits up to PORT_WAIT_S for its port."""
     port = port_of(config, vllm_config)
     until = time.monotonic() + PORT_WAIT_S
     is_logged = False
@@ -105,34 +88,31 @@ def cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
     rank = f"; data-parallel rank {port - config.port} listens on {port}"
     return ConfigError(
         f"{name} is {value}{rank if port != config.port else ''}; port {port} of {config.host} "
-        f"cannot be used: {error.strerror}; allowed: a free port; {HOW_TO_CHANGE_THE_PORT}"
+        f"cannot be used: {error.strerror}; allowed: a free port; set VLLM_NIXL_SIDE_CHANNEL_PORT "
+        "(or 'port') to another port for each engine on this machine"
     )
 
 
 def check_before_weights(executor: Any) -> None:
     """Make vLLM's executor class check the address before it loads the model. Wraps it once."""
+    # The scheduler, which listens, is created after the model is loaded, in the same process as
+    # the executor. No hook of a connector gets the configuration earlier: vLLM 0.31 to 0.33 call
+    # `get_required_kvcache_layout` after loading the weights.
     begin = executor.__init__
     if getattr(begin, "checks_address", False):
         return
 
     @functools.wraps(begin)
     def check_and_begin(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
-        _check(vllm_config)
+        for transfer in filter(_is_ours, _connectors(vllm_config.kv_transfer_config)):
+            if not vllm_config.parallel_config.node_rank_within_dp:  # the scheduler's node
+                extra = transfer.get("kv_connector_extra_config") or {}
+                is_prefill = transfer.get("kv_role") != "kv_consumer"
+                check_address(Config.parse(extra, os.environ), vllm_config, is_prefill=is_prefill)
         begin(self, vllm_config, *args, **options)
 
     setattr(check_and_begin, "checks_address", True)  # noqa: B010 - mypy knows no such attribute
     executor.__init__ = check_and_begin
-
-
-def _check(vllm_config: Any) -> None:
-    """Check the address if this connector is used, and its scheduler runs on this node."""
-    for transfer in filter(_is_ours, _connectors(vllm_config.kv_transfer_config)):
-        if not vllm_config.parallel_config.node_rank_within_dp:
-            from nixl_kv.connector.vllm_config import parse_extra  # noqa: PLC0415 - only if wanted
-
-            config = parse_extra(transfer.get("kv_connector_extra_config") or {})
-            is_prefill = transfer.get("kv_role") != "kv_consumer"
-            check_address(config, vllm_config, is_prefill=is_prefill)
 
 
 def _connectors(transfer: Any) -> Iterator[Mapping[str, Any]]:
@@ -150,15 +130,11 @@ def _is_ours(transfer: Mapping[str, Any]) -> bool:
     module = transfer.get("kv_connector_module_path")
     if module:
         return str(module).partition(".")[0] == "nixl_kv"
-    return transfer.get("kv_connector") in NAMES
+    return transfer.get("kv_connector") == "NixlKVConnector"
 
 
 def _bind(host: str, port: int) -> None:
-    """Bind like `LimitedPort`, but without listening, so that two checks do not collide.
-
-    Raises:
-        OSError: if the address is not of this machine, or another socket listens on the port.
-    """
+    """Bind like `LimitedPort`, but without listening, so that two checks do not collide."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -36,12 +36,12 @@ from nixl_kv.protocol.ticket import Ticket
 
 logger = get_logger(__name__)
 
+# How long a request waits, while no request gets blocks and no offer ends, before the workers
+# reclaim blocks from offers.
 BLOCK_WAIT_S: Final = 1.0
-"""How long a request waits, while no request gets blocks and no offer ends, before the workers
-reclaim blocks from offers."""
 
+# More blocks than any cache has.
 ALL_BLOCKS: Final = 1 << 31
-"""More blocks than any cache has."""
 
 _Indices: TypeAlias = npt.NDArray[np.intp]
 _NO_NONCE: Final = Nonce("")
@@ -69,12 +69,10 @@ class _Offer:
     make_context: Callable[[Nonce], str] = field(repr=False)  # deleted when the ticket leaves
     expected: int = 0  # blocks that it will hold, from its allocation until its ticket leaves
     pins: Pins = field(default_factory=dict)
-    # From the step that completes the prompt; a preemption clears them.
-    nonce: Nonce = _NO_NONCE
+    nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
     context: str = ""
     tables: tuple[Table, ...] = ()
-    # Once the ticket has left:
-    held: _Indices = field(default_factory=lambda: _NO_BLOCKS)  # each block once
+    held: _Indices = field(default_factory=lambda: _NO_BLOCKS)  # once the ticket has left
 
 
 class PrefillScheduler:
@@ -90,7 +88,7 @@ class PrefillScheduler:
         is_decoding: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without offers. The caller sets `address` before the first request.
+        """The caller sets `address` before the first request.
 
         Args:
             blocks: the cache.
@@ -123,28 +121,24 @@ class PrefillScheduler:
 
     @property
     def num_offers(self) -> int:
-        """How many offers hold blocks."""
         return len(self._offers)
 
     def on_new_request(
         self, request: RequestId, num_tokens: int, make_context: Callable[[Nonce], str]
     ) -> None:
-        """Note a request to be decoded elsewhere.
+        """Note a request to be decoded elsewhere. Offers the prompt's first `num_tokens`.
 
-        This engine computes and offers the prompt's first `num_tokens`. `make_context` hashes the
-        whole prompt, as the client sent it, with a nonce.
+        `make_context` hashes the whole prompt, as the client sent it, with a nonce.
         """
         self._awaited[request] = _Offer(request, num_tokens, make_context)
 
     def may_begin(self, request: RequestId, num_tokens: int) -> bool:
-        """Whether any waiting request may have blocks now, if vLLM finds enough.
-
-        vLLM asks about its waiting requests in order, in each step. Once a prompt has to wait, all
-        later prompts of this step wait too. So short prompts never overtake a long one for ever:
-        it begins when the offers before it have ended.
-        """
+        """Whether any waiting request may have blocks now, if vLLM finds enough."""
         offer = self._awaited.get(request)
         if offer is not None and self._is_decoding():
+            # vLLM asks about its waiting requests in order, in each step. Once a prompt has to
+            # wait, all later prompts of this step wait too. So short prompts never overtake a long
+            # one for ever: it begins when the offers before it have ended.
             self._is_full = self._is_full or not self._has_room(offer)
             if self._is_full:
                 return False
@@ -152,7 +146,6 @@ class PrefillScheduler:
         return True
 
     def update_state_after_alloc(self, request: RequestId) -> None:
-        """A request has its blocks, whether it will be offered or not."""
         self._shortage.on_progress()
         offer = self._awaited.get(request)
         if offer is not None:
@@ -183,9 +176,7 @@ class PrefillScheduler:
         """Publish the offer of a finished request; withdraw it if there is a `reason`.
 
         `tables` are those of the transferred groups. `reason` says why the KV is incomplete.
-
-        Returns:
-            Whether vLLM has to keep the blocks, and the response's `kv_transfer_params`.
+        Returns whether vLLM has to keep the blocks, and the response's `kv_transfer_params`.
         """
         offer = self._awaited.pop(request, None)
         if offer is None:
@@ -213,26 +204,21 @@ class PrefillScheduler:
             self._shortage.on_progress()
 
     def on_free(self, request: RequestId) -> None:
-        """Withdraw an offer whose blocks vLLM frees: at the request's end, or a preemption.
-
-        If vLLM computes the prompt again, the offer gets a new nonce, because the workers know
-        other blocks under the old one.
-        """
+        """Withdraw an offer whose blocks vLLM frees: at the request's end, or a preemption."""
         self._forget(request)
         offer = self._awaited.get(request)
         if offer is not None:
+            # If vLLM computes the prompt again, the offer gets a new nonce, because the workers
+            # know other blocks under the old one.
             self._withdraw(offer)
             self._release(offer)
 
     def reset_cache(self) -> None:
-        """Offer no KV from before a cache reset or a change of weights.
-
-        Offers end unless a rank is reading them. A request that has blocks now is not offered,
-        because they may mix KV from before and after. vLLM recomputes a preempted request, so its
-        offer stands.
-        """
+        """Offer no KV from before a reset. Offers end unless a rank is reading them."""
         for request, offer in list(self._awaited.items()):
             self._withdraw(offer)
+            # Its blocks may mix KV from before and after. vLLM recomputes a preempted request,
+            # which has none, so that one is offered.
             if self._blocks.has_blocks(request):
                 logger.info("request %s is not offered: the cache was reset meanwhile", request)
                 del self._awaited[request]
@@ -257,7 +243,6 @@ class PrefillScheduler:
         )
 
     def _why_not_offered(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> str:
-        """Why a request with complete KV cannot be offered; empty if it can."""
         if self.address is None:
             return "this engine is not described yet"
         if not offer.nonce:
@@ -293,12 +278,10 @@ class PrefillScheduler:
         self._unclaimed.remove(offer.held)
 
     def _forget(self, request: RequestId) -> None:
-        offer = self._offers.pop(request, None)
-        if offer is not None:
-            self._release(offer)
+        if request in self._offers:
+            self._release(self._offers.pop(request))
 
     def _release(self, offer: _Offer) -> None:
-        """Forget the blocks that an offer holds, or will hold."""
         self._expect(offer, 0)
         if offer.nonce in self._revocable:
             self._count_as_claimed(offer)
@@ -329,27 +312,24 @@ class BlockShortage:
         self._still_since: float | None = None
 
     def on_question(self, num_blocks: int) -> None:
-        """The scheduler would run a request if it found this many blocks."""
         self._needed = num_blocks
 
     def on_progress(self) -> None:
-        """That request has its blocks, or an offer has freed others."""
         self._needed = 0
         self._still_since = None
 
     def pop_needed(self) -> int:
-        """At the end of a step: how many blocks to reclaim, 0 before `BLOCK_WAIT_S` is over."""
+        """At the end of a step: how many blocks to reclaim; 0 until BLOCK_WAIT_S have passed."""
         needed, self._needed = self._needed, 0
+        now = self._clock()
         if not needed:
             self._still_since = None
-            return 0
-        now = self._clock()
-        if self._still_since is None:
+        elif self._still_since is None:
             self._still_since = now
-        if now < self._still_since + BLOCK_WAIT_S:
-            return 0
-        self._still_since = now
-        return needed
+        elif now >= self._still_since + BLOCK_WAIT_S:
+            self._still_since = now
+            return needed
+        return 0
 
 
 class _DistinctBlocks:

@@ -2,9 +2,8 @@
 
 Methods have the names of the hooks that vLLM calls, see `connector.py`. This file turns vLLM's
 objects into ours; `prefill.py` and `decode.py` decide. It also serves the engine description, to
-which every ticket points.
-
-vLLM ends the engine if any hook raises, so a client's input never raises beyond `on_new_request`.
+which every ticket points. vLLM ends the engine if any hook raises, so no client's input may cause
+an exception beyond `on_new_request`.
 """
 
 import time
@@ -59,31 +58,28 @@ logger = get_logger(__name__)
 
 FOREIGN_HANDSHAKE: Final = (
     "another connector made the workers' handshake; in a MultiConnector, list NixlKVConnector "
-    "first, and no other connector with a handshake of its own"
+    "first, and list no other connector that makes a handshake"
 )
 OUTER_POLICY: Final = (
-    "request %s failed because its KV load failed, although on_load_failure is 'recompute'; in a "
-    "MultiConnector, also set kv_load_failure_policy of the whole to 'recompute'"
+    "request %s failed because its KV load failed, although on_load_failure is 'recompute'; with a "
+    "MultiConnector, also set kv_load_failure_policy of --kv-transfer-config to 'recompute'"
 )
 IN_TREE_PREFILL: Final = (
     "request %s is computed here: prefill runs vLLM's own NixlConnector (engine %s at %s); load "
     'the same connector on both engines: add "kv_connector_module_path": "nixl_kv.connector" to '
     "prefill's --kv-transfer-config"
 )
+# During a migration such requests come for hours: log one line a minute, with a count.
 IN_TREE_LOG_S: Final = 60.0
-"""During a migration such requests come for hours: log one line a minute, with a count."""
 
-IN_TREE_BLOCKS: Final = "remote_block_ids"
-"""vLLM's own NixlConnector on prefill fills in this field."""
-
+# Prefixes of the `kv_transfer_params` that a prefill engine or a router writes for decode.
 OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
-"""Prefixes of the `kv_transfer_params` that a prefill engine or a router writes for decode."""
 
+# Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier).
 FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
-"""Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier)."""
 
+# The log cuts a client's value after this many characters.
 SHOWN: Final = 64
-"""The log cuts a client's value after this many characters."""
 
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
@@ -92,20 +88,17 @@ class Scheduler:
     """One engine. vLLM calls every method on the scheduler's thread; none of them waits."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Check the configuration. The engine listens once its workers have described themselves.
-
-        Raises:
-            ConfigError: for a bad key or configuration.
-        """
+        """Check the configuration. The engine listens once its workers have registered."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
         transfer = vllm_config.kv_transfer_config
+        self._engine_id = transfer.engine_id
         self._is_prefill, self._is_decode = transfer.is_kv_producer, transfer.is_kv_consumer
         for line in needless(transfer.kv_connector_extra_config):
             logger.info(line)
         if transfer.kv_connector == "NixlPushConnector":
-            logger.info("NixlPushConnector of nixl_kv pulls: decode reads KV, prefill pushes none")
+            logger.info("nixl_kv's NixlPushConnector pulls: decode reads KV from prefill")
         self._trust = Trust.of(self._config)
         groups = pagings(vllm_config, kv_cache_config)
         self._decode = DecodeScheduler(
@@ -145,7 +138,6 @@ class Scheduler:
         self._blocks.bind(kv_cache_manager, self._prefill.on_free)
 
     def on_new_request(self, request: Request) -> None:
-        """An invalid ticket costs a log line and a counter; the request is computed here."""
         self._follow_label()
         try:
             self._dispatch(request)
@@ -156,11 +148,10 @@ class Scheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """None makes this request wait, while later ones may run."""
         self._follow_label()
         request_id = RequestId(request.request_id)
         if not self._prefill.may_begin(request_id, request.num_tokens):
-            return None, False
+            return None, False  # this request waits, while later ones may run
         return self._decode.get_num_new_matched_tokens(request_id, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -173,7 +164,6 @@ class Scheduler:
         )
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
-        """The commands of this step: layouts, then those of prefill, then those of decode."""
         self._follow_label()
         commands, self._next_step = self._next_step, []
         commands += self._prefill.build_connector_meta(progress(output, self._prefill.awaited))
@@ -198,18 +188,18 @@ class Scheduler:
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Note the ended offers and loads that all workers have reported.
-
-        Removes a load from `finished_recving` if its KV is from before a reset. vLLM has read
-        `failed_recving` already, so that load is reported as failed in a later step.
-        """
-        if isinstance(output.kv_connector_worker_meta, WorkerMetadata):
-            self._update_ranks(output.kv_connector_worker_meta)
+        metadata = output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata) and self._ranks:
+            # Some ranks have a new incarnation, so the engine has one too.
+            for rank, description in metadata.rank_descriptions.items():
+                self._ranks[rank] = decode_rank(description)
+            self._publish()
         self._follow_label()
         self._prefill.update_connector_output(output.finished_sending or ())
         held_back = self._decode.update_connector_output(
             output.finished_recving or (), output.failed_recving or ()
         )
+        # vLLM has read `failed_recving` already. The workers report these loads as failed later.
         if held_back and output.finished_recving:
             output.finished_recving -= set(held_back)
 
@@ -217,10 +207,7 @@ class Scheduler:
         """Neither offer KV from before this call, nor count it as loaded.
 
         This holds at once, even while the engine is paused: the scheduler decides which loads may
-        start and which are good. The workers take offers back, and stop reads, in the next step.
-
-        Returns:
-            True. vLLM's own part of the reset fails while offers and loads hold blocks.
+        start and which are good. The workers revoke offers, and stop reads, in the next step.
         """
         self._epoch += 1
         if self._prefill.address is not None:
@@ -234,7 +221,7 @@ class Scheduler:
         )
         self._prefill.reset_cache()
         self._decode.reset_cache()
-        return True
+        return True  # vLLM's own part of the reset fails while offers and loads hold blocks
 
     def get_kv_connector_stats(self) -> Stats | None:
         self.stats.measure("open_offers", self._prefill.num_offers)
@@ -246,20 +233,15 @@ class Scheduler:
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[tuple[int, int], HandshakeMetadata]
     ) -> None:
-        """Describe the engine, from what its workers have registered, by (pp, tp) rank.
-
-        Raises:
-            ConfigError: if another connector made the metadata.
-        """
+        """Describe the engine. Its workers have registered `metadata`, by (pp, tp) rank."""
         if not metadata:
             return
         if not all(isinstance(each, HandshakeMetadata) for each in metadata.values()):
             # MultiConnector passes on the metadata of its first child that has any.
             raise ConfigError(FOREIGN_HANDSHAKE)
         self._ranks = [decode_rank(metadata[key].rank_description) for key in sorted(metadata)]
-        engine = self._vllm_config.kv_transfer_config.engine_id
         layouts = tuple(rank.layout for rank in self._ranks)
-        self._next_step = [events.SetEngine(engine, layouts)]
+        self._next_step = [events.SetEngine(self._engine_id, layouts)]
         if self._directory is not None:  # after a wake-up
             self._decode.accept_outdated()
         self._publish()
@@ -268,17 +250,10 @@ class Scheduler:
         if self._directory is not None:
             self._directory.stop()
 
-    def _update_ranks(self, metadata: WorkerMetadata) -> None:
-        """Some ranks have a new incarnation, so the engine has one too."""
-        if self._ranks:
-            for rank, description in metadata.rank_descriptions.items():
-                self._ranks[rank] = decode_rank(description)
-            self._publish()
-
     def _publish(self) -> None:
         """Serve the current description, and name it in tickets."""
         description = describe_engine(
-            self._vllm_config.kv_transfer_config.engine_id,
+            self._engine_id,
             model_facts(self._vllm_config),
             parallel_shape(self._vllm_config),
             self._ranks,
@@ -288,21 +263,12 @@ class Scheduler:
             self._directory = self._listen()
             self._directory.start()
         self._directory.publish(description)
+        engine, host, port = description.engine, self._directory.host, self._directory.port
         self._prefill.address = Address(
-            description.engine,
-            description.incarnation,
-            self._directory.host,
-            self._directory.port,
-            self._epoch,
-            self._decode.weights,
+            engine, description.incarnation, host, port, self._epoch, self._decode.weights
         )
-        logger.info(
-            "serving the description of engine %s on %s:%d; it has %s",
-            description.engine,
-            self._directory.host,
-            self._directory.port,
-            self._trust,
-        )
+        log = "serving the description of engine %s on %s:%d; it has %s"
+        logger.info(log, engine, host, port, self._trust)
 
     def _listen(self) -> DirectoryServer:
         """Bind the port that tickets name. On a pure decode engine, only tools need it."""
@@ -345,14 +311,14 @@ class Scheduler:
     # --- kv_transfer_params
 
     def _dispatch(self, request: Request) -> None:
-        """Do what `kv_transfer_params` ask for.
-
-        Raises:
-            RemoteProtocolError: if this engine does not do that, or the ticket is invalid.
-        """
         params = request.kv_transfer_params
         if params is None:
-            self._note_plain(request)
+            if not self._is_prefill:  # such an engine should get no request without a ticket
+                self.stats.count("tickets_missing")
+                logger.info(
+                    "request %s is computed here: its kv_transfer_params have no ticket",
+                    request.request_id,
+                )
         elif _is_foreign(params):
             logger.debug(
                 "request %s: its kv_transfer_params are for another connector", request.request_id
@@ -368,7 +334,10 @@ class Scheduler:
                 "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
             )
         elif _is_in_tree(params):
-            self._note_in_tree(request.request_id, params)
+            self.stats.count("tickets_refused")
+            names = "remote_engine_id", "remote_host"
+            engine, host = (_shown(params.get(name)) for name in names)
+            self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, engine, host)
         else:
             self._decode.on_new_request(
                 prompt_of(request), params, is_rejected=request.abort_immediately
@@ -387,27 +356,13 @@ class Scheduler:
             return
         if self._has_state:
             # Decode computes the last token itself. It needs the recurrent state before that
-            # token, and prefill keeps only the state at the end of what it computes.
+            # token, but prefill keeps only the state after the last token that it computes.
             shorten(request)
         self._prefill.on_new_request(
             RequestId(request.request_id),
             request.num_prompt_tokens,
             lambda nonce: prompt_of(arrived).context(nonce),
         )
-
-    def _note_plain(self, request: Request) -> None:
-        if not self._is_prefill:  # such an engine should get no request without a ticket
-            self.stats.count("tickets_missing")
-            logger.info(
-                "request %s is computed here: its kv_transfer_params have no ticket",
-                request.request_id,
-            )
-
-    def _note_in_tree(self, request_id: str, params: Mapping[str, Any]) -> None:
-        """Log that prefill runs vLLM's own connector, whose blocks this engine cannot read."""
-        self.stats.count("tickets_refused")
-        engine, host = (_shown(params.get(name)) for name in ("remote_engine_id", "remote_host"))
-        self._in_tree_log.warning(IN_TREE_PREFILL, request_id, engine, host)
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
@@ -426,13 +381,11 @@ def _is_foreign(params: object) -> bool:
 
 
 def _is_in_tree(params: object) -> bool:
-    """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`.
-
-    A ticket of ours has the same fields but names no block. A router may have dropped its string.
-    """
+    """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`."""
     if not isinstance(params, Mapping) or FIELD in params:
         return False
-    blocks = params.get(IN_TREE_BLOCKS)
+    # A ticket of ours has this field too but names no block. A router may have dropped its string.
+    blocks = params.get("remote_block_ids")
     return isinstance(blocks, list) and any(blocks)
 
 

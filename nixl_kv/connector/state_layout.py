@@ -24,9 +24,9 @@ from nixl_kv.connector.vllm_config import dtype_name
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry.layout import Part, Region
 
+# Channels per unit where vLLM may shard at any channel. Smaller if 64 ranks (RANKS) could not each
+# have whole units.
 CHANNELS: Final = 128
-"""Channels per unit where vLLM may shard at any channel. Smaller if 64 ranks (RANKS) could not each
-have whole units."""
 RANKS: Final = 64
 
 
@@ -53,12 +53,8 @@ def state_regions(
 ) -> Iterator[Region]:
     """The regions of one recurrent layer on a rank.
 
-    Args:
-        layer: its name.
-        page: an int8 view of shape [blocks, 1, 1, bytes of all states].
-        spec: vLLM's MambaSpec.
-        module: the layer itself, for facts that the spec lacks.
-        place: this worker's.
+    `page` is an int8 view of shape [blocks, 1, 1, bytes of all states]. `module` is vLLM's layer,
+    for facts that `spec` lacks.
 
     Raises:
         ConfigError: if the model does not say how its states are sharded.
@@ -70,18 +66,17 @@ def state_regions(
         element = f"{dtype_name(dtype)} state of {kind} on {device}"
         is_convolution = number == 0 and kind != "LINEAR"
         if is_convolution:
-            parts = _convolution(spec, module, place, offset)
+            cuts = _convolution(spec, module, place, offset)
         else:
-            parts = iter([_whole(spec, shape, dtype, place, offset)])
-        for units, stride, rows in parts:
-            first = 0 if units.is_copied else place.rank * units.number
+            cuts = iter([_whole(spec, shape, dtype, place, offset)])
+        for units, stride, rows in cuts:
             yield Region(
                 layer=f"{layer} {units.name}",
                 base=page.data_ptr(),
                 block_stride=page.stride(0),
                 head_stride=stride,
                 token_stride=page.stride(0),  # unused: a block is one token
-                first_head=first,
+                first_head=0 if units.is_copied else place.rank * units.number,
                 num_heads=units.number,
                 parts=rows,
                 element=element,
@@ -89,8 +84,8 @@ def state_regions(
         offset += math.prod(shape) * dtype.itemsize
 
 
+# The units, the bytes from one unit to the next, and the rows of the first unit.
 _Cut = tuple[Units, int, tuple[Part, ...]]
-"""The units, the bytes from one unit to the next, and the rows of the first unit."""
 
 
 def _whole(spec: MambaSpec, shape: Any, dtype: torch.dtype, place: Place, offset: int) -> _Cut:
@@ -106,7 +101,9 @@ def _convolution(spec: MambaSpec, module: Any, place: Place, offset: int) -> Ite
     by_channel = is_conv_state_dim_first()
     channels, length = spec.shapes[0] if by_channel else reversed(spec.shapes[0])
     size = spec.dtypes[0].itemsize
-    rows = range(length - _num_unused(spec))
+    # Rows beyond the convolution's window are for tokens that speculation may reject.
+    num_unused = 0 if spec.mamba_type.name == "MAMBA1" else int(spec.num_speculative_blocks)
+    rows = range(length - num_unused)
     start = 0
     for units in _projections(spec, module, place, channels):
         if by_channel:
@@ -117,11 +114,6 @@ def _convolution(spec: MambaSpec, module: Any, place: Place, offset: int) -> Ite
             parts = [Part(offset + (row * channels + start) * size, stride) for row in rows]
         yield units, stride, tuple(parts)
         start += units.number * units.size
-
-
-def _num_unused(spec: MambaSpec) -> int:
-    """Rows beyond the convolution's window, for tokens that speculation may reject."""
-    return 0 if spec.mamba_type.name == "MAMBA1" else int(spec.num_speculative_blocks)
 
 
 def _projections(spec: MambaSpec, module: Any, place: Place, channels: int) -> list[Units]:

@@ -4,6 +4,7 @@ The scheduler and each worker fill a `Stats` in every step. vLLM merges them ove
 with `aggregate`. The API server logs `reduce()` and passes the data to `PromMetrics`.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable
@@ -27,28 +28,18 @@ logger = get_logger(__name__)
 COUNTERS: Final = {
     "loads": "Loads completed, per rank: decode read all KV while prefill held it.",
     "loads_verified": "Loads whose bytes matched prefill's digest.",
-    "load_failures": "Loads failed, per rank. on_load_failure decides what becomes of the request.",
-    "load_failures_denied": (
-        "Load failures because prefill did not have the offer: it was used, expired or revoked."
-    ),
+    "load_failures": "Loads failed, per rank. on_load_failure decides how the request continues.",
+    "load_failures_denied": "Load failures because the offer was used, expired or revoked.",
     "load_failures_lease_lost": "Load failures because the lease expired before a read began.",
-    "load_failures_recalled": (
-        "Load failures because prefill needed its blocks back before a read began."
-    ),
+    "load_failures_recalled": "Load failures because prefill recalled the offer before a read.",
     "load_failures_unreachable": "Load failures because prefill did not answer, or was lost.",
-    "load_failures_incompatible": (
-        "Load failures because prefill's model or cache does not match decode's."
-    ),
+    "load_failures_incompatible": "Load failures because the engines' models or caches differ.",
     "load_failures_late": "Load failures because a deadline passed.",
     "load_failures_broken": "Load failures because a read returned an error.",
-    "load_failures_fenced": (
-        "Load failures because prefill took its blocks back during the read (fence token gone)."
-    ),
+    "load_failures_fenced": "Load failures because prefill took its blocks back during the read.",
     "load_failures_corrupt": "Load failures because the bytes did not match prefill's digest.",
     "load_failures_internal": "Load failures because of a bug in nixl_kv, or a failed digest.",
-    "loads_dropped": (
-        "Loads cancelled because the request had ended or the cache was reset. Not a failure."
-    ),
+    "loads_dropped": "Loads cancelled because the request had ended or the cache was reset.",
     "tokens_loaded": "Prompt tokens whose KV was loaded, per rank.",
     "bytes_read": "Bytes of KV read, per rank.",
     "descriptors": "Contiguous runs in these bytes, per rank.",
@@ -56,7 +47,7 @@ COUNTERS: Final = {
     "read_seconds_direct": "Seconds that direct reads took.",
     "reads_gather": "Reads by a kernel from mapped GPU memory, per rank.",
     "read_seconds_gather": "Seconds that gather reads took.",
-    "reads_staged": ("Reads for which prefill packed all or most bytes into its ring, per rank."),
+    "reads_staged": "Reads for which prefill packed all or most bytes into its ring, per rank.",
     "read_seconds_staged": "Seconds that staged reads took, from the first request for a chunk.",
     "staged_bytes_read_directly": (
         "Bytes of staged reads that NIXL read with one descriptor per run, per rank."
@@ -83,52 +74,43 @@ COUNTERS: Final = {
     "asks_denied": "Asks for an unknown offer, or by a reader without the claim, per rank.",
     "messages_dropped": "Control messages that violate the protocol, per rank.",
     "peers_lost": "Prefill engines or ranks in use that twice in a row did not answer.",
-    "peers_unreadable": (
-        "Prefill engines that answered, but to which two data connections in a row broke, per rank."
-    ),
+    "peers_unreadable": "Prefill engines to which two data connections in a row broke, per rank.",
     "joins": "Handshakes that made a prefill engine's memory readable, per rank.",
     "join_seconds": "Seconds that handshakes took, concurrent with other work, per rank.",
     "warm_ups": "First reads from a prefill rank, which only open connections, per rank.",
     "warm_up_seconds": "Seconds that these first reads took, per rank.",
     "agents_recycled": "NIXL agents destroyed to stop a stuck read, per rank.",
-    "serving_restarts": (
-        "New incarnations of a rank because peers could not connect to its memory, per rank."
-    ),
-    "agents_replaced": (
-        "NIXL agents replaced to close connections to peers that had left, per rank."
-    ),
+    "serving_restarts": "New incarnations because peers could not connect to its memory, per rank.",
+    "agents_replaced": "NIXL agents replaced to close connections to departed peers, per rank.",
     "thread_restarts": "Restarts of the transfer thread after an exception, per rank.",
     "tickets_refused": "Requests computed on decode because their kv_transfer_params are invalid.",
     "tickets_missing": "Requests computed on decode because they have no ticket.",
 }
 
+# The scheduler measures these, once per engine.
 GAUGES: Final = {
     "open_offers": "Offers that hold blocks now.",
     "open_loads": "Requests that load KV now, or will when they have blocks.",
 }
-"""The scheduler measures these, once per engine."""
 
+# Each rank measures its own. A sum, or the value that arrived last, would be wrong for all ranks,
+# so Prometheus shows a series per rank (label `rank`).
 RANK_GAUGES: Final = {
-    "unreadable": (
-        "1 while the rank's own check cannot connect to its memory, so that peers cannot read it; "
-        "else 0."
-    ),
+    "unreadable": "1 while the rank's own check cannot connect to its memory; else 0.",
     "open_descriptors": "Open file descriptors of the rank's process.",
 }
-"""Each rank measures its own. A sum, or the value that arrived last, would be wrong for all ranks,
-so Prometheus shows a series per rank (label `rank`)."""
 
+# Between two counts of the open file descriptors.
 DESCRIPTORS_S: Final = 10.0
-"""Between two counts of the open file descriptors."""
 
+# The share of `ulimit -n` above which the log warns. At 0 left, UCX closes its ports for good.
 DESCRIPTORS_SHARE: Final = 0.8
-"""The share of `ulimit -n` above which the log warns. At 0 left, UCX closes its ports for good."""
-
 WARN_S: Final = 600.0
 
 TRANSFER_SECONDS: Final = "transfer_seconds"
+
+# These mean something only as sums over many loads, so the log omits them.
 NOT_LOGGED: Final = "read_seconds_"
-"""These mean something only as sums over many loads, so the log omits them."""
 
 _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 
@@ -170,11 +152,6 @@ class Stats(KVConnectorStats):
                 *(count, limit),
             )
 
-    def count_commands(self, commands: Iterable[events.Command]) -> None:
-        for command in commands:
-            if isinstance(command, events.PublishOffer):
-                self.count("offers")
-
     def count_results(self, results: Iterable[events.Result]) -> None:
         for result in results:
             match result:
@@ -190,12 +167,12 @@ class Stats(KVConnectorStats):
                             self.count(name, amount)
 
     def _count_load(self, load: events.LoadEnded) -> None:
-        if load.failure is not None and load.failure.kind is events.FailureKind.DROPPED:
-            self.count("loads_dropped")
-            return
         if load.failure is not None:
-            self.count("load_failures")
-            self.count(f"load_failures_{load.failure.kind.value}")
+            if load.failure.kind is events.FailureKind.DROPPED:
+                self.count("loads_dropped")  # not a failure
+            else:
+                self.count("load_failures")
+                self.count(f"load_failures_{load.failure.kind.value}")
             return
         self.count("loads")
         if load.verified:
@@ -213,7 +190,6 @@ class Stats(KVConnectorStats):
         self.data.setdefault(TRANSFER_SECONDS, []).append(seconds)
 
     def pop(self) -> "Stats | None":
-        """The counts since the last call; None if there are none."""
         data, self.data = self.data, {}
         return Stats(data=data) if data else None
 
@@ -254,7 +230,7 @@ class PromMetrics(KVConnectorPromMetrics):
     """`vllm:nixl_kv_<counter>_total`, `vllm:nixl_kv_<gauge>`, and a histogram of seconds."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """Register each metric once, with a child per engine. The arguments are vLLM's."""
+        """The arguments are vLLM's."""
         super().__init__(vllm_config, *args, **kwargs)
         self._counters = {
             name: self._per_engine(self._register(self._counter_cls, name, text))
@@ -269,10 +245,9 @@ class PromMetrics(KVConnectorPromMetrics):
             name: register_gauge(name, text, labelnames=[*self._labelnames, "rank"])
             for name, text in RANK_GAUGES.items()
         }
-        for engine in self.per_engine_labelvalues:  # show 0 from the start
-            for rank in range(vllm_config.parallel_config.world_size):
-                for name in RANK_GAUGES:
-                    self._rank_gauge(name, engine, str(rank))
+        ranks = map(str, range(vllm_config.parallel_config.world_size))
+        for place in itertools.product(RANK_GAUGES, self.per_engine_labelvalues, ranks):
+            self._rank_gauge(*place)  # show 0 from the start
         self._seconds = self._per_engine(
             self._register(
                 self._histogram_cls,

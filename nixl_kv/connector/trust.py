@@ -26,7 +26,16 @@ class Trust:
         Raises:
             ConfigError: if the key is malformed, or other users can read the key file.
         """
-        keys, source = _keys_of(config)
+        keys: Keys | None
+        if config.key_file is not None:
+            keys, source = read_key_file(config.key_file), f"(from key_file {config.key_file})"
+        elif config.key is not None:
+            keys, source = parse_key(config.key, KEY_VARIABLE), f"(from {KEY_VARIABLE})"
+        elif config.insecure:
+            keys, source = None, ""
+        else:
+            keys, path = make_user_key()
+            source = f"(of this user's engines on this machine, in {path})"
         return cls(keys, config.allowed_hosts, config.peer_timeout_s, source)
 
     def __str__(self) -> str:
@@ -34,7 +43,6 @@ class Trust:
         return f"{key.rstrip()}; its peers are {self.allowed}"
 
     def seal(self, ticket: Ticket, *, for_in_tree: bool = True) -> dict[str, Any]:
-        """Make the `kv_transfer_params` of a ticket, see `Ticket.params`."""
         return ticket.params(self._ticket_key, for_in_tree=for_in_tree)
 
     def check(self, params: object) -> SealedTicket:
@@ -54,20 +62,8 @@ class Trust:
         return ticket
 
     def control(self) -> ZmqControl:
-        """Open a control plane that authenticates with the key."""
         return ZmqControl(self.keys, allowed=self.allowed, peer_timeout_s=self.peer_timeout_s)
 
     @property
     def _ticket_key(self) -> bytes | None:
         return None if self.keys is None else self.keys.tickets
-
-
-def _keys_of(config: Config) -> tuple[Keys | None, str]:
-    if config.key_file is not None:
-        return read_key_file(config.key_file), f"(from key_file {config.key_file})"
-    if config.key is not None:
-        return parse_key(config.key, KEY_VARIABLE), f"(from {KEY_VARIABLE})"
-    if config.insecure:
-        return None, ""
-    keys, path = make_user_key()
-    return keys, f"(of this user's engines on this machine, in {path})"

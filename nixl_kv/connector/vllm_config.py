@@ -1,8 +1,8 @@
-"""Reads vLLM's configuration and requests, and turns them into our records.
+"""Reads vLLM's configuration and requests, and turns them into nixl_kv's records.
 
 Model families, attention backends and platforms are data here and in `kv_layout.py`, and nowhere
-else. `REFUSALS` lists every engine that the connector cannot serve; the start fails with its text.
-The differences between vLLM versions are here too, at the top.
+else. The differences between vLLM versions are here too, at the top. `REFUSALS` lists the engines
+that the connector cannot serve; their start fails.
 """
 
 import hashlib
@@ -46,66 +46,20 @@ try:
 except ImportError:  # vLLM 0.31 counts all external hits as one
     CacheHitSource = None
 
+# The label under which vLLM counts the tokens of our loads, since 0.32.
 HIT_SOURCE: Final = None if CacheHitSource is None else CacheHitSource.P2P
-"""The label under which vLLM counts the tokens of our loads, since 0.32."""
-
-LATER_HOOKS: Final = {
-    "get_loaded_kv_cache_group_ids": "0.32",
-    "supports_sleep_mode": "0.33",
-    "unregister_kv_caches": "0.33",
-    "restore_kv_caches": "0.33",
-}
-"""Hooks that the oldest supported vLLM does not call, and the minor that calls them first."""
 
 
 def has_sleep_hooks() -> bool:
-    """Whether vLLM reports when the memory of the cache goes away, and when it is back."""
+    """Whether vLLM reports when the memory of the cache goes away, and when it is back (0.33)."""
     return all(
         hasattr(KVConnectorBase_V1, hook) for hook in ("unregister_kv_caches", "restore_kv_caches")
     )
 
 
-# --- data about models and backends
+# --- engines that the connector cannot serve
 
-MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
-"""Backends known to work with BHLNC, and the largest --block-size for each.
-
-vLLM cannot cut a packed block into smaller kernel blocks, and refuses to start. FlashInfer takes
-kernel blocks of at most 64 tokens.
-"""
-
-DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
-"""The backend that vLLM chooses for a GPU's major compute capability, where that is known."""
-
-_VOLATILE: Final = frozenset(
-    ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
-)
-
-_FACTS: Final = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-
-DRAFT_FACT: Final = "draft model (prefill needs the same --speculative-config)"
-"""The fact's name, which an operator sees if two engines differ in it."""
-
-DRAFT_NAMES: Final = frozenset(("draft_model", "mtp"))
-"""Parts of the dotted layer names of draft models."""
-
-LONG_TEMPERATURE: Final = 32768
-"""Above this --max-model-len, vLLM scales the queries of Llama 4 by their position."""
-
-MAX_FACT: Final = 1000
-"""Characters of a fact. Engines compare a digest of a longer one."""
-
-THIS_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
-"""Values of --master-addr for nodes that are processes of one machine."""
-
+# vLLM's class names for the supported kinds of a layer's cache.
 SUPPORTED_SPECS: Final = frozenset(
     (
         "FullAttentionSpec",
@@ -116,10 +70,9 @@ SUPPORTED_SPECS: Final = frozenset(
         "ChunkedLocalAttentionSpec",
     )
 )
-"""The supported kinds of a layer's cache: vLLM's class names."""
 
+# The supported kinds of recurrent layers (vLLM's backend names), and how many states each has.
 STATE_KINDS: Final = {"GDN_ATTN": 2, "LINEAR": 1, "MAMBA1": 2, "MAMBA2": 2, "SHORT_CONV": 1}
-"""The supported kinds of recurrent layers (vLLM's backend names), and how many states each has."""
 
 
 def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
@@ -129,6 +82,7 @@ def specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
             yield layer_spec(group.kv_cache_spec, layer)
 
 
+# Each entry is the text of the error, and the condition.
 REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     "this platform: run the engine on NVIDIA or AMD GPUs or on CPU": lambda _, __: (
         not (current_platform.is_cuda_alike() or current_platform.is_cpu())
@@ -144,9 +98,9 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
     "a KV buffer on another device (kv_buffer_device): leave it out": lambda vllm, _: (
         vllm.kv_transfer_config.kv_buffer_device != current_platform.device_type
     ),
-    "the experts of each token in the output (--enable-return-routed-experts): prefill keeps "
-    "those of the prompt": lambda vllm, _: vllm.aux_output_config.enable_return_routed_experts,
-    "sleep mode (--enable-sleep-mode): this vLLM does not tell connectors": lambda vllm, _: (
+    "the experts of each token in the output (--enable-return-routed-experts): decode does not "
+    "have those of the prompt": lambda vllm, _: vllm.aux_output_config.enable_return_routed_experts,
+    "sleep mode (--enable-sleep-mode): this vLLM does not notify connectors": lambda vllm, _: (
         vllm.model_config.enable_sleep_mode and not has_sleep_hooks()
     ),
     "images, audio and video without content hashes (--mm-processor-cache-gb 0 without prefix "
@@ -171,33 +125,17 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
         spec.tokens_per_state > 1 for spec in specs(kv)
     ),
 }
-"""The engines that this connector cannot serve, by the text of the error."""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse an engine that the connector cannot serve.
-
-    Raises:
-        ConfigError: names everything that is not supported.
-    """
     refusals = [text for text, applies in REFUSALS.items() if applies(vllm_config, kv_cache_config)]
     if refusals:
         raise ConfigError(f"NixlKVConnector does not support {'; nor '.join(refusals)}")
 
 
-def parse_config(vllm_config: VllmConfig) -> Config:
-    return parse_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
-
-
-def parse_extra(extra: Mapping[str, Any]) -> Config:
-    return Config.parse(extra, os.environ)
-
-
 def counts_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM numbers a request's images, audio and video instead of hashing them.
-
-    It hashes only for its caches. Two engines number one image differently, or two images alike.
-    """
+    """Whether vLLM numbers a request's images, audio and video instead of hashing them."""
+    # It hashes only for its caches. Two engines number one image differently, or two images alike.
     model = vllm_config.model_config
     media = model.multimodal_config
     return bool(
@@ -208,16 +146,80 @@ def counts_media(vllm_config: VllmConfig) -> bool:
     )
 
 
-def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """The facts that two engines must share, so that equal bytes mean the same KV.
+# --- the configuration
 
-    The served model name stands for the weights: a router sends it to both engines anyway. A digest
-    of the model's configuration catches most other differences.
-    """
+
+def parse_config(vllm_config: VllmConfig) -> Config:
+    return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
+
+
+# Backends known to work with BHLNC, and the largest --block-size for each. vLLM cannot cut a packed
+# block into smaller kernel blocks, and refuses to start. FlashInfer takes kernel blocks of at most
+# 64 tokens.
+MAX_PACKED_BLOCK_SIZE: Final = {"FLASH_ATTN": 1 << 20, "FLASHINFER": 64}
+
+# The backend that vLLM chooses for a GPU's major compute capability, where that is known.
+DEFAULT_BACKEND: Final = {9: "FLASH_ATTN"}
+
+
+def required_layout(vllm_config: VllmConfig) -> str | None:
+    """The physical order of the KV cache to ask vLLM for; None leaves the choice to vLLM."""
+    wanted = parse_config(vllm_config).layout
+    if wanted != "auto":
+        return wanted
+    if not current_platform.is_cuda() or vllm_config.model_config.use_mla:
+        return None
+    if vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
+        return None  # FlashInfer requires dense pages
+    if vllm_config.model_config.is_hybrid:
+        return None  # vLLM does not pack different kinds of pages
+    block_size = vllm_config.cache_config.block_size or 0
+    good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
+    # In BHLNC, any range of heads of a block is one contiguous run over all layers.
+    return "BHLNC" if good else None
+
+
+def _backend(vllm_config: VllmConfig) -> str:
+    chosen = vllm_config.attention_config.backend
+    if chosen is not None:
+        return str(chosen.name)
+    capability = current_platform.get_device_capability()
+    return DEFAULT_BACKEND.get(capability.major, "") if capability else ""
+
+
+# --- the facts of the model that two engines must share, so that equal bytes mean the same KV
+
+_VOLATILE: Final = frozenset(
+    ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config")
+)
+
+_FACTS: Final = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+# An operator sees this name if two engines differ in the fact.
+DRAFT_FACT: Final = "draft model (prefill needs the same --speculative-config)"
+
+# Above this --max-model-len, vLLM scales the queries of Llama 4 by their position.
+LONG_TEMPERATURE: Final = 32768
+
+# Characters of a fact. Engines compare a digest of a longer one.
+MAX_FACT: Final = 1000
+
+
+def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
     model = vllm_config.model_config
     names = model.served_model_name
     values = model.hf_text_config.to_dict()  # some attributes raise if layers differ
     facts = {name: str(values[name]) for name in _FACTS if name in values}
+    # The served name stands for the weights: a router sends it to both engines anyway. The digest
+    # catches most other differences.
     facts["served_model_name"] = str(names if isinstance(names, str) else names[0])
     facts["architecture"] = model.architecture
     facts["dtype"] = dtype_name(model.dtype)
@@ -234,11 +236,10 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
 
 def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, str]:
     """Thresholds of --max-model-len above which vLLM computes every position differently."""
+    original = "original_max_position_embeddings"
     edges = {
-        inner.get(
-            "original_max_position_embeddings", values.get("original_max_position_embeddings")
-        )
-        for inner in _inner(values)
+        inner.get(original, values.get(original))
+        for inner in _mappings(values)
         if inner.get("rope_type", inner.get("type")) == "longrope"
     }
     if str(values.get("model_type")).startswith("llama4"):
@@ -247,8 +248,8 @@ def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, st
 
 
 def _media_facts(media: Any) -> dict[str, str]:
-    """How an engine processes images, audio and video. The device does not matter."""
-    options = {k: v for k, v in (media.mm_processor_kwargs or {}).items() if k != "device"}
+    options = dict(media.mm_processor_kwargs or {})
+    options.pop("device", None)  # does not change the result
     rate = media.video_pruning_rate
     return {
         "mm_processor_kwargs": json.dumps(options, sort_keys=True, default=str),
@@ -258,12 +259,9 @@ def _media_facts(media: Any) -> dict[str, str]:
 
 
 def draft_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """The facts of a draft model with layers in the cache. Decode needs its KV from prefill.
-
-    Otherwise decode's draft model would attend to stale bytes in its blocks.
-    """
+    """The facts of a draft model with layers in the cache. Decode needs its KV from prefill."""
     speculative = vllm_config.speculative_config
-    if speculative is None or not has_draft_layers(speculative):
+    if not _has_draft_layers(speculative):
         return {}
     config = speculative.draft_model_config.hf_config.to_dict()
     # vLLM raises it to the target's --max-model-len; it only bounds the positions.
@@ -274,75 +272,55 @@ def draft_facts(vllm_config: VllmConfig) -> dict[str, str]:
     return {DRAFT_FACT: text}
 
 
-def has_draft_layers(speculative: Any) -> bool:
+def _has_draft_layers(speculative: Any) -> bool:
     """Whether a draft model has layers in the cache. Gemma 4's reads the target model's."""
-    return bool(speculative.uses_draft_kv_cache() and not speculative.use_gemma4_mtp())
+    return bool(
+        speculative is not None
+        and speculative.uses_draft_kv_cache()
+        and not speculative.use_gemma4_mtp()
+    )
 
 
 def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
-    """The configuration of the draft model with this layer; None for a layer of the main model.
-
-    vLLM's older model runner does not mark draft layers. Their numbers continue those of the model,
-    or their names contain one of DRAFT_NAMES. Call it in a worker only.
-    """
+    """The draft model's configuration if it has this layer, else None. Call it in a worker only."""
     speculative = vllm_config.speculative_config
-    if speculative is None or not has_draft_layers(speculative):
+    if not _has_draft_layers(speculative):
         return None
     module = vllm_config.compilation_config.static_forward_context.get(layer)
     names = layer.split(".")
     number = next((int(name) for name in names if name.isdecimal()), 0)
+    # vLLM's older model runner does not mark draft layers. Their numbers continue those of the
+    # model, or their dotted names contain one of two words.
     is_draft = (
         getattr(module, "is_draft_layer", False)
         or number >= vllm_config.model_config.model_arch_config.total_num_hidden_layers
-        or not DRAFT_NAMES.isdisjoint(names)
+        or "draft_model" in names
+        or "mtp" in names
     )
     return speculative.draft_model_config if is_draft else None
 
 
-def _inner(value: object) -> Iterator[Mapping[str, Any]]:
+def _mappings(value: object) -> Iterator[Mapping[str, Any]]:
+    """A mapping, and all mappings inside it."""
     if isinstance(value, Mapping):
         yield value
         for each in value.values():
-            yield from _inner(each)
+            yield from _mappings(each)
 
 
 def _digest(value: object) -> str:
     """Digest a configuration without its volatile keys, such as its path, at any depth."""
-    canonical = json.dumps(_essence(value), sort_keys=True, default=str).encode()
+    canonical = json.dumps(_without_volatile(value), sort_keys=True, default=str).encode()
     return hashlib.blake2b(canonical, digest_size=8).hexdigest()
 
 
-def _essence(value: object) -> object:
+def _without_volatile(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(k): _essence(each) for k, each in value.items() if k not in _VOLATILE}
-    return [_essence(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(k): _without_volatile(v) for k, v in value.items() if k not in _VOLATILE}
+    return [_without_volatile(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def required_layout(vllm_config: VllmConfig) -> str | None:
-    """The physical order of the KV cache to ask vLLM for; None leaves the choice to vLLM.
-
-    In BHLNC, any range of heads of a block is one contiguous run over all layers.
-    """
-    wanted = parse_config(vllm_config).layout
-    if wanted != "auto":
-        return wanted
-    if not current_platform.is_cuda() or vllm_config.model_config.use_mla:
-        return None
-    if vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
-        return None  # FlashInfer requires dense pages
-    if vllm_config.model_config.is_hybrid:
-        return None  # vLLM does not pack different kinds of pages
-    block_size = vllm_config.cache_config.block_size or 0
-    good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
-    return "BHLNC" if good else None
-
-
-def _backend(vllm_config: VllmConfig) -> str:
-    chosen = vllm_config.attention_config.backend
-    if chosen is not None:
-        return str(chosen.name)
-    capability = current_platform.get_device_capability()
-    return DEFAULT_BACKEND.get(capability.major, "") if capability else ""
+# --- cache groups
 
 
 def pagings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Paging, ...]:
@@ -358,16 +336,12 @@ def pagings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Pa
 
 def num_stripes(vllm_config: VllmConfig, spec: Any) -> int:
     """The number of DCP ranks that share a group's tokens. Each has a part of every block."""
-    number = vllm_config.parallel_config.decode_context_parallel_size
-    return int(number) if _first(spec).dcp_sharded else 1
+    is_shared = _first(spec).dcp_sharded
+    return int(vllm_config.parallel_config.decode_context_parallel_size) if is_shared else 1
 
 
 def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
-    """Which tokens of a group this DCP rank has. Call it in a worker only.
-
-    Raises:
-        ConfigError: for an interleave that does not divide the block size.
-    """
+    """Which tokens of a group this DCP rank has. Call it in a worker only."""
     number = num_stripes(vllm_config, spec)
     if number == 1:
         return ALL_TOKENS
@@ -381,13 +355,7 @@ def stripe(vllm_config: VllmConfig, spec: Any) -> Stripe:
 
 
 def holds_state(spec: Any) -> bool:
-    """Whether a group's layers keep a recurrent state instead of KV per token."""
     return isinstance(_first(spec), MambaSpec)
-
-
-def block_tokens(spec: Any) -> int:
-    """Tokens per block in the `CacheLayout`, where a state counts as one token."""
-    return 1 if holds_state(spec) else int(spec.block_size)
 
 
 def _first(spec: Any) -> Any:
@@ -402,11 +370,10 @@ def layer_spec(spec: Any, layer: str) -> Any:
 def window(spec: Any) -> int:
     """How many tokens before the next one a group keeps; 0 for all of them.
 
-    vLLM keeps all tokens of a full-attention group, even if some layers have a window. A state
-    summarises all tokens; it is stored like KV of the last one.
+    vLLM keeps all tokens of a full-attention group, even if some layers have a window.
     """
     if holds_state(spec):
-        return STATE_WINDOW
+        return STATE_WINDOW  # stored like the KV of the last token
     inner = _first(spec)
     if isinstance(inner, SlidingWindowSpec):
         return int(inner.sliding_window + inner.extra_retained_tokens)
@@ -419,43 +386,26 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# --- ranks
+
+
 def parallel_shape(vllm_config: VllmConfig) -> ParallelShape:
     parallel = vllm_config.parallel_config
     return ParallelShape(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
 
 
-def spans_machines(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM's own executor spreads the ranks of this engine over several machines."""
-    parallel = vllm_config.parallel_config
-    return parallel.nnodes_within_dp > 1 and parallel.master_addr not in THIS_MACHINE
-
-
 def is_copy(vllm_config: VllmConfig) -> bool:
-    """Whether another worker serves the same rank and KV. Call it in a worker only.
-
-    With prefill context parallelism, several workers compute a prompt together and each keeps all
-    of its KV. The first of them serves it.
-    """
+    """Whether another worker serves the same rank and KV. Call it in a worker only."""
+    # With prefill context parallelism, several workers compute a prompt together and each keeps all
+    # of its KV. The first of them serves it.
     has_copies = vllm_config.parallel_config.prefill_context_parallel_size > 1
     return bool(has_copies and get_pcp_group().rank_in_group > 0)
 
 
-def is_awaited(vllm_config: VllmConfig) -> bool:
-    """Whether other workers wait for this one in a step that computes nothing here.
-
-    Other pipeline stages may compute. Data-parallel engines step in lockstep, so an idle one takes
-    part in the steps of the others.
-    """
-    parallel = vllm_config.parallel_config
-    return bool(parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1)
-
-
 def computed_on_decode(vllm_config: VllmConfig) -> int:
-    """The minimum number of a prompt's last tokens that decode computes: one, for its logits.
-
-    Each module of a draft model looks one token further ahead than the module before. With several
-    modules, prefill has filled their last slots from draft tokens that were never verified.
-    """
+    """The minimum number of a prompt's last tokens that decode computes: one, for its logits."""
+    # Each module of a draft model looks one token further ahead than the module before. With
+    # several modules, prefill has filled their last slots from tokens that were never verified.
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
 
 
@@ -463,6 +413,9 @@ def worker_rank(vllm_config: VllmConfig) -> Rank:
     """This worker's rank: PP stage * TP size + TP rank. Call it in a worker only."""
     stage, place = get_pp_group().rank_in_group, get_tp_group().rank_in_group
     return Rank(stage * parallel_shape(vllm_config).tp + place)
+
+
+# --- requests and steps
 
 
 def prompt_of(request: Request) -> Prompt:
@@ -517,27 +470,20 @@ def why_not_shortened(request: Request) -> str:
 
 
 def shorten(request: Request) -> None:
-    """Make a new request compute all of its prompt except the last token.
-
-    Its output is then meaningless, so it stops after one token.
-    """
-    if request.prompt_token_ids is not None:
-        request.prompt_token_ids = request.prompt_token_ids[:-1]
-    if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-1]
-    if request.prompt_is_token_ids is not None:
-        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
+    """Make a new request compute all of its prompt except the last token."""
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        values = getattr(request, name)
+        if values is not None:
+            setattr(request, name, values[:-1])
     del request._all_token_ids[-1:]  # noqa: SLF001 - vLLM has no way to shorten a prompt
     request.num_prompt_tokens -= 1
-    request.max_tokens = 1
+    request.max_tokens = 1  # its output is meaningless now
 
 
 def why_not_offered(request: Request) -> str:
     """Why the KV of a finished request is incomplete; empty if it is complete."""
-    if request.status not in (
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-        RequestStatus.FINISHED_STOPPED,
-    ):
+    ended_well = RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED
+    if request.status not in ended_well:
         return f"it ended as {request.status}"
     if request.num_computed_tokens < request.num_prompt_tokens:
         return f"{request.num_computed_tokens} of {request.num_prompt_tokens} tokens computed"

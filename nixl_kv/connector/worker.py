@@ -1,8 +1,7 @@
 """The connector in a vLLM worker: hands commands to the rank's transfer engine, and results back.
 
 Methods have the names of the hooks that vLLM calls, see `connector.py`. vLLM's step thread only
-swaps commands and results with the transfer thread, which does the work (`engine/loop.py`). Two
-classes here use the GPU's stream: `UnwrittenOffers` and `StaleTails`.
+swaps commands and results with the transfer thread, which does the work (`engine/loop.py`).
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -30,17 +28,15 @@ from nixl_kv.connector.vllm_config import (
     check_supported,
     draft_facts,
     holds_state,
-    is_awaited,
     is_copy,
     model_facts,
     parse_config,
-    spans_machines,
     worker_rank,
 )
 from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
-from nixl_kv.geometry.layout import CacheLayout, Table
+from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.ids import Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
@@ -48,13 +44,13 @@ from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
 
+# How long after the latest load a step that computes nothing waits for one to end. Otherwise vLLM
+# asks again one or two milliseconds later, which would dominate short loads. A request that arrives
+# meanwhile waits as well.
 LOAD_WAIT_S: Final = 0.01
-"""How long after the latest load a step that computes nothing waits for one to end. Otherwise vLLM
-asks again one or two milliseconds later, which would dominate short loads. A request that arrives
-meanwhile waits as well."""
 
+# How long the end of the process waits for the transfer engine.
 SHUTDOWN_S: Final = 5.0
-"""How long the end of the process waits for the transfer engine."""
 
 RESET: Final = events.Failure(
     events.FailureKind.DROPPED, "the cache was reset before the load was used"
@@ -74,37 +70,31 @@ class Worker:
         kv_cache_config: KVCacheConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing starts before the cache exists.
-
-        Raises:
-            ConfigError: for an engine that the connector cannot serve.
-        """
+        """Nothing starts before the cache exists."""
         check_supported(vllm_config, kv_cache_config)
         choose_interleave(vllm_config, kv_cache_config)
         self._clock = clock
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._is_awaited = is_awaited(vllm_config)
+        parallel = vllm_config.parallel_config
+        # Other pipeline stages may compute in a step that computes nothing here. Data-parallel
+        # engines step in lockstep, so an idle one takes part in the steps of the others.
+        self._is_awaited = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1
         self._kv_caches: Mapping[str, torch.Tensor] | None = None
         self._engine: TransferEngine | None = None
         self._ending: TransferEngine | None = None  # told to stop; may still write
         self._unwritten = UnwrittenOffers()
         self._stale_tails = StaleTails(kv_cache_config, {})
         self.handshake_metadata: HandshakeMetadata | None = None  # once registered
-        self._new_description: bytes | None = None  # of a new incarnation, for the scheduler
+        self._has_new_description = False  # of a new incarnation, for the scheduler
         self._late_results: list[events.Result] = []  # to report with the next step
         self._loading: set[RequestId] = set()
         self._wait_until = -math.inf  # for these loads, in monotonic seconds
         self._computes = True  # whether the current step does
-        self.stats = Stats(rank=vllm_config.parallel_config.rank)
+        self.stats = Stats(rank=parallel.rank)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the cache and start the transfer engine, as a new incarnation of the rank.
-
-        Raises:
-            NixlKVError: if the connector cannot serve the cache, if NIXL or a socket fails, or if
-                the former incarnation may still write into the memory.
-        """
+        """Register the cache and start the transfer engine, as a new incarnation of the rank."""
         self.unregister_kv_caches()
         self._kv_caches = kv_caches
         self._stale_tails = StaleTails(self._kv_cache_config, kv_caches)
@@ -123,17 +113,13 @@ class Worker:
         )
 
     def restore_kv_caches(self) -> None:
-        """Register the same cache, at the same addresses, as a new incarnation.
-
-        Raises:
-            LocalProtocolError: if none was registered before.
-        """
+        """Register the same cache, at the same addresses, as a new incarnation."""
         if self._kv_caches is None:
             raise LocalProtocolError("restore_kv_caches was called before register_kv_caches")
         self.register_kv_caches(self._kv_caches)
 
     def unregister_kv_caches(self, timeout_s: float | None = None) -> None:
-        """Stop the transfer engine. The next step reports what it still owed to vLLM.
+        """Stop the transfer engine. The next step reports the loads and offers that it ended.
 
         Raises:
             TransportError: if something may still write into the cache. vLLM then must not free its
@@ -141,7 +127,7 @@ class Worker:
         """
         if self._engine is not None:
             self._ending, self._engine = self._engine, None
-            self._new_description = None  # the next registration describes this rank
+            self._has_new_description = False  # the next registration describes this rank
         if self._ending is None:
             return
         try:
@@ -149,21 +135,20 @@ class Worker:
         except TransportError as error:
             raise TransportError(
                 f"a transfer may still write into the KV cache, so vLLM must not free it: {error}. "
-                "Put this engine to sleep again in some seconds; if that fails too, restart it. "
+                "Put this engine to sleep again in a few seconds; if that fails too, restart it. "
                 "Until then it transfers no KV and computes all prompts itself"
             ) from error
         self._late_results += self._ending.pop_results()
-        self._late_results.append(events.Counts({"unreadable": 0}))  # it says nothing of the next
+        self._late_results.append(events.Counts({"unreadable": 0}))  # the next rank checks anew
         self._ending = None
 
     def shutdown(self) -> None:
         try:
             self.unregister_kv_caches(SHUTDOWN_S)
         except TransportError as error:  # the end of the process frees the memory in any case
-            logger.error("shutdown: %s", error)  # noqa: TRY400 - the error says all
+            logger.error("shutdown: %s", error)  # noqa: TRY400 - a traceback adds nothing
 
     def bind_connector_metadata(self, step: StepMetadata) -> None:
-        """Hand over the step's commands, before its forward."""
         self._computes = step.computes
         self._late_results += [events.LoadEnded(request, 0, RESET) for request in step.failed]
         if self._engine is None:
@@ -177,7 +162,9 @@ class Worker:
         self._unwritten.wait_for_save()  # of the last step, if vLLM did not call it
         self._engine.submit([*self._unwritten.pop_written(), *step.commands])
         self._unwritten.add(step.commands)
-        self.stats.count_commands(step.commands)
+        for command in step.commands:
+            if isinstance(command, events.PublishOffer):
+                self.stats.count("offers")
 
     def wait_for_save(self) -> None:
         """The step's forwards, including a draft model's, are on the GPU's stream."""
@@ -196,19 +183,30 @@ class Worker:
             for one in current:
                 if isinstance(one, events.NewLife):
                     self.handshake_metadata = HandshakeMetadata(encode(one.description))
-                    self._new_description = self.handshake_metadata.rank_description
+                    self._has_new_description = True
             results += current
         if self._ending is not None:  # loads into which it can no longer write
             results += self._ending.pop_results()
-        self._loading -= {one.request for one in results if isinstance(one, events.LoadEnded)}
         self.stats.count_results(results)
-        return transfer_results(results)
+        transferred = KVConnectorTransferResults()
+        for result in results:
+            match result:
+                case events.LoadEnded():
+                    self._loading.discard(result.request)
+                    # vLLM requires failed_recving to be a subset of finished_recving.
+                    transferred.finished_recving.add(result.request)
+                    if result.failure is not None:
+                        transferred.failed_recving.add(result.request)
+                case events.OfferEnded():
+                    transferred.finished_sending.add(result.request)
+        return transferred
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        description, self._new_description = self._new_description, None
-        if description is None:
+        if self.handshake_metadata is None or not self._has_new_description:
             return None
-        return WorkerMetadata({worker_rank(self._vllm_config): description})
+        self._has_new_description = False
+        rank = worker_rank(self._vllm_config)
+        return WorkerMetadata({rank: self.handshake_metadata.rank_description})
 
     def get_kv_connector_stats(self) -> Stats | None:
         self.stats.measure_descriptors(self._clock())
@@ -227,27 +225,7 @@ class Worker:
                 self._late_results.append(events.LoadEnded(one.request, one.num_tokens, STOPPED))
 
 
-def transfer_results(results: Iterable[events.Result]) -> KVConnectorTransferResults:
-    transferred = KVConnectorTransferResults()
-    for result in results:
-        match result:
-            case events.LoadEnded():
-                # vLLM requires failed_recving to be a subset of finished_recving.
-                transferred.finished_recving.add(result.request)
-                if result.failure is not None:
-                    transferred.failed_recving.add(result.request)
-            case events.OfferEnded():
-                transferred.finished_sending.add(result.request)
-    return transferred
-
-
 # --- the GPU's stream
-
-
-@dataclass
-class _Step:
-    nonces: list[Nonce]
-    written: torch.Event | None  # None where a step is complete when it returns
 
 
 class UnwrittenOffers:
@@ -256,16 +234,17 @@ class UnwrittenOffers:
     With speculative decoding, the model runner copies a step's output to the host before the draft
     model runs. The draft model then writes the KV of its own layers. So prefill may grant such an
     offer only after an event that this class records on the GPU's stream, after the draft model.
-
-    vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
-    runner calls `get_transfer_results` before it; the V2 runner does so from 0.33 on. On a pipeline
-    rank without the draft model the V1 runner calls no `wait_for_save`. There the next step's
-    `bind_connector_metadata` comes after the whole step.
     """
+
+    # vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
+    # runner calls `get_transfer_results` before it; the V2 runner does so from 0.33 on. On a
+    # pipeline rank without the draft model the V1 runner calls no `wait_for_save`. There the next
+    # step's `bind_connector_metadata` comes after the whole step.
 
     def __init__(self) -> None:
         self._current: list[Nonce] = []  # of the current step
-        self._steps: deque[_Step] = deque()  # the steps before it, in order
+        # The steps before it, oldest first. No event where a step is complete when it returns.
+        self._steps: deque[tuple[list[Nonce], torch.Event | None]] = deque()
 
     def add(self, commands: Iterable[events.Command]) -> None:
         self._current += [
@@ -277,13 +256,17 @@ class UnwrittenOffers:
     def wait_for_save(self) -> None:
         """All writes of the step are on the stream. May be called twice per step."""
         if self._current:
-            self._steps.append(_Step(self._current, _record_event()))
+            self._steps.append((self._current, _record_event()))
             self._current = []
 
     def pop_written(self) -> list[events.Command]:
         commands: list[events.Command] = []
-        while self._steps and (self._steps[0].written is None or self._steps[0].written.query()):
-            commands += map(events.MarkWritten, self._steps.popleft().nonces)
+        while self._steps:
+            nonces, event = self._steps[0]
+            if event is not None and not event.query():
+                break
+            commands += map(events.MarkWritten, nonces)
+            self._steps.popleft()
         return commands
 
 
@@ -298,9 +281,9 @@ def _record_event() -> torch.Event | None:
 class StaleTails:
     """Zeroes the last block of a load, of models with recurrent state.
 
-    Their state pages and KV pages share memory, so stale bytes of a block may decode as NaN. A load
-    fills only a part of its last block. Kernels multiply the rest by zero, and NaN * 0 is NaN. vLLM
-    zeroes new blocks of such models, except those that a connector fills.
+    A load fills only a part of its last block. Kernels multiply the rest by zero, but state pages
+    and KV pages share memory, so stale bytes may decode as NaN, and NaN * 0 is NaN. vLLM zeroes new
+    blocks of such models, except those that a connector fills.
     """
 
     def __init__(
@@ -323,24 +306,21 @@ class StaleTails:
 
     def clear(self, commands: Iterable[events.Command]) -> None:
         """Zero the last block of each group, for all loads that start now."""
-        if not self._groups:
-            return
         loads = [one for one in commands if isinstance(one, events.StartLoad)]
-        if not loads:
+        if not self._groups or not loads:
             return
         # On a stream of its own, so that it does not wait for the forward in progress.
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             for load in loads:
                 for caches, table in zip(self._groups, load.tables, strict=True):
-                    self._clear_last(caches, table)
+                    last = table.block_ids[-1:].tolist()
+                    if last in ([], [ABSENT]):  # outside of the window
+                        continue
+                    for cache in caches:
+                        per_entry = cache.shape[0] // self._num_entries
+                        cache[last[0] * per_entry :][:per_entry].zero_()
         if self._stream:
             self._stream.synchronize()
-
-    def _clear_last(self, caches: Sequence[torch.Tensor], table: Table) -> None:
-        for last in table.block_ids[-1:].tolist():  # empty if all entries are absent
-            for cache in caches:
-                per_entry = cache.shape[0] // self._num_entries
-                cache[last * per_entry : (last + 1) * per_entry].zero_()
 
 
 # --- the transfer engine's specification
@@ -353,7 +333,8 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         ConfigError: if the key is malformed, or peers could not reach this rank.
     """
     config = parse_config(vllm_config)
-    transfer = vllm_config.kv_transfer_config
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    rank = worker_rank(vllm_config)
 
     def make_transport() -> Transport:
         from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - only where it is used
@@ -367,13 +348,13 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
 
     return RankSpec(
         engine=transfer.engine_id,
-        rank=worker_rank(vllm_config),
+        rank=rank,
         layout=layout,
         model=model_facts(vllm_config),
         extras=draft_facts(vllm_config),
         config=config,
-        host=rank_host(config.host, spans_machines=spans_machines(vllm_config)),
-        port=rank_port(config, vllm_config.parallel_config, worker_rank(vllm_config)),
+        host=rank_host(config.host, parallel),
+        port=rank_port(config, parallel, rank),
         is_prefill=transfer.is_kv_producer,
         is_decode=transfer.is_kv_consumer,
         make_transport=make_transport,
@@ -382,15 +363,10 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
     )
 
 
-def rank_host(host: str, *, spans_machines: bool) -> str:
-    """The address on which a rank listens, as an IP literal.
-
-    The ranks of one engine may run on several machines, and all may have been given the `host` of
-    one of them. The others use their own address on the route to that machine.
-
-    Raises:
-        ConfigError: if no route leads to `host`, or if only the machine itself can reach it.
-    """
+def rank_host(host: str, parallel: ParallelConfig) -> str:
+    """The IP literal on which a rank listens."""
+    is_one_machine = parallel.master_addr in ("127.0.0.1", "localhost", "::1")
+    spans_machines = parallel.nnodes_within_dp > 1 and not is_one_machine
     if spans_machines and ipaddress.ip_address(host).is_loopback:
         raise ConfigError(
             f"host is {host!r}; allowed for an engine on several machines: 'auto', or an address "
@@ -398,6 +374,8 @@ def rank_host(host: str, *, spans_machines: bool) -> str:
         )
     if addresses.is_local(host):
         return host
+    # The ranks of one engine may run on several machines, and all may have been given the `host` of
+    # one of them. The others use their own address on the route to that machine.
     try:
         return addresses.towards(host)
     except OSError as error:
@@ -408,11 +386,7 @@ def rank_host(host: str, *, spans_machines: bool) -> str:
 
 
 def rank_port(config: Config, parallel: ParallelConfig, rank: Rank) -> int:
-    """The port of a rank's control plane, different for all ranks of a data-parallel group.
-
-    Raises:
-        ConfigError: if the result is not a valid port, or is the port of an engine's description.
-    """
+    """The port of a rank's control plane, different for all ranks of a data-parallel group."""
     if not config.rank_port:
         return 0
     port: int = config.rank_port + parallel.data_parallel_index * parallel.world_size + rank

@@ -104,7 +104,7 @@ class NixlKVConnector(SoundConnector):
         """Build another worker."""
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.WORKER:
-            self._worker_role = PlantingWorker(vllm_config, kv_cache_config)
+            self._half = self._worker = PlantingWorker(vllm_config, kv_cache_config)
 
 
 def _choose_fault() -> str | None:

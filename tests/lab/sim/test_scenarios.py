@@ -11,7 +11,7 @@ from lab.sim.schedule import Run, Setting
 from lab.sim.steps import round_lines
 from lab.sim.world import Shape
 from nixl_kv.protocol.events import FailureKind
-from nixl_kv.reading.paths import direct
+from nixl_kv.reading import paths
 
 OFFER_TTL_S, LEASE_S, HOLD_S, TIMEOUT_S = 3.0, 1.0, 2.0, 4.0
 FENCED = "prefill rank 0 took its blocks back during the read (fenced)"
@@ -136,7 +136,7 @@ def make() -> Iterator[Make]:
         scenarios.append(Scenario(Shape(**features)))  # type: ignore[arg-type]
         return scenarios[-1]
 
-    with repeatable(), patch.object(direct, "SLICE_RUNS", 1 << 14):  # a read is one slice
+    with repeatable(), patch.object(paths, "SLICE_RUNS", 1 << 14):  # a read is one slice
         yield make_one
         for scenario in scenarios:
             scenario.end()

@@ -22,7 +22,6 @@ from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
 from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.vllm_config import LATER_HOOKS
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.protocol.events import Command, MarkWritten
 from support import recorded_vllm as recorded
@@ -49,11 +48,18 @@ def make() -> Iterator[Make]:
 # --- vLLM's interface
 
 
+LATER_HOOKS = (
+    "get_loaded_kv_cache_group_ids",  # 0.32
+    "supports_sleep_mode",  # 0.33, as the next
+    "unregister_kv_caches",
+    "restore_kv_caches",
+)
+"""Hooks that the oldest supported vLLM does not call."""
+
 HOOKS = sorted(
     name
-    for owner in (module._SchedulerHooks, module._WorkerHooks, NixlKVConnector)
-    for name, value in vars(owner).items()
-    if not name.startswith("_") and callable(getattr(owner, name)) and value is not None
+    for name, value in vars(NixlKVConnector).items()
+    if not name.startswith("_") and callable(getattr(NixlKVConnector, name)) and value is not None
 )
 
 
@@ -75,49 +81,6 @@ def test_each_hook_is_one_of_vllms_with_its_parameters(name: str) -> None:
 def test_no_abstract_method_is_left() -> None:
     assert not inspect.isabstract(NixlKVConnector)
     assert len(HOOKS) > 20
-
-
-# --- one role for each process
-
-
-WORKER_HOOKS: dict[str, tuple[Any, ...]] = {
-    "register_kv_caches": ({},),
-    "get_handshake_metadata": (),
-    "unregister_kv_caches": (),
-    "wait_for_save": (),
-    "get_transfer_results": (set(),),
-}
-SCHEDULER_HOOKS: dict[str, tuple[Any, ...]] = {
-    "bind_kv_cache_manager": (None,),
-    "on_new_request": (None,),
-    "get_num_new_matched_tokens": (None, 0),
-    "update_state_after_alloc": (None, SimpleNamespace(get_block_ids=tuple), 0),
-    "build_connector_meta": (None,),
-    "update_connector_output": (KVConnectorOutput(),),
-    "request_finished": (None, []),
-    "request_finished_all_groups": (None, ()),
-    "set_xfer_handshake_metadata_pp_aware": ({},),
-}
-
-
-@pytest.mark.parametrize(
-    ("role", "name", "arguments"),
-    [
-        *(
-            pytest.param(KVConnectorRole.SCHEDULER, name, arguments, id=name)
-            for name, arguments in WORKER_HOOKS.items()
-        ),
-        *(
-            pytest.param(KVConnectorRole.WORKER, name, arguments, id=name)
-            for name, arguments in SCHEDULER_HOOKS.items()
-        ),
-    ],
-)
-def test_a_hook_of_the_other_role_is_a_bug(
-    make: Make, role: KVConnectorRole, name: str, arguments: tuple[Any, ...]
-) -> None:
-    with pytest.raises(LocalProtocolError, match="hook of"):
-        getattr(make(role), name)(*arguments)
 
 
 def test_hooks_that_have_nothing_to_do_do_nothing(make: Make) -> None:

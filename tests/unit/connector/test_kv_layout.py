@@ -69,11 +69,7 @@ def test_the_cpu_kernels_blocks_are_described_byte_by_byte(
     key, value = torch.randn(2, BLOCKS * tokens, HEADS, head_size).to(dtype)
     halves = cache.view(BLOCKS, HEADS, 2 * tokens, head_size).chunk(2, dim=2)
     cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(BLOCKS * tokens), isa)
-    backends: Any = SimpleNamespace(
-        is_transposed=lambda *_: True,
-        shards=SimpleNamespace(first_head=lambda *_, **__: 0),
-    )
-    region = kv_layout._bytes_of("layers.0", cache, spec, backends)
+    region = kv_layout.region_of("layers.0", cache, spec, first_head=0, is_transposed=True)
     whole = torch.cat([key, value], dim=2).view(torch.uint8).numpy()
     rng = np.random.default_rng(0)
     for token, head in rng.integers((0, 0), (BLOCKS * tokens, HEADS), (100, 2)).tolist():
@@ -111,11 +107,7 @@ def test_the_region_of_any_view_addresses_the_oracles_bytes(
         head_size_v=value,
         dtype=torch.uint8,
     )
-    backends: Any = SimpleNamespace(
-        is_transposed=lambda *_: order in TRANSPOSED,
-        shards=SimpleNamespace(first_head=lambda *_, **__: 4),
-    )
-    region = kv_layout._bytes_of("b", view, spec, backends)
+    region = kv_layout.region_of("b", view, spec, first_head=4, is_transposed=order in TRANSPOSED)
     expected = [part.reshape(*part.shape[:3], -1) for part in store.parts["b"]]
     found = addresses(region, blocks) - memory.data_ptr()
     np.testing.assert_array_equal(found, np.concatenate(expected, axis=-1))
@@ -186,7 +178,7 @@ def test_a_cache_of_another_shape_is_refused() -> None:
 
 def test_a_cache_whose_content_has_strides_is_refused() -> None:
     caches = {name: tensor[..., ::2] for name, tensor in recorded.kv_caches().items()}
-    with pytest.raises(ConfigError, match=r"has the strides .*allowed: 1 for the last axis"):
+    with pytest.raises(ConfigError, match=r"and the strides .*a stride of 1 for the content"):
         kv_layout.cache_layout(recorded.vllm_config(), recorded.kv_cache_config(), caches)
 
 
@@ -278,9 +270,13 @@ def test_whole_blocks_are_read_by_engines_with_the_same_order_and_kernel_blocks_
         layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
     caches = recorded.kv_caches()
     (group,) = recorded.kv_cache_config().transfer_groups
-    backends, spec = kv_layout._Backends(config), group.kv_cache_spec
+    layers, spec = kv_layout._Layers(config), group.kv_cache_spec
     name, tensor = next(iter(caches.items()))
-    words = [backends.element(name, spec, one) for one in (tensor, change(tensor))]
+    words = [
+        region.element
+        for one in (tensor, change(tensor))
+        for region in layers.regions(name, one, spec)
+    ]
     if is_other is None:
         assert "order" not in words[1]
     else:
@@ -292,7 +288,7 @@ def test_a_cache_without_attention_names_its_own_backend() -> None:
     name, layer = next(iter(config.compilation_config.static_forward_context.items()))
     del layer.attn_backend
     layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
-    assert kv_layout._Backends(config)._backend(name) == "INDEXER"
+    assert kv_layout._Layers(config)._backend(name) == "INDEXER"
 
 
 # --- what the bytes mean
@@ -341,7 +337,7 @@ def test_the_stored_type_is_the_one_that_vllms_name_stands_for(
 
 def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
     config = recorded.vllm_config()
-    backends = kv_layout._Backends(config)
+    layers = kv_layout._Layers(config)
     spec = FullAttentionSpec(
         block_size=32,
         num_kv_heads=2,
@@ -350,9 +346,9 @@ def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
         kv_quant_mode=get_kv_quant_mode("fp8"),
     )
     tensor = torch.zeros(3, 2, 32, 128, dtype=torch.uint8)
-    words = backends.element("indexer", spec, tensor)
-    assert words.startswith("uint8 FP8_PER_TENSOR in an unknown")
-    assert backends.scales("indexer", spec) == ()
+    (region,) = layers.regions("indexer", tensor, spec)
+    assert region.element.startswith("uint8 FP8_PER_TENSOR in an unknown")
+    assert region.scales == ()
 
 
 @pytest.mark.parametrize(
@@ -398,7 +394,7 @@ def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
     spec = FullAttentionSpec(
         block_size=32, num_kv_heads=heads_here, head_size=64, dtype=torch.float16
     )
-    shards = kv_layout._HeadShards(config)
+    shards = kv_layout._Layers(config)
     assert shards.first_head("layers.0", spec, num_heads=heads_here) == first
 
 
@@ -411,7 +407,7 @@ def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"names \[2, 4\] as possible numbers of KV heads"):
-        kv_layout._HeadShards(config).number("layers.0", spec)
+        kv_layout._Layers(config).num_shards("layers.0", spec)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +442,7 @@ def test_how_many_heads_a_draft_has_its_own_configuration_says(
     )
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
-    shards = kv_layout._HeadShards(config)
+    shards = kv_layout._Layers(config)
     assert shards.first_head(layer, spec, num_heads=1) == first
 
 
@@ -476,7 +472,7 @@ def quantised(
         spec = TritonAttentionBackend.customize_spec(spec)
     content = spec.state_content_size_bytes
     tensor = torch.zeros(3, spec.num_heads, block_size, content, dtype=torch.uint8)
-    (region,) = kv_layout._Backends(config).regions("a", tensor, spec)
+    (region,) = kv_layout._Layers(config).regions("a", tensor, spec)
     return region
 
 

@@ -1,8 +1,6 @@
 """Blocks of which only vLLM's kernel knows what is in them are digested as a whole."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +29,9 @@ def test_what_only_a_kernel_knows_is_digested_in_whole_blocks() -> None:
         block_size=tokens, num_kv_heads=HEADS, head_size=size, dtype=torch.float32
     )
     cache = torch.zeros(1, HEADS, tokens, 2 * size)
-    backends: Any = SimpleNamespace(
-        is_transposed=lambda *_: False,
-        shards=SimpleNamespace(first_head=lambda *_, **__: 0),
+    region = replace(
+        kv_layout.region_of("layers.0", cache, spec, first_head=0, is_transposed=False), opaque=True
     )
-    region = replace(kv_layout._bytes_of("layers.0", cache, spec, backends), opaque=True)
     span = Span(cache.data_ptr(), cache.nbytes)
     group = Group(tokens, 1, 1, (region,))
     layout = CacheLayout((group,), "DRAM", 0, (span,))

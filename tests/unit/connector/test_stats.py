@@ -17,7 +17,7 @@ from nixl_kv.protocol.events import (
     OfferEnded,
 )
 from support import recorded_vllm as recorded
-from support.records import D1, NONCE, P1, PEER, prepare_load, publish_offer, read_done, start_load
+from support.records import D1, NONCE, P1, PEER, read_done
 
 NAMES = [
     "loads",
@@ -133,12 +133,6 @@ def test_bytes_of_a_staged_read_that_were_read_directly_are_counted() -> None:
     stats.count_results([LoadEnded(D1, 7, None, PEER, reads=(read,))])
     assert stats.data["bytes_read"] == 1000
     assert stats.data["staged_bytes_read_directly"] == 300
-
-
-def test_an_offer_is_counted_when_it_is_published() -> None:
-    stats = Stats()
-    stats.count_commands([prepare_load(), publish_offer(), start_load(), publish_offer()])
-    assert stats.data == {"offers": 2}
 
 
 def test_what_the_transfer_engine_counted_is_added() -> None:

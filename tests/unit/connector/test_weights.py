@@ -117,7 +117,7 @@ class Engine:
             "epoch": 0,
             "weights": "",
         }
-        return self.connector._scheduler_role._trust.seal(Ticket(**values | changed))
+        return self.connector._scheduler._trust.seal(Ticket(**values | changed))
 
 
 Make = Callable[..., Engine]

@@ -18,7 +18,6 @@ from nixl_kv.connector.worker import (
     Worker,
     rank_port,
     rank_spec,
-    transfer_results,
 )
 from nixl_kv.errors import ConfigError, TransportError
 from nixl_kv.geometry.layout import Table
@@ -344,12 +343,14 @@ def test_results_of_a_step_come_with_a_later_one(worker: Worker) -> None:
     ],
 )
 def test_what_failed_is_a_part_of_what_was_received(
+    worker: Worker,
     results: list[LoadEnded | OfferEnded | Counts],
     sending: set[str],
     recving: set[str],
     failed: set[str],
 ) -> None:
-    transferred = transfer_results(results)
+    worker._late_results += results
+    transferred = worker.get_transfer_results()
     assert transferred.finished_sending == sending
     assert transferred.finished_recving == recving
     assert transferred.failed_recving == failed
