@@ -39,7 +39,7 @@ def allocate(num_bytes: int, device: int) -> tuple[int, object]:
     """Return the address of GPU memory, and the object that keeps it allocated.
 
     Raises:
-        TransportError: if there is no such GPU, or it lacks memory.
+        TransportError: if the GPU does not exist or lacks memory.
     """
     with translated(TransportError, f"allocating {num_bytes} bytes of GPU memory"):
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")

@@ -261,7 +261,7 @@ class SlotRead(msgspec.Struct, frozen=True):
 
 
 class DigestMade(msgspec.Struct, frozen=True):
-    """The digest for a reader, as in `DigestReply`. `refusal` says why there is none."""
+    """The digest for a reader, as in `DigestReply`, or the reason of a refusal."""
 
     route: bytes
     digest_request: messages.DigestRequest
@@ -283,7 +283,7 @@ class DigestCompared(msgspec.Struct, frozen=True):
     """The landed bytes were compared with prefill's; `difference` says where they differ.
 
     A comparison may outlive its load, so `claim` tells the attempts of a request apart. `refusal`
-    says why there was no comparison.
+    gives the reason if nothing was compared.
     """
 
     request: RequestId
