@@ -231,7 +231,6 @@ VERIFY: Final = (0.5, 0.0, 1.0, 0.0)
 """Shares of the loads that are verified."""
 SLOW: Final = 0.2  # how much of its steps a slow engine does; mostly one is
 MAX_NAPS: Final = 14  # of a gentle schedule, together less than a lease
-HEARD_S: Final = 0.25  # a quarter of a lease
 MORE_STEPS: Final = 40  # for each engine beyond the second
 MAX_PROMPTS: Final = 4  # that one engine has at the same time
 
@@ -288,13 +287,8 @@ def random_lines(run: Run, profile: Profile, rng: random.Random) -> Iterator[str
         if run.setting.gentle and word == "wait briefly" and num_naps > MAX_NAPS:
             continue
         yield from _lines(run, word, rng, slow)
-        # Turns that post runs take time. Without faults, no heartbeat is under way that long.
-        if (
-            run.setting.gentle
-            and run.setting.shape.run
-            and run.world.clock.now > heard_at + HEARD_S
-        ):
-            yield from round_lines(run.world)
+        if run.setting.gentle and run.setting.shape.run and run.world.clock.now > heard_at:
+            yield from _hear(run.world)
             heard_at = run.world.clock.now
     endings = list(profile.endings)
     yield f"end {ENDINGS[0] if run.setting.gentle else rng.choice(endings)}"
@@ -317,13 +311,24 @@ def _lines(run: Run, word: str, rng: random.Random, slow: str) -> Iterator[str]:
             yield " ".join([word.split(maxsplit=1)[0], *map(str, drawn)]).strip()
 
 
+def _hear(world: World) -> Iterator[str]:
+    """A turn that posted runs took time: without faults, its heartbeats arrive before the next."""
+    for _ in range(len(world.network.packets)):
+        yield "deliver 0"
+    yield from _prefill_turns(world)
+
+
+def _prefill_turns(world: World) -> Iterator[str]:
+    for rank in list(world.ranks()):
+        if rank.seat.is_prefill:
+            yield f"turn {rank.seat.name}"
+
+
 def _beat(world: World) -> Iterator[str]:
     """A round, and then time passes; prefill notices that before it hears what was sent since."""
     yield from round_lines(world)
     yield "wait 0.1"
-    for rank in list(world.ranks()):
-        if rank.seat.is_prefill:
-            yield f"turn {rank.seat.name}"
+    yield from _prefill_turns(world)
 
 
 def _one_of(*values: object) -> Draw:
