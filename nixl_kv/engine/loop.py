@@ -1,9 +1,9 @@
 """The transfer thread of a rank: its life, and one turn of its loop.
 
-One thread per rank owns the NIXL agents, the sockets and all protocol state, so nothing needs a lock.
-The caller's thread uses two queues: commands in, results out. Each turn waits for
-the sockets, feeds events to the state machines, and carries out their actions. The thread polls
-NIXL only while a read is in flight or a peer may read this rank, and otherwise uses no CPU.
+One thread per rank owns the NIXL agents, the sockets and all protocol state, without locks. The
+caller's thread uses two queues: commands in, results out. Each turn waits for the sockets, feeds
+events to the state machines, and carries out their actions. The thread polls NIXL only while a read
+is in flight or a peer may read this rank, and otherwise uses no CPU.
 """
 
 import os

@@ -33,6 +33,7 @@ pytestmark = [
 
 MODEL: Final = ensure_tiny_model().absolute()
 START_S: Final = 540.0
+SHARED_MEMORY: Final = "--gpu-memory-utilization 0.4 --kv-cache-memory-bytes 1G"
 KEPT: Final = ("HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR")
 """A shell of a user has no variables of the tests."""
 
@@ -119,6 +120,11 @@ def test_the_recipe_between_machines_runs(
 ) -> None:
     for_cpu, _, questions = recipe("On one machine")
     exports, on_prefill, on_decode = recipe("Between machines")
+    # Both machines are this one: neither engine may take nine tenths of its memory.
+    on_prefill, on_decode = (
+        code.replace("--port 8000", f"--port 8000 {SHARED_MEMORY}")
+        for code in (on_prefill, on_decode)
+    )
     given, (first, second) = f"{for_cpu}\n{exports}\n", hosts
     with (
         shell(first, given + on_prefill, tmp_path / "prefill.log") as one,

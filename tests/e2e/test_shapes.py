@@ -1,5 +1,6 @@
 """Real engines of different shapes: some cells of scripts/matrix, which has all of them."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -9,7 +10,7 @@ import pytest
 
 from lab.cluster.client import Client
 from lab.cluster.cluster import Cluster
-from lab.cluster.engines import Engine, EngineSpec
+from lab.cluster.engines import MODEL_RUNNER, Engine, EngineSpec
 from lab.cluster.metrics import READS, CountersSince
 from lab.cluster.pair import Pair
 from lab.results import Results
@@ -41,6 +42,17 @@ SLOW_CELLS = (
 def is_repacked() -> bool:
     """Whether vLLM is a wheel of scripts/lab/cpu_wheel.py."""
     return any(each.metadata["Version"].endswith("+cpu") for each in distributions(name="vllm"))
+
+
+def is_broken_in_vllm(name: str) -> bool:
+    """Whether vLLM on CPU cannot run a cell's engines, also without a connector."""
+    # In a repacked vLLM 0.33, decode steps of an MLA model give other tokens than a prefill of the
+    # same text.
+    if name.startswith("mla/"):
+        return is_repacked()
+    # The V2 runner starts a kernel on the last stage of a pipeline that Triton cannot interpret:
+    # `_apply_grammar_bitmask_kernel`, "mask has unsupported dtype".
+    return "/pp-" in name and os.environ.get(MODEL_RUNNER) == "v2"
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +97,7 @@ def test_answers_are_those_of_a_single_engine_and_all_kv_is_read(
 @pytest.mark.slow
 def test_the_same_for_more_shapes(tmp_path: Path) -> None:
     """By the program itself."""
-    # In a repacked vLLM 0.33, decode steps of an MLA model give other tokens than a prefill of the
-    # same text, also on a single engine without a connector.
-    names = [name for name in SLOW_CELLS if not (is_repacked() and name.startswith("mla/"))]
+    names = [name for name in SLOW_CELLS if not is_broken_in_vllm(name)]
     outcomes = judge(names, tmp_path)
     assert {f"{one.model}/{one.cell}": str(one.verdict) for one in outcomes} == {
         name: "refused" if name == "qwen3/dtype" else "ok" for name in names
