@@ -21,9 +21,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def test_the_kernel_moves_the_bytes_of_a_plan() -> None:
     """In a process of its own: Triton asks for the interpreter when a kernel is defined."""
+    path = os.pathsep.join(map(str, (TESTS.parent, TESTS.parent / "scripts", TESTS)))
     ended = subprocess.run(
         [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
@@ -44,7 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Copy each case's KV with the kernel, all ranks."""
-    sys.path.insert(0, str(TESTS / "unit" / "geometry"))
     copy_all()
     read_in_turn()
 
