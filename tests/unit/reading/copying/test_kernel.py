@@ -112,7 +112,7 @@ def reads_of(changes: dict[str, Any]) -> Iterator[tuple[Any, int, Any, Any, Any]
     from support.cases import typical  # noqa: PLC0415
     from support.oracle import Layer  # noqa: PLC0415
 
-    make_pair = importlib.import_module("test_any_shape").Pair
+    make_pair = importlib.import_module("tests.unit.geometry.test_any_shape").Pair
     even = tuple(Layer(name, 4, 6, 4) for name in "abc")
     pair = make_pair(typical(**{"model": even} | changes))
     for number, local in enumerate(pair.decode.ranks):
