@@ -32,6 +32,8 @@ TOKENS: Final = len(TABLE) * SIZES.tokens
 SHORT_S: Final = 0.3
 CHECK_S: Final = 2.0
 """Between prefill's checks: between two of them, nothing of them is counted."""
+RARELY_S: Final = 30.0
+"""The same, where a check must not begin meanwhile."""
 WAIT_S: Final = 60.0
 """For anything, on a busy machine."""
 
@@ -97,6 +99,8 @@ class Side:
     def __init__(self, role: str, tls: str) -> None:
         hurry()
         use_only(tls)
+        if "rarely checked" in role:
+            serving.CHECK_S = RARELY_S  # type: ignore[misc]
         self.role, self.is_checked = role.split(maxsplit=1)[0], "unchecked" not in role
         self.cache = Cache(SIZES).fill(7) if self.role == "prefill" else Cache(SIZES)
         self.count = 0
