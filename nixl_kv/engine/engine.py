@@ -21,6 +21,7 @@ import msgspec
 
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
+from nixl_kv.engine.huge_pages import use_huge_pages
 from nixl_kv.engine.loop import STOPPED, Digests, Loop, Parts, TransferThread
 from nixl_kv.engine.serving import Serving
 from nixl_kv.engine.status import build_status
@@ -181,6 +182,8 @@ class TransferEngine:
 def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     """Make the agents, sockets and machines of one rank; `undo` closes them if a step fails."""
     config, layout = spec.config, spec.layout
+    if layout.memory == "DRAM":
+        use_huge_pages(layout.spans)  # before NIXL registers them
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
     digests: Digests | None = open_digests(
