@@ -20,12 +20,14 @@ last read knows that the rank held the blocks throughout.
 """
 
 import enum
-from collections import Counter
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.staging import may_take
 from nixl_kv.ids import (
     Claim,
     EngineId,
@@ -40,7 +42,6 @@ from nixl_kv.ids import (
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
-from nixl_kv.protocol.ring import RingBook
 
 RECALL_S: Final = 1.0  # for readers to answer a recall; then the rank takes the blocks back
 
@@ -92,6 +93,10 @@ TRANSITIONS: Final[Table[State]] = {
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
 _ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
+Holder: TypeAlias = tuple[Nonce, Rank]
+"""One reader of one offer."""
+WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]
+"""A chunk without a ring slot, and the route to its reader."""
 
 
 @dataclass
@@ -106,7 +111,9 @@ class Binding:
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
     lives: dict[Rank, Incarnation] = field(default_factory=dict)  # of each reader that asked
-    numbers: dict[Rank, int] = field(default_factory=dict)  # of each reader's latest ask
+    numbers: dict[Rank, int] = field(
+        default_factory=dict
+    )  # of each reader's latest ask or pack request
     # A set of ranks, never a count: a duplicate message must not end a second reader.
     ended: set[Rank] = field(default_factory=set)
 
@@ -137,7 +144,7 @@ class Offer:
     prepared: events.PrepareOffer
     record: events.Record = field(repr=False)
     state: State = State.PREPARED
-    ends_at: float | None = None  # while OFFERED
+    ends_at: float = math.inf  # while OFFERED
     binding: Binding | None = None  # once granted
     is_written: bool = field(init=False)  # all its KV is in memory
     # Messages to answer once it is written: each reader's last one of each kind.
@@ -169,17 +176,8 @@ class Offer:
         """Includes the blocks that it shares with other offers."""
         return sum(table.num_present for table in self.prepared.tables)
 
-    @property
-    def expires_at(self) -> float | None:
-        """When it ends without another message; None: never."""
-        return self._due_at(max)
-
-    @property
-    def next_due(self) -> float | None:
-        """When time alone changes something; None: never."""
-        return self._due_at(min)
-
-    def _due_at(self, of_leases: Callable[[Iterable[float]], float]) -> float | None:
+    def due_at(self, of_leases: Callable[[Iterable[float]], float] = min) -> float:
+        """When time alone changes it, or with `max` ends it; infinity for never."""
         if self.binding is None:
             return self.ends_at
         lease = of_leases(self.binding.leases[rank] for rank in self.binding.readers)
@@ -203,10 +201,113 @@ class Offer:
     def validate(self) -> None:
         if (self.state in (State.PREPARED, State.OFFERED)) != (self.binding is None):
             raise LocalProtocolError(f"{self.state.name} with binding {self.binding}")
-        if (self.state is State.OFFERED) != (self.ends_at is not None):
+        if (self.state is State.OFFERED) != (self.ends_at < math.inf):
             raise LocalProtocolError(f"{self.state.name} with an end at {self.ends_at}")
         if self.binding is not None and not self.binding.readers:
             raise LocalProtocolError(f"{self.state.name}, but all readers have ended")
+
+
+@dataclass
+class _Slot:
+    """A ring slot in use."""
+
+    holder: Holder | None  # the reader; None: it has left, and the chunk is still being packed
+    chunk: int
+    since: float  # monotonic seconds
+    is_packed: bool = False  # the reader may read it
+
+
+class RingBook:
+    """The slots of the staging ring into which this rank packs, and the chunks that wait for one.
+
+    Chunks wait in order, and `may_take` keeps one reader from taking all slots. A slot is free
+    again when its reader has read it, or when its offer has ended. The rank has then cleared the
+    grant's fence slot, so a reader that still reads finds out.
+    """
+
+    # A ring has a few slots (`geometry.staging.NUM_SLOTS`), so looking at all of them is cheap.
+
+    def __init__(self, num_slots: int) -> None:
+        self.waiting: OrderedDict[tuple[Holder, int], WaitingChunk] = OrderedDict()
+        self._num_slots = num_slots
+        self._free = list(range(num_slots))
+        self.used: dict[int, _Slot] = {}
+
+    @property
+    def blocking(self) -> tuple[float, Holder] | None:
+        """If chunks wait for a slot: since when a reader has had one longest, and that reader."""
+        if self._free or not self.waiting:
+            return None
+        held = [(slot.since, slot.holder) for slot in self.used.values() if slot.holder]
+        return min(held, default=None)
+
+    def find(self, holder: Holder, chunk: int) -> tuple[int, bool] | None:
+        """The slot that a reader has for a chunk, and whether the chunk is in it."""
+        slot = self._held(holder).get(chunk)
+        return None if slot is None else (slot, self.used[slot].is_packed)
+
+    def wait(self, holder: Holder, route: bytes, request: messages.PackRequest) -> bool:
+        """Queue a chunk, once; False if its reader already has or awaits all slots."""
+        num_waiting = sum(each == holder for each, _ in self.waiting)
+        key = holder, request.chunk
+        if key not in self.waiting and len(self._held(holder)) + num_waiting >= self._num_slots:
+            return False
+        self.waiting[key] = route, request
+        return True
+
+    def pop_packable(self, now: float) -> list[tuple[WaitingChunk, int]]:
+        """Give free slots to waiting chunks, in order: pack each into its slot."""
+        packable: list[tuple[WaitingChunk, int]] = []
+        for (holder, number), chunk in list(self.waiting.items()) if self._free else ():
+            if may_take(len(self._held(holder)), len(self._free)):
+                slot = self._free.pop(0)
+                self.used[slot] = _Slot(holder, number, now)
+                del self.waiting[holder, number]
+                packable.append((chunk, slot))
+        return packable
+
+    def on_packed(self, slot: int, *, is_packed: bool) -> bool:
+        """The write to a slot has ended. Whether a reader waits for it."""
+        entry = self.used.get(slot)
+        if entry is None:
+            return False
+        entry.is_packed = is_packed
+        if entry.holder is None or not is_packed:
+            self._end(slot)
+        return entry.holder is not None
+
+    def release(self, holder: Holder, holds: Collection[int] = ()) -> None:
+        """Free the slots of a reader's other chunks, which it neither waits for nor reads."""
+        for key in [key for key in self.waiting if key[0] == holder and key[1] not in holds]:
+            del self.waiting[key]
+        for chunk, slot in self._held(holder).items():
+            if chunk not in holds:
+                self.used[slot].holder = None
+                if self.used[slot].is_packed:
+                    self._end(slot)
+
+    def clear(self, writing: Collection[int]) -> None:
+        """Forget all readers. The slots in `writing` are still being written."""
+        self.waiting.clear()
+        self.used = {slot: _Slot(None, 0, 0.0) for slot in writing}
+        self._free = [slot for slot in range(self._num_slots) if slot not in self.used]
+
+    def validate(self) -> None:
+        for holder, _ in self.waiting:
+            if may_take(len(self._held(holder)), len(self._free)):
+                raise LocalProtocolError(
+                    f"a chunk of {holder} waits beside {self._free} free slots"
+                )
+        if sorted([*self.used, *self._free]) != list(range(self._num_slots)):
+            raise LocalProtocolError(f"ring slots {list(self.used)} used, {self._free} free")
+
+    def _held(self, holder: Holder) -> dict[int, int]:
+        """A reader's slots by chunk."""
+        return {slot.chunk: n for n, slot in self.used.items() if slot.holder == holder}
+
+    def _end(self, slot: int) -> None:
+        del self.used[slot]
+        self._free.append(slot)
 
 
 def reader_name(reader: messages.Reader) -> str:
@@ -256,7 +357,7 @@ class PrefillMachine:
                 actions = self._on_packed(event)
             case _:
                 actions = self._on_command(event, now)
-        return actions + self._pack_waiting(now) if self.ring.num_waiting else actions
+        return actions + self._pack_waiting(now) if self.ring.waiting else actions
 
     def get(self, nonce: Nonce) -> Offer | None:
         return self._offers.get(nonce)
@@ -277,9 +378,10 @@ class PrefillMachine:
     @property
     def next_due(self) -> float | None:
         """When a `Tick` does something; None: never."""
-        blocking = self.ring.blocking
-        due = [self._due.next, None if blocking is None else blocking[1] + self._hold_s]
-        return min((when for when in due if when is not None), default=None)
+        due, blocking = self._due.next, self.ring.blocking if self.ring.waiting else None
+        if blocking is not None:
+            due = min(due, blocking[0] + self._hold_s)
+        return None if due == math.inf else due
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         return self._granted_to(request) is not None
@@ -390,12 +492,12 @@ class PrefillMachine:
             dict.fromkeys(ask.readers, now + self._lease_s),
             held_until=now + self._hold_s,
         )
-        offer.ends_at = None
+        offer.ends_at = math.inf
         for rank in ask.readers:
             held = self._by_reader.setdefault((binding.engine, rank), {})
             held[offer.nonce] = offer, binding
         offer.move(State.GRANTED, ask, peer=reader_name(ask.reader))
-        self._due.set(offer.nonce, offer.next_due)
+        self._due.set(offer.nonce, offer.due_at())
         return binding
 
     def _grant(
@@ -486,24 +588,24 @@ class PrefillMachine:
 
     def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> list[events.Action]:
         """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
-        offer, ring = self._granted_to(request), self.ring
-        if offer is None or not offer.is_written:
+        offer, ring, rank = self._granted_to(request), self.ring, request.reader.rank
+        if offer is None or offer.binding is None or not offer.is_written:
             return self._deny(request, route, "a chunk of blocks that are not granted to it")
         num_tokens = offer.prepared.num_tokens
         if request.end > num_tokens:
             return self._deny(request, route, f"a chunk up to token {request.end} of {num_tokens}")
-        holder = offer.nonce, request.reader.rank
-        if not ring.is_latest(holder, request.number):
+        if request.number < offer.binding.numbers[rank]:
             return []
+        offer.binding.numbers[rank] = request.number
+        holder = offer.nonce, rank
         ring.release(holder, request.holds)
         if request.chunk not in request.holds:
             return []  # the reader has read it, and asks for nothing
-        slot = ring.slot_of(holder, request.chunk)
-        if slot is not None:
-            return [self._packed(request, route, slot)] if ring.is_packed(slot) else []
-        if ring.wait(holder, route, request):
-            return []
-        return [self._packed(request, route, None)]
+        slot, is_packed = ring.find(holder, request.chunk) or (None, False)
+        if slot is None:
+            is_waiting = ring.wait(holder, route, request)
+            return [] if is_waiting else [self._packed(request, route, None)]
+        return [self._packed(request, route, slot)] if is_packed else []
 
     def _pack_waiting(self, now: float) -> list[events.Action]:
         """Pack waiting chunks into free slots, also into those that this event has freed."""
@@ -532,10 +634,9 @@ class PrefillMachine:
     def _take_back_slot(self, tick: events.Tick, now: float) -> list[events.Action]:
         """While chunks wait: end the offer that has held a ring slot longest, if for too long."""
         blocking = self.ring.blocking
-        if blocking is None or now < blocking[1] + self._hold_s:
+        if blocking is None or now < blocking[0] + self._hold_s:
             return []
-        (nonce, _), _ = blocking
-        offer = self._offers[nonce]
+        offer = self._offers[blocking[1][0]]
         if offer.binding is not None:
             offer.binding.ended.update(offer.binding.leases)
         return self.settle(offer, tick, OfferEnd.EXPIRED)
@@ -560,7 +661,7 @@ class PrefillMachine:
                     offer.move(State.READING, renew, peer=reader_name(renew.reader))
             elif binding.numbers.get(rank, renew.number) < renew.number:
                 binding.ended.add(rank)
-                self.ring.forget((offer.nonce, rank))
+                self.ring.release((offer.nonce, rank))
                 actions += self.settle(offer, renew, OfferEnd.ABORTED)
         lost = tuple(claim for claim in renew.claims if claim not in held)
         answer = messages.Renewed(
@@ -580,7 +681,7 @@ class PrefillMachine:
             return self._end_unclaimed(offer, release, OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
             offer.binding.ended.add(release.reader.rank)
-            self.ring.forget((offer.nonce, release.reader.rank))
+            self.ring.release((offer.nonce, release.reader.rank))
         is_recalled = offer.state is State.RECALLED
         given_up = OfferEnd.REVOKED if is_recalled else OfferEnd.ABORTED
         return self.settle(offer, release, OfferEnd.READ if release.complete else given_up)
@@ -599,7 +700,7 @@ class PrefillMachine:
         actions = self.settle(offer, tick, end)
         if offer.binding is None:
             return actions
-        self._due.set(offer.nonce, offer.next_due)
+        self._due.set(offer.nonce, offer.due_at())
         is_idle = offer.state is State.GRANTED and binding.held_until <= now
         return self.recall(offer, tick, now) if is_idle else []
 
@@ -614,7 +715,7 @@ class PrefillMachine:
             return []
         offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
         binding.held_until = now + RECALL_S
-        self._due.set(offer.nonce, offer.next_due)
+        self._due.set(offer.nonce, offer.due_at())
         actions: list[events.Action] = []
         for rank in binding.readers:
             if rank in binding.routes:
@@ -675,7 +776,7 @@ class PrefillMachine:
         offer.binding = None
         self._free_slots.append(binding.slot)
         for rank in binding.leases:
-            self.ring.forget((offer.nonce, rank))
+            self.ring.release((offer.nonce, rank))
             held = self._by_reader[binding.engine, rank]
             del held[offer.nonce]
             if not held:
@@ -698,4 +799,4 @@ class PrefillMachine:
 
     def _remove(self, offer: Offer) -> None:
         del self._offers[offer.nonce]
-        self._due.set(offer.nonce, None)
+        self._due.set(offer.nonce, math.inf)

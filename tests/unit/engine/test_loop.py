@@ -19,7 +19,7 @@ from nixl_kv.engine.loop import (
     STORIES_PER_S,
 )
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, RequestId
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
 from nixl_kv.protocol.events import (
     Action,
     CancelLoad,
@@ -877,7 +877,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     world.prefill.offer(3, [6], 4)
     world.prefill.turn()
     slot_page = world.prefill.parts.slots
-    grant = world.decode.parts.decode.loads[0].rank_reads[0].grant
+    grant = world.decode.parts.decode.loads[0].reads[Rank(0)].grant
     assert grant is not None
     assert slot_page.read(grant.slot) == grant.generation
     world.prefill.loop.restart()

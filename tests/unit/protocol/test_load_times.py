@@ -394,7 +394,7 @@ def test_the_book_has_loads_whose_reads_are_in_states() -> None:
     seen = []
     for step in (*steps, answered(grant(claim=RIVAL))):
         machine.handle(step, 100.0)
-        reads = [[read.state for read in load.rank_reads] for load in machine.loads]
+        reads = [[read.state for read in load.reads.values()] for load in machine.loads]
         seen.append((len(machine.loads), reads))
     assert seen == [
         (1, [[]]),
@@ -425,6 +425,6 @@ def test_the_machine_checks_its_loads() -> None:
     machine._by_peer.clear()
     with pytest.raises(LocalProtocolError, match="by peer"):
         machine.validate()
-    machine.loads[0].rank_reads[0].state = State.FAILED
+    machine.loads[0].reads[Rank(0)].state = State.FAILED
     with pytest.raises(LocalProtocolError, match="FAILED without a reason"):
         machine.validate()

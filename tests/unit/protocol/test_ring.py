@@ -6,7 +6,7 @@ import pytest
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.ids import Rank
-from nixl_kv.protocol.ring import RingBook
+from nixl_kv.protocol.prefill import RingBook
 from support.records import NONCE, pack_request
 
 HOLDER = NONCE, Rank(0)
