@@ -10,7 +10,7 @@ reports loads that have ended.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
 import msgspec
@@ -20,17 +20,8 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import Failure, FailureKind
-from nixl_kv.protocol.load import (
-    DROPPED,
-    ENDED,
-    HANDLERS,
-    Actions,
-    Load,
-    Numbers,
-    RankRead,
-    State,
-)
+from nixl_kv.protocol.events import Actions, Failure, FailureKind
+from nixl_kv.protocol.load import DROPPED, ENDED, HANDLERS, Load, Numbers, RankRead, State
 from nixl_kv.protocol.machine import Deadlines
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.read_queue import Key, ReadQueue
@@ -46,6 +37,7 @@ TOO_MANY: Final = Failure(
     "lower max_num_seqs, or add prefill engines",
 )
 
+_Claims: TypeAlias = Sequence[Claim]
 NameSlices: TypeAlias = Callable[
     [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
 ]
@@ -266,7 +258,7 @@ class DecodeMachine:
             ranks = peer.description.ranks if peer.description is not None else ()
             for rank in [ranks[route.remote_rank] for route in peer.routes if route.readers]:
                 if rank.endpoint not in self._unfinished:
-                    actions.append(self._renew_message(rank.endpoint, rank.incarnation))
+                    actions.append(self._heartbeat(rank.endpoint, rank.incarnation))
         return actions
 
     # --- links
@@ -312,8 +304,10 @@ class DecodeMachine:
         load, read = self._claimed(message.claim, endpoint)
         if load is None or read is None:
             # This rank forgot the claim. Without a release, prefill waits for its lease to expire.
-            holds = isinstance(message, messages.Grant | messages.Recall)
-            return [_release_unknown(message, endpoint)] if holds else []
+            if not isinstance(message, messages.Grant | messages.Recall):
+                return []
+            release = messages.about_claim(messages.Release, message, complete=False)
+            return [events.Send(endpoint, release)]
         if isinstance(message, messages.Recall) and load.is_reading(read):
             return self._renew(endpoint, now)  # it lists the claims that are being read
         actions = HANDLERS[type(message)](load, read, message, now)
@@ -373,26 +367,19 @@ class DecodeMachine:
         for load, read in found:
             reading, others = lives.setdefault(read.incarnation, ([], []))
             (reading if load.is_reading(read) else others).append(load.claim)
-        return [
-            self._renew_message(endpoint, life, (*reading, *others), len(reading))
-            for life, (reading, others) in lives.items()
-        ]
+        return [self._heartbeat(endpoint, life, *claims) for life, claims in lives.items()]
 
-    def _renew_message(
-        self,
-        endpoint: Endpoint,
-        incarnation: Incarnation,
-        claims: tuple[Claim, ...] = (),
-        num_reading: int = 0,
+    def _heartbeat(
+        self, at: Endpoint, life: Incarnation, reading: _Claims = (), others: _Claims = ()
     ) -> events.Action:
         renew = messages.Renew(
-            incarnation=incarnation,
+            incarnation=life,
             reader=self.reader,
             number=self.numbers.next(),
-            claims=claims,
-            num_reading=num_reading,
+            claims=(*reading, *others),
+            num_reading=len(reading),
         )
-        return events.Send(endpoint, renew)
+        return events.Send(at, renew)
 
     def _renew_after_s(self, read: RankRead) -> float:
         # Five per lease, whose length prefill's configuration decides.
@@ -480,16 +467,3 @@ class DecodeMachine:
         events.SlotRead: _on_read_event,
         events.DigestCompared: _on_read_event,
     }
-
-
-def _release_unknown(message: messages.ClaimAnswer, endpoint: Endpoint) -> events.Action:
-    return events.Send(
-        endpoint,
-        messages.Release(
-            incarnation=message.incarnation,
-            nonce=message.nonce,
-            claim=message.claim,
-            reader=message.reader,
-            complete=False,
-        ),
-    )

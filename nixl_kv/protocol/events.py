@@ -503,10 +503,10 @@ class Counts(msgspec.Struct, frozen=True):
     counts: Mapping[str, float]
 
 
-DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )
+DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
 ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
 PeerEvent: TypeAlias = PeerFits | PeerJoined | PeerRefused | PeerBroken | PeersMoved
@@ -532,4 +532,5 @@ Action: TypeAlias = (
     | LoadEnded
     | OfferEnded
 )
+Actions: TypeAlias = list[Action]
 Result: TypeAlias = LoadEnded | OfferEnded | NewLife | Counts

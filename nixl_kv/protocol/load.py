@@ -23,19 +23,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import auto
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Machine, MachineState, Table
 from nixl_kv.protocol.read_queue import ReadQueue
 from nixl_kv.protocol.ticket import Ticket
-
-Actions: TypeAlias = list[events.Action]
 
 ASK_AGAIN_S: Final = 1.0
 """An unanswered message is repeated after this long: ZMQ may have dropped it."""
@@ -439,18 +437,11 @@ class Load:
     def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
         read.ask_again_at = now + ASK_AGAIN_S
         shared = {"number": self.numbers.next(), "holds": read.holds}
-        return [
-            self._send(
-                read,
-                messages.PackRequest,
-                chunk=chunk.number,
-                begin=chunk.begin,
-                end=chunk.end,
-                layers=chunk.layers,
-                **shared,
-            )
+        parts = [
+            {"chunk": chunk.number, "begin": chunk.begin, "end": chunk.end, "layers": chunk.layers}
             for chunk in chunks
         ]
+        return [self._send(read, messages.PackRequest, **part, **shared) for part in parts]
 
     def _is_verified(self, read: RankRead) -> bool:
         # Bytes without a named slice cannot be compared: the load must then be late, not good.

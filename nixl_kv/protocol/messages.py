@@ -20,7 +20,7 @@ WIRE_VERSION.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -380,12 +380,19 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
+_Kind = TypeVar("_Kind")
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message | RankDescription) -> bytes:
     return _encoder.encode(message)
+
+
+def about_claim(kind: Callable[..., _Kind], other: Ask | _OfClaim, **fields: object) -> _Kind:
+    """Make a message of another kind about the same claim."""
+    names = {"incarnation": other.incarnation, "nonce": other.nonce, "claim": other.claim}
+    return kind(**{**names, "reader": other.reader, **fields})
 
 
 def is_description(payload: bytes) -> bool:

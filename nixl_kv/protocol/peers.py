@@ -24,7 +24,7 @@ from typing import Final
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -118,7 +118,7 @@ class PeerBook:
         for table in (self._peers, self._at, self._failed, self.deadlines):
             table.clear()
 
-    def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
+    def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, Actions]:
         peer = self._peers.get(key)
         if peer is not None:
             peer.used_at = now
@@ -129,7 +129,7 @@ class PeerBook:
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
         return peer, [_describe(key)]
 
-    def ask_again(self, endpoint: Endpoint) -> list[events.Action]:
+    def ask_again(self, endpoint: Endpoint) -> Actions:
         """Repeat the requests for descriptions that a broken link may have lost."""
         connecting = self.connecting_at(endpoint)
         return [_describe(peer.key) for peer in connecting if not peer.is_described]
@@ -139,9 +139,7 @@ class PeerBook:
         peers = self._at.get(endpoint, {}).values()
         return [peer for peer in peers if peer.state is State.CONNECTING]
 
-    def on_description(
-        self, message: messages.Description, endpoint: Endpoint
-    ) -> list[events.Action]:
+    def on_description(self, message: messages.Description, endpoint: Endpoint) -> Actions:
         """Have a description checked, unless this rank did not ask for it or has it already."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
         peer = self._peers.get(key)
@@ -164,7 +162,7 @@ class PeerBook:
         self.deadlines.set(peer.key, math.inf)
         return True
 
-    def on_joined(self, event: events.PeerJoined, now: float) -> list[events.Action]:
+    def on_joined(self, event: events.PeerJoined, now: float) -> Actions:
         peer = self._peers.get(event.peer)
         if peer is not None and peer.state is State.JOINING:
             self._move(peer, State.READY, event)
@@ -173,14 +171,14 @@ class PeerBook:
 
     def on_refused(
         self, key: events.PeerKey, event: events.PeerRefused | messages.Refusal, now: float
-    ) -> list[events.Action]:
+    ) -> Actions:
         peer, is_ours = self._peers.get(key), isinstance(event, events.PeerRefused)
         if peer is None or type(event) not in TRANSITIONS[peer.state]:
             return []
         kind = FailureKind.INCOMPATIBLE if is_ours else FailureKind.UNREACHABLE
         return self._pause(peer, event, Failure(kind, event.reason), now)
 
-    def on_broken(self, event: events.PeerBroken, now: float) -> list[events.Action]:
+    def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
         peer = self._peers.get(event.peer)
         if peer is None or peer.state not in (State.JOINING, State.READY):
             return []
@@ -194,16 +192,16 @@ class PeerBook:
         was_reported, peer.is_reported = peer.is_reported, True
         return [] if was_reported else [events.PeerUnreadable(peer.key, event.reason)]
 
-    def on_read(self, key: events.PeerKey) -> list[events.Action]:
+    def on_read(self, key: events.PeerKey) -> Actions:
         peer = self._peers.get(key)
         if peer is None or not peer.breaks:
             return []
         was_reported, peer.is_reported, peer.breaks = peer.is_reported, False, 0
         return [events.PeerReadable(key)] if was_reported else []
 
-    def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.Action]:
+    def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
         """Peers whose description this rank awaits are unusable; other peers are GONE."""
-        actions: list[events.Action] = []
+        actions: Actions = []
         failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         for peer in list(self._at.get(event.endpoint, {}).values()):
             if peer.state is State.CONNECTING:
@@ -217,9 +215,9 @@ class PeerBook:
 
     def on_tick(
         self, tick: events.Tick, is_in_use: Callable[[events.PeerKey], bool], now: float
-    ) -> list[events.Action]:
+    ) -> Actions:
         """End pauses that are over, and forget peers that are gone or long unused."""
-        actions: list[events.Action] = []
+        actions: Actions = []
         for key in self.deadlines.pop_due(now):
             peer = self._peers[key]
             kept_until = peer.used_at + KEPT_S if peer.state is State.READY else now
@@ -235,9 +233,7 @@ class PeerBook:
                 actions += self._forget(peer, tick)
         return actions
 
-    def _pause(
-        self, peer: Peer, event: object, failure: Failure, now: float
-    ) -> list[events.Action]:
+    def _pause(self, peer: Peer, event: object, failure: Failure, now: float) -> Actions:
         """Pause before a retry: this rank could not reach or use the peer."""
         self._move(peer, State.BACKOFF, event, failure.detail)
         self._fail(peer, failure, now + BACKOFF_S)
@@ -252,7 +248,7 @@ class PeerBook:
         self._failed.append(peer)
         self.deadlines.set(peer.key, until)
 
-    def _forget(self, peer: Peer, tick: events.Tick) -> list[events.Action]:
+    def _forget(self, peer: Peer, tick: events.Tick) -> Actions:
         is_dead = peer.state is State.GONE
         self._move(peer, None, tick)
         self._unindex(peer)
@@ -276,7 +272,7 @@ class PeerBook:
         states = peer.state, after
         peer.state = MACHINE.move(self._record, states, event, peer=str(peer.key), detail=detail)
 
-    def _disconnect(self, key: events.PeerKey) -> list[events.Action]:
+    def _disconnect(self, key: events.PeerKey) -> Actions:
         """Close the link to a directory, unless another peer's description is awaited over it."""
         if any(peer.key != key for peer in self.connecting_at(key.endpoint)):
             return []

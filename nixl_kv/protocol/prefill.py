@@ -40,7 +40,7 @@ from nixl_kv.ids import (
     short,
 )
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import OfferEnd
+from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 RECALL_S: Final = 1.0  # for readers to answer a recall; then the rank takes the blocks back
@@ -110,7 +110,7 @@ class Binding:
     leases: dict[Rank, float]  # when each expected reader's lease ends, whether it asked or not
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
-    lives: dict[Rank, Incarnation] = field(default_factory=dict)  # of each reader that asked
+    asked: dict[Rank, messages.Ask] = field(default_factory=dict)  # by each reader that asked
     numbers: dict[Rank, int] = field(
         default_factory=dict
     )  # of each reader's latest ask or pack request
@@ -120,12 +120,13 @@ class Binding:
     def expects(self, claim: Claim, reader: messages.Reader) -> bool:
         """Whether this reader belongs to the claim and has not ended."""
         # Each rank of an engine has its own incarnation, which its first ask tells.
+        ask = self.asked.get(reader.rank)
         return (
             claim == self.claim
             and reader.engine == self.engine
             and reader.rank in self.leases
             and reader.rank not in self.ended
-            and self.lives.get(reader.rank, reader.incarnation) == reader.incarnation
+            and (ask is None or ask.reader == reader)
         )
 
     def expire(self, now: float) -> None:
@@ -343,7 +344,7 @@ class PrefillMachine:
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._due = Deadlines[Nonce]()
 
-    def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
+    def handle(self, event: events.PrefillEvent, now: float) -> Actions:
         match event:
             case events.Asked():
                 actions = self._on_message(event, now)
@@ -409,7 +410,7 @@ class PrefillMachine:
             offer.validate()
         self.ring.validate()
 
-    def _on_command(self, command: events.PrefillCommand, now: float) -> list[events.Action]:
+    def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
         if isinstance(command, events.ReclaimBlocks):
             return self._reclaim(command, now)
         offer = self._offers.get(command.nonce)
@@ -431,27 +432,25 @@ class PrefillMachine:
                 offer.move(None, command)
                 self._remove(offer)
             case events.RevokeOffer() if offer.state is State.OFFERED:
-                return self._end_unclaimed(offer, command, OfferEnd.REVOKED)
+                return self._end(offer, command, OfferEnd.REVOKED)
             case events.MarkWritten():
                 offer.is_written = True
                 early, offer.early = offer.early, {}
-                return [
-                    action for asked in early.values() for action in self._on_message(asked, now)
-                ]
+                return [a for asked in early.values() for a in self._on_message(asked, now)]
         return []
 
-    def _reclaim(self, command: events.ReclaimBlocks, now: float) -> list[events.Action]:
-        actions: list[events.Action] = []
+    def _reclaim(self, command: events.ReclaimBlocks, now: float) -> Actions:
+        actions: Actions = []
         for offer in self.to_reclaim(command.num_blocks):
             if offer.state is State.OFFERED:
-                actions += self._end_unclaimed(offer, command, OfferEnd.REVOKED)
+                actions += self._end(offer, command, OfferEnd.REVOKED)
             else:
                 actions += self.recall(offer, command, now)
         return actions
 
     # --- asks
 
-    def _on_message(self, event: events.Asked, now: float) -> list[events.Action]:
+    def _on_message(self, event: events.Asked, now: float) -> Actions:
         match event.message:
             case messages.Ask() as ask:
                 return self._on_ask(ask, event.route, now)
@@ -464,7 +463,7 @@ class PrefillMachine:
             case messages.Release() as release:
                 return self._on_release(release)
 
-    def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> list[events.Action]:
+    def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
         if ask.incarnation != self._incarnation:
             return self._deny(ask, route, f"meant for incarnation {short(ask.incarnation)}")
         offer = self._offers.get(ask.nonce)
@@ -502,7 +501,7 @@ class PrefillMachine:
 
     def _grant(
         self, offer: Offer, binding: Binding, ask: messages.Ask, *, route: bytes, now: float
-    ) -> list[events.Action]:
+    ) -> Actions:
         """Grant, or grant again: the reader repeats its ask if the grant was lost."""
         if not binding.expects(ask.claim, ask.reader):
             return self._deny(ask, route, "claimed by another, or ended for this reader")
@@ -511,7 +510,7 @@ class PrefillMachine:
         rank = ask.reader.rank
         binding.routes[rank] = route
         binding.leases[rank] = now + self._lease_s
-        binding.lives[rank] = ask.reader.incarnation
+        binding.asked[rank] = ask
         binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
         if not offer.is_written:
             offer.early[type(ask), rank] = events.Asked(route, ask)
@@ -520,7 +519,7 @@ class PrefillMachine:
         fence = {"slot": binding.slot, "generation": binding.generation}
         return [self._reply(route, messages.Grant, ask, **grant, **fence)]
 
-    def _deny(self, message: _ForClaim, route: bytes, reason: str) -> list[events.Action]:
+    def _deny(self, message: _ForClaim, route: bytes, reason: str) -> Actions:
         """Deny; the reason stays on this side, so that strangers learn nothing."""
         offer = self._offers.get(message.nonce)
         if offer is not None:  # strangers could fill the event log with unknown offers
@@ -536,8 +535,8 @@ class PrefillMachine:
         message: _ForClaim,
         **fields: object,
     ) -> events.Reply:
-        names = {"nonce": message.nonce, "claim": message.claim, "reader": message.reader}
-        return events.Reply(route, kind(incarnation=self._incarnation, **names, **fields))
+        fields["incarnation"] = self._incarnation
+        return events.Reply(route, messages.about_claim(kind, message, **fields))
 
     # --- digests
 
@@ -546,24 +545,21 @@ class PrefillMachine:
         offer = self._offers.get(request.nonce)
         if offer is None or offer.binding is None or request.incarnation != self._incarnation:
             return None
-        has_asked = request.reader.rank in offer.binding.lives
-        is_expected = offer.binding.expects(request.claim, request.reader)
-        return offer if has_asked and is_expected else None
+        has_asked = request.reader.rank in offer.binding.asked
+        return offer if has_asked and offer.binding.expects(request.claim, request.reader) else None
 
-    def _on_digest_request(
-        self, request: messages.DigestRequest, route: bytes
-    ) -> list[events.Action]:
+    def _on_digest_request(self, request: messages.DigestRequest, route: bytes) -> Actions:
         offer, rank = self._offers.get(request.nonce), request.reader.rank
         if offer is None:  # its ask was denied, and the log says so
             return [self._reply(route, messages.Deny, request)]
         if self._granted_to(request) is None:
-            binding = offer.binding
-            may_ask = binding is None or (
-                rank not in binding.lives and binding.expects(request.claim, request.reader)
-            )
             # The request may have overtaken the reader's ask. A denial would end the reader's whole
             # load; without an answer it repeats the request.
-            if may_ask and request.incarnation == self._incarnation:
+            binding, is_meant = offer.binding, request.incarnation == self._incarnation
+            if is_meant and (
+                binding is None
+                or (rank not in binding.asked and binding.expects(request.claim, request.reader))
+            ):
                 return []
             return self._deny(request, route, "a digest of blocks that are not granted to it")
         if not offer.is_written:
@@ -574,7 +570,7 @@ class PrefillMachine:
             return self._deny(request, route, f"a digest up to token {request.end} of {num_tokens}")
         return [events.MakeDigest(route, request, offer.prepared.tables)]
 
-    def _on_digest_made(self, event: events.DigestMade) -> list[events.Action]:
+    def _on_digest_made(self, event: events.DigestMade) -> Actions:
         request = event.digest_request
         # The blocks may have changed under the digest unless the grant still holds.
         if not self.is_digest_wanted(request):
@@ -586,7 +582,7 @@ class PrefillMachine:
 
     # --- packed chunks
 
-    def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> list[events.Action]:
+    def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> Actions:
         """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
         offer, ring, rank = self._granted_to(request), self.ring, request.reader.rank
         if offer is None or offer.binding is None or not offer.is_written:
@@ -604,18 +600,17 @@ class PrefillMachine:
         slot, is_packed = ring.find(holder, request.chunk) or (None, False)
         if slot is None:
             is_waiting = ring.wait(holder, route, request)
-            return [] if is_waiting else [self._packed(request, route, None)]
-        return [self._packed(request, route, slot)] if is_packed else []
+            return [] if is_waiting else self._packed(request, route, None)
+        return self._packed(request, route, slot) if is_packed else []
 
-    def _pack_waiting(self, now: float) -> list[events.Action]:
+    def _pack_waiting(self, now: float) -> Actions:
         """Pack waiting chunks into free slots, also into those that this event has freed."""
-        actions: list[events.Action] = []
-        for (route, request), slot in self.ring.pop_packable(now):
-            tables = self._offers[Nonce(request.nonce)].prepared.tables
-            actions.append(events.PackChunk(route, request, tables, slot))
-        return actions
+        return [
+            events.PackChunk(route, request, self._offers[request.nonce].prepared.tables, slot)
+            for (route, request), slot in self.ring.pop_packable(now)
+        ]
 
-    def _on_packed(self, event: events.ChunkPacked) -> list[events.Action]:
+    def _on_packed(self, event: events.ChunkPacked) -> Actions:
         request = event.pack_request
         is_wanted = self.ring.on_packed(event.slot, is_packed=event.refusal is None)
         offer = self._granted_to(request)
@@ -623,15 +618,13 @@ class PrefillMachine:
             return []
         if event.refusal is not None:
             offer.note(reader_name(request.reader), f"PackRequest denied: {event.refusal}")
-            return [self._packed(request, event.route, None)]
-        return [self._packed(request, event.route, event.slot)]
+            return self._packed(request, event.route, None)
+        return self._packed(request, event.route, event.slot)
 
-    def _packed(
-        self, request: messages.PackRequest, route: bytes, slot: int | None
-    ) -> events.Reply:
-        return self._reply(route, messages.PackReply, request, chunk=request.chunk, slot=slot)
+    def _packed(self, request: messages.PackRequest, route: bytes, slot: int | None) -> Actions:
+        return [self._reply(route, messages.PackReply, request, chunk=request.chunk, slot=slot)]
 
-    def _take_back_slot(self, tick: events.Tick, now: float) -> list[events.Action]:
+    def _take_back_slot(self, tick: events.Tick, now: float) -> Actions:
         """While chunks wait: end the offer that has held a ring slot longest, if for too long."""
         blocking = self.ring.blocking
         if blocking is None or now < blocking[0] + self._hold_s:
@@ -643,19 +636,19 @@ class PrefillMachine:
 
     # --- leases
 
-    def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> list[events.Action]:
+    def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> Actions:
         """Extend the leases of the claims that the reader lists, and end its others."""
         named, reading = set(renew.claims), set(renew.claims[: renew.num_reading])
         rank = renew.reader.rank
         held: set[Claim] = set()
-        actions: list[events.Action] = []
+        actions: Actions = []
         # A heartbeat to a former incarnation says nothing about the claims of this one.
         is_meant = renew.incarnation == self._incarnation
         for offer, binding in self.held_by(renew.reader) if is_meant else ():
             held.add(binding.claim)
             if binding.claim in named:
                 binding.leases[rank] = now + self._lease_s
-                if rank in binding.lives:
+                if rank in binding.asked:
                     binding.routes[rank] = route
                 if binding.claim in reading and offer.state is not State.READING:
                     offer.move(State.READING, renew, peer=reader_name(renew.reader))
@@ -669,7 +662,7 @@ class PrefillMachine:
         )
         return [*actions, events.Reply(route, answer)]
 
-    def _on_release(self, release: messages.Release) -> list[events.Action]:
+    def _on_release(self, release: messages.Release) -> Actions:
         """End one reader. A reader that did not ask ends the offer: its engine does not need it.
 
         The engine then reads other ranks (`complete`), or gives up its whole load.
@@ -678,7 +671,7 @@ class PrefillMachine:
         if offer is None or release.incarnation != self._incarnation:
             return []
         if offer.binding is None:
-            return self._end_unclaimed(offer, release, OfferEnd.NOT_NEEDED)
+            return self._end(offer, release, OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
             offer.binding.ended.add(release.reader.rank)
             self.ring.release((offer.nonce, release.reader.rank))
@@ -686,11 +679,11 @@ class PrefillMachine:
         given_up = OfferEnd.REVOKED if is_recalled else OfferEnd.ABORTED
         return self.settle(offer, release, OfferEnd.READ if release.complete else given_up)
 
-    def _on_due(self, offer: Offer, tick: events.Tick, now: float) -> list[events.Action]:
+    def _on_due(self, offer: Offer, tick: events.Tick, now: float) -> Actions:
         """End or recall the offer if it is late; otherwise set its next deadline."""
         binding = offer.binding
         if binding is None:
-            return self._end_unclaimed(offer, tick, OfferEnd.UNCLAIMED)
+            return self._end(offer, tick, OfferEnd.UNCLAIMED)
         # A reader whose lease expired may still read its ring slots: `settle` frees them later.
         binding.expire(now)
         end = OfferEnd.EXPIRED
@@ -706,9 +699,7 @@ class PrefillMachine:
 
     # --- blocks that the rank wants back
 
-    def recall(
-        self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float
-    ) -> list[events.Action]:
+    def recall(self, offer: Offer, event: object, now: float) -> Actions:
         """Ask the readers for the blocks. The rank denies readers that ask later."""
         binding = offer.binding
         if binding is None or offer.state is not State.GRANTED:
@@ -716,18 +707,8 @@ class PrefillMachine:
         offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
         binding.held_until = now + RECALL_S
         self._due.set(offer.nonce, offer.due_at())
-        actions: list[events.Action] = []
-        for rank in binding.readers:
-            if rank in binding.routes:
-                life = binding.lives[rank]
-                recall = messages.Recall(
-                    incarnation=self._incarnation,
-                    nonce=offer.nonce,
-                    claim=binding.claim,
-                    reader=messages.Reader(engine=binding.engine, incarnation=life, rank=rank),
-                )
-                actions.append(events.Reply(binding.routes[rank], recall))
-        return actions
+        asked = [(rank, binding.asked[rank]) for rank in binding.readers if rank in binding.asked]
+        return [self._reply(binding.routes[rank], messages.Recall, ask) for rank, ask in asked]
 
     def to_reclaim(self, num_blocks: int) -> list[Offer]:
         """The fewest offers to end or recall to free `num_blocks` blocks.
@@ -761,19 +742,20 @@ class PrefillMachine:
 
     # --- the end of an offer
 
-    def settle(
-        self,
-        offer: Offer,
-        event: messages.Release | messages.Renew | events.Tick,
-        end: OfferEnd,
-    ) -> list[events.Action]:
-        """End the offer if all its readers have ended. First the fence slot, then the blocks."""
-        binding = offer.binding
-        if binding is None or binding.readers:
-            return []
-        peer = f"engine {binding.engine!r}"
+    def settle(self, offer: Offer, event: object, end: OfferEnd) -> Actions:
+        """End a granted offer if all its readers have ended."""
+        is_over = offer.binding is not None and not offer.binding.readers
+        return self._end(offer, event, end) if is_over else []
+
+    def _end(self, offer: Offer, event: object, end: OfferEnd) -> Actions:
+        """First the fence slot, then the blocks."""
+        ended = events.OfferEnded(offer.nonce, offer.request, end)
+        binding, offer.binding = offer.binding, None
+        peer = "" if binding is None else f"engine {binding.engine!r}"
         offer.move(None, event, peer=peer, detail=end.value)
-        offer.binding = None
+        self._remove(offer)
+        if binding is None:
+            return [ended]
         self._free_slots.append(binding.slot)
         for rank in binding.leases:
             self.ring.release((offer.nonce, rank))
@@ -781,21 +763,7 @@ class PrefillMachine:
             del held[offer.nonce]
             if not held:
                 del self._by_reader[binding.engine, rank]
-        self._remove(offer)
-        return [
-            events.ClearSlot(binding.slot),
-            events.OfferEnded(offer.nonce, offer.request, end),
-        ]
-
-    def _end_unclaimed(
-        self,
-        offer: Offer,
-        event: messages.Release | events.Tick | events.RevokeOffer | events.ReclaimBlocks,
-        end: OfferEnd,
-    ) -> list[events.Action]:
-        offer.move(None, event, detail=end.value)
-        self._remove(offer)
-        return [events.OfferEnded(offer.nonce, offer.request, end)]
+        return [events.ClearSlot(binding.slot), ended]
 
     def _remove(self, offer: Offer) -> None:
         del self._offers[offer.nonce]

@@ -111,7 +111,7 @@ def test_a_transition_names_peer_and_detail() -> None:
 )
 def test_which_readers_are_expected(claim: Claim, who: Reader, *, expected: bool) -> None:
     binding = new_binding(0, 1, 2, ended={2})
-    binding.lives[READER.rank] = READER.incarnation
+    binding.asked[READER.rank] = ask()
     assert binding.expects(claim, who) is expected
 
 
