@@ -14,20 +14,6 @@ for routers; some overwrite them, so decode never reads them.
 Every version keeps the name of the field, the three pieces and the bound of their length, the MAC,
 and the first three entries of the array. So each version can check the MAC and the host of a ticket
 of any other version.
-
-WIRE_VERSION history (of tickets and messages alike)
-1  first
-2  windows per cache group; ranks need not pair one to one; a MAC
-3  digests
-4  one release message instead of two; block tables mark absent blocks; tickets name this version;
-   status; the answer to a renew has its number
-5  a ticket is one string; VersionRefusal; Recall; a renew lists first the claims being read
-6  block tables omit leading absent entries; stripes of tokens; facts about KV beyond the model's
-7  mapped GPU memory; packed chunks; the hash of a prompt is HMAC-SHA256 over msgpack
-8  labels of weights; the epoch in a ticket; undo of draining; a proof that a mapping works
-9  a status is an open record; nothing declines an offer; a rank's NIXL metadata ends with its host,
-   its PID namespace and whether it has RDMA; chunks wait for ring slots, and a request to pack a
-   chunk that its reader no longer holds only frees slots
 """
 
 import base64
@@ -45,7 +31,7 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 9
+WIRE_VERSION: Final = 9  # of tickets and messages alike; docs/protocol.md has the history
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
