@@ -22,7 +22,6 @@ nothing if it was cancelled before.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import auto
 from typing import Any, Final
 
 from nixl_kv.errors import LocalProtocolError
@@ -55,14 +54,16 @@ class Cancelled:
 
 
 class State(MachineState):
-    ASKING = auto()
-    GRANTED = auto()
-    READING = auto()
-    CHECKING = auto()
-    VERIFYING = auto()
-    DRAINING = auto()
-    DONE = auto()
-    FAILED = auto()
+    """The value says what a read in this state waits for."""
+
+    ASKING = "a grant"
+    GRANTED = "its turn in the read queue"
+    READING = "data"
+    CHECKING = "the fence slot"
+    VERIFYING = "a digest"
+    DRAINING = "the end of a cancelled read"
+    DONE = ""
+    FAILED = None
 
 
 _FAILED: Final = (State.FAILED,)
@@ -114,16 +115,6 @@ MACHINE: Final = Machine("load", TRANSITIONS)
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
 """States in which a read may write into local memory."""
 ENDED: Final = frozenset({State.DONE, State.FAILED})
-
-_WAITS_FOR: Final[Mapping[State, str]] = {
-    State.ASKING: "a grant",
-    State.GRANTED: "its turn in the read queue",
-    State.READING: "data",
-    State.CHECKING: "the fence slot",
-    State.VERIFYING: "a digest",
-    State.DRAINING: "the end of a cancelled read",
-}
-
 
 # Why a load fails if a rank does not grant, or no longer does, or cannot be reached.
 _REFUSALS: Final[Mapping[type, tuple[FailureKind, str]]] = {
@@ -223,9 +214,10 @@ class Load:
             return "the scheduler, to start or cancel it"
         if not self.is_open:
             return f"the description of {self.peer}"
-        waits = {**_WAITS_FOR, **({State.GRANTED: "local blocks"} if self.start is None else {})}
         states = dict.fromkeys(read.state for read in self.reads.values())
-        return ", ".join(waits[state] for state in states if state not in ENDED)
+        waits = [state.value for state in states if state not in ENDED]
+        own = State.GRANTED.value if self.start is None else None
+        return ", ".join("local blocks" if each == own else each for each in waits)
 
     def is_reading(self, read: RankRead) -> bool:
         """Whether prefill must keep the blocks, because this read has local blocks."""
@@ -516,15 +508,10 @@ class Load:
         self.record(events.Transition(self.request, str(self.peer), before, after, cause))
 
     def _move(self, read: RankRead, after: State, event: object, now: float) -> None:
-        read.state = MACHINE.move(
-            self.record,
-            (read.state, after),
-            event,
-            request=self.request,
-            peer=read.name,
-            detail=event.failure.kind.value if isinstance(event, Cancelled) else "",
-            num_bytes=event.num_bytes if isinstance(event, events.ReadDone) else 0,
-        )
+        detail = event.failure.kind.value if isinstance(event, Cancelled) else ""
+        num_bytes = event.num_bytes if isinstance(event, events.ReadDone) else 0
+        states, about = (read.state, after), (self.request, read.name)
+        read.state = MACHINE.move(self.record, states, event, about, detail, num_bytes)
         if after not in (State.DRAINING, State.FAILED):
             read.moved_at = now
 

@@ -32,22 +32,21 @@ class Machine(Generic[_State]):
     name: str  # of a subject, in errors
     table: Table[_State]
 
-    def move(  # noqa: PLR0913 - a transition is recorded with all that it is about
+    def move(
         self,
         record: events.Record,
         states: tuple[_State, _State | None],
         event: object,
-        *,
-        request: str = "",
-        peer: str = "",
+        about: tuple[str, str],
         detail: str = "",
         num_bytes: int = 0,
     ) -> _State:
         """Check and record one transition, and return the new state (at the end: the last one).
 
-        `states` are those before and after `event`; `detail` follows its type in the record.
+        `states` are those before and after `event`, whose type and `detail` are recorded. `about`
+        names the request and the peer; each may be empty.
         """
-        before, after = states
+        (before, after), (request, peer) = states, about
         kind, name = type(event).__name__, events.OVER if after is None else after.name
         moves = self.table[before]
         if after not in moves.get(type(event), ()):

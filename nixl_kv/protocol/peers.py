@@ -270,7 +270,7 @@ class PeerBook:
 
     def _move(self, peer: Peer, after: State | None, event: object, detail: str = "") -> None:
         states = peer.state, after
-        peer.state = MACHINE.move(self._record, states, event, peer=str(peer.key), detail=detail)
+        peer.state = MACHINE.move(self._record, states, event, ("", str(peer.key)), detail)
 
     def _disconnect(self, key: events.PeerKey) -> Actions:
         """Close the link to a directory, unless another peer's description is awaited over it."""

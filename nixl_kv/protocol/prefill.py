@@ -111,9 +111,8 @@ class Binding:
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
     asked: dict[Rank, messages.Ask] = field(default_factory=dict)  # by each reader that asked
-    numbers: dict[Rank, int] = field(
-        default_factory=dict
-    )  # of each reader's latest ask or pack request
+    # The number of each reader's latest ask or pack request.
+    numbers: dict[Rank, int] = field(default_factory=dict)
     # A set of ranks, never a count: a duplicate message must not end a second reader.
     ended: set[Rank] = field(default_factory=set)
 
@@ -128,9 +127,6 @@ class Binding:
             and reader.rank not in self.ended
             and (ask is None or ask.reader == reader)
         )
-
-    def expire(self, now: float) -> None:
-        self.ended.update(rank for rank, until in self.leases.items() if until <= now)
 
     @property
     def readers(self) -> list[Rank]:
@@ -190,14 +186,8 @@ class Offer:
         self.record(events.Transition(self.request, peer, state, state, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
-        self.state = MACHINE.move(
-            self.record,
-            (self.state, after),
-            event,
-            request=self.request,
-            peer=peer,
-            detail=detail,
-        )
+        states, about = (self.state, after), (self.request, peer)
+        self.state = MACHINE.move(self.record, states, event, about, detail)
 
     def validate(self) -> None:
         if (self.state in (State.PREPARED, State.OFFERED)) != (self.binding is None):
@@ -229,29 +219,27 @@ class RingBook:
     # A ring has a few slots (`geometry.staging.NUM_SLOTS`), so looking at all of them is cheap.
 
     def __init__(self, num_slots: int) -> None:
+        self.slots: list[_Slot | None] = [None] * num_slots  # None: free
         self.waiting: OrderedDict[tuple[Holder, int], WaitingChunk] = OrderedDict()
-        self._num_slots = num_slots
-        self._free = list(range(num_slots))
-        self.used: dict[int, _Slot] = {}
 
     @property
     def blocking(self) -> tuple[float, Holder] | None:
         """If chunks wait for a slot: since when a reader has had one longest, and that reader."""
-        if self._free or not self.waiting:
+        if not self.waiting or not all(self.slots):
             return None
-        held = [(slot.since, slot.holder) for slot in self.used.values() if slot.holder]
+        held = [(slot.since, slot.holder) for slot in self.slots if slot and slot.holder]
         return min(held, default=None)
 
     def find(self, holder: Holder, chunk: int) -> tuple[int, bool] | None:
         """The slot that a reader has for a chunk, and whether the chunk is in it."""
-        slot = self._held(holder).get(chunk)
-        return None if slot is None else (slot, self.used[slot].is_packed)
+        held = self._held(holder)
+        return next(((n, slot.is_packed) for n, slot in held if slot.chunk == chunk), None)
 
     def wait(self, holder: Holder, route: bytes, request: messages.PackRequest) -> bool:
         """Queue a chunk, once; False if its reader already has or awaits all slots."""
         num_waiting = sum(each == holder for each, _ in self.waiting)
         key = holder, request.chunk
-        if key not in self.waiting and len(self._held(holder)) + num_waiting >= self._num_slots:
+        if key not in self.waiting and len(self._held(holder)) + num_waiting >= len(self.slots):
             return False
         self.waiting[key] = route, request
         return True
@@ -259,56 +247,48 @@ class RingBook:
     def pop_packable(self, now: float) -> list[tuple[WaitingChunk, int]]:
         """Give free slots to waiting chunks, in order: pack each into its slot."""
         packable: list[tuple[WaitingChunk, int]] = []
-        for (holder, number), chunk in list(self.waiting.items()) if self._free else ():
-            if may_take(len(self._held(holder)), len(self._free)):
-                slot = self._free.pop(0)
-                self.used[slot] = _Slot(holder, number, now)
-                del self.waiting[holder, number]
-                packable.append((chunk, slot))
+        for (holder, chunk), waiting in list(self.waiting.items()):
+            if may_take(len(self._held(holder)), self.slots.count(None)):
+                slot = self.slots.index(None)
+                self.slots[slot] = _Slot(holder, chunk, now)
+                del self.waiting[holder, chunk]
+                packable.append((waiting, slot))
         return packable
 
     def on_packed(self, slot: int, *, is_packed: bool) -> bool:
         """The write to a slot has ended. Whether a reader waits for it."""
-        entry = self.used.get(slot)
+        entry = self.slots[slot]
         if entry is None:
             return False
         entry.is_packed = is_packed
         if entry.holder is None or not is_packed:
-            self._end(slot)
+            self.slots[slot] = None
         return entry.holder is not None
 
     def release(self, holder: Holder, holds: Collection[int] = ()) -> None:
         """Free the slots of a reader's other chunks, which it neither waits for nor reads."""
         for key in [key for key in self.waiting if key[0] == holder and key[1] not in holds]:
             del self.waiting[key]
-        for chunk, slot in self._held(holder).items():
-            if chunk not in holds:
-                self.used[slot].holder = None
-                if self.used[slot].is_packed:
-                    self._end(slot)
+        for number, slot in self._held(holder):
+            if slot.chunk not in holds:
+                slot.holder = None
+                if slot.is_packed:
+                    self.slots[number] = None
 
     def clear(self, writing: Collection[int]) -> None:
         """Forget all readers. The slots in `writing` are still being written."""
         self.waiting.clear()
-        self.used = {slot: _Slot(None, 0, 0.0) for slot in writing}
-        self._free = [slot for slot in range(self._num_slots) if slot not in self.used]
+        numbers = range(len(self.slots))
+        self.slots = [_Slot(None, 0, 0.0) if slot in writing else None for slot in numbers]
 
     def validate(self) -> None:
+        free = self.slots.count(None)
         for holder, _ in self.waiting:
-            if may_take(len(self._held(holder)), len(self._free)):
-                raise LocalProtocolError(
-                    f"a chunk of {holder} waits beside {self._free} free slots"
-                )
-        if sorted([*self.used, *self._free]) != list(range(self._num_slots)):
-            raise LocalProtocolError(f"ring slots {list(self.used)} used, {self._free} free")
+            if may_take(len(self._held(holder)), free):
+                raise LocalProtocolError(f"a chunk of {holder} waits beside {free} free slots")
 
-    def _held(self, holder: Holder) -> dict[int, int]:
-        """A reader's slots by chunk."""
-        return {slot.chunk: n for n, slot in self.used.items() if slot.holder == holder}
-
-    def _end(self, slot: int) -> None:
-        del self.used[slot]
-        self._free.append(slot)
+    def _held(self, holder: Holder) -> list[tuple[int, _Slot]]:
+        return [(n, slot) for n, slot in enumerate(self.slots) if slot and slot.holder == holder]
 
 
 def reader_name(reader: messages.Reader) -> str:
@@ -464,22 +444,42 @@ class PrefillMachine:
                 return self._on_release(release)
 
     def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
+        """Grant, or grant again: the reader repeats its ask if the grant was lost."""
+        offer, rank = self._offers.get(ask.nonce), ask.reader.rank
+        reason = self._why_denied(ask, offer)
+        if offer is None or reason:
+            return self._deny(ask, route, reason)
+        actions: Actions = []
+        binding = offer.binding
+        if binding is None:
+            binding = self._bind(offer, ask, now)
+            actions = [events.WriteSlot(binding.slot, binding.generation)]
+        binding.routes[rank], binding.asked[rank] = route, ask
+        binding.leases[rank] = now + self._lease_s
+        binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
+        if not offer.is_written:
+            offer.early[type(ask), rank] = events.Asked(route, ask)
+            return actions
+        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables}
+        fence = {"slot": binding.slot, "generation": binding.generation}
+        return [*actions, self._reply(route, messages.Grant, ask, **grant, **fence)]
+
+    def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
+        """Why this rank denies an ask; empty if it does not."""
+        rank = ask.reader.rank
         if ask.incarnation != self._incarnation:
-            return self._deny(ask, route, f"meant for incarnation {short(ask.incarnation)}")
-        offer = self._offers.get(ask.nonce)
+            return f"meant for incarnation {short(ask.incarnation)}"
         if offer is None:
-            return self._deny(ask, route, "no such offer: used, expired, or never made")
+            return "no such offer: used, expired, or never made"
         if offer.prepared.context != ask.context:
-            return self._deny(ask, route, "another prompt")
+            return "another prompt"
         if offer.binding is not None:
-            return self._grant(offer, offer.binding, ask, route=route, now=now)
-        if ask.reader.rank not in ask.readers:
-            return self._deny(ask, route, f"rank {ask.reader.rank} is not among its own readers")
-        if not self._free_slots:
-            return self._deny(ask, route, "all fence slots are granted")
-        binding = self._bind(offer, ask, now)
-        write_slot = events.WriteSlot(binding.slot, binding.generation)
-        return [write_slot, *self._grant(offer, binding, ask, route=route, now=now)]
+            if not offer.binding.expects(ask.claim, ask.reader):
+                return "claimed by another, or ended for this reader"
+            return "its blocks were recalled" if offer.state is State.RECALLED else ""
+        if rank not in ask.readers:
+            return f"rank {rank} is not among its own readers"
+        return "" if self._free_slots else "all fence slots are granted"
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""
@@ -498,26 +498,6 @@ class PrefillMachine:
         offer.move(State.GRANTED, ask, peer=reader_name(ask.reader))
         self._due.set(offer.nonce, offer.due_at())
         return binding
-
-    def _grant(
-        self, offer: Offer, binding: Binding, ask: messages.Ask, *, route: bytes, now: float
-    ) -> Actions:
-        """Grant, or grant again: the reader repeats its ask if the grant was lost."""
-        if not binding.expects(ask.claim, ask.reader):
-            return self._deny(ask, route, "claimed by another, or ended for this reader")
-        if offer.state is State.RECALLED:
-            return self._deny(ask, route, "its blocks were recalled")
-        rank = ask.reader.rank
-        binding.routes[rank] = route
-        binding.leases[rank] = now + self._lease_s
-        binding.asked[rank] = ask
-        binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
-        if not offer.is_written:
-            offer.early[type(ask), rank] = events.Asked(route, ask)
-            return []
-        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables}
-        fence = {"slot": binding.slot, "generation": binding.generation}
-        return [self._reply(route, messages.Grant, ask, **grant, **fence)]
 
     def _deny(self, message: _ForClaim, route: bytes, reason: str) -> Actions:
         """Deny; the reason stays on this side, so that strangers learn nothing."""
@@ -685,7 +665,7 @@ class PrefillMachine:
         if binding is None:
             return self._end(offer, tick, OfferEnd.UNCLAIMED)
         # A reader whose lease expired may still read its ring slots: `settle` frees them later.
-        binding.expire(now)
+        binding.ended.update(rank for rank, until in binding.leases.items() if until <= now)
         end = OfferEnd.EXPIRED
         if offer.state is State.RECALLED and binding.readers and binding.held_until <= now:
             binding.ended.update(binding.leases)

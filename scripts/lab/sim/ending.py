@@ -214,8 +214,8 @@ def _left_on(rank: RankLife) -> Iterator[str]:
 
 
 def _left_in_rings(parts: Parts) -> Iterator[str]:
-    if parts.packs or parts.prefill.ring.used:
-        yield f"{len(parts.prefill.ring.used)} slots that were packed"
+    if parts.packs or any(parts.prefill.ring.slots):
+        yield f"{sum(map(bool, parts.prefill.ring.slots))} slots that were packed"
     for path in parts.agents.peers.paths:
         slots = getattr(path, "slots", None)  # of a path that reads into a ring
         if slots is not None and len(slots) < slots.ring.num_slots:

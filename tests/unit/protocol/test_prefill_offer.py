@@ -115,15 +115,6 @@ def test_which_readers_are_expected(claim: Claim, who: Reader, *, expected: bool
     assert binding.expects(claim, who) is expected
 
 
-def test_readers_end_when_their_lease_runs_out() -> None:
-    binding = new_binding(0, 1, 2, ended={2})
-    seen = []
-    for now in (9.9, 10.0, 10.9, 11.0):
-        binding.expire(now)
-        seen.append(binding.readers)
-    assert seen == [[0, 1], [1], [1], []]
-
-
 # What it says of itself
 
 

@@ -9,7 +9,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Generation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import OVER, OfferEnd, Record, Tick, Transition
-from nixl_kv.protocol.prefill import Binding, PrefillMachine, State
+from nixl_kv.protocol.prefill import Binding, PrefillMachine, RingBook, State
 from support.records import (
     CLAIM,
     DECODE,
@@ -27,6 +27,7 @@ from support.records import (
     asked,
     hex32,
     no_record,
+    pack_request,
     prepare_offer,
     publish_offer,
     reader,
@@ -299,3 +300,12 @@ def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: st
             machine.recall(offer, Tick(), 0.0)
         others.append(claim)
     assert " ".join(each.request for each in machine.to_reclaim(needed)) == chosen
+
+
+def test_no_chunk_waits_beside_free_slots_of_the_ring() -> None:
+    ring = RingBook(2)
+    assert ring.wait((NONCE, Rank(0)), b"route", pack_request())
+    with pytest.raises(LocalProtocolError, match="waits beside 2 free slots"):
+        ring.validate()
+    assert [slot for _, slot in ring.pop_packable(0.0)] == [0]
+    ring.validate()
