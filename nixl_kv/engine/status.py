@@ -26,8 +26,8 @@ def build_status(
 ) -> Status:
     """Read the state of the machines without changing it. `started_at` is a time of `clock`."""
     now = clock()
-    peers, links = parts.decode.peers.all(), parts.control.links()
-    offers, loads = parts.prefill.all(), parts.decode.loads
+    peers, links = parts.decode.peers.known.values(), parts.control.links()
+    offers, loads = parts.prefill.offers.values(), parts.decode.loads
     return Status(
         incarnation=parts.description.incarnation,
         facts={

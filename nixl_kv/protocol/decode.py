@@ -103,8 +103,9 @@ class DecodeMachine:
         return endpoint in self._unfinished or bool(self.peers.connecting_at(endpoint))
 
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
-        load = self.load_of(action.load.request)
-        return load is not None and load.is_digest_wanted(action)
+        load = self._loads.get(action.claim)
+        read = load.reads.get(action.rank) if load is not None else None
+        return read is not None and read.state in (State.CHECKING, State.VERIFYING)
 
     def set_engine(self, engine: EngineId) -> None:
         """Call this before the first load."""
@@ -254,7 +255,7 @@ class DecodeMachine:
         """Send a heartbeat to each rank of these peers that holds nothing for this rank yet."""
         # NIXL's first read of a rank needs that rank's progress, which it makes after any message.
         actions: Actions = []
-        for peer in filter(None, map(self.peers.get, event.peers)):
+        for peer in filter(None, map(self.peers.known.get, event.peers)):
             ranks = peer.description.ranks if peer.description is not None else ()
             for rank in [ranks[route.remote_rank] for route in peer.routes if route.readers]:
                 if rank.endpoint not in self._unfinished:

@@ -454,11 +454,6 @@ class Load:
         sums = read.digest.rows, read.digest.columns
         return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
 
-    def is_digest_wanted(self, action: events.CompareDigest) -> bool:
-        read = self.reads.get(action.rank)
-        is_open = read is not None and read.state in (State.CHECKING, State.VERIFYING)
-        return is_open and self.claim == action.claim
-
     # --- the end
 
     def cancel(self, failure: Failure, now: float) -> Actions:
@@ -475,23 +470,16 @@ class Load:
 
     def end(self) -> Actions:
         """Record the end, and report it if the load was started."""
-        before = "PREPARED" if self.start is None else "STARTED"
-        if self.failure is None:
-            self._record(before, "LOADED", "")
-        else:
-            self._record(before, "FAILED", str(self.failure))
-        if self.start is None:
+        start, failure, is_good = self.start, self.failure, self.failure is None
+        cause = "" if failure is None else str(failure)
+        before, after = "STARTED" if start else "PREPARED", "LOADED" if is_good else "FAILED"
+        self._record(before, after, cause)
+        if start is None:
             return []
-        num_tokens, is_good = self.start.num_tokens, self.failure is None
-        ended = events.LoadEnded(
-            self.request,
-            num_tokens,
-            self.failure,
-            self.peer,
-            verified=is_good and self.start.verify,
-            reads=tuple([r.done for r in self.reads.values() if is_good and r.done is not None]),
-        )
-        return [ended]
+        reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
+        is_verified, num_tokens = is_good and start.verify, start.num_tokens
+        ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
+        return [events.LoadEnded(*ended)]
 
     def validate(self) -> None:
         for read in self.reads.values():

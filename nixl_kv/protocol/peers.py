@@ -99,15 +99,9 @@ class PeerBook:
     def __init__(self, record: events.Record) -> None:
         self.deadlines = Deadlines[events.PeerKey]()
         self._record = record
-        self._peers: dict[events.PeerKey, Peer] = {}
+        self.known: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
         self._failed: list[Peer] = []
-
-    def all(self) -> list[Peer]:
-        return list(self._peers.values())
-
-    def get(self, key: events.PeerKey) -> Peer | None:
-        return self._peers.get(key)
 
     def pop_failed(self) -> list[Peer]:
         """The peers that became unusable since the last call: their loads fail."""
@@ -115,15 +109,15 @@ class PeerBook:
         return failed
 
     def clear(self) -> None:
-        for table in (self._peers, self._at, self._failed, self.deadlines):
+        for table in (self.known, self._at, self._failed, self.deadlines):
             table.clear()
 
     def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, Actions]:
-        peer = self._peers.get(key)
+        peer = self.known.get(key)
         if peer is not None:
             peer.used_at = now
             return peer, []
-        peer = self._peers[key] = Peer(key, now)
+        peer = self.known[key] = Peer(key, now)
         self._index(peer)
         self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
@@ -142,7 +136,7 @@ class PeerBook:
     def on_description(self, message: messages.Description, endpoint: Endpoint) -> Actions:
         """Have a description checked, unless this rank did not ask for it or has it already."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-        peer = self._peers.get(key)
+        peer = self.known.get(key)
         if peer is None or peer.state is not State.CONNECTING or peer.is_described:
             return []
         peer.is_described = True
@@ -150,7 +144,7 @@ class PeerBook:
 
     def on_fits(self, event: events.PeerFits) -> bool:
         """Whether the peer is still wanted."""
-        peer = self._peers.get(event.peer)
+        peer = self.known.get(event.peer)
         if peer is None or peer.state is not State.CONNECTING:
             return False
         detail = f"{len(event.routes)} of {len(event.description.ranks)} ranks"
@@ -163,7 +157,7 @@ class PeerBook:
         return True
 
     def on_joined(self, event: events.PeerJoined, now: float) -> Actions:
-        peer = self._peers.get(event.peer)
+        peer = self.known.get(event.peer)
         if peer is not None and peer.state is State.JOINING:
             self._move(peer, State.READY, event)
             self.deadlines.set(event.peer, now + KEPT_S)
@@ -172,14 +166,14 @@ class PeerBook:
     def on_refused(
         self, key: events.PeerKey, event: events.PeerRefused | messages.Refusal, now: float
     ) -> Actions:
-        peer, is_ours = self._peers.get(key), isinstance(event, events.PeerRefused)
+        peer, is_ours = self.known.get(key), isinstance(event, events.PeerRefused)
         if peer is None or type(event) not in TRANSITIONS[peer.state]:
             return []
         kind = FailureKind.INCOMPATIBLE if is_ours else FailureKind.UNREACHABLE
         return self._pause(peer, event, Failure(kind, event.reason), now)
 
     def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
-        peer = self._peers.get(event.peer)
+        peer = self.known.get(event.peer)
         if peer is None or peer.state not in (State.JOINING, State.READY):
             return []
         peer.breaks += 1
@@ -193,7 +187,7 @@ class PeerBook:
         return [] if was_reported else [events.PeerUnreadable(peer.key, event.reason)]
 
     def on_read(self, key: events.PeerKey) -> Actions:
-        peer = self._peers.get(key)
+        peer = self.known.get(key)
         if peer is None or not peer.breaks:
             return []
         was_reported, peer.is_reported, peer.breaks = peer.is_reported, False, 0
@@ -219,7 +213,7 @@ class PeerBook:
         """End pauses that are over, and forget peers that are gone or long unused."""
         actions: Actions = []
         for key in self.deadlines.pop_due(now):
-            peer = self._peers[key]
+            peer = self.known[key]
             kept_until = peer.used_at + KEPT_S if peer.state is State.READY else now
             if peer.state is State.CONNECTING:
                 actions += self._pause(peer, tick, NO_DESCRIPTION, now)
@@ -240,8 +234,7 @@ class PeerBook:
         if peer.description is not None:
             return []
         is_checked = peer.is_described and not isinstance(event, events.PeerRefused)
-        drop = [events.DropPeer(peer.key)] if is_checked else []
-        return [*drop, *self._disconnect(peer.key)]
+        return [*([events.DropPeer(peer.key)] if is_checked else []), *self._disconnect(peer.key)]
 
     def _fail(self, peer: Peer, failure: Failure, until: float) -> None:
         peer.failure = failure
@@ -252,7 +245,7 @@ class PeerBook:
         is_dead = peer.state is State.GONE
         self._move(peer, None, tick)
         self._unindex(peer)
-        del self._peers[peer.key]
+        del self.known[peer.key]
         if peer.description is None:
             return []
         drop = events.DropPeer(peer.key, is_dead=is_dead)

@@ -312,6 +312,7 @@ class PrefillMachine:
         hold_s: float,  # how long a granted offer waits for its first read
         num_ring_slots: int = 0,  # of the staging ring; 0 if this rank does not pack
     ) -> None:
+        self.offers: dict[Nonce, Offer] = {}
         self.ring = RingBook(num_ring_slots)
         self._incarnation = incarnation
         self._record = record
@@ -320,7 +321,6 @@ class PrefillMachine:
         self._hold_s = hold_s
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots))
-        self._offers: dict[Nonce, Offer] = {}
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._due = Deadlines[Nonce]()
 
@@ -329,7 +329,7 @@ class PrefillMachine:
             case events.Asked():
                 actions = self._on_message(event, now)
             case events.Tick():
-                due = [self._offers[nonce] for nonce in self._due.pop_due(now)]
+                due = [self.offers[nonce] for nonce in self._due.pop_due(now)]
                 actions = [action for offer in due for action in self._on_due(offer, event, now)]
                 actions += self._take_back_slot(event, now)
             case events.DigestMade():
@@ -338,13 +338,11 @@ class PrefillMachine:
                 actions = self._on_packed(event)
             case _:
                 actions = self._on_command(event, now)
-        return actions + self._pack_waiting(now) if self.ring.waiting else actions
-
-    def get(self, nonce: Nonce) -> Offer | None:
-        return self._offers.get(nonce)
-
-    def all(self) -> list[Offer]:
-        return list(self._offers.values())
+        # Slots that the event has freed take waiting chunks.
+        for (route, request), slot in self.ring.pop_packable(now) if self.ring.waiting else ():
+            tables = self.offers[request.nonce].prepared.tables
+            actions.append(events.PackChunk(route, request, tables, slot))
+        return actions
 
     def held_by(self, reader: messages.Reader) -> list[tuple[Offer, Binding]]:
         """The offers that this reader may be reading."""
@@ -373,7 +371,7 @@ class PrefillMachine:
         `writing` are the ring slots that are still being written.
         """
         self.ring.clear(writing)
-        self._offers.clear()
+        self.offers.clear()
         self._by_reader.clear()
         self._due.clear()
         self._free_slots = list(range(self._num_slots))
@@ -383,21 +381,21 @@ class PrefillMachine:
         self.clear(writing)
 
     def validate(self) -> None:
-        bound = [o.binding.slot for o in self._offers.values() if o.binding is not None]
+        bound = [o.binding.slot for o in self.offers.values() if o.binding is not None]
         if sorted(bound + self._free_slots) != list(range(self._num_slots)):
             raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
-        for offer in self._offers.values():
+        for offer in self.offers.values():
             offer.validate()
         self.ring.validate()
 
     def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
         if isinstance(command, events.ReclaimBlocks):
             return self._reclaim(command, now)
-        offer = self._offers.get(command.nonce)
+        offer = self.offers.get(command.nonce)
         if isinstance(command, events.PrepareOffer):
             if offer is not None:  # a preempted request gets a new nonce
                 raise LocalProtocolError(f"offer of request {command.request!r} exists already")
-            self._offers[command.nonce] = Offer(command, self._record)
+            self.offers[command.nonce] = Offer(command, self._record)
             return []
         if offer is None:  # readers can be quicker than a command, even to the end
             return []
@@ -445,7 +443,7 @@ class PrefillMachine:
 
     def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
         """Grant, or grant again: the reader repeats its ask if the grant was lost."""
-        offer, rank = self._offers.get(ask.nonce), ask.reader.rank
+        offer, rank = self.offers.get(ask.nonce), ask.reader.rank
         reason = self._why_denied(ask, offer)
         if offer is None or reason:
             return self._deny(ask, route, reason)
@@ -501,7 +499,7 @@ class PrefillMachine:
 
     def _deny(self, message: _ForClaim, route: bytes, reason: str) -> Actions:
         """Deny; the reason stays on this side, so that strangers learn nothing."""
-        offer = self._offers.get(message.nonce)
+        offer = self.offers.get(message.nonce)
         if offer is not None:  # strangers could fill the event log with unknown offers
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
@@ -522,14 +520,14 @@ class PrefillMachine:
 
     def _granted_to(self, request: messages.DigestRequest | messages.PackRequest) -> Offer | None:
         """The offer, if it is granted to this reader and this reader has asked for it."""
-        offer = self._offers.get(request.nonce)
+        offer = self.offers.get(request.nonce)
         if offer is None or offer.binding is None or request.incarnation != self._incarnation:
             return None
         has_asked = request.reader.rank in offer.binding.asked
         return offer if has_asked and offer.binding.expects(request.claim, request.reader) else None
 
     def _on_digest_request(self, request: messages.DigestRequest, route: bytes) -> Actions:
-        offer, rank = self._offers.get(request.nonce), request.reader.rank
+        offer, rank = self.offers.get(request.nonce), request.reader.rank
         if offer is None:  # its ask was denied, and the log says so
             return [self._reply(route, messages.Deny, request)]
         if self._granted_to(request) is None:
@@ -583,13 +581,6 @@ class PrefillMachine:
             return [] if is_waiting else self._packed(request, route, None)
         return self._packed(request, route, slot) if is_packed else []
 
-    def _pack_waiting(self, now: float) -> Actions:
-        """Pack waiting chunks into free slots, also into those that this event has freed."""
-        return [
-            events.PackChunk(route, request, self._offers[request.nonce].prepared.tables, slot)
-            for (route, request), slot in self.ring.pop_packable(now)
-        ]
-
     def _on_packed(self, event: events.ChunkPacked) -> Actions:
         request = event.pack_request
         is_wanted = self.ring.on_packed(event.slot, is_packed=event.refusal is None)
@@ -609,7 +600,7 @@ class PrefillMachine:
         blocking = self.ring.blocking
         if blocking is None or now < blocking[0] + self._hold_s:
             return []
-        offer = self._offers[blocking[1][0]]
+        offer = self.offers[blocking[1][0]]
         if offer.binding is not None:
             offer.binding.ended.update(offer.binding.leases)
         return self.settle(offer, tick, OfferEnd.EXPIRED)
@@ -647,7 +638,7 @@ class PrefillMachine:
 
         The engine then reads other ranks (`complete`), or gives up its whole load.
         """
-        offer = self._offers.get(release.nonce)
+        offer = self.offers.get(release.nonce)
         if offer is None or release.incarnation != self._incarnation:
             return []
         if offer.binding is None:
@@ -695,10 +686,10 @@ class PrefillMachine:
 
         Unclaimed offers go first, then unread ones of the engine that holds most; oldest first.
         """
-        unclaimed = [offer for offer in self.all() if offer.state is State.OFFERED]
+        unclaimed = [offer for offer in self.offers.values() if offer.state is State.OFFERED]
         granted: dict[EngineId, list[Offer]] = {}
         held: Counter[EngineId] = Counter()
-        for offer in self.all():
+        for offer in self.offers.values():
             if offer.binding is None:
                 continue
             held[offer.binding.engine] += offer.num_blocks
@@ -746,5 +737,5 @@ class PrefillMachine:
         return [events.ClearSlot(binding.slot), ended]
 
     def _remove(self, offer: Offer) -> None:
-        del self._offers[offer.nonce]
+        del self.offers[offer.nonce]
         self._due.set(offer.nonce, math.inf)

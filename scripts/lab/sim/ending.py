@@ -197,11 +197,11 @@ def _left_on(rank: RankLife) -> Iterator[str]:
     parts = rank.parts
     if rank.seat.slots.any_valid:
         yield "a valid slot"
-    if parts.prefill.all():
+    if parts.prefill.offers:
         yield repr(parts.prefill)
     for load in parts.decode.loads:
         yield f"a load that waits for {load.waits_for}"
-    for peer in parts.decode.peers.all():
+    for peer in parts.decode.peers.known.values():
         if peer.state is not State.READY:
             yield f"{peer.key}, {peer.state.name}"
     if len(rank.loop.outstanding):

@@ -159,9 +159,9 @@ def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(paused: PeerBook) 
     assert (peer.state, peer.failure, actions) == (State.BACKOFF, NOT_COMPATIBLE, [])
     assert paused.on_endpoint_lost(lost(HOME), 101.0) == []
     assert on_tick(paused, 101.0 + BACKOFF_S - 0.01) == []
-    assert paused.all() == [peer]
+    assert list(paused.known.values()) == [peer]
     assert on_tick(paused, 101.0 + BACKOFF_S) == []
-    assert paused.all() == []
+    assert list(paused.known.values()) == []
 
 
 def test_a_lost_connection_makes_connecting_peers_unreachable(connecting: PeerBook) -> None:
@@ -185,18 +185,18 @@ def test_a_peer_is_gone_with_the_first_of_its_ranks(ready: PeerBook, rank: int) 
 def test_other_losses_do_not_matter_to_a_ready_peer(ready: PeerBook, endpoint: Endpoint) -> None:
     assert ready.on_endpoint_lost(lost(endpoint), 101.0) == []
     assert on_tick(ready, 100.0 + KEPT_S / 2) == []
-    assert ready.all()[0].state is State.READY
+    assert ready.known[PEER].state is State.READY
 
 
 def test_a_gone_peer_is_forgotten_when_nothing_reads_it(gone: PeerBook) -> None:
     now = 102.0
     assert on_tick(gone, now, PEER) == []
-    assert gone.all()[0].state is State.GONE
+    assert gone.known[PEER].state is State.GONE
     assert gone.deadlines.next == now + LOOK_AGAIN_S
     closed = [Disconnect(at(rank)) for rank in range(2)]
     dropped = DropPeer(PEER, is_dead=True)
     assert on_tick(gone, now + LOOK_AGAIN_S, NEXT_LIFE) == [dropped, *closed]
-    assert gone.all() == []
+    assert list(gone.known.values()) == []
 
 
 def test_a_peer_that_nobody_used_for_long_is_forgotten(ready: PeerBook) -> None:
@@ -207,7 +207,7 @@ def test_a_peer_that_nobody_used_for_long_is_forgotten(ready: PeerBook) -> None:
     assert ready.deadlines.next == 200.0 + KEPT_S + LOOK_AGAIN_S
     closed = [Disconnect(at(rank)) for rank in range(2)]
     assert on_tick(ready, 201.0 + KEPT_S) == [DropPeer(PEER), *closed]
-    assert (ready.all(), ready.deadlines.next) == ([], math.inf)
+    assert (list(ready.known.values()), ready.deadlines.next) == ([], math.inf)
 
 
 def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -> None:
@@ -230,7 +230,7 @@ def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: 
     connecting.on_fits(fits())
     assert connecting.deadlines.next == math.inf
     connecting.on_joined(PeerJoined(PEER), 100.0 + 10 * CONNECT_TIMEOUT_S)
-    assert [peer.state for peer in connecting.all()] == [State.READY]
+    assert [peer.state for peer in connecting.known.values()] == [State.READY]
 
 
 @pytest.mark.parametrize("state", ["ready", "paused", "gone"])
@@ -254,10 +254,10 @@ STEPS: Final[list[tuple[Callable[[PeerBook], object], dict[PeerKey, State]]]] = 
 
 
 def test_the_book_has_its_peers_and_says_whether_time_matters(unknown: PeerBook) -> None:
-    assert (unknown.all(), unknown.deadlines.next) == ([], math.inf)
+    assert (list(unknown.known.values()), unknown.deadlines.next) == ([], math.inf)
     for step, expected in STEPS:
         step(unknown)
-        assert {peer.key: peer.state for peer in unknown.all()} == expected
+        assert {peer.key: peer.state for peer in unknown.known.values()} == expected
         waits_for_time = bool(expected) and State.JOINING not in expected.values()
         assert (unknown.deadlines.next < math.inf) == waits_for_time
 
@@ -289,7 +289,7 @@ def test_only_transitions_of_the_table_are_possible(before: State, event: object
         words = f"{type(event).__name__} leads from {before.name} to {to}; allowed: "
         with pytest.raises(LocalProtocolError, match=words):
             book._move(peer, after, event)
-    assert (book.all(), peer.state, recorded) == ([peer], before, [])
+    assert (list(book.known.values()), peer.state, recorded) == ([peer], before, [])
     for after in allowed:
         book._move(peer, after, event)
         assert peer.state is (after or before)

@@ -522,7 +522,7 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
     packed = machine._packed
 
     def lie(*arguments: Any) -> Any:
-        (reply,) = packed(*arguments)
+        reply: Any = packed(*arguments)[0]
         message = reply.message
         assert isinstance(message, PackReply)
         return [type(reply)(reply.route, msgspec.structs.replace(message, slot=1000))]
