@@ -1,8 +1,7 @@
 """The decode side of the protocol: commands, messages and events in, actions out.
 
 A decode rank has one `DecodeMachine`. It keeps the rank's loads, passes each its events, and
-decides when to ask again, which claims to renew, and which reads begin. Messages find their load by
-key and a tick looks only at due deadlines, so neither costs more when there are more loads.
+decides when to ask again, which claims to renew, and which reads begin.
 
 Handlers change loads and return actions. At its end, `handle` settles each load that a handler
 touched, once: it cancels reads that a failure makes useless, queues reads that can begin, and
@@ -41,28 +40,21 @@ _Claims: TypeAlias = Sequence[Claim]
 NameSlices: TypeAlias = Callable[
     [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
 ]
-"""Names the slices that a load reads from one rank, to verify them.
-
-It raises ValueError for block tables that do not fit this rank's cache.
-"""
+"""Names the slices that a load reads from one rank; a ValueError if the block tables do not fit."""
 
 
 class DecodeMachine:
-    """All loads of one decode rank. Only `handle` changes their state, and it never waits.
-
-    `reader` is this rank as prefill knows it, and `bytes_per_token` counts all layers on this rank.
-    Without `name_slices` it verifies no load. Times are monotonic, in seconds.
-    """
+    """All loads of one decode rank. Only `handle` changes their state. Times are monotonic."""
 
     def __init__(
         self,
-        reader: messages.Reader,
+        reader: messages.Reader,  # this rank as prefill knows it
         record: events.Record,
-        name_slices: NameSlices | None,
+        name_slices: NameSlices | None,  # None: it verifies no load
         *,
         timeout_s: float,
         renew_interval_s: float,
-        bytes_per_token: int,
+        bytes_per_token: int,  # of all layers on this rank
     ) -> None:
         self.reader = reader
         self.peers = PeerBook(record)
@@ -396,7 +388,8 @@ class DecodeMachine:
     # --- the end of an event
 
     def _fail_loads(self) -> None:
-        for peer in self.peers.pop_failed():
+        failed, self.peers.failed = self.peers.failed, []
+        for peer in failed:
             for load in self._of_peer(peer.key):
                 if not load.is_over and peer.failure is not None:
                     load.fail(peer.failure)

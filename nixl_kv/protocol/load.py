@@ -2,21 +2,10 @@
 
 The load asks each prefill rank that has a part of the request's KV, reads the granted blocks, and
 proves each part by the rank's fence slot. It is prepared when the request arrives, before vLLM has
-given it blocks, so that the grants are here by then. For each prefill rank it has a `RankRead`:
-
-    ASKING     the rank was asked for its blocks
-    GRANTED    the rank holds them; local blocks are missing, or earlier reads come first
-    READING    data is landing in the local blocks
-    CHECKING   all data has landed; the fence slot is being read
-    VERIFYING  the fence token was still there; digests of both sides are being compared
-    DRAINING   cancelled, but a read may still write
-    DONE       the bytes are proven
-    FAILED     no read writes later, and the bytes must not be used
+given it blocks, so that the grants are here by then. For each prefill rank it has a `RankRead`.
 
 Only the end of the read itself leaves READING and CHECKING: NIXL has no abort, so the caller gets
-its blocks back when no read can write into them. One failure cancels the reads from all other
-ranks. When every read has ended, the load ends: it reports `LoadEnded` if it was started, and
-nothing if it was cancelled before.
+its blocks back when no read can write into them. One failure cancels the reads from all ranks.
 """
 
 import math
@@ -34,14 +23,10 @@ from nixl_kv.protocol.machine import Machine, MachineState, Table
 from nixl_kv.protocol.read_queue import ReadQueue
 from nixl_kv.protocol.ticket import Ticket
 
-ASK_AGAIN_S: Final = 1.0
-"""An unanswered message is repeated after this long: ZMQ may have dropped it."""
-SILENCE_S: Final = 3.0
-"""A read from an unreachable rank is late after this long, although NIXL reports no error."""
-DRAIN_S: Final = 1.0
-"""A late read that has not ended after this long is abandoned: its agent is replaced."""
-MAX_TIMEOUTS: Final = 4
-"""A read that does not move is late after this many timeouts, whatever moves beside it."""
+ASK_AGAIN_S: Final = 1.0  # an unanswered message is repeated: ZMQ may have dropped it
+SILENCE_S: Final = 3.0  # a read from an unreachable rank is late, although NIXL reports no error
+DRAIN_S: Final = 1.0  # a late read that has not ended is abandoned: its agent is replaced
+MAX_TIMEOUTS: Final = 4  # a read that does not move is late then, whatever moves beside it
 
 DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
 
@@ -54,16 +39,16 @@ class Cancelled:
 
 
 class State(MachineState):
-    """The value says what a read in this state waits for."""
+    """The state of a read; its value says what the read waits for."""
 
-    ASKING = "a grant"
-    GRANTED = "its turn in the read queue"
-    READING = "data"
-    CHECKING = "the fence slot"
-    VERIFYING = "a digest"
-    DRAINING = "the end of a cancelled read"
-    DONE = ""
-    FAILED = None
+    ASKING = "a grant"  # the rank was asked for its blocks
+    GRANTED = "its turn in the read queue"  # or local blocks; the rank holds its own
+    READING = "data"  # it is landing in the local blocks
+    CHECKING = "the fence slot"  # all data has landed
+    VERIFYING = "a digest"  # the fence token was still there; the digests are being compared
+    DRAINING = "the end of a cancelled read"  # which may still write
+    DONE = ""  # the bytes are proven
+    FAILED = None  # no read writes later, and the bytes must not be used
 
 
 _FAILED: Final = (State.FAILED,)
@@ -112,8 +97,8 @@ TRANSITIONS: Final[Table[State]] = {
 
 MACHINE: Final = Machine("load", TRANSITIONS)
 
+# In these states a read may write into local memory.
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
-"""States in which a read may write into local memory."""
 ENDED: Final = frozenset({State.DONE, State.FAILED})
 
 # Why a load fails if a rank does not grant, or no longer does, or cannot be reached.
@@ -395,7 +380,9 @@ class Load:
             self.fail(Failure(FailureKind.FENCED, detail))
         if read.state is State.DRAINING or not slot_valid:
             return self._end_read(read, State.FAILED, event, now)
-        if self._is_verified(read):
+        # Bytes without a named slice cannot be compared: the load must then be late, not good.
+        has_bytes = bool(read.slices) or (read.done is not None and read.done.num_bytes > 0)
+        if self.start is not None and self.start.verify and has_bytes:
             self._move(read, State.VERIFYING, event, now)
             return self._compare(read)
         return self._end_read(read, State.DONE, event, now)
@@ -415,14 +402,15 @@ class Load:
         # The comparison of an earlier attempt may end when the same request is loaded again.
         if read.state is not State.VERIFYING or event.claim != self.claim:
             return []
-        source = f"the bytes from prefill rank {read.rank}"
+        source, after = f"the bytes from prefill rank {read.rank}", State.FAILED
         if event.refusal is not None:
             detail = f"{source} cannot be verified: {event.refusal}"
             self.fail(Failure(FailureKind.INTERNAL, detail))
         elif event.difference is not None:
             self.fail(Failure(FailureKind.CORRUPT, f"{source} are wrong: {event.difference}"))
-        is_equal = event.refusal is None and event.difference is None
-        return self._end_read(read, State.DONE if is_equal else State.FAILED, event, now)
+        else:
+            after = State.DONE
+        return self._end_read(read, after, event, now)
 
     # --- packed chunks and digests
 
@@ -434,11 +422,6 @@ class Load:
             for chunk in chunks
         ]
         return [self._send(read, messages.PackRequest, **part, **shared) for part in parts]
-
-    def _is_verified(self, read: RankRead) -> bool:
-        # Bytes without a named slice cannot be compared: the load must then be late, not good.
-        has_data = read.done is not None and read.done.num_bytes > 0
-        return self.start is not None and self.start.verify and (has_data or bool(read.slices))
 
     def ask_digest(self, read: RankRead, now: float) -> Actions:
         if self.start is None or not read.slices:

@@ -74,9 +74,6 @@ class Deadlines(Generic[_Key]):
         self._heap: list[tuple[float, int, _Key]] = []
         self._count = 0  # breaks ties in the heap, so that keys are never compared
 
-    def __len__(self) -> int:
-        return len(self._due)
-
     def get(self, key: _Key) -> float:
         return self._due.get(key, math.inf)
 

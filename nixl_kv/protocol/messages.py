@@ -236,13 +236,10 @@ class KVSlice:
 
     def __post_init__(self) -> None:
         # Peers send these numbers.
-        if not 0 <= self.first_head < self.end_head <= 1 << 17:
-            raise ValueError(
-                f"heads of {self.layer!r} are {self.first_head} to {self.end_head}; "
-                "allowed: a half-open range"
-            )
-        if not 0 <= self.begin < 1 << 31:
-            raise ValueError(f"begin of {self.layer!r} is {self.begin}; allowed: a token")
+        check_range(f"first head of {self.layer!r}", self.first_head, low=0, high=1 << 17)
+        low, high = self.first_head + 1, (1 << 17) + 1
+        check_range(f"end of the heads of {self.layer!r}", self.end_head, low=low, high=high)
+        check_range(f"begin of {self.layer!r}", self.begin, low=0, high=1 << 31)
         check_range(f"number of stripes of {self.layer!r}", len(self.stripes), low=0, high=3)
 
 

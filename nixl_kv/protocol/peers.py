@@ -3,14 +3,6 @@
 A peer is one incarnation of a remote engine. Decode fetches its description once, checks whether
 it fits, and makes its memory readable; later loads find it READY.
 
-    CONNECTING  decode has asked its directory for the description
-    JOINING     the description fits: loads ask its ranks while its memory is made readable
-    READY       its memory can be read; forgotten after KEPT_S without a load
-    UNREADABLE  its ranks answer, but connections to their memory break; loads fail at once until
-                the pause ends, which doubles each time
-    BACKOFF     decode could not reach or use it; loads fail at once until the pause ends
-    GONE        the link to one of its ranks broke; forgotten once no read of it is in flight
-
 A restarted engine is another peer, so nothing of the old incarnation applies to the new one. Only a
 GONE peer's connections are dead, and only it can be met again without a pause.
 """
@@ -40,12 +32,14 @@ NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time
 
 
 class State(MachineState):
-    CONNECTING = enum.auto()
-    JOINING = enum.auto()
-    READY = enum.auto()
+    CONNECTING = enum.auto()  # decode has asked its directory for the description
+    JOINING = enum.auto()  # the description fits: loads ask its ranks, its memory is made readable
+    READY = enum.auto()  # its memory can be read; forgotten after KEPT_S without a load
+    # Its ranks answer, but connections to their memory break. Loads fail at once until the pause
+    # ends, which doubles each time.
     UNREADABLE = enum.auto()
-    BACKOFF = enum.auto()
-    GONE = enum.auto()
+    BACKOFF = enum.auto()  # decode could not reach or use it; loads fail at once for a pause
+    GONE = enum.auto()  # the link to a rank broke; forgotten once no read of it is in flight
 
 
 TRANSITIONS: Final[Table[State]] = {
@@ -101,15 +95,10 @@ class PeerBook:
         self._record = record
         self.known: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
-        self._failed: list[Peer] = []
-
-    def pop_failed(self) -> list[Peer]:
-        """The peers that became unusable since the last call: their loads fail."""
-        failed, self._failed = self._failed, []
-        return failed
+        self.failed: list[Peer] = []  # they became unusable: the caller fails their loads
 
     def clear(self) -> None:
-        for table in (self.known, self._at, self._failed, self.deadlines):
+        for table in (self.known, self._at, self.failed, self.deadlines):
             table.clear()
 
     def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, Actions]:
@@ -238,7 +227,7 @@ class PeerBook:
 
     def _fail(self, peer: Peer, failure: Failure, until: float) -> None:
         peer.failure = failure
-        self._failed.append(peer)
+        self.failed.append(peer)
         self.deadlines.set(peer.key, until)
 
     def _forget(self, peer: Peer, tick: events.Tick) -> Actions:

@@ -2,21 +2,11 @@
 
 An offer is a finished prefill whose blocks stay pinned until decode has read them. The rank grants
 it to the first claim that asks, holds a lease for each reader of that claim, and frees the blocks
-when all readers have ended. `PrefillMachine` has no IO: commands, messages and ticks go into
-`handle`, and actions come out.
-
-    PREPARED  the step that completes the prompt is running; the ticket may not be out yet
-    OFFERED   the ticket is out and no reader has asked; ends after `offer_ttl_s`
-    GRANTED   bound to one claim; each expected reader has a lease, and none has begun to read
-    RECALLED  the rank wants the blocks back: readers release the offer, unless they read it
-    READING   a reader has begun
+when all readers have ended.
 
 An offer ends when every reader has released it or lost its lease. It also ends unclaimed: after its
-time, when its blocks are needed, or when no ticket went out. The machine then forgets it.
-
-The fence: the rank clears an offer's slot before it reports the offer as ended, and the caller
-reuses the blocks only after that report. So a reader that finds the token in the slot after its
-last read knows that the rank held the blocks throughout.
+time, when its blocks are needed, or when no ticket went out. The rank clears its fence slot before
+it reports the end, and the caller reuses the blocks only after that report.
 """
 
 import enum
@@ -28,17 +18,7 @@ from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.staging import may_take
-from nixl_kv.ids import (
-    Claim,
-    EngineId,
-    Generation,
-    Incarnation,
-    Nonce,
-    Rank,
-    RequestId,
-    new_generation,
-    short,
-)
+from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, new_generation, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
@@ -47,11 +27,11 @@ RECALL_S: Final = 1.0  # for readers to answer a recall; then the rank takes the
 
 
 class State(MachineState):
-    PREPARED = enum.auto()
-    OFFERED = enum.auto()
-    GRANTED = enum.auto()
-    RECALLED = enum.auto()
-    READING = enum.auto()
+    PREPARED = enum.auto()  # the step that completes the prompt runs; a ticket may not be out yet
+    OFFERED = enum.auto()  # the ticket is out and no reader has asked; ends after `offer_ttl_s`
+    GRANTED = enum.auto()  # bound to one claim; each expected reader has a lease, none reads yet
+    RECALLED = enum.auto()  # the rank wants the blocks: readers release it, unless they read it
+    READING = enum.auto()  # a reader has begun
 
 
 # None ends the offer. A Release, a Renew or an expired lease ends a granted one only with its last
@@ -93,10 +73,8 @@ TRANSITIONS: Final[Table[State]] = {
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
 _ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
-Holder: TypeAlias = tuple[Nonce, Rank]
-"""One reader of one offer."""
-WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]
-"""A chunk without a ring slot, and the route to its reader."""
+Holder: TypeAlias = tuple[Nonce, Rank]  # one reader of one offer
+WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]  # with the route to its reader
 
 
 @dataclass
@@ -148,17 +126,10 @@ class Offer:
     early: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.nonce, self.request = self.prepared.nonce, self.prepared.request
         self.is_written = self.prepared.is_written
         cause = f"PrepareOffer: offer {short(self.nonce)}"
         self.record(events.Transition(self.request, "", "", self.state.name, cause))
-
-    @property
-    def nonce(self) -> Nonce:
-        return self.prepared.nonce
-
-    @property
-    def request(self) -> RequestId:
-        return self.prepared.request
 
     @property
     def waits_for(self) -> str:
@@ -200,8 +171,6 @@ class Offer:
 
 @dataclass
 class _Slot:
-    """A ring slot in use."""
-
     holder: Holder | None  # the reader; None: it has left, and the chunk is still being packed
     chunk: int
     since: float  # monotonic seconds
@@ -211,12 +180,9 @@ class _Slot:
 class RingBook:
     """The slots of the staging ring into which this rank packs, and the chunks that wait for one.
 
-    Chunks wait in order, and `may_take` keeps one reader from taking all slots. A slot is free
-    again when its reader has read it, or when its offer has ended. The rank has then cleared the
-    grant's fence slot, so a reader that still reads finds out.
+    A slot is free again when its reader has read it, or when its offer has ended: then the fence
+    slot is clear, so a reader that still reads finds out. All loops are over a few slots.
     """
-
-    # A ring has a few slots (`geometry.staging.NUM_SLOTS`), so looking at all of them is cheap.
 
     def __init__(self, num_slots: int) -> None:
         self.slots: list[_Slot | None] = [None] * num_slots  # None: free
@@ -296,10 +262,7 @@ def reader_name(reader: messages.Reader) -> str:
 
 
 class PrefillMachine:
-    """All offers of one prefill rank. `now` is monotonic, in seconds.
-
-    Messages find offers by key, and a tick looks only at those that are due.
-    """
+    """All offers of one prefill rank. `now` is monotonic, in seconds."""
 
     def __init__(  # noqa: PLR0913 - the limits of one rank
         self,
@@ -371,9 +334,8 @@ class PrefillMachine:
         `writing` are the ring slots that are still being written.
         """
         self.ring.clear(writing)
-        self.offers.clear()
-        self._by_reader.clear()
-        self._due.clear()
+        for table in (self.offers, self._by_reader, self._due):
+            table.clear()
         self._free_slots = list(range(self._num_slots))
 
     def begin_life(self, incarnation: Incarnation, writing: Collection[int] = ()) -> None:
@@ -634,10 +596,7 @@ class PrefillMachine:
         return [*actions, events.Reply(route, answer)]
 
     def _on_release(self, release: messages.Release) -> Actions:
-        """End one reader. A reader that did not ask ends the offer: its engine does not need it.
-
-        The engine then reads other ranks (`complete`), or gives up its whole load.
-        """
+        """End one reader. A reader that did not ask ends the offer: its engine does not need it."""
         offer = self.offers.get(release.nonce)
         if offer is None or release.incarnation != self._incarnation:
             return []
@@ -682,9 +641,9 @@ class PrefillMachine:
         return [self._reply(binding.routes[rank], messages.Recall, ask) for rank, ask in asked]
 
     def to_reclaim(self, num_blocks: int) -> list[Offer]:
-        """The fewest offers to end or recall to free `num_blocks` blocks.
+        """The fewest offers to end or recall: unclaimed ones, then unread ones, oldest first.
 
-        Unclaimed offers go first, then unread ones of the engine that holds most; oldest first.
+        Of the unread ones, those of the engine that holds most go first.
         """
         unclaimed = [offer for offer in self.offers.values() if offer.state is State.OFFERED]
         granted: dict[EngineId, list[Offer]] = {}

@@ -30,7 +30,7 @@ def test_the_same_keys_are_due_as_if_all_were_looked_at(
             assert sorted(due) == sorted(key for key in oracle if oracle[key] <= step)
             assert [oracle[key] for key in due] == sorted(oracle[key] for key in due)
             oracle = {key: when for key, when in oracle.items() if when > step}
-        assert len(deadlines) == len(oracle)
+        assert len(deadlines._due) == len(oracle)
         assert deadlines.next == min(oracle.values(), default=math.inf)
 
 

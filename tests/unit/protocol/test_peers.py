@@ -84,7 +84,7 @@ def ready(connecting: PeerBook) -> PeerBook:
 def paused(connecting: PeerBook) -> PeerBook:
     """Its peer could not be used at second 101."""
     connecting.on_refused(PEER, REFUSED, 101.0)
-    assert [peer.key for peer in connecting.pop_failed()] == [PEER]
+    assert failed(connecting) == [PEER]
     return connecting
 
 
@@ -151,7 +151,9 @@ def on_tick(book: PeerBook, now: float, *in_use: PeerKey) -> list[Action]:
 
 def failed(book: PeerBook) -> list[PeerKey]:
     """The peers that have become unusable since the last call."""
-    return [peer.key for peer in book.pop_failed()]
+    keys = [peer.key for peer in book.failed]
+    book.failed.clear()
+    return keys
 
 
 def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(paused: PeerBook) -> None:
