@@ -78,9 +78,7 @@ class SetEngine(msgspec.Struct, frozen=True):
 class PrepareOffer(msgspec.Struct, frozen=True):
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
-    The ticket leaves after that step, with the blocks pinned, so an ask with this nonce proves
-    both. If not `is_written`, it may leave before all KV is in memory: the rank grants the offer
-    after `MarkWritten`.
+    The ticket leaves after that step, with the blocks pinned: an ask with this nonce proves both.
     """
 
     nonce: Nonce
@@ -88,7 +86,7 @@ class PrepareOffer(msgspec.Struct, frozen=True):
     context: str
     num_tokens: int
     tables: tuple[Table, ...]  # one per cache group
-    is_written: bool = True
+    is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet
 
 
 class MarkWritten(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ its blocks back when no read can write into them. One failure cancels the reads 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import CacheLayout
@@ -101,6 +101,7 @@ MACHINE: Final = Machine("load", TRANSITIONS)
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
 ENDED: Final = frozenset({State.DONE, State.FAILED})
 
+_Refusal: TypeAlias = messages.Deny | messages.Recall | messages.Renewed | events.EndpointLost
 # Why a load fails if a rank does not grant, or no longer does, or cannot be reached.
 _REFUSALS: Final[Mapping[type, tuple[FailureKind, str]]] = {
     messages.Deny: (FailureKind.DENIED, "denied"),
@@ -325,12 +326,7 @@ class Load:
             self._move(read, State.GRANTED, grant, now)
         return []
 
-    def on_refusal(
-        self,
-        read: RankRead,
-        event: messages.Deny | messages.Recall | messages.Renewed | events.EndpointLost,
-        now: float,
-    ) -> Actions:
+    def on_refusal(self, read: RankRead, event: _Refusal, now: float) -> Actions:
         """The rank does not grant, or no longer does, or cannot be reached."""
         kind, what = _REFUSALS[type(event)]
         reason = f": {event.reason}" if isinstance(event, events.EndpointLost) else ""

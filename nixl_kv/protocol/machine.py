@@ -41,10 +41,9 @@ class Machine(Generic[_State]):
         detail: str = "",
         num_bytes: int = 0,
     ) -> _State:
-        """Check and record one transition, and return the new state (at the end: the last one).
+        """Check and record the transition by `event` between two `states`; return the new state.
 
-        `states` are those before and after `event`, whose type and `detail` are recorded. `about`
-        names the request and the peer; each may be empty.
+        `about` names the request and the peer. At the end of a subject its last state stays.
         """
         (before, after), (request, peer) = states, about
         kind, name = type(event).__name__, events.OVER if after is None else after.name

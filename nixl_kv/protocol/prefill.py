@@ -72,6 +72,7 @@ TRANSITIONS: Final[Table[State]] = {
 }
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
+_Kind: TypeAlias = Callable[..., messages.ClaimAnswer]
 _ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
 Holder: TypeAlias = tuple[Nonce, Rank]  # one reader of one offer
 WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]  # with the route to its reader
@@ -329,10 +330,7 @@ class PrefillMachine:
         return self._granted_to(request) is not None
 
     def clear(self, writing: Collection[int] = ()) -> None:
-        """Forget everything, in any state. Clear all fence slots before.
-
-        `writing` are the ring slots that are still being written.
-        """
+        """Forget all but the ring slots that are still written. Clear all fence slots before."""
         self.ring.clear(writing)
         for table in (self.offers, self._by_reader, self._due):
             table.clear()
@@ -469,11 +467,7 @@ class PrefillMachine:
         return [events.AskDenied(message.nonce, reason), denial]
 
     def _reply(
-        self,
-        route: bytes,
-        kind: Callable[..., messages.ClaimAnswer],
-        message: _ForClaim,
-        **fields: object,
+        self, route: bytes, kind: _Kind, message: _ForClaim, **fields: object
     ) -> events.Reply:
         fields["incarnation"] = self._incarnation
         return events.Reply(route, messages.about_claim(kind, message, **fields))

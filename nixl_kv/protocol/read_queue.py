@@ -113,10 +113,8 @@ class ReadQueue:
         return lane.moved_at if lane.under_way else self._moved_at
 
     def clear(self) -> None:
-        self._lanes.clear()
-        self.where.clear()
-        self._turns.clear()
-        self.stalls.clear()
+        for table in (self._lanes, self.where, self._turns, self.stalls):
+            table.clear()
         self._num_bytes = self._num_reads = 0
 
     def validate(self) -> None:
