@@ -509,4 +509,4 @@ HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] 
     messages.DigestReply: Load.on_digest,
     events.DigestCompared: Load.on_compared,
 }
-"""What a load does when an answer of a prefill rank, or an event of the read from it, arrives."""
+"""How a load handles an answer of a prefill rank, or an event of the read from it."""
