@@ -30,7 +30,6 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
-from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading import gather, staged
 from nixl_kv.reading.agent import register
@@ -235,7 +234,6 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     decode = DecodeMachine(
         messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
         event_log.record,
-        PeerBook(event_log.record),
         None if digests is None else digests.name_slices,
         timeout_s=config.request_timeout_s,
         renew_interval_s=config.renew_interval_s,

@@ -4,6 +4,7 @@ The status is an open record: `nixl-kv status` shows every key of it. Add a key 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import TypeVar
@@ -25,8 +26,8 @@ def build_status(
 ) -> Status:
     """Read the state of the machines without changing it. `started_at` is a time of `clock`."""
     now = clock()
-    peers, links = parts.decode.peers.all(), parts.control.links()
-    offers, loads = parts.prefill.all(), parts.decode.loads
+    peers, links = parts.decode.peers.known.values(), parts.control.links()
+    offers, loads = parts.prefill.offers.values(), parts.decode.loads
     return Status(
         incarnation=parts.description.incarnation,
         facts={
@@ -66,7 +67,7 @@ def build_status(
                     "state": offer.state.name,
                     "waits_for": offer.waits_for,
                     # None: the offer does not expire by itself
-                    "ends_in_s": None if offer.expires_at is None else offer.expires_at - now,
+                    "ends_in_s": _finite(offer.due_at(max) - now),
                 }
                 for offer in _first(offers)
             ],
@@ -75,10 +76,10 @@ def build_status(
                     "request": load.request,
                     "nonce": short(load.ticket.nonce),
                     "peer": str(load.peer),
-                    "reads": [[read.rank, read.state.name] for read in load.rank_reads],
+                    "reads": [[read.rank, read.state.name] for read in load.reads.values()],
                     "waits_for": load.waits_for,
                     # None: the load waits for local blocks, without a deadline
-                    "late_in_s": None if load.lacks_only_blocks else load.deadline - now,
+                    "late_in_s": _finite(load.deadline - now),
                 }
                 for load in _first(loads)
             ],
@@ -92,3 +93,7 @@ def build_status(
 
 def _first(items: Iterable[_Item]) -> Iterable[_Item]:
     return itertools.islice(items, MAX_LISTED)
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds

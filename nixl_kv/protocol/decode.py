@@ -1,8 +1,7 @@
 """The decode side of the protocol: commands, messages and events in, actions out.
 
 A decode rank has one `DecodeMachine`. It keeps the rank's loads, passes each its events, and
-decides when to ask again, which claims to renew, and which reads begin. Messages find their load by
-key and a tick looks only at due deadlines, so neither costs more when there are more loads.
+decides when to ask again, which claims to renew, and which reads begin.
 
 Handlers change loads and return actions. At its end, `handle` settles each load that a handler
 touched, once: it cancels reads that a failure makes useless, queues reads that can begin, and
@@ -10,8 +9,8 @@ reports loads that have ended.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Final, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
@@ -20,20 +19,16 @@ from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, EngineId, Incarnation, RequestId
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import Failure, FailureKind
-from nixl_kv.protocol.load import DROPPED, Actions, Load, Numbers, RankRead, State
+from nixl_kv.protocol.events import Actions, Failure, FailureKind
+from nixl_kv.protocol.load import DROPPED, ENDED, HANDLERS, Load, Numbers, RankRead, State
 from nixl_kv.protocol.machine import Deadlines
 from nixl_kv.protocol.peers import PeerBook
-from nixl_kv.protocol.peers import State as PeerState
 from nixl_kv.protocol.read_queue import Key, ReadQueue
 
 MIN_RENEW_INTERVAL_S: Final = 0.025  # bounds the heartbeats that a very short lease can cause
 
-NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
 NOT_PREPARED: Final = Failure(FailureKind.INTERNAL, "it was not prepared, or has ended since")
-CANNOT_VERIFY: Final = Failure(
-    FailureKind.INTERNAL, "this rank cannot verify loads, or no longer knows its peer"
-)
+CANNOT_VERIFY: Final = Failure(FailureKind.INTERNAL, "this rank cannot verify loads")
 SAME_ID: Final = Failure(FailureKind.INTERNAL, "another request has the same id")
 TOO_MANY: Final = Failure(
     FailureKind.INTERNAL,
@@ -41,35 +36,28 @@ TOO_MANY: Final = Failure(
     "lower max_num_seqs, or add prefill engines",
 )
 
+_Claims: TypeAlias = Sequence[Claim]
 NameSlices: TypeAlias = Callable[
     [events.PeerKey, Route, CacheLayout, events.StartLoad], tuple[messages.KVSlice, ...]
 ]
-"""Names the slices that a load reads from one rank, to verify them.
-
-It raises ValueError for block tables that do not fit this rank's cache.
-"""
+"""Names the slices that a load reads from one rank; a ValueError if the block tables do not fit."""
 
 
 class DecodeMachine:
-    """All loads of one decode rank. Only `handle` changes their state, and it never waits.
+    """All loads of one decode rank. Only `handle` changes their state. Times are monotonic."""
 
-    `reader` is this rank as prefill knows it, and `bytes_per_token` counts all layers on this rank.
-    Without `name_slices` it verifies no load. Times are monotonic, in seconds.
-    """
-
-    def __init__(  # noqa: PLR0913 - a rank's facts and settings
+    def __init__(
         self,
-        reader: messages.Reader,
+        reader: messages.Reader,  # this rank as prefill knows it
         record: events.Record,
-        peers: PeerBook,
-        name_slices: NameSlices | None,
+        name_slices: NameSlices | None,  # None: it verifies no load
         *,
         timeout_s: float,
         renew_interval_s: float,
-        bytes_per_token: int,
+        bytes_per_token: int,  # of all layers on this rank
     ) -> None:
         self.reader = reader
-        self.peers = peers
+        self.peers = PeerBook(record)
         self.numbers = Numbers()
         self._record = record
         self._name_slices = name_slices
@@ -86,44 +74,7 @@ class DecodeMachine:
         self._renewals = Deadlines[Endpoint]()
 
     def handle(self, event: events.DecodeEvent, now: float) -> Actions:
-        return self._dispatch(event, now) + self._settle(now)
-
-    def _dispatch(  # noqa: C901, PLR0911, PLR0912 - one case for each type of event
-        self, event: events.DecodeEvent, now: float
-    ) -> Actions:
-        match event:
-            case events.PrepareLoad():
-                return self._prepare(event, now)
-            case events.StartLoad():
-                return self._start(event, now)
-            case events.CancelLoad():
-                load = self._of_request(event.request)
-                if load is not None:
-                    load.is_cancelled = True
-                    if load.reads is not None:  # else it waits for the ranks, to release them
-                        load.fail(DROPPED)
-            case events.Answered():
-                return self._on_answer(event.message, event.endpoint, now)
-            case events.LinkBroken():
-                return self._on_link_broken(event, now)
-            case events.EndpointLost():
-                return self._on_endpoint_lost(event, now)
-            case events.PeerFits():
-                return self._on_fits(event, now)
-            case events.PeerJoined():
-                self.peers.on_joined(event, now)
-            case events.PeerRefused():
-                failure = Failure(FailureKind.INCOMPATIBLE, event.reason)
-                return self._on_unusable(event.peer, event, failure, now)
-            case events.PeerBroken():
-                return self._on_broken(event, now)
-            case events.PeersMoved():
-                return [each for peer in event.peers for each in self._greet(peer)]
-            case events.Tick():
-                return self._on_tick(event, now)
-            case _:
-                return self._on_read_event(event, now)
-        return []
+        return self._HANDLERS[type(event)](self, event, now) + self._settle(now)
 
     @property
     def loads(self) -> list[Load]:
@@ -135,16 +86,18 @@ class DecodeMachine:
     @property
     def next_due(self) -> float | None:
         """When a `Tick` will do something; None for never."""
-        due = (self._due.next, self._renewals.next, self._queue.next_due, self.peers.next_due)
-        return min((when for when in due if when is not None), default=None)
+        own, stalls = min(self._due.next, self._renewals.next), self._queue.stalls.next
+        due = min(own, stalls, self.peers.deadlines.next)
+        return None if due == math.inf else due
 
     def is_using(self, endpoint: Endpoint) -> bool:
         """Whether this rank holds blocks over the link to an endpoint, or awaits an answer."""
-        return endpoint in self._unfinished or self.peers.is_describing(endpoint)
+        return endpoint in self._unfinished or bool(self.peers.connecting_at(endpoint))
 
     def is_digest_wanted(self, action: events.CompareDigest) -> bool:
-        load = self.load_of(action.load.request)
-        return load is not None and load.is_digest_wanted(action)
+        load = self._loads.get(action.claim)
+        read = load.reads.get(action.rank) if load is not None else None
+        return read is not None and read.state in (State.CHECKING, State.VERIFYING)
 
     def set_engine(self, engine: EngineId) -> None:
         """Call this before the first load."""
@@ -153,20 +106,16 @@ class DecodeMachine:
     def clear(self) -> None:
         for table in (self._loads, self._touched, self._by_request, self._by_peer):
             table.clear()
-        for each in (self._unfinished, self._queue, self._due, self._renewals):
+        for each in (self._unfinished, self._queue, self._due, self._renewals, self.peers):
             each.clear()
-        self.peers.clear()
 
     def validate(self) -> None:
         self._queue.validate()
         reads = []
         for load in self.loads:
             load.validate()
-            reads += [
-                (read.endpoint, (load.claim, read.rank))
-                for read in load.rank_reads
-                if not read.has_ended
-            ]
+            unfinished = [read for read in load.reads.values() if read.state not in ENDED]
+            reads += [(read.endpoint, (load.claim, read.rank)) for read in unfinished]
         found = [(endpoint, key) for endpoint, keys in self._unfinished.items() for key in keys]
         if sorted(reads) != sorted(found):
             raise LocalProtocolError(f"reads {sorted(reads)}, found by endpoint {sorted(found)}")
@@ -176,33 +125,31 @@ class DecodeMachine:
 
     # --- the loads that an event concerns; `handle` settles all that these return
 
-    def _touch(self, loads: Iterable[Load]) -> list[Load]:
-        touched = {load.claim: load for load in loads}
-        self._touched |= touched
-        return list(touched.values())
-
     def _of_request(self, request: RequestId) -> Load | None:
         load = self._by_request.get(request)
-        return None if load is None else self._touch([load])[0]
+        if load is not None:
+            self._touched[load.claim] = load
+        return load
 
     def _of_peer(self, peer: events.PeerKey) -> list[Load]:
-        return self._touch(self._by_peer.get(peer, {}).values())
+        loads = self._by_peer.get(peer, {})
+        self._touched |= loads
+        return list(loads.values())
 
     def _at(self, endpoint: Endpoint) -> list[tuple[Load, RankRead]]:
         """The unfinished reads of the rank at one endpoint."""
         found = list(self._unfinished.get(endpoint, {}).values())
-        self._touch(load for load, _ in found)
+        self._touched |= {load.claim: load for load, _ in found}
         return found
 
-    def _claimed(self, claim: Claim, endpoint: Endpoint) -> tuple[Load, RankRead] | None:
+    def _claimed(self, claim: Claim, endpoint: Endpoint) -> tuple[Load | None, RankRead | None]:
         """The read under a claim of the rank at one endpoint, even if it has ended."""
         load = self._loads.get(claim)
-        if load is not None:
-            for read in load.rank_reads:
-                if read.endpoint == endpoint:
-                    self._touch([load])
-                    return load, read
-        return None
+        if load is None:
+            return None, None
+        self._touched[claim] = load
+        at = (read for read in load.reads.values() if read.endpoint == endpoint)
+        return load, next(at, None)
 
     # --- commands
 
@@ -228,7 +175,7 @@ class DecodeMachine:
         )
         self._loads[load.claim] = self._by_request[load.request] = load
         self._by_peer.setdefault(key, {})[load.claim] = load
-        self._touch([load])
+        self._touched[load.claim] = load
         peer, actions = self.peers.get_or_connect(key, now)
         if peer.failure is not None:
             load.fail(peer.failure)
@@ -244,24 +191,27 @@ class DecodeMachine:
         if load.start is not None:  # a second request with its id
             return []
         load.on_blocks(command, now)
-        return self._ask_digests(load, now)
+        return self._ask_digests(load, now) if command.verify else []
+
+    def _cancel(self, command: events.CancelLoad, _now: float) -> Actions:
+        load = self._of_request(command.request)
+        if load is not None:
+            load.is_cancelled = True
+            if load.is_open:  # else it waits for the ranks, to release them
+                load.fail(DROPPED)
+        return []
 
     def _ask_digests(self, load: Load, now: float) -> Actions:
         """Name the slices that are read from each rank; prefill digests them meanwhile."""
-        start, peer = load.start, self.peers.get(load.peer)
-        if start is None or not start.verify:
-            return []
         actions: Actions = []
-        for read in load.rank_reads:
-            if read.has_ended:
+        for read in load.reads.values():
+            if load.start is None or not load.start.verify or read.state in ENDED:
                 continue
-            if self._name_slices is None or peer is None or peer.description is None:
+            if self._name_slices is None:
                 load.fail(CANNOT_VERIFY)
                 continue
-            route = next(route for route in peer.routes if route.remote_rank == read.rank)
-            layout = peer.description.ranks[read.rank].layout
             try:
-                read.slices = self._name_slices(load.peer, route, layout, start)
+                read.slices = self._name_slices(load.peer, read.route, read.layout, load.start)
             except ValueError as error:
                 load.fail(Failure(FailureKind.INTERNAL, str(error)))
             actions += load.ask_digest(read, now)
@@ -271,12 +221,11 @@ class DecodeMachine:
 
     def _on_fits(self, event: events.PeerFits, now: float) -> Actions:
         """The peer's ranks are known: ask them while its memory is made readable."""
-        if self.peers.state_of(event.peer) is not PeerState.CONNECTING:
+        if not self.peers.on_fits(event):
             return [events.DropPeer(event.peer)]
-        self.peers.on_fits(event)
         actions: Actions = []
         for load in self._of_peer(event.peer):
-            if load.reads is None:
+            if not load.is_open:
                 actions += self._open(load, event, type(event).__name__, now)
         return actions
 
@@ -284,56 +233,26 @@ class DecodeMachine:
         actions = load.open(fits.description, fits.routes, cause)
         if load.is_cancelled:
             load.fail(DROPPED)
-        for read in load.rank_reads:
+        for read in load.reads.values():
             others = self._unfinished.setdefault(read.endpoint, {})
             if len(others) >= messages.MAX_CLAIMS:  # a heartbeat cannot name more
                 load.fail(TOO_MANY)
             others[load.claim, read.rank] = load, read
             self._hurry_renewal(read, now)
-        if load.failure is not None:
-            return actions
-        for read in load.rank_reads:
+        for read in load.reads.values() if load.failure is None else ():
             actions += load.ask(read, now)
-        return actions + self._ask_digests(load, now)
+        return actions + (self._ask_digests(load, now) if load.failure is None else [])
 
-    def _greet(self, key: events.PeerKey) -> Actions:
-        """Send a heartbeat to each rank of a peer that holds nothing for this rank yet."""
-        peer = self.peers.get(key)
-        if peer is None or peer.description is None:
-            return []
+    def _greet(self, event: events.PeersMoved, _now: float) -> Actions:
+        """Send a heartbeat to each rank of these peers that holds nothing for this rank yet."""
         # NIXL's first read of a rank needs that rank's progress, which it makes after any message.
-        ranks = peer.description.ranks
-        return [
-            self._renew_message(rank.endpoint, rank.incarnation)
-            for rank in (ranks[route.remote_rank] for route in peer.routes if route.readers)
-            if rank.endpoint not in self._unfinished
-        ]
-
-    def _on_broken(self, event: events.PeerBroken, now: float) -> Actions:
-        actions = self.peers.on_broken(event, now)
-        peer = self.peers.get(event.peer)
-        if peer is not None and peer.state is PeerState.UNREADABLE and peer.failure is not None:
-            self._fail_loads(event.peer, peer.failure)
+        actions: Actions = []
+        for peer in filter(None, map(self.peers.known.get, event.peers)):
+            ranks = peer.description.ranks if peer.description is not None else ()
+            for rank in [ranks[route.remote_rank] for route in peer.routes if route.readers]:
+                if rank.endpoint not in self._unfinished:
+                    actions.append(self._heartbeat(rank.endpoint, rank.incarnation))
         return actions
-
-    def _fail_loads(self, key: events.PeerKey, failure: Failure) -> None:
-        for load in self._of_peer(key):
-            if not load.is_over:
-                load.fail(failure)
-
-    def _on_unusable(
-        self,
-        peer: events.PeerKey,
-        event: events.PeerRefused | messages.Refusal | events.EndpointLost | events.Tick,
-        failure: Failure,
-        now: float,
-    ) -> Actions:
-        state = self.peers.state_of(peer)
-        is_refused = state is PeerState.JOINING and isinstance(event, events.PeerRefused)
-        if state is not PeerState.CONNECTING and not is_refused:
-            return []
-        self._fail_loads(peer, failure)
-        return self.peers.on_unusable(peer, event, failure, now)
 
     # --- links
 
@@ -342,116 +261,85 @@ class DecodeMachine:
         actions = self.peers.ask_again(event.endpoint)
         reads = self._at(event.endpoint)
         for load, read in reads:
-            read.note_silence(now)
+            read.unreachable_since = min(now, read.unreachable_since)
             if read.lacks_answer:
                 actions += load.ask(read, now)
         return actions + (self._renew(event.endpoint, now) if reads else [])
 
     def _on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
         for load, read in self._at(event.endpoint):
-            detail = f"prefill rank {read.rank} is unreachable: {event.reason}"
-            read.note_silence(now)
-            load.on_refusal(read, event, Failure(FailureKind.UNREACHABLE, detail), now)
-        failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
-        peers = self.peers.on_endpoint_lost(event, now)
-        return [a for peer in peers for a in self._on_unusable(peer, event, failure, now)]
-
-    def _note_answer(self, endpoint: Endpoint, incarnation: Incarnation) -> None:
-        for load, read in self._unfinished.get(endpoint, {}).values():
-            # An answer of another incarnation says nothing about this one.
-            if read.unreachable_since is not None and read.incarnation == incarnation:
-                read.unreachable_since = None
-                self._touch([load])
+            read.unreachable_since = min(now, read.unreachable_since)
+            load.on_refusal(read, event, now)
+        return self.peers.on_endpoint_lost(event, now)
 
     # --- messages
 
-    def _on_answer(self, message: messages.Answer, endpoint: Endpoint, now: float) -> Actions:
-        match message:
-            case messages.Description():
-                return self.peers.on_description(message, endpoint)
-            case messages.Refusal():
-                engine, incarnation = EngineId(message.engine), Incarnation(message.incarnation)
-                peer = events.PeerKey(engine, incarnation, endpoint)
-                failure = Failure(FailureKind.UNREACHABLE, message.reason)
-                return self._on_unusable(peer, message, failure, now)
-            case messages.VersionRefusal():
-                return self._on_endpoint_lost(events.EndpointLost(endpoint, str(message)), now)
-            case messages.Renewed():
-                self._on_renewed(message, endpoint, now)
+    def _on_answer(self, event: events.Answered, now: float) -> Actions:
+        match event.message:
+            case messages.Description() as description:
+                return self.peers.on_description(description, event.endpoint)
+            case messages.Refusal(engine=engine, incarnation=incarnation) as refusal:
+                peer = events.PeerKey(EngineId(engine), Incarnation(incarnation), event.endpoint)
+                return self.peers.on_refused(peer, refusal, now)
+            case messages.VersionRefusal() as refusal:
+                lost = events.EndpointLost(event.endpoint, str(refusal))
+                return self._on_endpoint_lost(lost, now)
+            case message if message.reader != self.reader:
                 return []
-            case _:
-                return self._on_claim_answer(message, endpoint, now)
+            case messages.Renewed() as renewed:
+                return self._on_renewed(renewed, event.endpoint, now)
+            case answer:
+                return self._on_claim_answer(answer, event.endpoint, now)
 
     def _on_claim_answer(
         self, message: messages.ClaimAnswer, endpoint: Endpoint, now: float
     ) -> Actions:
-        if message.reader != self.reader:
-            return []
-        claimed = self._claimed(message.claim, endpoint)
-        if claimed is None:
+        load, read = self._claimed(message.claim, endpoint)
+        if load is None or read is None:
             # This rank forgot the claim. Without a release, prefill waits for its lease to expire.
-            holds = isinstance(message, messages.Grant | messages.Recall)
-            return [_release_unknown(message, endpoint)] if holds else []
-        load, read = claimed
-        match message:
-            case messages.Grant():
-                actions = load.on_grant(read, message, now)
-                self._hurry_renewal(read, now)
-                return actions
-            case messages.DigestReply():
-                return load.on_digest(read, message)
-            case messages.PackReply():
-                return load.on_packed(read, message, now)
-            case messages.Recall() if load.is_reading(read):
-                return self._renew(endpoint, now)  # it lists the claims that are being read
-            case messages.Recall():
-                detail = f"prefill rank {read.rank} recalled its blocks before decode had its own"
-                load.on_refusal(read, message, Failure(FailureKind.RECALLED, detail), now)
-                return [load.release(read)]
-            case messages.Deny():
-                failure = Failure(FailureKind.DENIED, f"prefill rank {read.rank} denied")
-                load.on_refusal(read, message, failure, now)
-        return []
+            if not isinstance(message, messages.Grant | messages.Recall):
+                return []
+            release = messages.about_claim(messages.Release, message, complete=False)
+            return [events.Send(endpoint, release)]
+        if isinstance(message, messages.Recall) and load.is_reading(read):
+            return self._renew(endpoint, now)  # it lists the claims that are being read
+        actions = HANDLERS[type(message)](load, read, message, now)
+        if isinstance(message, messages.Grant):
+            self._hurry_renewal(read, now)
+        return actions
 
-    def _on_renewed(self, message: messages.Renewed, endpoint: Endpoint, now: float) -> None:
-        if message.reader != self.reader:
-            return
-        self._note_answer(endpoint, Incarnation(message.incarnation))
+    def _on_renewed(self, message: messages.Renewed, endpoint: Endpoint, now: float) -> Actions:
+        for load, read in self._unfinished.get(endpoint, {}).values():
+            # An answer of another incarnation says nothing about this one.
+            if read.unreachable_since < math.inf and read.incarnation == message.incarnation:
+                read.unreachable_since = math.inf
+                self._touched[load.claim] = load
         for claim in message.lost:
-            load, read = self._claimed(Claim(claim), endpoint) or (None, None)
+            one, held = self._claimed(Claim(claim), endpoint)
             # A renew may overtake an ask, so prefill may have granted the claim since.
-            if load and read and read.grant is not None and read.granted_at < message.number:
-                detail = f"prefill rank {read.rank} let the lease run out"
-                load.on_refusal(read, message, Failure(FailureKind.LEASE_LOST, detail), now)
+            if one and held and held.grant is not None and held.granted_at < message.number:
+                one.on_refusal(held, message, now)
+        return []
 
     # --- reads
 
     def _on_read_event(self, event: events.ReadEvent, now: float) -> Actions:
         load = self._of_request(event.request)
-        read = load.reads.get(event.rank) if load is not None and load.reads else None
+        read = load.reads.get(event.rank) if load is not None else None
         if load is None or read is None:
             return []
-        match event:
-            case events.ChunksWanted():
-                return load.on_progress(read, event, now)
-            case events.ReadDone():
-                return load.on_read_done(read, event, now)
-            case events.SlotRead():
-                return self.peers.on_read(load.peer) + load.on_slot(read, event, now)
-            case events.DigestCompared():
-                return load.on_compared(read, event, now)
-            case events.ReadFailed():
-                return load.on_read_failed(read, event, now)
+        actions = self.peers.on_read(load.peer) if isinstance(event, events.SlotRead) else []
+        return actions + HANDLERS[type(event)](load, read, event, now)
 
     # --- time
 
     def _on_tick(self, tick: events.Tick, now: float) -> Actions:
-        overdue, actions = self.peers.on_tick(tick, self._is_in_use, now)
-        for peer in overdue:
-            actions += self._on_unusable(peer, tick, NO_DESCRIPTION, now)
-        for load in self._touch([self._loads[claim] for claim in self._due.pop_due(now)]):
+        actions = self.peers.on_tick(tick, self._is_in_use, now)
+        self._fail_loads()
+        for load in [self._loads[claim] for claim in self._due.pop_due(now)]:
+            self._touched[load.claim] = load
             actions += load.on_tick(now)
-            for read in load.rank_reads if load.failure is None else ():
+            for read in load.reads.values() if load.failure is None else ():
                 if read.lacks_answer and read.ask_again_at <= now:
                     actions += load.ask(read, now)
         actions += self._settle(now)  # first, so that no renew names a claim that has just ended
@@ -460,7 +348,7 @@ class DecodeMachine:
     def _is_in_use(self, peer: events.PeerKey) -> bool:
         """Whether a read is reading the peer's memory, or may still be started on it."""
         loads = self._by_peer.get(peer, {}).values()
-        return any(load.reads is not None and not load.is_over for load in loads)
+        return any(load.is_open and not load.is_over for load in loads)
 
     # --- renewals
 
@@ -472,28 +360,19 @@ class DecodeMachine:
         for load, read in found:
             reading, others = lives.setdefault(read.incarnation, ([], []))
             (reading if load.is_reading(read) else others).append(load.claim)
-        return [
-            self._renew_message(endpoint, life, (*reading, *others), len(reading))
-            for life, (reading, others) in lives.items()
-        ]
+        return [self._heartbeat(endpoint, life, *claims) for life, claims in lives.items()]
 
-    def _renew_message(
-        self,
-        endpoint: Endpoint,
-        incarnation: Incarnation,
-        claims: tuple[Claim, ...] = (),
-        num_reading: int = 0,
+    def _heartbeat(
+        self, at: Endpoint, life: Incarnation, reading: _Claims = (), others: _Claims = ()
     ) -> events.Action:
-        return events.Send(
-            endpoint,
-            messages.Renew(
-                incarnation=incarnation,
-                reader=self.reader,
-                number=self.numbers.next(),
-                claims=claims,
-                num_reading=num_reading,
-            ),
+        renew = messages.Renew(
+            incarnation=life,
+            reader=self.reader,
+            number=self.numbers.next(),
+            claims=(*reading, *others),
+            num_reading=len(reading),
         )
+        return events.Send(at, renew)
 
     def _renew_after_s(self, read: RankRead) -> float:
         # Five per lease, whose length prefill's configuration decides.
@@ -502,51 +381,57 @@ class DecodeMachine:
 
     def _hurry_renewal(self, read: RankRead, now: float) -> None:
         """Send the next heartbeat earlier if a new read or its lease needs that."""
-        due = self._renewals.get(read.endpoint)
         soon = now + self._renew_after_s(read)
-        if not read.has_ended and (due is None or soon < due):
+        if read.state not in ENDED and soon < self._renewals.get(read.endpoint):
             self._renewals.set(read.endpoint, soon)
 
     # --- the end of an event
 
+    def _fail_loads(self) -> None:
+        failed, self.peers.failed = self.peers.failed, []
+        for peer in failed:
+            for load in self._of_peer(peer.key):
+                if not load.is_over and peer.failure is not None:
+                    load.fail(peer.failure)
+
     def _settle(self, now: float) -> Actions:
         """Settle the loads that the event touched, then start the reads that have room."""
+        self._fail_loads()
         actions: Actions = []
         for load in self._touched.values():
-            if load.failure is not None and not load.is_over:
+            if load.failure is not None:
                 actions += load.cancel(load.failure, now)
-            for read in load.rank_reads:
+            for read in load.reads.values():
                 self._requeue(load, read, now)
-            if load.is_over and (load.start is not None or load.is_cancelled):
+            is_over = load.is_over
+            if is_over and (load.start is not None or load.is_cancelled):
                 actions += load.end()
                 self._forget(load)
             else:
-                self._due.set(load.claim, load.next_due)
+                self._due.set(load.claim, math.inf if is_over else load.next_due)
         self._touched.clear()
         for claim, rank in self._queue.pop_startable(now):
             load = self._loads[claim]
-            if load.reads is not None:
-                actions += load.start_read(load.reads[rank], now)
+            actions += load.start_read(load.reads[rank], now)
         return actions
 
     def _requeue(self, load: Load, read: RankRead, now: float) -> None:
         """Queue a read, or take it out once it has ended."""
         key = (load.claim, read.rank)
         if read.state is State.GRANTED and load.start is not None:
-            if key not in self._queue:
-                share = load.start.num_tokens * self._bytes_per_token // len(load.rank_reads)
+            if key not in self._queue.where:
+                share = load.start.num_tokens * self._bytes_per_token // len(load.reads)
                 self._queue.add(key, read.endpoint, share)
         elif read.state not in (State.READING, State.DRAINING):
             self._queue.remove(key, now, has_landed=read.state is not State.FAILED)
-        if not read.has_ended:
-            return
-        others = self._unfinished.get(read.endpoint, {})
-        if others.pop(key, None) is not None and not others:
-            del self._unfinished[read.endpoint]
-            self._renewals.set(read.endpoint, None)
+        if read.state in ENDED:
+            others = self._unfinished.get(read.endpoint, {})
+            if others.pop(key, None) is not None and not others:
+                del self._unfinished[read.endpoint]
+                self._renewals.set(read.endpoint, math.inf)
 
     def _forget(self, load: Load) -> None:
-        self._due.set(load.claim, None)
+        self._due.set(load.claim, math.inf)
         del self._loads[load.claim]
         of_peer = self._by_peer[load.peer]
         del of_peer[load.claim]
@@ -555,15 +440,24 @@ class DecodeMachine:
         if self._by_request.get(load.request) is load:  # not another one with the same id
             del self._by_request[load.request]
 
+    # --- the handler of each event
 
-def _release_unknown(message: messages.ClaimAnswer, endpoint: Endpoint) -> events.Action:
-    return events.Send(
-        endpoint,
-        messages.Release(
-            incarnation=message.incarnation,
-            nonce=message.nonce,
-            claim=message.claim,
-            reader=message.reader,
-            complete=False,
-        ),
-    )
+    _HANDLERS: ClassVar[Mapping[type, Callable[["DecodeMachine", Any, float], Actions]]] = {
+        events.PrepareLoad: _prepare,
+        events.StartLoad: _start,
+        events.CancelLoad: _cancel,
+        events.Answered: _on_answer,
+        events.LinkBroken: _on_link_broken,
+        events.EndpointLost: _on_endpoint_lost,
+        events.PeerFits: _on_fits,
+        events.PeerJoined: lambda self, event, now: self.peers.on_joined(event, now),
+        events.PeerRefused: lambda self, event, now: self.peers.on_refused(event.peer, event, now),
+        events.PeerBroken: lambda self, event, now: self.peers.on_broken(event, now),
+        events.PeersMoved: _greet,
+        events.Tick: _on_tick,
+        events.ChunksWanted: _on_read_event,
+        events.ReadDone: _on_read_event,
+        events.ReadFailed: _on_read_event,
+        events.SlotRead: _on_read_event,
+        events.DigestCompared: _on_read_event,
+    }

@@ -1,8 +1,7 @@
 """The inputs and outputs of the state machines, besides the messages on the wire.
 
 Commands come from the caller, vLLM's step thread. Events come from the sockets and the data plane.
-The machines answer with actions, which `engine.loop` carries out. Results are actions that go back
-to the caller. All records are frozen, so that tests compare whole lists of them.
+The machines answer with actions, which `engine.loop` carries out. Results go back to the caller.
 """
 
 import enum
@@ -19,22 +18,18 @@ from nixl_kv.protocol.ticket import Ticket
 
 
 class Transition(NamedTuple):
-    """An offer, a load, a read from one rank, or a peer changed its state.
-
-    `peer` is empty for a transition that concerns no peer. `cause` is the event's type and details.
-    """
+    """An offer, a load, a read from one rank, or a peer changed its state."""
 
     request: str
-    peer: str
+    peer: str  # empty if the transition concerns no peer
     before: str
     after: str
-    cause: str
+    cause: str  # the event's type and details
     num_bytes: int = 0
 
 
 Record: TypeAlias = Callable[[Transition], None]
-OVER = "OVER"
-"""The name of the state after the last transition."""
+OVER = "OVER"  # the name of the state after the last transition
 
 
 # --- commands of the caller on decode
@@ -47,10 +42,10 @@ class PrepareLoad(msgspec.Struct, frozen=True):
 
 
 class StartLoad(msgspec.Struct, frozen=True):
-    """The request has local blocks now: read the tokens [begin, end) into them.
+    """The request has local blocks: read the tokens [begin, end), and `verify` them by digest.
 
     `tables` has one block table per cache group, from the entry of token `begin` to that of token
-    `end - 1`. With `verify`, the load succeeds only if its digest equals prefill's.
+    `end - 1`.
     """
 
     request: RequestId
@@ -71,13 +66,10 @@ class CancelLoad(msgspec.Struct, frozen=True):
 
 
 class SetEngine(msgspec.Struct, frozen=True):
-    """All ranks of an engine must agree on this; it comes before any request.
+    """All ranks of an engine must agree on this; it comes before any request."""
 
-    A rank on another node may have started under another name. `layouts` are in rank order.
-    """
-
-    engine: EngineId
-    layouts: tuple[CacheLayout, ...]
+    engine: EngineId  # a rank on another node may have started under another name
+    layouts: tuple[CacheLayout, ...]  # in rank order
 
 
 # --- commands of the caller on prefill
@@ -86,17 +78,15 @@ class SetEngine(msgspec.Struct, frozen=True):
 class PrepareOffer(msgspec.Struct, frozen=True):
     """The step that completes the prompt is about to run; these blocks will hold its KV.
 
-    The ticket leaves after that step, with the blocks pinned, so an ask with this nonce proves
-    both. `tables` has one block table per cache group. If not `is_written`, the ticket may leave
-    before all KV is in memory, and the rank grants the offer after `MarkWritten`.
+    The ticket leaves after that step, with the blocks pinned: an ask with this nonce proves both.
     """
 
     nonce: Nonce
     request: RequestId
     context: str
     num_tokens: int
-    tables: tuple[Table, ...]
-    is_written: bool = True
+    tables: tuple[Table, ...]  # one per cache group
+    is_written: bool = True  # else the rank grants it after `MarkWritten`: KV is not in memory yet
 
 
 class MarkWritten(msgspec.Struct, frozen=True):
@@ -123,10 +113,7 @@ class RevokeOffer(msgspec.Struct, frozen=True):
 
 
 class ReclaimBlocks(msgspec.Struct, frozen=True):
-    """A local request has waited for `num_blocks` blocks: take them from offers.
-
-    Unclaimed offers end. If they are too few, the rank recalls granted offers that no reader reads.
-    """
+    """A local request waits for blocks: end unclaimed offers, and recall unread ones."""
 
     num_blocks: int
 
@@ -161,24 +148,18 @@ class EndpointLost(msgspec.Struct, frozen=True):
 
 
 class PeerKey(msgspec.Struct, frozen=True):
-    """One incarnation of a remote engine, at the endpoint that a ticket names.
-
-    The endpoint is part of the key, so a forged ticket cannot redirect the holders of genuine ones.
-    """
+    """One incarnation of a remote engine, at the endpoint that a ticket names."""
 
     engine: EngineId
     incarnation: Incarnation
-    endpoint: Endpoint
+    endpoint: Endpoint  # so a forged ticket cannot redirect the holders of genuine ones
 
     def __str__(self) -> str:
         return f"engine {self.engine!r} at {self.endpoint}"
 
 
 class PeerFits(msgspec.Struct, frozen=True):
-    """The description fits: loads may ask the peer's ranks, by these routes.
-
-    The peer's memory is still being made readable. A read that starts earlier waits for that.
-    """
+    """The description fits: loads may ask the peer's ranks while its memory is made readable."""
 
     peer: PeerKey
     description: messages.Description
@@ -206,10 +187,9 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ChunksWanted(msgspec.Struct, frozen=True):
-    """A read has moved, and wants prefill to pack these chunks, if any.
+    """A read has moved (every path reports this), and wants prefill to pack these chunks, if any.
 
-    Every path reports its progress by this event. `holds` are the numbers of all chunks that the
-    read waits for or still reads; prefill may reuse the ring slots of all others.
+    `holds` are the numbers of all chunks that the read waits for or still reads.
     """
 
     request: RequestId
@@ -219,10 +199,7 @@ class ChunksWanted(msgspec.Struct, frozen=True):
 
 
 class ReadDone(msgspec.Struct, frozen=True):
-    """All bytes of a data read have landed, in `num_runs` contiguous runs.
-
-    A staged read has read `direct_bytes` of them directly.
-    """
+    """All bytes of a data read have landed, in `num_runs` contiguous runs."""
 
     request: RequestId
     rank: Rank
@@ -230,7 +207,7 @@ class ReadDone(msgspec.Struct, frozen=True):
     num_runs: int = 0
     seconds: float = 0.0
     path: str = "direct"
-    direct_bytes: int = 0
+    direct_bytes: int = 0  # of them, those that a staged read has read directly
 
 
 class PeerBroken(msgspec.Struct, frozen=True):
@@ -280,17 +257,13 @@ class ChunkPacked(msgspec.Struct, frozen=True):
 
 
 class DigestCompared(msgspec.Struct, frozen=True):
-    """The landed bytes were compared with prefill's; `difference` says where they differ.
-
-    A comparison may outlive its load, so `claim` tells the attempts of a request apart. `refusal`
-    gives the reason if nothing was compared.
-    """
+    """The landed bytes were compared with prefill's; `difference` says where they differ."""
 
     request: RequestId
     rank: Rank
-    claim: Claim
+    claim: Claim  # tells the attempts of a request apart: a comparison may outlive its load
     difference: str | None = None
-    refusal: str | None = None
+    refusal: str | None = None  # why nothing was compared
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -330,13 +303,10 @@ class JoinPeer(msgspec.Struct, frozen=True):
 
 
 class DropPeer(msgspec.Struct, frozen=True):
-    """Forget a peer's memory, or stop making it readable. No read of it is in flight.
-
-    If not `is_dead`, this rank may meet it again over the same connections.
-    """
+    """Forget a peer's memory, or stop making it readable. No read of it is in flight."""
 
     peer: PeerKey
-    is_dead: bool = False
+    is_dead: bool = False  # else this rank may meet it again over the same connections
 
 
 class StartRead(msgspec.Struct, frozen=True):
@@ -386,10 +356,9 @@ class PackChunk(msgspec.Struct, frozen=True):
 
 
 class CompareDigest(msgspec.Struct, frozen=True):
-    """Digest the bytes that landed from a rank, and compare them with prefill's digest.
+    """Digest the bytes that landed from a rank; with prefill's sums, also compare the digests.
 
-    The first one, without prefill's sums, starts the digest when the data has landed. The second
-    one has the sums and follows a valid slot; DigestCompared answers it.
+    The first one starts the digest when the data has landed. The second one follows a valid slot.
     """
 
     rank: Rank
@@ -457,18 +426,14 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class LoadEnded(msgspec.Struct, frozen=True):
-    """A started load has ended: no read can write into its blocks later.
-
-    `failure` is None if every byte was read while prefill held the blocks. `verified`: its digest
-    equals prefill's. `peer` is None if no engine was asked. `reads` has one read per prefill rank.
-    """
+    """A started load has ended: no read can write into its blocks later."""
 
     request: RequestId
     num_tokens: int
-    failure: Failure | None
-    peer: PeerKey | None = None
-    verified: bool = False
-    reads: tuple[ReadDone, ...] = ()
+    failure: Failure | None  # None: every byte was read while prefill held the blocks
+    peer: PeerKey | None = None  # None: no engine was asked
+    verified: bool = False  # its digest equals prefill's
+    reads: tuple[ReadDone, ...] = ()  # one per prefill rank
 
 
 class OfferEnd(enum.Enum):
@@ -503,10 +468,10 @@ class Counts(msgspec.Struct, frozen=True):
     counts: Mapping[str, float]
 
 
-DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 PrefillCommand: TypeAlias = (
     PrepareOffer | MarkWritten | PublishOffer | WithdrawOffer | RevokeOffer | ReclaimBlocks
 )
+DecodeCommand: TypeAlias = PrepareLoad | StartLoad | CancelLoad
 Command: TypeAlias = DecodeCommand | PrefillCommand | SetEngine
 ReadEvent: TypeAlias = ChunksWanted | ReadDone | ReadFailed | SlotRead | DigestCompared
 PeerEvent: TypeAlias = PeerFits | PeerJoined | PeerRefused | PeerBroken | PeersMoved
@@ -519,17 +484,7 @@ DataAction: TypeAlias = (
 Notice: TypeAlias = PeerUnreadable | PeerReadable | AskDenied
 DigestAction: TypeAlias = MakeDigest | CompareDigest
 DigestEvent: TypeAlias = DigestMade | DigestCompared
-Action: TypeAlias = (
-    Send
-    | Reply
-    | Disconnect
-    | DataAction
-    | DigestAction
-    | PackChunk
-    | WriteSlot
-    | ClearSlot
-    | Notice
-    | LoadEnded
-    | OfferEnded
-)
+LocalAction: TypeAlias = PackChunk | WriteSlot | ClearSlot | LoadEnded | OfferEnded
+Action: TypeAlias = Send | Reply | Disconnect | DataAction | DigestAction | LocalAction | Notice
+Actions: TypeAlias = list[Action]
 Result: TypeAlias = LoadEnded | OfferEnded | NewLife | Counts

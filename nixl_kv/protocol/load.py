@@ -1,51 +1,32 @@
 """One load on a decode rank: its reads from all prefill ranks, and the one report it owes.
 
-vLLM's request needs KV that a prefill engine holds. The load asks each prefill rank that has a part
-of it, reads the granted blocks, and proves each part by the rank's fence slot. It is prepared
-when the request arrives, before vLLM has given it blocks, so that the grants are here by then.
-
-For each prefill rank it has a `RankRead`:
-
-    ASKING     the rank was asked for its blocks
-    GRANTED    the rank holds them; local blocks are missing, or earlier reads come first
-    READING    data is landing in the local blocks
-    CHECKING   all data has landed; the fence slot is being read
-    VERIFYING  the fence token was still there; digests of both sides are being compared
-    DRAINING   cancelled, but a read may still write
-    DONE       the bytes are proven
-    FAILED     no read writes later, and the bytes must not be used
+The load asks each prefill rank that has a part of the request's KV, reads the granted blocks, and
+proves each part by the rank's fence slot. It is prepared when the request arrives, before vLLM has
+given it blocks, so that the grants are here by then. For each prefill rank it has a `RankRead`.
 
 Only the end of the read itself leaves READING and CHECKING: NIXL has no abort, so the caller gets
-its blocks back when no read can write into them. One failure cancels the reads from all other
-ranks. When every read has ended, the load ends: it reports `LoadEnded` if it was started, and
-nothing if it was cancelled before.
+its blocks back when no read can write into them. One failure cancels the reads from all ranks.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import auto
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
+from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Claim, Endpoint, Incarnation, Rank, RequestId, short
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Machine, MachineState, Table
 from nixl_kv.protocol.read_queue import ReadQueue
 from nixl_kv.protocol.ticket import Ticket
 
-Actions: TypeAlias = list[events.Action]
-
-ASK_AGAIN_S: Final = 1.0
-"""An unanswered message is repeated after this long: ZMQ may have dropped it."""
-SILENCE_S: Final = 3.0
-"""A read from an unreachable rank is late after this long, although NIXL reports no error."""
-DRAIN_S: Final = 1.0
-"""A late read that has not ended after this long is abandoned: its agent is replaced."""
-MAX_TIMEOUTS: Final = 4
-"""A read that does not move is late after this many timeouts, whatever moves beside it."""
+ASK_AGAIN_S: Final = 1.0  # an unanswered message is repeated: ZMQ may have dropped it
+SILENCE_S: Final = 3.0  # a read from an unreachable rank is late, although NIXL reports no error
+DRAIN_S: Final = 1.0  # a late read that has not ended is abandoned: its agent is replaced
+MAX_TIMEOUTS: Final = 4  # a read that does not move is late then, whatever moves beside it
 
 DROPPED: Final = Failure(FailureKind.DROPPED, "dropped")
 
@@ -58,14 +39,16 @@ class Cancelled:
 
 
 class State(MachineState):
-    ASKING = auto()
-    GRANTED = auto()
-    READING = auto()
-    CHECKING = auto()
-    VERIFYING = auto()
-    DRAINING = auto()
-    DONE = auto()
-    FAILED = auto()
+    """The state of a read; its value says what the read waits for."""
+
+    ASKING = "a grant"  # the rank was asked for its blocks
+    GRANTED = "its turn in the read queue"  # or local blocks; the rank holds its own
+    READING = "data"  # it is landing in the local blocks
+    CHECKING = "the fence slot"  # all data has landed
+    VERIFYING = "a digest"  # the fence token was still there; the digests are being compared
+    DRAINING = "the end of a cancelled read"  # which may still write
+    DONE = ""  # the bytes are proven
+    FAILED = None  # no read writes later, and the bytes must not be used
 
 
 _FAILED: Final = (State.FAILED,)
@@ -114,16 +97,17 @@ TRANSITIONS: Final[Table[State]] = {
 
 MACHINE: Final = Machine("load", TRANSITIONS)
 
+# In these states a read may write into local memory.
 POSTED: Final = frozenset({State.READING, State.CHECKING, State.DRAINING})
-"""States in which a read may write into local memory."""
+ENDED: Final = frozenset({State.DONE, State.FAILED})
 
-_WAITS_FOR: Final[Mapping[State, str]] = {
-    State.ASKING: "a grant",
-    State.GRANTED: "its turn in the read queue",
-    State.READING: "data",
-    State.CHECKING: "the fence slot",
-    State.VERIFYING: "a digest",
-    State.DRAINING: "the end of a cancelled read",
+_Refusal: TypeAlias = messages.Deny | messages.Recall | messages.Renewed | events.EndpointLost
+# Why a load fails if a rank does not grant, or no longer does, or cannot be reached.
+_REFUSALS: Final[Mapping[type, tuple[FailureKind, str]]] = {
+    messages.Deny: (FailureKind.DENIED, "denied"),
+    messages.Recall: (FailureKind.RECALLED, "recalled its blocks before decode had its own"),
+    messages.Renewed: (FailureKind.LEASE_LOST, "let the lease run out"),
+    events.EndpointLost: (FailureKind.UNREACHABLE, "is unreachable"),
 }
 
 
@@ -141,14 +125,14 @@ class Numbers:
 class RankRead:
     """The read of one prefill rank for one load. All times are monotonic, in seconds."""
 
-    rank: Rank
-    incarnation: Incarnation
+    route: Route
     endpoint: Endpoint
-    readers: tuple[Rank, ...]  # all ranks of this engine that read it
+    incarnation: Incarnation
+    layout: CacheLayout
     state: State = State.ASKING
     ask_again_at: float = -math.inf
     moved_at: float = -math.inf  # the last step forward, or the last bytes that are known to land
-    unreachable_since: float | None = None  # its connection broke, and it has not answered since
+    unreachable_since: float = math.inf  # its connection broke, and it has not answered since
     abandoned: bool = False
     grant: messages.Grant | None = None
     granted_at: int = 0  # the number of this rank's last message when the grant came
@@ -158,13 +142,9 @@ class RankRead:
     chunks: dict[int, events.Chunk] = field(default_factory=dict)  # asked for, not answered
     holds: tuple[int, ...] = ()  # see `messages.PackRequest`
 
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} at {self.endpoint}"
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in (State.DONE, State.FAILED)
+    def __post_init__(self) -> None:
+        self.rank = self.route.remote_rank
+        self.name = f"rank {self.rank} at {self.endpoint}"
 
     @property
     def lacks_answer(self) -> bool:
@@ -177,16 +157,9 @@ class RankRead:
         return self.state is State.ASKING
 
     @property
-    def needs_prefill(self) -> bool:
-        """Whether a refusal by prefill ends it."""
-        # The fence slot decides about a posted read. A comparison goes on once both digests are
-        # here, because the fence has proven those bytes.
-        is_undecided = self.state is State.VERIFYING and self.digest is None
-        return is_undecided or self.state in (State.ASKING, State.GRANTED)
-
-    def note_silence(self, now: float) -> None:
-        if self.unreachable_since is None:
-            self.unreachable_since = now
+    def silent_at(self) -> float:
+        """When its rank has been unreachable for too long; infinity if nothing is being read."""
+        return self.unreachable_since + SILENCE_S if self.state in POSTED else math.inf
 
 
 @dataclass
@@ -203,40 +176,34 @@ class Load:
     record: events.Record = field(repr=False)
     queue: ReadQueue = field(repr=False)
     numbers: Numbers = field(repr=False)
-    reads: dict[Rank, RankRead] | None = None  # None until the peer is known
+    is_open: bool = False  # the peer is known, and so are all reads
+    reads: dict[Rank, RankRead] = field(default_factory=dict)
     start: events.StartLoad | None = None  # with the local blocks
     is_cancelled: bool = False
     failure: Failure | None = None
     overdue_since: float | None = None
 
     def __post_init__(self) -> None:
-        cause = f"PrepareLoad: offer {short(self.ticket.nonce)}"
-        self.record(events.Transition(self.request, str(self.peer), "", "PREPARED", cause))
-
-    @property
-    def rank_reads(self) -> list[RankRead]:
-        return list(self.reads.values()) if self.reads else []
+        self._record("", "PREPARED", f"PrepareLoad: offer {short(self.ticket.nonce)}")
 
     @property
     def is_over(self) -> bool:
         """Whether no read can write from now on."""
-        if self.reads is None:
+        if not self.is_open:
             return self.failure is not None
-        return all(read.has_ended for read in self.reads.values())
+        return ENDED.issuperset([read.state for read in self.reads.values()])
 
     @property
     def waits_for(self) -> str:
         """The next step, for `nixl-kv status`."""
         if self.is_over:
             return "the scheduler, to start or cancel it"
-        if self.reads is None:
+        if not self.is_open:
             return f"the description of {self.peer}"
-        waits = [
-            "local blocks" if self._lacks_blocks(read) else _WAITS_FOR[read.state]
-            for read in self.rank_reads
-            if not read.has_ended
-        ]
-        return ", ".join(dict.fromkeys(waits))
+        states = dict.fromkeys(read.state for read in self.reads.values())
+        waits = [state.value for state in states if state not in ENDED]
+        own = State.GRANTED.value if self.start is None else None
+        return ", ".join("local blocks" if each == own else each for each in waits)
 
     def is_reading(self, read: RankRead) -> bool:
         """Whether prefill must keep the blocks, because this read has local blocks."""
@@ -245,61 +212,51 @@ class Load:
 
     def fail(self, failure: Failure) -> None:
         # The first failure explains the others.
-        if self.failure is None:
-            self.failure = failure
+        self.failure = self.failure or failure
 
     # --- time
 
     @property
     def lacks_only_blocks(self) -> bool:
         """Whether every rank has granted and local blocks are missing: then it is never late."""
-        return self.reads is not None and all(map(self._lacks_blocks, self.rank_reads))
-
-    def _lacks_blocks(self, read: RankRead) -> bool:
-        return self.start is None and read.state is State.GRANTED
+        is_granted = all(read.state is State.GRANTED for read in self.reads.values())
+        return self.is_open and self.start is None and is_granted
 
     @property
-    def next_due(self) -> float | None:
-        """When a tick changes something; None for never."""
-        if self.is_over:
-            return None
-        times = [read.ask_again_at for read in self.rank_reads if read.lacks_answer]
-        if self.overdue_since is None:
-            times.append(self.deadline)
-        elif any(read.state in POSTED and not read.abandoned for read in self.rank_reads):
-            times.append(self.overdue_since + DRAIN_S)
-        return min((when for when in times if when < math.inf), default=None)
+    def next_due(self) -> float:
+        """When a tick changes something; infinity for never."""
+        due = self.deadline if self.overdue_since is None else math.inf
+        for read in self.reads.values():
+            if read.lacks_answer:
+                due = min(due, read.ask_again_at)
+            if self.overdue_since is not None and read.state in POSTED and not read.abandoned:
+                due = min(due, self.overdue_since + DRAIN_S)
+        return due
 
     @property
     def deadline(self) -> float:
         """When it is late unless something moves before; infinity for never."""
         if self.start is None or not self.reads:
             return math.inf if self.lacks_only_blocks else self.since + self.timeout_s
-        unfinished = [read for read in self.rank_reads if not read.has_ended]
-        return min([self._silent_at, *map(self._read_late_at, unfinished)])
+        unfinished = [read for read in self.reads.values() if read.state not in ENDED]
+        return min(map(self._late_at, unfinished), default=math.inf)
 
-    @property
-    def _silent_at(self) -> float:
-        """When the first rank that is being read has been unreachable for too long."""
-        broken = [read.unreachable_since for read in self.rank_reads if read.state in POSTED]
-        return min((when + SILENCE_S for when in broken if when is not None), default=math.inf)
-
-    def _read_late_at(self, read: RankRead) -> float:
-        """When one read is late. A read that moves never is."""
+    def _late_at(self, read: RankRead) -> float:
+        """When one read is late. A read that moves never is, unless its rank is silent."""
         moved_at = max(self.since, read.moved_at)
         late_at = moved_at + self.timeout_s
         key = (self.claim, read.rank)
-        if key not in self.queue:
-            return late_at
-        others_moved_at = self.queue.moved_at(key)
-        # A queued read has not begun: it is late only if nothing moves that it waits for.
-        if read.state is State.GRANTED:
-            return max(late_at, others_moved_at + self.timeout_s)
-        # A posted read shares the link with the rest of its load and its lane. While those move, it
-        # may be starved rather than stuck, so it gets more time, but not without end.
-        others_moved_at = max(others_moved_at, *(one.moved_at for one in self.rank_reads))
-        longest = moved_at + MAX_TIMEOUTS * self.timeout_s
-        return max(late_at, min(others_moved_at + self.timeout_s, longest))
+        if key in self.queue.where:
+            others_moved_at = self.queue.moved_at(key)
+            # A queued read has not begun: it is late only if nothing moves that it waits for.
+            if read.state is State.GRANTED:
+                return max(late_at, others_moved_at + self.timeout_s)
+            # A posted read shares the link with the rest of its load and its lane. While those
+            # move, it may be starved rather than stuck, so it gets more time, but not without end.
+            others_moved_at = max(others_moved_at, *[one.moved_at for one in self.reads.values()])
+            longest = moved_at + MAX_TIMEOUTS * self.timeout_s
+            late_at = max(late_at, min(others_moved_at + self.timeout_s, longest))
+        return min(late_at, read.silent_at)
 
     def on_tick(self, now: float) -> Actions:
         """Fail a late load. If that does not end a read in time, abandon the read, once."""
@@ -308,12 +265,12 @@ class Load:
             if now < self.deadline:
                 return []
             self.overdue_since = now
-            is_silent = self._silent_at <= now
+            is_silent = any(read.silent_at <= now for read in self.reads.values())
             stopped = f"nothing moved for {self.timeout_s:g} s"
             detail = "prefill fell silent during the read" if is_silent else stopped
             self.fail(Failure(FailureKind.LATE, detail))
         actions: Actions = []
-        for read in self.rank_reads if now >= self.overdue_since + DRAIN_S else ():
+        for read in self.reads.values() if now >= self.overdue_since + DRAIN_S else ():
             if read.state in POSTED and not read.abandoned:
                 read.abandoned = True
                 actions.append(events.AbandonRead(self.request, read.rank))
@@ -325,16 +282,11 @@ class Load:
         self, description: messages.Description, routes: Iterable[Route], cause: str
     ) -> Actions:
         """The peer is known: read some ranks, and release those that no rank here reads."""
-        self.reads = {}
+        self.is_open = True
         actions: Actions = []
         for route in routes:
             remote = description.ranks[route.remote_rank]
-            read = RankRead(
-                rank=route.remote_rank,
-                incarnation=remote.incarnation,
-                endpoint=remote.endpoint,
-                readers=route.readers,
-            )
+            read = RankRead(route, remote.endpoint, remote.incarnation, remote.layout)
             if route.readers:
                 self.reads[read.rank] = read
                 self.record(events.Transition(self.request, read.name, "", read.state.name, cause))
@@ -347,14 +299,26 @@ class Load:
             case State.ASKING:
                 read.ask_again_at = now + ASK_AGAIN_S
                 context, number = self.ticket.context, self.numbers.next()
-                fields = {"context": context, "number": number, "readers": read.readers}
+                fields = {"context": context, "number": number, "readers": read.route.readers}
                 return [self._send(read, messages.Ask, **fields)]
             case State.READING:
                 return self._ask_chunks(read, read.chunks.values(), now)
         return self.ask_digest(read, now)
 
+    def on_blocks(self, start: events.StartLoad, now: float) -> None:
+        """The request has local blocks, so its time begins again."""
+        self.start, self.since = start, now
+        self._record("PREPARED", "STARTED", f"StartLoad: tokens {start.begin} to {start.end - 1}")
+
+    def start_read(self, read: RankRead, now: float) -> Actions:
+        if self.start is None or read.grant is None:
+            return []
+        self._move(read, State.READING, self.start, now)
+        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+
+    # --- the handlers of HANDLERS: a late or repeated message changes nothing
+
     def on_grant(self, read: RankRead, grant: messages.Grant, now: float) -> Actions:
-        """A repeated or late grant changes nothing."""
         if read.state is State.FAILED:
             return [self.release(read)]
         if read.state is State.ASKING:
@@ -362,33 +326,20 @@ class Load:
             self._move(read, State.GRANTED, grant, now)
         return []
 
-    def on_blocks(self, start: events.StartLoad, now: float) -> None:
-        """The request has local blocks, so its time begins again."""
-        self.start, self.since = start, now
-        cause = f"StartLoad: tokens {start.begin} to {start.end - 1}"
-        self.record(events.Transition(self.request, str(self.peer), "PREPARED", "STARTED", cause))
-
-    def on_refusal(
-        self,
-        read: RankRead,
-        event: messages.Deny | messages.Recall | messages.Renewed | events.EndpointLost,
-        failure: Failure,
-        now: float,
-    ) -> None:
+    def on_refusal(self, read: RankRead, event: _Refusal, now: float) -> Actions:
         """The rank does not grant, or no longer does, or cannot be reached."""
-        if read.needs_prefill:
+        kind, what = _REFUSALS[type(event)]
+        reason = f": {event.reason}" if isinstance(event, events.EndpointLost) else ""
+        failure = Failure(kind, f"prefill rank {read.rank} {what}{reason}")
+        # The fence slot decides about a posted read. A comparison goes on once both digests are
+        # here, because the fence has proven those bytes.
+        is_undecided = read.state is State.VERIFYING and read.digest is None
+        if is_undecided or read.state in (State.ASKING, State.GRANTED):
             self.fail(failure)
             self._move(read, State.FAILED, event, now)
         elif read.state is State.READING and read.chunks:  # prefill will not pack them
             self.fail(failure)
-
-    # --- a read and its proof
-
-    def start_read(self, read: RankRead, now: float) -> Actions:
-        if self.start is None or read.grant is None:
-            return []
-        self._move(read, State.READING, self.start, now)
-        return [events.StartRead(self.peer, read.rank, read.grant, self.start)]
+        return [self.release(read)] if isinstance(event, messages.Recall) else []
 
     def on_progress(self, read: RankRead, event: events.ChunksWanted, now: float) -> Actions:
         read.holds = event.holds
@@ -400,24 +351,7 @@ class Load:
         read.chunks |= {each.number: each for each in event.chunks if each.number in event.holds}
         return self._ask_chunks(read, event.chunks, now)
 
-    def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
-        read.ask_again_at = now + ASK_AGAIN_S
-        shared = {"number": self.numbers.next(), "holds": read.holds}
-        return [
-            self._send(
-                read,
-                messages.PackRequest,
-                chunk=chunk.number,
-                begin=chunk.begin,
-                end=chunk.end,
-                layers=chunk.layers,
-                **shared,
-            )
-            for chunk in chunks
-        ]
-
     def on_packed(self, read: RankRead, reply: messages.PackReply, now: float) -> Actions:
-        """A repeated or late reply changes nothing."""
         if read.state is not State.READING or read.chunks.pop(reply.chunk, None) is None:
             return []
         self._note_progress(read, now)
@@ -442,7 +376,9 @@ class Load:
             self.fail(Failure(FailureKind.FENCED, detail))
         if read.state is State.DRAINING or not slot_valid:
             return self._end_read(read, State.FAILED, event, now)
-        if self._is_verified(read):
+        # Bytes without a named slice cannot be compared: the load must then be late, not good.
+        has_bytes = bool(read.slices) or (read.done is not None and read.done.num_bytes > 0)
+        if self.start is not None and self.start.verify and has_bytes:
             self._move(read, State.VERIFYING, event, now)
             return self._compare(read)
         return self._end_read(read, State.DONE, event, now)
@@ -452,12 +388,36 @@ class Load:
         self.fail(Failure(FailureKind.BROKEN, detail))
         return self._end_read(read, State.FAILED, event, now)
 
-    # --- the comparison of digests
+    def on_digest(self, read: RankRead, reply: messages.DigestReply, _now: float) -> Actions:
+        if not read.slices or read.digest is not None:
+            return []
+        read.digest = reply
+        return self._compare(read)
 
-    def _is_verified(self, read: RankRead) -> bool:
-        # Bytes without a named slice cannot be compared: the load must then be late, not good.
-        has_data = read.done is not None and read.done.num_bytes > 0
-        return self.start is not None and self.start.verify and (has_data or bool(read.slices))
+    def on_compared(self, read: RankRead, event: events.DigestCompared, now: float) -> Actions:
+        # The comparison of an earlier attempt may end when the same request is loaded again.
+        if read.state is not State.VERIFYING or event.claim != self.claim:
+            return []
+        source, after = f"the bytes from prefill rank {read.rank}", State.FAILED
+        if event.refusal is not None:
+            detail = f"{source} cannot be verified: {event.refusal}"
+            self.fail(Failure(FailureKind.INTERNAL, detail))
+        elif event.difference is not None:
+            self.fail(Failure(FailureKind.CORRUPT, f"{source} are wrong: {event.difference}"))
+        else:
+            after = State.DONE
+        return self._end_read(read, after, event, now)
+
+    # --- packed chunks and digests
+
+    def _ask_chunks(self, read: RankRead, chunks: Iterable[events.Chunk], now: float) -> Actions:
+        read.ask_again_at = now + ASK_AGAIN_S
+        shared = {"number": self.numbers.next(), "holds": read.holds}
+        parts = [
+            {"chunk": chunk.number, "begin": chunk.begin, "end": chunk.end, "layers": chunk.layers}
+            for chunk in chunks
+        ]
+        return [self._send(read, messages.PackRequest, **part, **shared) for part in parts]
 
     def ask_digest(self, read: RankRead, now: float) -> Actions:
         if self.start is None or not read.slices:
@@ -466,13 +426,6 @@ class Load:
         fields = {"end": self.start.end, "slices": read.slices}
         return [self._send(read, messages.DigestRequest, **fields)]
 
-    def on_digest(self, read: RankRead, reply: messages.DigestReply) -> Actions:
-        """A repeated or unexpected reply changes nothing."""
-        if not read.slices or read.digest is not None:
-            return []
-        read.digest = reply
-        return self._compare(read)
-
     def _compare(self, read: RankRead) -> Actions:
         """Compare once the fence has proven the bytes and prefill's digest is here."""
         if read.digest is None or read.state is not State.VERIFYING or self.start is None:
@@ -480,63 +433,35 @@ class Load:
         sums = read.digest.rows, read.digest.columns
         return [events.CompareDigest(read.rank, read.slices, self.start, self.claim, *sums)]
 
-    def is_digest_wanted(self, action: events.CompareDigest) -> bool:
-        read = (self.reads or {}).get(action.rank)
-        is_open = read is not None and read.state in (State.CHECKING, State.VERIFYING)
-        return is_open and self.claim == action.claim
-
-    def on_compared(self, read: RankRead, event: events.DigestCompared, now: float) -> Actions:
-        """A comparison for an earlier claim, or one that ends too late, changes nothing."""
-        if read.state is not State.VERIFYING or event.claim != self.claim:
-            return []
-        source = f"the bytes from prefill rank {read.rank}"
-        if event.refusal is not None:
-            detail = f"{source} cannot be verified: {event.refusal}"
-            self.fail(Failure(FailureKind.INTERNAL, detail))
-        elif event.difference is not None:
-            detail = f"{source} are wrong: {event.difference}"
-            self.fail(Failure(FailureKind.CORRUPT, detail))
-        is_equal = event.refusal is None and event.difference is None
-        return self._end_read(read, State.DONE if is_equal else State.FAILED, event, now)
-
     # --- the end
 
     def cancel(self, failure: Failure, now: float) -> Actions:
         """End every read: release asks and grants now, and posted reads once they have drained."""
         actions: Actions = []
-        for read in self.rank_reads:
-            if read.has_ended or read.state is State.DRAINING:
-                continue
-            if read.state in POSTED:
+        for read in self.reads.values():
+            if read.state in (State.READING, State.CHECKING):
                 if read.state is State.READING:
                     actions.append(events.StopRead(self.request, read.rank))
                 self._move(read, State.DRAINING, Cancelled(failure), now)
-            else:
+            elif read.state is not State.DRAINING and read.state not in ENDED:
                 actions += self._end_read(read, State.FAILED, Cancelled(failure), now)
         return actions
 
     def end(self) -> Actions:
         """Record the end, and report it if the load was started."""
-        before = "PREPARED" if self.start is None else "STARTED"
-        after = "LOADED" if self.failure is None else "FAILED"
-        cause = "" if self.failure is None else str(self.failure)
-        self.record(events.Transition(self.request, str(self.peer), before, after, cause))
-        if self.start is None:
+        start, failure, is_good = self.start, self.failure, self.failure is None
+        cause = "" if failure is None else str(failure)
+        before, after = "STARTED" if start else "PREPARED", "LOADED" if is_good else "FAILED"
+        self._record(before, after, cause)
+        if start is None:
             return []
-        reads = tuple(read.done for read in self.rank_reads if read.done is not None)
-        return [
-            events.LoadEnded(
-                self.request,
-                self.start.num_tokens,
-                self.failure,
-                self.peer,
-                verified=self.start.verify and self.failure is None,
-                reads=reads if self.failure is None else (),
-            )
-        ]
+        reads = tuple([r.done for r in self.reads.values() if is_good and r.done is not None])
+        is_verified, num_tokens = is_good and start.verify, start.num_tokens
+        ended = (self.request, num_tokens, failure, self.peer, is_verified, reads)
+        return [events.LoadEnded(*ended)]
 
     def validate(self) -> None:
-        for read in self.rank_reads:
+        for read in self.reads.values():
             if read.state in POSTED and (self.start is None or read.grant is None):
                 raise LocalProtocolError(f"{read.state.name} without blocks or grant")
             if read.state is State.FAILED and self.failure is None:
@@ -546,16 +471,14 @@ class Load:
         read.moved_at = now
         self.queue.note_progress((self.claim, read.rank), now)
 
+    def _record(self, before: str, after: str, cause: str) -> None:
+        self.record(events.Transition(self.request, str(self.peer), before, after, cause))
+
     def _move(self, read: RankRead, after: State, event: object, now: float) -> None:
-        read.state = MACHINE.move(
-            self.record,
-            (read.state, after),
-            event,
-            request=self.request,
-            peer=read.name,
-            detail=event.failure.kind.value if isinstance(event, Cancelled) else "",
-            num_bytes=event.num_bytes if isinstance(event, events.ReadDone) else 0,
-        )
+        detail = event.failure.kind.value if isinstance(event, Cancelled) else ""
+        num_bytes = event.num_bytes if isinstance(event, events.ReadDone) else 0
+        states, about = (read.state, after), (self.request, read.name)
+        read.state = MACHINE.move(self.record, states, event, about, detail, num_bytes)
         if after not in (State.DRAINING, State.FAILED):
             read.moved_at = now
 
@@ -572,3 +495,18 @@ class Load:
     ) -> events.Send:
         names = {"nonce": self.ticket.nonce, "claim": self.claim, "reader": self.reader}
         return events.Send(read.endpoint, message(incarnation=read.incarnation, **names, **fields))
+
+
+HANDLERS: Final[Mapping[type, Callable[[Load, RankRead, Any, float], Actions]]] = {
+    messages.Grant: Load.on_grant,
+    messages.Deny: Load.on_refusal,
+    messages.Recall: Load.on_refusal,
+    events.ChunksWanted: Load.on_progress,
+    messages.PackReply: Load.on_packed,
+    events.ReadDone: Load.on_read_done,
+    events.SlotRead: Load.on_slot,
+    events.ReadFailed: Load.on_read_failed,
+    messages.DigestReply: Load.on_digest,
+    events.DigestCompared: Load.on_compared,
+}
+"""How a load handles an answer of a prefill rank, or an event of the read from it."""

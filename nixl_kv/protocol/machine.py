@@ -1,12 +1,13 @@
-"""The base of all state machines of the protocol: checked transitions, and deadlines.
+"""The base of the protocol's state machines: checked transitions, and deadlines.
 
 A machine has subjects (offers, reads, peers), each in one state of an enum. Its table lists for
 each state which event may lead to which states. `Machine.move` checks every change against the
-table and records it, so the code does what the tables in docs/protocol.md say.
+table, so the code does what the tables in docs/protocol.md say.
 """
 
 import enum
 import heapq
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
@@ -31,27 +32,29 @@ class Machine(Generic[_State]):
     name: str  # of a subject, in errors
     table: Table[_State]
 
-    def move(  # noqa: PLR0913 - a transition is recorded with all that it is about
+    def move(
         self,
         record: events.Record,
         states: tuple[_State, _State | None],
         event: object,
-        *,
-        request: str = "",
-        peer: str = "",
+        about: tuple[str, str],
         detail: str = "",
         num_bytes: int = 0,
     ) -> _State:
-        """Check and record one transition, and return the new state (at the end: the last one).
+        """Check and record the transition by `event` between two `states`; return the new state.
 
-        `states` are those before and after `event`; `detail` follows its type in the record.
+        `about` names the request and the peer. At the end of a subject its last state stays.
         """
-        before, after = states
-        kind, name = type(event).__name__, _name(after)
+        (before, after), (request, peer) = states, about
+        kind, name = type(event).__name__, events.OVER if after is None else after.name
         moves = self.table[before]
         if after not in moves.get(type(event), ()):
-            allowed = [f"{each.__name__} to {_name(s)}" for each in moves for s in moves[each]]
             subject = ", ".join(filter(None, (request and f"request {request!r}", peer)))
+            allowed = [
+                f"{each.__name__} to {events.OVER if state is None else state.name}"
+                for each in moves
+                for state in moves[each]
+            ]
             raise LocalProtocolError(
                 f"{self.name} ({subject}): {kind} leads from {before.name} to {name}; "
                 f"allowed: {allowed}"
@@ -61,35 +64,23 @@ class Machine(Generic[_State]):
         return before if after is None else after
 
 
-def _name(state: MachineState | None) -> str:
-    return events.OVER if state is None else state.name
-
-
 class Deadlines(Generic[_Key]):
     """One deadline per key, in monotonic seconds. A tick costs as much as there are due keys."""
 
     def __init__(self) -> None:
+        self.next = math.inf  # the earliest deadline
         self._due: dict[_Key, float] = {}
         self._heap: list[tuple[float, int, _Key]] = []
         self._count = 0  # breaks ties in the heap, so that keys are never compared
 
-    def __len__(self) -> int:
-        return len(self._due)
+    def get(self, key: _Key) -> float:
+        return self._due.get(key, math.inf)
 
-    @property
-    def next(self) -> float | None:
-        while self._heap and self._is_stale(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def get(self, key: _Key) -> float | None:
-        return self._due.get(key)
-
-    def set(self, key: _Key, when: float | None) -> None:
-        """Replace the deadline of a key; None removes it. O(log n)."""
-        if self._due.get(key) == when:
+    def set(self, key: _Key, when: float) -> None:
+        """Replace the deadline of a key; infinity removes it. O(log n)."""
+        if self._due.get(key, math.inf) == when:
             return
-        if when is None:
+        if when == math.inf:
             del self._due[key]
         else:
             self._due[key] = when
@@ -97,22 +88,21 @@ class Deadlines(Generic[_Key]):
             heapq.heappush(self._heap, (when, self._count, key))
         # Replaced entries stay in the heap until they are due, or until they are most of it.
         if len(self._heap) > 2 * len(self._due) + 16:
-            self._heap = [entry for entry in self._heap if not self._is_stale(entry)]
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        self.next = self._heap[0][0] if self._heap else math.inf
 
     def pop_due(self, now: float) -> list[_Key]:
         """Remove the keys that are due and return them, earliest first."""
         due: list[_Key] = []
-        while (when := self.next) is not None and when <= now:
-            key = heapq.heappop(self._heap)[2]
-            del self._due[key]
-            due.append(key)
+        while self.next <= now:
+            due.append(self._heap[0][2])
+            self.set(due[-1], math.inf)
         return due
 
     def clear(self) -> None:
         self._due.clear()
         self._heap.clear()
-
-    def _is_stale(self, entry: tuple[float, int, _Key]) -> bool:
-        when, _, key = entry
-        return self._due.get(key) != when
+        self.next = math.inf

@@ -13,14 +13,12 @@ To a rank of any engine, from a tool:  StatusRequest  -> Status
 
 Each side answers a message of another wire version with VersionRefusal, which all versions can
 read. Decoders skip fields that a later version appends to a message. Every length is bounded,
-except for the texts of a `Status`. ZMQ's routing ids carry no meaning: each message names the
-incarnation that it is meant for, the offer, the claim and the reader. `ticket` has the history of
-WIRE_VERSION.
+except for the texts of a `Status`. ZMQ's routing ids carry no meaning.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -95,22 +93,14 @@ class Describe(_Message, frozen=True, kw_only=True):
 
 
 class Drain(_Message, frozen=True, kw_only=True):
-    """A tool, with ANY_INCARNATION: this engine will stop, so offer no request that arrives now.
+    """A tool, with ANY_INCARNATION: this engine will stop, so offer no request that arrives now."""
 
-    The engine still offers earlier requests; a repeated Drain counts them. `undo` ends draining.
-    """
-
-    undo: bool = False
+    undo: bool = False  # end draining
 
 
 class Draining(_Message, frozen=True, kw_only=True):
-    """`num_awaited` earlier requests are not offered yet.
-
-    `is_refused`: the engine has no key, and the tool runs on another machine.
-    """
-
-    num_awaited: _Count
-    is_refused: bool = False
+    num_awaited: _Count  # earlier requests that are not offered yet
+    is_refused: bool = False  # the engine has no key, and the tool runs on another machine
 
 
 class SetWeights(_Message, frozen=True, kw_only=True):
@@ -136,10 +126,10 @@ class Slots(_Record, frozen=True, kw_only=True):
 
 
 class Allocation(_Record, frozen=True, kw_only=True):
-    """`length` bytes of GPU memory from `address` on, in the owner's address space.
+    """GPU memory, by its address in the owner's address space.
 
-    Another process maps them by `handle`, the CUDA IPC handle of an allocation in which they begin
-    at `offset`. If it is empty, `descriptor` is the owner's file descriptor of the allocation.
+    Another process maps it by `handle`, the CUDA IPC handle of an allocation in which it begins at
+    `offset`. If it is empty, `descriptor` is the owner's file descriptor of the allocation.
     """
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -150,10 +140,9 @@ class Allocation(_Record, frozen=True, kw_only=True):
 
 
 class Proof(_Record, frozen=True, kw_only=True):
-    """16 random bytes that the owner of exported memory wrote into it at `address`.
+    """Random bytes that the owner of exported memory wrote into it at `address`.
 
-    A process that maps the memory reads them first. Other bytes there mean that it mapped the wrong
-    memory, or that its GPU cannot read the owner's.
+    Other bytes there mean that a process mapped the wrong memory, or that its GPU cannot read it.
     """
 
     address: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -161,14 +150,11 @@ class Proof(_Record, frozen=True, kw_only=True):
 
 
 class Export(_Record, frozen=True, kw_only=True):
-    """How processes on the same host map a rank's cache, in ascending order of addresses.
+    """How processes on the same host map a rank's cache, in ascending order of addresses."""
 
-    `host` (with the PID namespace), `pid` and `started` (clock ticks) identify the owner.
-    """
-
-    host: Annotated[str, Meta(max_length=256)]
+    host: Annotated[str, Meta(max_length=256)]  # with the PID namespace
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
-    started: Annotated[int, Meta(ge=0, lt=2**62)]
+    started: Annotated[int, Meta(ge=0, lt=2**62)]  # clock ticks
     allocations: Annotated[tuple[Allocation, ...], Meta(min_length=1, max_length=MAX_ALLOCATIONS)]
     proof: Proof
 
@@ -192,15 +178,11 @@ class RankDescription(_Record, frozen=True, kw_only=True):
 
 
 class Description(_Message, frozen=True, kw_only=True):
-    """`extras` are facts about other KV in the cache, such as a draft model's.
-
-    A reader must find its own among them. `ranks` are in rank order.
-    """
-
     engine: _Engine
     model: _Facts
     shape: ParallelShape
     ranks: Annotated[tuple[RankDescription, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    # About other KV in the cache, such as a draft model's. A reader must find its own among them.
     extras: _Facts = {}
 
 
@@ -229,13 +211,10 @@ class Ask(_Message, frozen=True, kw_only=True):
 
 
 class Grant(_OfClaim, frozen=True, kw_only=True):
-    """The rank holds the blocks for the claim while `generation` is in its fence `slot`.
+    """The rank holds the blocks for the claim while `generation` is in its fence `slot`."""
 
-    The lease ends `lease_s` after the last Ask or Renew. `tables` has one block table per cache
-    group, for the whole prompt.
-    """
-
-    lease_s: Annotated[float, Meta(gt=0, le=3600)]
+    lease_s: Annotated[float, Meta(gt=0, le=3600)]  # after the last Ask or Renew
+    # One block table per cache group, for the whole prompt.
     tables: Annotated[tuple[Table, ...], Meta(min_length=1, max_length=64)]
     slot: Annotated[int, Meta(ge=0, lt=1 << 20)]
     generation: Annotated[Generation, Meta(min_length=16, max_length=16)]
@@ -247,26 +226,20 @@ class Deny(_OfClaim, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class KVSlice:
-    """Some heads of one layer, from token `begin` on, of the tokens that all `stripes` keep.
-
-    Heads are counted over the model.
-    """
+    """Some heads of one layer, from token `begin` on, of the tokens that all `stripes` keep."""
 
     layer: str
-    first_head: int
+    first_head: int  # counted over the model
     end_head: int
     begin: int
     stripes: tuple[Stripe, ...] = ()
 
     def __post_init__(self) -> None:
         # Peers send these numbers.
-        if not 0 <= self.first_head < self.end_head <= 1 << 17:
-            raise ValueError(
-                f"heads of {self.layer!r} are {self.first_head} to {self.end_head}; "
-                "allowed: a half-open range"
-            )
-        if not 0 <= self.begin < 1 << 31:
-            raise ValueError(f"begin of {self.layer!r} is {self.begin}; allowed: a token")
+        check_range(f"first head of {self.layer!r}", self.first_head, low=0, high=1 << 17)
+        low, high = self.first_head + 1, (1 << 17) + 1
+        check_range(f"end of the heads of {self.layer!r}", self.end_head, low=low, high=high)
+        check_range(f"begin of {self.layer!r}", self.begin, low=0, high=1 << 31)
         check_range(f"number of stripes of {self.layer!r}", len(self.stripes), low=0, high=3)
 
 
@@ -278,10 +251,7 @@ class DigestRequest(_OfClaim, frozen=True, kw_only=True):
 
 
 class DigestReply(_OfClaim, frozen=True, kw_only=True):
-    """Sums of rows and of columns, as little-endian uint64; the claim is their secret.
-
-    Prefill held the blocks throughout.
-    """
+    """Sums of rows and of columns, as little-endian uint64; the claim is their secret."""
 
     rows: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_ROWS)]
     columns: Annotated[bytes, Meta(min_length=8, max_length=8 * MAX_COLUMNS)]
@@ -297,27 +267,22 @@ class LayerHeads(_Record, frozen=True, kw_only=True):
 
 
 class PackRequest(_OfClaim, frozen=True, kw_only=True):
-    """Pack tokens [begin, end) of these layers, all of one cache group, as this chunk.
+    """Pack tokens [begin, end) of these layers, all of one cache group, as this chunk."""
 
-    `holds` are all chunks that the reader waits for or still reads, including this one; ring slots
-    with others are free. `number` is that of `Ask`; prefill ignores an overtaken request.
-    """
-
-    number: _Count
+    number: _Count  # that of `Ask`; prefill ignores an overtaken request
     chunk: _Chunk
     begin: Annotated[int, Meta(ge=0, lt=1 << 31)]
     end: Annotated[int, Meta(ge=1, lt=1 << 31)]
     layers: Annotated[tuple[LayerHeads, ...], Meta(min_length=1, max_length=MAX_SLICES)]
+    # All chunks that the reader waits for or still reads; ring slots with others are free.
     holds: Annotated[tuple[_Chunk, ...], Meta(max_length=MAX_RING_SLOTS)]
 
 
 class PackReply(_OfClaim, frozen=True, kw_only=True):
-    """The chunk stays in this ring slot (`geometry.staging`) while the grant is valid.
-
-    None: prefill cannot pack it or has no free slot for it. The reader reads it directly.
-    """
+    """The chunk stays in this ring slot (`geometry.staging`) while the grant is valid."""
 
     chunk: _Chunk
+    # None: prefill cannot pack it or has no free slot for it. The reader reads it directly.
     slot: Annotated[int, Meta(ge=0, lt=MAX_RING_SLOTS)] | None
 
 
@@ -326,15 +291,12 @@ class Recall(_OfClaim, frozen=True, kw_only=True):
 
 
 class Renew(_Message, frozen=True, kw_only=True):
-    """The heartbeat: all claims that the reader holds at this rank. A missing one is released.
-
-    The reader reads the first `num_reading` of them, or will without another vLLM step.
-    """
+    """The heartbeat: all claims that the reader holds at this rank. A missing one is released."""
 
     reader: Reader
     number: _Count
     claims: Annotated[tuple[_Claim, ...], Meta(max_length=MAX_CLAIMS)]
-    num_reading: _Count
+    num_reading: _Count  # the first of them are being read, or will be without another vLLM step
 
 
 class Renewed(_Message, frozen=True, kw_only=True):
@@ -344,13 +306,10 @@ class Renewed(_Message, frozen=True, kw_only=True):
 
 
 class Release(_OfClaim, frozen=True, kw_only=True):
-    """The reader has ended, and none of its reads is in flight.
+    """The reader has ended, and none of its reads is in flight."""
 
-    `complete`: it has all bytes that it needs, which may be none if its engine reads another rank's
-    copy. Otherwise it gives up.
-    """
-
-    complete: bool
+    # It has all bytes that it needs, maybe none if its engine reads another rank's copy.
+    complete: bool  # else it gives up
 
 
 class StatusRequest(_Message, frozen=True, kw_only=True):
@@ -380,12 +339,19 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
+_Kind = TypeVar("_Kind")
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message | RankDescription) -> bytes:
     return _encoder.encode(message)
+
+
+def about_claim(kind: Callable[..., _Kind], other: Ask | _OfClaim, **fields: object) -> _Kind:
+    """Make a message of another kind about the same claim."""
+    names = {"incarnation": other.incarnation, "nonce": other.nonce, "claim": other.claim}
+    return kind(**{**names, "reader": other.reader, **fields})
 
 
 def is_description(payload: bytes) -> bool:

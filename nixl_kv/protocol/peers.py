@@ -3,20 +3,12 @@
 A peer is one incarnation of a remote engine. Decode fetches its description once, checks whether
 it fits, and makes its memory readable; later loads find it READY.
 
-    CONNECTING  decode has asked its directory for the description
-    JOINING     the description fits: loads ask its ranks while its memory is made readable
-    READY       its memory can be read; forgotten after KEPT_S without a load
-    UNREADABLE  its ranks answer, but connections to their memory break; loads fail at once until
-                the pause ends, which doubles each time
-    BACKOFF     decode could not reach or use it; loads fail at once until the pause ends
-    GONE        the link to one of its ranks broke; forgotten once no read of it is in flight
-
-A restarted engine is another peer, so a pause or a memory address of the old incarnation never
-applies to the new one. BACKOFF and GONE stay apart: only a GONE peer's connections are dead, and
-only it can be met again without a pause.
+A restarted engine is another peer, so nothing of the old incarnation applies to the new one. Only a
+GONE peer's connections are dead, and only it can be met again without a pause.
 """
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +16,7 @@ from typing import Final
 from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Endpoint, EngineId, Incarnation
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import Failure, FailureKind
+from nixl_kv.protocol.events import Actions, Failure, FailureKind
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -36,14 +28,18 @@ MAX_UNREADABLE_S: Final = 64.0
 LOOK_AGAIN_S: Final = 0.1  # between two checks whether a peer can be forgotten
 KEPT_S: Final = 600.0  # for an unused peer; meeting it again costs its next load 40 to 160 ms
 
+NO_DESCRIPTION: Final = Failure(FailureKind.UNREACHABLE, "no description in time")
+
 
 class State(MachineState):
-    CONNECTING = enum.auto()
-    JOINING = enum.auto()
-    READY = enum.auto()
+    CONNECTING = enum.auto()  # decode has asked its directory for the description
+    JOINING = enum.auto()  # the description fits: loads ask its ranks, its memory is made readable
+    READY = enum.auto()  # its memory can be read; forgotten after KEPT_S without a load
+    # Its ranks answer, but connections to their memory break. Loads fail at once until the pause
+    # ends, which doubles each time.
     UNREADABLE = enum.auto()
-    BACKOFF = enum.auto()
-    GONE = enum.auto()
+    BACKOFF = enum.auto()  # decode could not reach or use it; loads fail at once for a pause
+    GONE = enum.auto()  # the link to a rank broke; forgotten once no read of it is in flight
 
 
 TRANSITIONS: Final[Table[State]] = {
@@ -95,166 +91,150 @@ class PeerBook:
     """All peers of a rank, by key. `now` is monotonic, in seconds."""
 
     def __init__(self, record: events.Record) -> None:
+        self.deadlines = Deadlines[events.PeerKey]()
         self._record = record
-        self._peers: dict[events.PeerKey, Peer] = {}
+        self.known: dict[events.PeerKey, Peer] = {}
         self._at: dict[Endpoint, dict[events.PeerKey, Peer]] = {}
-        self._due = Deadlines[events.PeerKey]()
-
-    @property
-    def next_due(self) -> float | None:
-        return self._due.next
-
-    def all(self) -> list[Peer]:
-        return list(self._peers.values())
-
-    def get(self, key: events.PeerKey) -> Peer | None:
-        return self._peers.get(key)
+        self.failed: list[Peer] = []  # they became unusable: the caller fails their loads
 
     def clear(self) -> None:
-        self._peers.clear()
-        self._at.clear()
-        self._due.clear()
+        for table in (self.known, self._at, self.failed, self.deadlines):
+            table.clear()
 
-    def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, list[events.Action]]:
-        peer = self._peers.get(key)
+    def get_or_connect(self, key: events.PeerKey, now: float) -> tuple[Peer, Actions]:
+        peer = self.known.get(key)
         if peer is not None:
             peer.used_at = now
             return peer, []
-        peer = self._peers[key] = Peer(key, now)
+        peer = self.known[key] = Peer(key, now)
         self._index(peer)
-        self._due.set(key, now + CONNECT_TIMEOUT_S)
+        self.deadlines.set(key, now + CONNECT_TIMEOUT_S)
         self._record(events.Transition("", str(key), "", State.CONNECTING.name, "PrepareLoad"))
         return peer, [_describe(key)]
 
-    def ask_again(self, endpoint: Endpoint) -> list[events.Action]:
+    def ask_again(self, endpoint: Endpoint) -> Actions:
         """Repeat the requests for descriptions that a broken link may have lost."""
-        connecting = self._connecting_at(endpoint)
+        connecting = self.connecting_at(endpoint)
         return [_describe(peer.key) for peer in connecting if not peer.is_described]
 
-    def state_of(self, key: events.PeerKey) -> State | None:
-        peer = self._peers.get(key)
-        return None if peer is None else peer.state
+    def connecting_at(self, endpoint: Endpoint) -> list[Peer]:
+        """The peers whose descriptions this rank awaits from an endpoint."""
+        peers = self._at.get(endpoint, {}).values()
+        return [peer for peer in peers if peer.state is State.CONNECTING]
 
-    def is_describing(self, endpoint: Endpoint) -> bool:
-        """Whether this rank awaits a description from an endpoint."""
-        return bool(self._connecting_at(endpoint))
-
-    def on_description(
-        self, message: messages.Description, endpoint: Endpoint
-    ) -> list[events.Action]:
+    def on_description(self, message: messages.Description, endpoint: Endpoint) -> Actions:
         """Have a description checked, unless this rank did not ask for it or has it already."""
         key = events.PeerKey(EngineId(message.engine), Incarnation(message.incarnation), endpoint)
-        peer = self._peers.get(key)
+        peer = self.known.get(key)
         if peer is None or peer.state is not State.CONNECTING or peer.is_described:
             return []
         peer.is_described = True
         return [events.JoinPeer(key, message), *self._disconnect(key)]
 
-    def on_fits(self, event: events.PeerFits) -> None:
-        peer = self._peers[event.peer]
-        num_ranks = len(event.description.ranks)
-        detail = f"{len(event.routes)} of {num_ranks} ranks"
+    def on_fits(self, event: events.PeerFits) -> bool:
+        """Whether the peer is still wanted."""
+        peer = self.known.get(event.peer)
+        if peer is None or peer.state is not State.CONNECTING:
+            return False
+        detail = f"{len(event.routes)} of {len(event.description.ranks)} ranks"
         self._move(peer, State.JOINING, event, detail)
         self._unindex(peer)
-        peer.description = event.description
-        peer.routes = event.routes
+        peer.description, peer.routes = event.description, event.routes
         self._index(peer)
         # No deadline: only background threads of this side, which others may use, take time now.
-        self._due.set(peer.key, None)
+        self.deadlines.set(peer.key, math.inf)
+        return True
 
-    def on_joined(self, event: events.PeerJoined, now: float) -> None:
-        peer = self._peers.get(event.peer)
+    def on_joined(self, event: events.PeerJoined, now: float) -> Actions:
+        peer = self.known.get(event.peer)
         if peer is not None and peer.state is State.JOINING:
             self._move(peer, State.READY, event)
-            self._due.set(event.peer, now + KEPT_S)
+            self.deadlines.set(event.peer, now + KEPT_S)
+        return []
 
-    def on_unusable(
-        self,
-        key: events.PeerKey,
-        event: events.PeerRefused | messages.Refusal | events.EndpointLost | events.Tick,
-        failure: Failure,
-        now: float,
-    ) -> list[events.Action]:
-        """Pause before a retry: this rank could not reach, use or read the peer."""
-        peer = self._peers[key]
-        self._move(peer, State.BACKOFF, event, failure.detail)
-        peer.failure = failure
-        self._due.set(key, now + BACKOFF_S)
-        if peer.description is not None:
+    def on_refused(
+        self, key: events.PeerKey, event: events.PeerRefused | messages.Refusal, now: float
+    ) -> Actions:
+        peer, is_ours = self.known.get(key), isinstance(event, events.PeerRefused)
+        if peer is None or type(event) not in TRANSITIONS[peer.state]:
             return []
-        is_checked = peer.is_described and not isinstance(event, events.PeerRefused)
-        return [*([events.DropPeer(key)] if is_checked else []), *self._disconnect(key)]
+        kind = FailureKind.INCOMPATIBLE if is_ours else FailureKind.UNREACHABLE
+        return self._pause(peer, event, Failure(kind, event.reason), now)
 
-    def on_broken(self, event: events.PeerBroken, now: float) -> list[events.Action]:
-        peer = self._peers.get(event.peer)
+    def on_broken(self, event: events.PeerBroken, now: float) -> Actions:
+        peer = self.known.get(event.peer)
         if peer is None or peer.state not in (State.JOINING, State.READY):
             return []
         peer.breaks += 1
         if peer.breaks < MAX_BREAKS or peer.state is State.JOINING:
             return []
         pause_s = min(UNREADABLE_S * 2 ** (peer.breaks - MAX_BREAKS), MAX_UNREADABLE_S)
-        self._move(peer, State.UNREADABLE, event, event.reason)
-        self._due.set(peer.key, now + pause_s)
         detail = f"engine {peer.key.engine!r} answers but cannot be read: {event.reason}"
-        peer.failure = Failure(FailureKind.UNREACHABLE, detail)
-        if peer.is_reported:
-            return []
-        peer.is_reported = True
-        return [events.PeerUnreadable(peer.key, event.reason)]
+        self._move(peer, State.UNREADABLE, event, event.reason)
+        self._fail(peer, Failure(FailureKind.UNREACHABLE, detail), now + pause_s)
+        was_reported, peer.is_reported = peer.is_reported, True
+        return [] if was_reported else [events.PeerUnreadable(peer.key, event.reason)]
 
-    def on_read(self, key: events.PeerKey) -> list[events.Action]:
-        peer = self._peers.get(key)
+    def on_read(self, key: events.PeerKey) -> Actions:
+        peer = self.known.get(key)
         if peer is None or not peer.breaks:
             return []
         was_reported, peer.is_reported, peer.breaks = peer.is_reported, False, 0
         return [events.PeerReadable(key)] if was_reported else []
 
-    def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> list[events.PeerKey]:
-        """Return the CONNECTING peers at a lost endpoint; the others there are GONE."""
-        unreachable = []
+    def on_endpoint_lost(self, event: events.EndpointLost, now: float) -> Actions:
+        """Peers whose description this rank awaits are unusable; other peers are GONE."""
+        actions: Actions = []
+        failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
         for peer in list(self._at.get(event.endpoint, {}).values()):
             if peer.state is State.CONNECTING:
-                unreachable.append(peer.key)
+                actions += self._pause(peer, event, failure, now)
             elif peer.state in (State.JOINING, State.READY, State.UNREADABLE):
+                # Its loads do not fail here: each of their reads knows whether it needs prefill.
                 self._move(peer, State.GONE, event, event.reason)
-                self._due.set(peer.key, now)
-                peer.failure = Failure(FailureKind.UNREACHABLE, f"{event.endpoint}: {event.reason}")
-        return unreachable
+                self.deadlines.set(peer.key, now)
+                peer.failure = failure
+        return actions
 
     def on_tick(
         self, tick: events.Tick, is_in_use: Callable[[events.PeerKey], bool], now: float
-    ) -> tuple[list[events.PeerKey], list[events.Action]]:
-        """End pauses that are over, and forget peers that are gone or long unused.
-
-        Returns:
-            The peers that did not describe themselves in time, and the actions for others.
-        """
-        overdue: list[events.PeerKey] = []
-        actions: list[events.Action] = []
-        for key in self._due.pop_due(now):
-            peer = self._peers[key]
+    ) -> Actions:
+        """End pauses that are over, and forget peers that are gone or long unused."""
+        actions: Actions = []
+        for key in self.deadlines.pop_due(now):
+            peer = self.known[key]
             kept_until = peer.used_at + KEPT_S if peer.state is State.READY else now
             if peer.state is State.CONNECTING:
-                overdue.append(key)
+                actions += self._pause(peer, tick, NO_DESCRIPTION, now)
             elif peer.state is State.UNREADABLE:
                 self._move(peer, State.READY, tick)
                 peer.failure = None
-                self._due.set(key, now + KEPT_S)
+                self.deadlines.set(key, now + KEPT_S)
             elif is_in_use(key) or now < kept_until:
-                self._due.set(key, max(kept_until, now + LOOK_AGAIN_S))
+                self.deadlines.set(key, max(kept_until, now + LOOK_AGAIN_S))
             else:
                 actions += self._forget(peer, tick)
-        return overdue, actions
+        return actions
 
-    def _connecting_at(self, endpoint: Endpoint) -> list[Peer]:
-        peers = self._at.get(endpoint, {}).values()
-        return [peer for peer in peers if peer.state is State.CONNECTING]
+    def _pause(self, peer: Peer, event: object, failure: Failure, now: float) -> Actions:
+        """Pause before a retry: this rank could not reach or use the peer."""
+        self._move(peer, State.BACKOFF, event, failure.detail)
+        self._fail(peer, failure, now + BACKOFF_S)
+        if peer.description is not None:
+            return []
+        is_checked = peer.is_described and not isinstance(event, events.PeerRefused)
+        return [*([events.DropPeer(peer.key)] if is_checked else []), *self._disconnect(peer.key)]
 
-    def _forget(self, peer: Peer, tick: events.Tick) -> list[events.Action]:
+    def _fail(self, peer: Peer, failure: Failure, until: float) -> None:
+        peer.failure = failure
+        self.failed.append(peer)
+        self.deadlines.set(peer.key, until)
+
+    def _forget(self, peer: Peer, tick: events.Tick) -> Actions:
         is_dead = peer.state is State.GONE
         self._move(peer, None, tick)
         self._unindex(peer)
-        del self._peers[peer.key]
+        del self.known[peer.key]
         if peer.description is None:
             return []
         drop = events.DropPeer(peer.key, is_dead=is_dead)
@@ -272,11 +252,11 @@ class PeerBook:
 
     def _move(self, peer: Peer, after: State | None, event: object, detail: str = "") -> None:
         states = peer.state, after
-        peer.state = MACHINE.move(self._record, states, event, peer=str(peer.key), detail=detail)
+        peer.state = MACHINE.move(self._record, states, event, ("", str(peer.key)), detail)
 
-    def _disconnect(self, key: events.PeerKey) -> list[events.Action]:
+    def _disconnect(self, key: events.PeerKey) -> Actions:
         """Close the link to a directory, unless another peer's description is awaited over it."""
-        if any(peer.key != key for peer in self._connecting_at(key.endpoint)):
+        if any(peer.key != key for peer in self.connecting_at(key.endpoint)):
             return []
         return [events.Disconnect(key.endpoint)]
 

@@ -2,55 +2,36 @@
 
 An offer is a finished prefill whose blocks stay pinned until decode has read them. The rank grants
 it to the first claim that asks, holds a lease for each reader of that claim, and frees the blocks
-when all readers have ended. `PrefillMachine` has no IO: commands, messages and ticks go into
-`handle`, and actions come out.
-
-    PREPARED  the step that completes the prompt is running; the ticket may not be out yet
-    OFFERED   the ticket is out and no reader has asked; ends after `offer_ttl_s`
-    GRANTED   bound to one claim; each expected reader has a lease, and none has begun to read
-    RECALLED  the rank wants the blocks back: readers release the offer, unless they read it
-    READING   a reader has begun
+when all readers have ended.
 
 An offer ends when every reader has released it or lost its lease. It also ends unclaimed: after its
-time, when its blocks are needed, or when no ticket went out. The machine then forgets it.
-
-The fence: the rank clears an offer's slot before it reports the offer as ended, and the caller
-reuses the blocks only after that report. So a reader that finds the token in the slot after its
-last read knows that the rank held the blocks throughout.
+time, when its blocks are needed, or when no ticket went out. The rank clears its fence slot before
+it reports the end, and the caller reuses the blocks only after that report.
 """
 
 import enum
-from collections import Counter
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.ids import (
-    Claim,
-    EngineId,
-    Generation,
-    Incarnation,
-    Nonce,
-    Rank,
-    RequestId,
-    new_generation,
-    short,
-)
+from nixl_kv.geometry.staging import may_take
+from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, new_generation, short
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.events import OfferEnd
+from nixl_kv.protocol.events import Actions, OfferEnd
 from nixl_kv.protocol.machine import Deadlines, Machine, MachineState, Table
-from nixl_kv.protocol.ring import RingBook
 
 RECALL_S: Final = 1.0  # for readers to answer a recall; then the rank takes the blocks back
 
 
 class State(MachineState):
-    PREPARED = enum.auto()
-    OFFERED = enum.auto()
-    GRANTED = enum.auto()
-    RECALLED = enum.auto()
-    READING = enum.auto()
+    PREPARED = enum.auto()  # the step that completes the prompt runs; a ticket may not be out yet
+    OFFERED = enum.auto()  # the ticket is out and no reader has asked; ends after `offer_ttl_s`
+    GRANTED = enum.auto()  # bound to one claim; each expected reader has a lease, none reads yet
+    RECALLED = enum.auto()  # the rank wants the blocks: readers release it, unless they read it
+    READING = enum.auto()  # a reader has begun
 
 
 # None ends the offer. A Release, a Renew or an expired lease ends a granted one only with its last
@@ -91,7 +72,10 @@ TRANSITIONS: Final[Table[State]] = {
 }
 MACHINE: Final = Machine("offer", TRANSITIONS)
 
+_Kind: TypeAlias = Callable[..., messages.ClaimAnswer]
 _ForClaim: TypeAlias = messages.Ask | messages.DigestRequest | messages.PackRequest
+Holder: TypeAlias = tuple[Nonce, Rank]  # one reader of one offer
+WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]  # with the route to its reader
 
 
 @dataclass
@@ -105,24 +89,23 @@ class Binding:
     leases: dict[Rank, float]  # when each expected reader's lease ends, whether it asked or not
     held_until: float  # then an unread offer is recalled, and a recalled one taken back
     routes: dict[Rank, bytes] = field(default_factory=dict)  # to each reader that asked
-    lives: dict[Rank, Incarnation] = field(default_factory=dict)  # of each reader that asked
-    numbers: dict[Rank, int] = field(default_factory=dict)  # of each reader's latest ask
+    asked: dict[Rank, messages.Ask] = field(default_factory=dict)  # by each reader that asked
+    # The number of each reader's latest ask or pack request.
+    numbers: dict[Rank, int] = field(default_factory=dict)
     # A set of ranks, never a count: a duplicate message must not end a second reader.
     ended: set[Rank] = field(default_factory=set)
 
     def expects(self, claim: Claim, reader: messages.Reader) -> bool:
         """Whether this reader belongs to the claim and has not ended."""
         # Each rank of an engine has its own incarnation, which its first ask tells.
+        ask = self.asked.get(reader.rank)
         return (
             claim == self.claim
             and reader.engine == self.engine
             and reader.rank in self.leases
             and reader.rank not in self.ended
-            and self.lives.get(reader.rank, reader.incarnation) == reader.incarnation
+            and (ask is None or ask.reader == reader)
         )
-
-    def expire(self, now: float) -> None:
-        self.ended.update(rank for rank, until in self.leases.items() if until <= now)
 
     @property
     def readers(self) -> list[Rank]:
@@ -137,24 +120,17 @@ class Offer:
     prepared: events.PrepareOffer
     record: events.Record = field(repr=False)
     state: State = State.PREPARED
-    ends_at: float | None = None  # while OFFERED
+    ends_at: float = math.inf  # while OFFERED
     binding: Binding | None = None  # once granted
     is_written: bool = field(init=False)  # all its KV is in memory
     # Messages to answer once it is written: each reader's last one of each kind.
     early: dict[tuple[type, Rank], events.Asked] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.nonce, self.request = self.prepared.nonce, self.prepared.request
         self.is_written = self.prepared.is_written
         cause = f"PrepareOffer: offer {short(self.nonce)}"
         self.record(events.Transition(self.request, "", "", self.state.name, cause))
-
-    @property
-    def nonce(self) -> Nonce:
-        return self.prepared.nonce
-
-    @property
-    def request(self) -> RequestId:
-        return self.prepared.request
 
     @property
     def waits_for(self) -> str:
@@ -169,17 +145,8 @@ class Offer:
         """Includes the blocks that it shares with other offers."""
         return sum(table.num_present for table in self.prepared.tables)
 
-    @property
-    def expires_at(self) -> float | None:
-        """When it ends without another message; None: never."""
-        return self._due_at(max)
-
-    @property
-    def next_due(self) -> float | None:
-        """When time alone changes something; None: never."""
-        return self._due_at(min)
-
-    def _due_at(self, of_leases: Callable[[Iterable[float]], float]) -> float | None:
+    def due_at(self, of_leases: Callable[[Iterable[float]], float] = min) -> float:
+        """When time alone changes it, or with `max` ends it; infinity for never."""
         if self.binding is None:
             return self.ends_at
         lease = of_leases(self.binding.leases[rank] for rank in self.binding.readers)
@@ -191,22 +158,104 @@ class Offer:
         self.record(events.Transition(self.request, peer, state, state, cause))
 
     def move(self, after: State | None, event: object, *, peer: str = "", detail: str = "") -> None:
-        self.state = MACHINE.move(
-            self.record,
-            (self.state, after),
-            event,
-            request=self.request,
-            peer=peer,
-            detail=detail,
-        )
+        states, about = (self.state, after), (self.request, peer)
+        self.state = MACHINE.move(self.record, states, event, about, detail)
 
     def validate(self) -> None:
         if (self.state in (State.PREPARED, State.OFFERED)) != (self.binding is None):
             raise LocalProtocolError(f"{self.state.name} with binding {self.binding}")
-        if (self.state is State.OFFERED) != (self.ends_at is not None):
+        if (self.state is State.OFFERED) != (self.ends_at < math.inf):
             raise LocalProtocolError(f"{self.state.name} with an end at {self.ends_at}")
         if self.binding is not None and not self.binding.readers:
             raise LocalProtocolError(f"{self.state.name}, but all readers have ended")
+
+
+@dataclass
+class _Slot:
+    holder: Holder | None  # the reader; None: it has left, and the chunk is still being packed
+    chunk: int
+    since: float  # monotonic seconds
+    is_packed: bool = False  # the reader may read it
+
+
+class RingBook:
+    """The slots of the staging ring into which this rank packs, and the chunks that wait for one.
+
+    A slot is free again when its reader has read it, or when its offer has ended: then the fence
+    slot is clear, so a reader that still reads finds out. All loops are over a few slots.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots: list[_Slot | None] = [None] * num_slots  # None: free
+        self.waiting: OrderedDict[tuple[Holder, int], WaitingChunk] = OrderedDict()
+
+    @property
+    def blocking(self) -> tuple[float, Holder] | None:
+        """If chunks wait for a slot: since when a reader has had one longest, and that reader."""
+        if not self.waiting or not all(self.slots):
+            return None
+        held = [(slot.since, slot.holder) for slot in self.slots if slot and slot.holder]
+        return min(held, default=None)
+
+    def find(self, holder: Holder, chunk: int) -> tuple[int, bool] | None:
+        """The slot that a reader has for a chunk, and whether the chunk is in it."""
+        held = self._held(holder)
+        return next(((n, slot.is_packed) for n, slot in held if slot.chunk == chunk), None)
+
+    def wait(self, holder: Holder, route: bytes, request: messages.PackRequest) -> bool:
+        """Queue a chunk, once; False if its reader already has or awaits all slots."""
+        num_waiting = sum(each == holder for each, _ in self.waiting)
+        key = holder, request.chunk
+        if key not in self.waiting and len(self._held(holder)) + num_waiting >= len(self.slots):
+            return False
+        self.waiting[key] = route, request
+        return True
+
+    def pop_packable(self, now: float) -> list[tuple[WaitingChunk, int]]:
+        """Give free slots to waiting chunks, in order: pack each into its slot."""
+        packable: list[tuple[WaitingChunk, int]] = []
+        for (holder, chunk), waiting in list(self.waiting.items()):
+            if may_take(len(self._held(holder)), self.slots.count(None)):
+                slot = self.slots.index(None)
+                self.slots[slot] = _Slot(holder, chunk, now)
+                del self.waiting[holder, chunk]
+                packable.append((waiting, slot))
+        return packable
+
+    def on_packed(self, slot: int, *, is_packed: bool) -> bool:
+        """The write to a slot has ended. Whether a reader waits for it."""
+        entry = self.slots[slot]
+        if entry is None:
+            return False
+        entry.is_packed = is_packed
+        if entry.holder is None or not is_packed:
+            self.slots[slot] = None
+        return entry.holder is not None
+
+    def release(self, holder: Holder, holds: Collection[int] = ()) -> None:
+        """Free the slots of a reader's other chunks, which it neither waits for nor reads."""
+        for key in [key for key in self.waiting if key[0] == holder and key[1] not in holds]:
+            del self.waiting[key]
+        for number, slot in self._held(holder):
+            if slot.chunk not in holds:
+                slot.holder = None
+                if slot.is_packed:
+                    self.slots[number] = None
+
+    def clear(self, writing: Collection[int]) -> None:
+        """Forget all readers. The slots in `writing` are still being written."""
+        self.waiting.clear()
+        numbers = range(len(self.slots))
+        self.slots = [_Slot(None, 0, 0.0) if slot in writing else None for slot in numbers]
+
+    def validate(self) -> None:
+        free = self.slots.count(None)
+        for holder, _ in self.waiting:
+            if may_take(len(self._held(holder)), free):
+                raise LocalProtocolError(f"a chunk of {holder} waits beside {free} free slots")
+
+    def _held(self, holder: Holder) -> list[tuple[int, _Slot]]:
+        return [(n, slot) for n, slot in enumerate(self.slots) if slot and slot.holder == holder]
 
 
 def reader_name(reader: messages.Reader) -> str:
@@ -214,10 +263,7 @@ def reader_name(reader: messages.Reader) -> str:
 
 
 class PrefillMachine:
-    """All offers of one prefill rank. `now` is monotonic, in seconds.
-
-    Messages find offers by key, and a tick looks only at those that are due.
-    """
+    """All offers of one prefill rank. `now` is monotonic, in seconds."""
 
     def __init__(  # noqa: PLR0913 - the limits of one rank
         self,
@@ -230,6 +276,7 @@ class PrefillMachine:
         hold_s: float,  # how long a granted offer waits for its first read
         num_ring_slots: int = 0,  # of the staging ring; 0 if this rank does not pack
     ) -> None:
+        self.offers: dict[Nonce, Offer] = {}
         self.ring = RingBook(num_ring_slots)
         self._incarnation = incarnation
         self._record = record
@@ -238,16 +285,15 @@ class PrefillMachine:
         self._hold_s = hold_s
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots))
-        self._offers: dict[Nonce, Offer] = {}
         self._by_reader: dict[tuple[EngineId, Rank], dict[Nonce, tuple[Offer, Binding]]] = {}
         self._due = Deadlines[Nonce]()
 
-    def handle(self, event: events.PrefillEvent, now: float) -> list[events.Action]:
+    def handle(self, event: events.PrefillEvent, now: float) -> Actions:
         match event:
             case events.Asked():
                 actions = self._on_message(event, now)
             case events.Tick():
-                due = [self._offers[nonce] for nonce in self._due.pop_due(now)]
+                due = [self.offers[nonce] for nonce in self._due.pop_due(now)]
                 actions = [action for offer in due for action in self._on_due(offer, event, now)]
                 actions += self._take_back_slot(event, now)
             case events.DigestMade():
@@ -256,13 +302,11 @@ class PrefillMachine:
                 actions = self._on_packed(event)
             case _:
                 actions = self._on_command(event, now)
-        return actions + self._pack_waiting(now) if self.ring.num_waiting else actions
-
-    def get(self, nonce: Nonce) -> Offer | None:
-        return self._offers.get(nonce)
-
-    def all(self) -> list[Offer]:
-        return list(self._offers.values())
+        # Slots that the event has freed take waiting chunks.
+        for (route, request), slot in self.ring.pop_packable(now) if self.ring.waiting else ():
+            tables = self.offers[request.nonce].prepared.tables
+            actions.append(events.PackChunk(route, request, tables, slot))
+        return actions
 
     def held_by(self, reader: messages.Reader) -> list[tuple[Offer, Binding]]:
         """The offers that this reader may be reading."""
@@ -277,22 +321,19 @@ class PrefillMachine:
     @property
     def next_due(self) -> float | None:
         """When a `Tick` does something; None: never."""
-        blocking = self.ring.blocking
-        due = [self._due.next, None if blocking is None else blocking[1] + self._hold_s]
-        return min((when for when in due if when is not None), default=None)
+        due, blocking = self._due.next, self.ring.blocking if self.ring.waiting else None
+        if blocking is not None:
+            due = min(due, blocking[0] + self._hold_s)
+        return None if due == math.inf else due
 
     def is_digest_wanted(self, request: messages.DigestRequest) -> bool:
         return self._granted_to(request) is not None
 
     def clear(self, writing: Collection[int] = ()) -> None:
-        """Forget everything, in any state. Clear all fence slots before.
-
-        `writing` are the ring slots that are still being written.
-        """
+        """Forget all but the ring slots that are still written. Clear all fence slots before."""
         self.ring.clear(writing)
-        self._offers.clear()
-        self._by_reader.clear()
-        self._due.clear()
+        for table in (self.offers, self._by_reader, self._due):
+            table.clear()
         self._free_slots = list(range(self._num_slots))
 
     def begin_life(self, incarnation: Incarnation, writing: Collection[int] = ()) -> None:
@@ -300,21 +341,21 @@ class PrefillMachine:
         self.clear(writing)
 
     def validate(self) -> None:
-        bound = [o.binding.slot for o in self._offers.values() if o.binding is not None]
+        bound = [o.binding.slot for o in self.offers.values() if o.binding is not None]
         if sorted(bound + self._free_slots) != list(range(self._num_slots)):
             raise LocalProtocolError(f"slots {bound} granted, {self._free_slots} free")
-        for offer in self._offers.values():
+        for offer in self.offers.values():
             offer.validate()
         self.ring.validate()
 
-    def _on_command(self, command: events.PrefillCommand, now: float) -> list[events.Action]:
+    def _on_command(self, command: events.PrefillCommand, now: float) -> Actions:
         if isinstance(command, events.ReclaimBlocks):
             return self._reclaim(command, now)
-        offer = self._offers.get(command.nonce)
+        offer = self.offers.get(command.nonce)
         if isinstance(command, events.PrepareOffer):
             if offer is not None:  # a preempted request gets a new nonce
                 raise LocalProtocolError(f"offer of request {command.request!r} exists already")
-            self._offers[command.nonce] = Offer(command, self._record)
+            self.offers[command.nonce] = Offer(command, self._record)
             return []
         if offer is None:  # readers can be quicker than a command, even to the end
             return []
@@ -329,27 +370,25 @@ class PrefillMachine:
                 offer.move(None, command)
                 self._remove(offer)
             case events.RevokeOffer() if offer.state is State.OFFERED:
-                return self._end_unclaimed(offer, command, OfferEnd.REVOKED)
+                return self._end(offer, command, OfferEnd.REVOKED)
             case events.MarkWritten():
                 offer.is_written = True
                 early, offer.early = offer.early, {}
-                return [
-                    action for asked in early.values() for action in self._on_message(asked, now)
-                ]
+                return [a for asked in early.values() for a in self._on_message(asked, now)]
         return []
 
-    def _reclaim(self, command: events.ReclaimBlocks, now: float) -> list[events.Action]:
-        actions: list[events.Action] = []
+    def _reclaim(self, command: events.ReclaimBlocks, now: float) -> Actions:
+        actions: Actions = []
         for offer in self.to_reclaim(command.num_blocks):
             if offer.state is State.OFFERED:
-                actions += self._end_unclaimed(offer, command, OfferEnd.REVOKED)
+                actions += self._end(offer, command, OfferEnd.REVOKED)
             else:
                 actions += self.recall(offer, command, now)
         return actions
 
     # --- asks
 
-    def _on_message(self, event: events.Asked, now: float) -> list[events.Action]:
+    def _on_message(self, event: events.Asked, now: float) -> Actions:
         match event.message:
             case messages.Ask() as ask:
                 return self._on_ask(ask, event.route, now)
@@ -362,23 +401,43 @@ class PrefillMachine:
             case messages.Release() as release:
                 return self._on_release(release)
 
-    def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> list[events.Action]:
+    def _on_ask(self, ask: messages.Ask, route: bytes, now: float) -> Actions:
+        """Grant, or grant again: the reader repeats its ask if the grant was lost."""
+        offer, rank = self.offers.get(ask.nonce), ask.reader.rank
+        reason = self._why_denied(ask, offer)
+        if offer is None or reason:
+            return self._deny(ask, route, reason)
+        actions: Actions = []
+        binding = offer.binding
+        if binding is None:
+            binding = self._bind(offer, ask, now)
+            actions = [events.WriteSlot(binding.slot, binding.generation)]
+        binding.routes[rank], binding.asked[rank] = route, ask
+        binding.leases[rank] = now + self._lease_s
+        binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
+        if not offer.is_written:
+            offer.early[type(ask), rank] = events.Asked(route, ask)
+            return actions
+        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables}
+        fence = {"slot": binding.slot, "generation": binding.generation}
+        return [*actions, self._reply(route, messages.Grant, ask, **grant, **fence)]
+
+    def _why_denied(self, ask: messages.Ask, offer: Offer | None) -> str:
+        """Why this rank denies an ask; empty if it does not."""
+        rank = ask.reader.rank
         if ask.incarnation != self._incarnation:
-            return self._deny(ask, route, f"meant for incarnation {short(ask.incarnation)}")
-        offer = self._offers.get(ask.nonce)
+            return f"meant for incarnation {short(ask.incarnation)}"
         if offer is None:
-            return self._deny(ask, route, "no such offer: used, expired, or never made")
+            return "no such offer: used, expired, or never made"
         if offer.prepared.context != ask.context:
-            return self._deny(ask, route, "another prompt")
+            return "another prompt"
         if offer.binding is not None:
-            return self._grant(offer, offer.binding, ask, route=route, now=now)
-        if ask.reader.rank not in ask.readers:
-            return self._deny(ask, route, f"rank {ask.reader.rank} is not among its own readers")
-        if not self._free_slots:
-            return self._deny(ask, route, "all fence slots are granted")
-        binding = self._bind(offer, ask, now)
-        write_slot = events.WriteSlot(binding.slot, binding.generation)
-        return [write_slot, *self._grant(offer, binding, ask, route=route, now=now)]
+            if not offer.binding.expects(ask.claim, ask.reader):
+                return "claimed by another, or ended for this reader"
+            return "its blocks were recalled" if offer.state is State.RECALLED else ""
+        if rank not in ask.readers:
+            return f"rank {rank} is not among its own readers"
+        return "" if self._free_slots else "all fence slots are granted"
 
     def _bind(self, offer: Offer, ask: messages.Ask, now: float) -> Binding:
         """The first ask binds the offer to its claim, with a lease for each expected reader."""
@@ -390,37 +449,17 @@ class PrefillMachine:
             dict.fromkeys(ask.readers, now + self._lease_s),
             held_until=now + self._hold_s,
         )
-        offer.ends_at = None
+        offer.ends_at = math.inf
         for rank in ask.readers:
             held = self._by_reader.setdefault((binding.engine, rank), {})
             held[offer.nonce] = offer, binding
         offer.move(State.GRANTED, ask, peer=reader_name(ask.reader))
-        self._due.set(offer.nonce, offer.next_due)
+        self._due.set(offer.nonce, offer.due_at())
         return binding
 
-    def _grant(
-        self, offer: Offer, binding: Binding, ask: messages.Ask, *, route: bytes, now: float
-    ) -> list[events.Action]:
-        """Grant, or grant again: the reader repeats its ask if the grant was lost."""
-        if not binding.expects(ask.claim, ask.reader):
-            return self._deny(ask, route, "claimed by another, or ended for this reader")
-        if offer.state is State.RECALLED:
-            return self._deny(ask, route, "its blocks were recalled")
-        rank = ask.reader.rank
-        binding.routes[rank] = route
-        binding.leases[rank] = now + self._lease_s
-        binding.lives[rank] = ask.reader.incarnation
-        binding.numbers[rank] = max(ask.number, binding.numbers.get(rank, 0))
-        if not offer.is_written:
-            offer.early[type(ask), rank] = events.Asked(route, ask)
-            return []
-        grant = {"lease_s": self._lease_s, "tables": offer.prepared.tables}
-        fence = {"slot": binding.slot, "generation": binding.generation}
-        return [self._reply(route, messages.Grant, ask, **grant, **fence)]
-
-    def _deny(self, message: _ForClaim, route: bytes, reason: str) -> list[events.Action]:
+    def _deny(self, message: _ForClaim, route: bytes, reason: str) -> Actions:
         """Deny; the reason stays on this side, so that strangers learn nothing."""
-        offer = self._offers.get(message.nonce)
+        offer = self.offers.get(message.nonce)
         if offer is not None:  # strangers could fill the event log with unknown offers
             cause = f"{type(message).__name__} denied: {reason}"
             offer.note(reader_name(message.reader), cause)
@@ -428,40 +467,33 @@ class PrefillMachine:
         return [events.AskDenied(message.nonce, reason), denial]
 
     def _reply(
-        self,
-        route: bytes,
-        kind: Callable[..., messages.ClaimAnswer],
-        message: _ForClaim,
-        **fields: object,
+        self, route: bytes, kind: _Kind, message: _ForClaim, **fields: object
     ) -> events.Reply:
-        names = {"nonce": message.nonce, "claim": message.claim, "reader": message.reader}
-        return events.Reply(route, kind(incarnation=self._incarnation, **names, **fields))
+        fields["incarnation"] = self._incarnation
+        return events.Reply(route, messages.about_claim(kind, message, **fields))
 
     # --- digests
 
     def _granted_to(self, request: messages.DigestRequest | messages.PackRequest) -> Offer | None:
         """The offer, if it is granted to this reader and this reader has asked for it."""
-        offer = self._offers.get(request.nonce)
+        offer = self.offers.get(request.nonce)
         if offer is None or offer.binding is None or request.incarnation != self._incarnation:
             return None
-        has_asked = request.reader.rank in offer.binding.lives
-        is_expected = offer.binding.expects(request.claim, request.reader)
-        return offer if has_asked and is_expected else None
+        has_asked = request.reader.rank in offer.binding.asked
+        return offer if has_asked and offer.binding.expects(request.claim, request.reader) else None
 
-    def _on_digest_request(
-        self, request: messages.DigestRequest, route: bytes
-    ) -> list[events.Action]:
-        offer, rank = self._offers.get(request.nonce), request.reader.rank
+    def _on_digest_request(self, request: messages.DigestRequest, route: bytes) -> Actions:
+        offer, rank = self.offers.get(request.nonce), request.reader.rank
         if offer is None:  # its ask was denied, and the log says so
             return [self._reply(route, messages.Deny, request)]
         if self._granted_to(request) is None:
-            binding = offer.binding
-            may_ask = binding is None or (
-                rank not in binding.lives and binding.expects(request.claim, request.reader)
-            )
             # The request may have overtaken the reader's ask. A denial would end the reader's whole
             # load; without an answer it repeats the request.
-            if may_ask and request.incarnation == self._incarnation:
+            binding, is_meant = offer.binding, request.incarnation == self._incarnation
+            if is_meant and (
+                binding is None
+                or (rank not in binding.asked and binding.expects(request.claim, request.reader))
+            ):
                 return []
             return self._deny(request, route, "a digest of blocks that are not granted to it")
         if not offer.is_written:
@@ -472,7 +504,7 @@ class PrefillMachine:
             return self._deny(request, route, f"a digest up to token {request.end} of {num_tokens}")
         return [events.MakeDigest(route, request, offer.prepared.tables)]
 
-    def _on_digest_made(self, event: events.DigestMade) -> list[events.Action]:
+    def _on_digest_made(self, event: events.DigestMade) -> Actions:
         request = event.digest_request
         # The blocks may have changed under the digest unless the grant still holds.
         if not self.is_digest_wanted(request):
@@ -484,36 +516,28 @@ class PrefillMachine:
 
     # --- packed chunks
 
-    def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> list[events.Action]:
+    def _on_pack_request(self, request: messages.PackRequest, route: bytes) -> Actions:
         """Pack a chunk once it has a ring slot. A repeated request gets the same answer."""
-        offer, ring = self._granted_to(request), self.ring
-        if offer is None or not offer.is_written:
+        offer, ring, rank = self._granted_to(request), self.ring, request.reader.rank
+        if offer is None or offer.binding is None or not offer.is_written:
             return self._deny(request, route, "a chunk of blocks that are not granted to it")
         num_tokens = offer.prepared.num_tokens
         if request.end > num_tokens:
             return self._deny(request, route, f"a chunk up to token {request.end} of {num_tokens}")
-        holder = offer.nonce, request.reader.rank
-        if not ring.is_latest(holder, request.number):
+        if request.number < offer.binding.numbers[rank]:
             return []
+        offer.binding.numbers[rank] = request.number
+        holder = offer.nonce, rank
         ring.release(holder, request.holds)
         if request.chunk not in request.holds:
             return []  # the reader has read it, and asks for nothing
-        slot = ring.slot_of(holder, request.chunk)
-        if slot is not None:
-            return [self._packed(request, route, slot)] if ring.is_packed(slot) else []
-        if ring.wait(holder, route, request):
-            return []
-        return [self._packed(request, route, None)]
+        slot, is_packed = ring.find(holder, request.chunk) or (None, False)
+        if slot is None:
+            is_waiting = ring.wait(holder, route, request)
+            return [] if is_waiting else self._packed(request, route, None)
+        return self._packed(request, route, slot) if is_packed else []
 
-    def _pack_waiting(self, now: float) -> list[events.Action]:
-        """Pack waiting chunks into free slots, also into those that this event has freed."""
-        actions: list[events.Action] = []
-        for (route, request), slot in self.ring.pop_packable(now):
-            tables = self._offers[Nonce(request.nonce)].prepared.tables
-            actions.append(events.PackChunk(route, request, tables, slot))
-        return actions
-
-    def _on_packed(self, event: events.ChunkPacked) -> list[events.Action]:
+    def _on_packed(self, event: events.ChunkPacked) -> Actions:
         request = event.pack_request
         is_wanted = self.ring.on_packed(event.slot, is_packed=event.refusal is None)
         offer = self._granted_to(request)
@@ -521,46 +545,43 @@ class PrefillMachine:
             return []
         if event.refusal is not None:
             offer.note(reader_name(request.reader), f"PackRequest denied: {event.refusal}")
-            return [self._packed(request, event.route, None)]
-        return [self._packed(request, event.route, event.slot)]
+            return self._packed(request, event.route, None)
+        return self._packed(request, event.route, event.slot)
 
-    def _packed(
-        self, request: messages.PackRequest, route: bytes, slot: int | None
-    ) -> events.Reply:
-        return self._reply(route, messages.PackReply, request, chunk=request.chunk, slot=slot)
+    def _packed(self, request: messages.PackRequest, route: bytes, slot: int | None) -> Actions:
+        return [self._reply(route, messages.PackReply, request, chunk=request.chunk, slot=slot)]
 
-    def _take_back_slot(self, tick: events.Tick, now: float) -> list[events.Action]:
+    def _take_back_slot(self, tick: events.Tick, now: float) -> Actions:
         """While chunks wait: end the offer that has held a ring slot longest, if for too long."""
         blocking = self.ring.blocking
-        if blocking is None or now < blocking[1] + self._hold_s:
+        if blocking is None or now < blocking[0] + self._hold_s:
             return []
-        (nonce, _), _ = blocking
-        offer = self._offers[nonce]
+        offer = self.offers[blocking[1][0]]
         if offer.binding is not None:
             offer.binding.ended.update(offer.binding.leases)
         return self.settle(offer, tick, OfferEnd.EXPIRED)
 
     # --- leases
 
-    def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> list[events.Action]:
+    def _on_renew(self, renew: messages.Renew, route: bytes, now: float) -> Actions:
         """Extend the leases of the claims that the reader lists, and end its others."""
         named, reading = set(renew.claims), set(renew.claims[: renew.num_reading])
         rank = renew.reader.rank
         held: set[Claim] = set()
-        actions: list[events.Action] = []
+        actions: Actions = []
         # A heartbeat to a former incarnation says nothing about the claims of this one.
         is_meant = renew.incarnation == self._incarnation
         for offer, binding in self.held_by(renew.reader) if is_meant else ():
             held.add(binding.claim)
             if binding.claim in named:
                 binding.leases[rank] = now + self._lease_s
-                if rank in binding.lives:
+                if rank in binding.asked:
                     binding.routes[rank] = route
                 if binding.claim in reading and offer.state is not State.READING:
                     offer.move(State.READING, renew, peer=reader_name(renew.reader))
             elif binding.numbers.get(rank, renew.number) < renew.number:
                 binding.ended.add(rank)
-                self.ring.forget((offer.nonce, rank))
+                self.ring.release((offer.nonce, rank))
                 actions += self.settle(offer, renew, OfferEnd.ABORTED)
         lost = tuple(claim for claim in renew.claims if claim not in held)
         answer = messages.Renewed(
@@ -568,30 +589,27 @@ class PrefillMachine:
         )
         return [*actions, events.Reply(route, answer)]
 
-    def _on_release(self, release: messages.Release) -> list[events.Action]:
-        """End one reader. A reader that did not ask ends the offer: its engine does not need it.
-
-        The engine then reads other ranks (`complete`), or gives up its whole load.
-        """
-        offer = self._offers.get(release.nonce)
+    def _on_release(self, release: messages.Release) -> Actions:
+        """End one reader. A reader that did not ask ends the offer: its engine does not need it."""
+        offer = self.offers.get(release.nonce)
         if offer is None or release.incarnation != self._incarnation:
             return []
         if offer.binding is None:
-            return self._end_unclaimed(offer, release, OfferEnd.NOT_NEEDED)
+            return self._end(offer, release, OfferEnd.NOT_NEEDED)
         if offer.binding.expects(release.claim, release.reader):
             offer.binding.ended.add(release.reader.rank)
-            self.ring.forget((offer.nonce, release.reader.rank))
+            self.ring.release((offer.nonce, release.reader.rank))
         is_recalled = offer.state is State.RECALLED
         given_up = OfferEnd.REVOKED if is_recalled else OfferEnd.ABORTED
         return self.settle(offer, release, OfferEnd.READ if release.complete else given_up)
 
-    def _on_due(self, offer: Offer, tick: events.Tick, now: float) -> list[events.Action]:
+    def _on_due(self, offer: Offer, tick: events.Tick, now: float) -> Actions:
         """End or recall the offer if it is late; otherwise set its next deadline."""
         binding = offer.binding
         if binding is None:
-            return self._end_unclaimed(offer, tick, OfferEnd.UNCLAIMED)
+            return self._end(offer, tick, OfferEnd.UNCLAIMED)
         # A reader whose lease expired may still read its ring slots: `settle` frees them later.
-        binding.expire(now)
+        binding.ended.update(rank for rank, until in binding.leases.items() if until <= now)
         end = OfferEnd.EXPIRED
         if offer.state is State.RECALLED and binding.readers and binding.held_until <= now:
             binding.ended.update(binding.leases)
@@ -599,44 +617,32 @@ class PrefillMachine:
         actions = self.settle(offer, tick, end)
         if offer.binding is None:
             return actions
-        self._due.set(offer.nonce, offer.next_due)
+        self._due.set(offer.nonce, offer.due_at())
         is_idle = offer.state is State.GRANTED and binding.held_until <= now
         return self.recall(offer, tick, now) if is_idle else []
 
     # --- blocks that the rank wants back
 
-    def recall(
-        self, offer: Offer, event: events.Tick | events.ReclaimBlocks, now: float
-    ) -> list[events.Action]:
+    def recall(self, offer: Offer, event: object, now: float) -> Actions:
         """Ask the readers for the blocks. The rank denies readers that ask later."""
         binding = offer.binding
         if binding is None or offer.state is not State.GRANTED:
             return []
         offer.move(State.RECALLED, event, peer=f"engine {binding.engine!r}")
         binding.held_until = now + RECALL_S
-        self._due.set(offer.nonce, offer.next_due)
-        actions: list[events.Action] = []
-        for rank in binding.readers:
-            if rank in binding.routes:
-                life = binding.lives[rank]
-                recall = messages.Recall(
-                    incarnation=self._incarnation,
-                    nonce=offer.nonce,
-                    claim=binding.claim,
-                    reader=messages.Reader(engine=binding.engine, incarnation=life, rank=rank),
-                )
-                actions.append(events.Reply(binding.routes[rank], recall))
-        return actions
+        self._due.set(offer.nonce, offer.due_at())
+        asked = [(rank, binding.asked[rank]) for rank in binding.readers if rank in binding.asked]
+        return [self._reply(binding.routes[rank], messages.Recall, ask) for rank, ask in asked]
 
     def to_reclaim(self, num_blocks: int) -> list[Offer]:
-        """The fewest offers to end or recall to free `num_blocks` blocks.
+        """The fewest offers to end or recall: unclaimed ones, then unread ones, oldest first.
 
-        Unclaimed offers go first, then unread ones of the engine that holds most; oldest first.
+        Of the unread ones, those of the engine that holds most go first.
         """
-        unclaimed = [offer for offer in self.all() if offer.state is State.OFFERED]
+        unclaimed = [offer for offer in self.offers.values() if offer.state is State.OFFERED]
         granted: dict[EngineId, list[Offer]] = {}
         held: Counter[EngineId] = Counter()
-        for offer in self.all():
+        for offer in self.offers.values():
             if offer.binding is None:
                 continue
             held[offer.binding.engine] += offer.num_blocks
@@ -660,42 +666,29 @@ class PrefillMachine:
 
     # --- the end of an offer
 
-    def settle(
-        self,
-        offer: Offer,
-        event: messages.Release | messages.Renew | events.Tick,
-        end: OfferEnd,
-    ) -> list[events.Action]:
-        """End the offer if all its readers have ended. First the fence slot, then the blocks."""
-        binding = offer.binding
-        if binding is None or binding.readers:
-            return []
-        peer = f"engine {binding.engine!r}"
+    def settle(self, offer: Offer, event: object, end: OfferEnd) -> Actions:
+        """End a granted offer if all its readers have ended."""
+        is_over = offer.binding is not None and not offer.binding.readers
+        return self._end(offer, event, end) if is_over else []
+
+    def _end(self, offer: Offer, event: object, end: OfferEnd) -> Actions:
+        """First the fence slot, then the blocks."""
+        ended = events.OfferEnded(offer.nonce, offer.request, end)
+        binding, offer.binding = offer.binding, None
+        peer = "" if binding is None else f"engine {binding.engine!r}"
         offer.move(None, event, peer=peer, detail=end.value)
-        offer.binding = None
+        self._remove(offer)
+        if binding is None:
+            return [ended]
         self._free_slots.append(binding.slot)
         for rank in binding.leases:
-            self.ring.forget((offer.nonce, rank))
+            self.ring.release((offer.nonce, rank))
             held = self._by_reader[binding.engine, rank]
             del held[offer.nonce]
             if not held:
                 del self._by_reader[binding.engine, rank]
-        self._remove(offer)
-        return [
-            events.ClearSlot(binding.slot),
-            events.OfferEnded(offer.nonce, offer.request, end),
-        ]
-
-    def _end_unclaimed(
-        self,
-        offer: Offer,
-        event: messages.Release | events.Tick | events.RevokeOffer | events.ReclaimBlocks,
-        end: OfferEnd,
-    ) -> list[events.Action]:
-        offer.move(None, event, detail=end.value)
-        self._remove(offer)
-        return [events.OfferEnded(offer.nonce, offer.request, end)]
+        return [events.ClearSlot(binding.slot), ended]
 
     def _remove(self, offer: Offer) -> None:
-        del self._offers[offer.nonce]
-        self._due.set(offer.nonce, None)
+        del self.offers[offer.nonce]
+        self._due.set(offer.nonce, math.inf)

@@ -6,6 +6,7 @@ several ranks start together, so that the link is not idle between them. A queue
 begun, so it costs nothing to cancel.
 """
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -37,31 +38,24 @@ class ReadQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[Endpoint, _Lane] = {}
-        self._where: dict[Key, Endpoint] = {}
+        self.where: dict[Key, Endpoint] = {}
         self._turns: deque[Endpoint] = deque()  # the lanes in which something waits
-        self._stalls = Deadlines[Endpoint]()
+        self.stalls = Deadlines[Endpoint]()
         self._num_bytes = 0  # under way, but for stalled lanes
         self._num_reads = 0
         self._moved_at = 0.0
-
-    @property
-    def next_due(self) -> float | None:
-        return self._stalls.next if self._turns else None
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._where
 
     def add(self, key: Key, endpoint: Endpoint, num_bytes: int) -> None:
         lane = self._lanes.setdefault(endpoint, _Lane())
         if not lane.waiting:
             self._turns.append(endpoint)
         lane.waiting[key] = num_bytes
-        self._where[key] = endpoint
+        self.where[key] = endpoint
 
     def pop_startable(self, now: float) -> list[Key]:
         """The reads that may start now; they count as under way."""
         startable: list[Key] = []
-        for endpoint in self._stalls.pop_due(now):
+        for endpoint in self.stalls.pop_due(now):
             lane = self._lanes[endpoint]
             lane.is_stalled = True
             self._num_bytes -= lane.num_bytes
@@ -91,7 +85,7 @@ class ReadQueue:
 
     def remove(self, key: Key, now: float, *, has_landed: bool) -> None:
         """Remove a read that has ended or was cancelled, if it is here."""
-        endpoint = self._where.pop(key, None)
+        endpoint = self.where.pop(key, None)
         if endpoint is None:
             return
         lane = self._lanes[endpoint]
@@ -103,26 +97,24 @@ class ReadQueue:
                 self._advance(endpoint, lane, now)
             self._count(lane, -lane.under_way.pop(key), -1)
             if not lane.under_way:
-                self._stalls.set(endpoint, None)
+                self.stalls.set(endpoint, math.inf)
         if not lane.waiting and not lane.under_way:
             del self._lanes[endpoint]
 
     def note_progress(self, key: Key, now: float) -> None:
         # This does not end a stall: a slow lane that counted would block the others.
-        endpoint = self._where.get(key)
+        endpoint = self.where.get(key)
         if endpoint is not None:
             self._lanes[endpoint].moved_at = self._moved_at = now
 
     def moved_at(self, key: Key) -> float:
         """When something last moved in this read's lane, or in any lane if its own is idle."""
-        lane = self._lanes[self._where[key]]
+        lane = self._lanes[self.where[key]]
         return lane.moved_at if lane.under_way else self._moved_at
 
     def clear(self) -> None:
-        self._lanes.clear()
-        self._where.clear()
-        self._turns.clear()
-        self._stalls.clear()
+        for table in (self._lanes, self.where, self._turns, self.stalls):
+            table.clear()
         self._num_bytes = self._num_reads = 0
 
     def validate(self) -> None:
@@ -150,7 +142,7 @@ class ReadQueue:
 
     def _advance(self, endpoint: Endpoint, lane: _Lane, now: float) -> None:
         lane.moved_at = self._moved_at = now
-        self._stalls.set(endpoint, now + STALL_S)
+        self.stalls.set(endpoint, now + STALL_S)
         if lane.is_stalled:
             lane.is_stalled = False
             self._num_bytes += lane.num_bytes

@@ -14,20 +14,6 @@ for routers; some overwrite them, so decode never reads them.
 Every version keeps the name of the field, the three pieces and the bound of their length, the MAC,
 and the first three entries of the array. So each version can check the MAC and the host of a ticket
 of any other version.
-
-WIRE_VERSION history (of tickets and messages alike)
-1  first
-2  windows per cache group; ranks need not pair one to one; a MAC
-3  digests
-4  one release message instead of two; block tables mark absent blocks; tickets name this version;
-   status; the answer to a renew has its number
-5  a ticket is one string; VersionRefusal; Recall; a renew lists first the claims being read
-6  block tables omit leading absent entries; stripes of tokens; facts about KV beyond the model's
-7  mapped GPU memory; packed chunks; the hash of a prompt is HMAC-SHA256 over msgpack
-8  labels of weights; the epoch in a ticket; undo of draining; a proof that a mapping works
-9  a status is an open record; nothing declines an offer; a rank's NIXL metadata ends with its host,
-   its PID namespace and whether it has RDMA; chunks wait for ring slots, and a request to pack a
-   chunk that its reader no longer holds only frees slots
 """
 
 import base64
@@ -45,7 +31,7 @@ from nixl_kv.config import MAX_LABEL
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError, printable
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Incarnation, Nonce, endpoint_at
 
-WIRE_VERSION: Final = 9
+WIRE_VERSION: Final = 9  # of tickets and messages alike; docs/protocol.md has the history
 MAC_BYTES: Final = 16
 
 FIELD: Final = "nixl_kv_ticket"
@@ -85,18 +71,14 @@ class TicketHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(TicketHead, frozen=True, kw_only=True):
-    """One finished prefill on offer.
-
-    `epoch` counts the resets of prefill's cache in this incarnation. `weights` is the label of
-    prefill's weights.
-    """
+    """One finished prefill on offer."""
 
     engine: Annotated[EngineId, NAME]
     incarnation: Annotated[Incarnation, HEX32]
     num_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     context: Context
-    epoch: Annotated[int, Meta(ge=0, le=2**62)] = 0
-    weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""
+    epoch: Annotated[int, Meta(ge=0, le=2**62)] = 0  # counts resets of prefill's cache
+    weights: Annotated[str, Meta(max_length=MAX_LABEL)] = ""  # the label of prefill's weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,12 +90,10 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
             raise ValueError("incarnation is all zeros; no engine's is")
 
     def params(self, key: bytes | None, *, for_in_tree: bool = True) -> dict[str, Any]:
-        """The `kv_transfer_params` of prefill's answer, as JSON types.
+        """The `kv_transfer_params` of prefill's answer, as JSON types; without a `key` no MAC.
 
-        Args:
-            key: of the fleet; None omits the MAC.
-            for_in_tree: False sets the flags. vLLM's front end on decode then reports prefill's
-                cached tokens, and tells the connector about each request that it rejects.
+        Not `for_in_tree`, it sets the flags: vLLM's front end on decode then reports prefill's
+        cached tokens, and tells the connector about each request that it rejects.
         """
         # A decode engine may run vLLM's own NixlConnector, which computes a request without
         # `do_remote_prefill` itself. If a router sets the flag, that engine's scheduler raises and
@@ -138,7 +118,7 @@ class Ticket(TicketHead, frozen=True, kw_only=True):
 class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
     """A ticket as it arrived: check its MAC before its host, and its version before the rest.
 
-    All methods raise RemoteProtocolError, which names the field and the allowed values.
+    All methods raise RemoteProtocolError.
     """
 
     version: int
@@ -173,19 +153,16 @@ class SealedTicket(msgspec.Struct, frozen=True, kw_only=True):
     def check_mac(self, key: bytes | None) -> None:
         """Check the MAC; without a key there must be none. Errors never tell the right MAC."""
         if key is None and self.mac:
-            reason = "was made by an engine with a key; this one has no key"
-        elif key is not None and not self.mac:
-            reason = "is missing: made by an engine without a key; this one has a key"
-        elif key is not None and not hmac.compare_digest(
-            self.mac, _mac(self.version, self.payload, key)
-        ):
-            reason = (
-                "is wrong: the ticket was changed, or made with another key; compare the "
+            raise _refused("mac was made by an engine with a key; this one has no key")
+        if key is None:
+            return
+        if not self.mac:
+            raise _refused("mac is missing: made by an engine without a key; this one has a key")
+        if not hmac.compare_digest(self.mac, _mac(self.version, self.payload, key)):
+            raise _refused(
+                "mac is wrong: the ticket was changed, or made with another key; compare the "
                 "fingerprints that both engines log at start"
             )
-        else:
-            return
-        raise _refused(f"mac {reason}")
 
     def head(self) -> TicketHead:
         return self._convert(TicketHead)
@@ -230,11 +207,10 @@ def _words(value: object) -> str:
 def context_hash(nonce: Nonce, token_ids: Sequence[int] | None, extras: Iterable[bytes]) -> str:
     """Hash everything that the KV of a prompt depends on; 32 hex digits.
 
-    Args:
-        nonce: of the offer. It is the key, so a hash in a log confirms no guess of the prompt.
-        token_ids: of the prompt; None if the client sent embeddings.
-        extras: adapter, cache salt, multimodal identifiers and positions, embeddings.
+    `token_ids` are None if the client sent embeddings. `extras` are the adapter, the cache salt,
+    multimodal identifiers and positions, and embeddings.
     """
+    # The nonce is the key, so a hash in a log confirms no guess of the prompt.
     # vLLM's scheduler waits for this. msgpack's short numbers take half the time of 8 bytes each
     # for 16,384 tokens, and CPUs have instructions for SHA-256.
     packed = msgspec.msgpack.encode((token_ids, list(extras)), enc_hook=list)

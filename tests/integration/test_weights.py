@@ -47,7 +47,7 @@ class Pair:
 
         def is_there() -> bool:
             load = machine.load_of(RequestId(request))
-            return load is not None and [read.state for read in load.rank_reads] == [state]
+            return load is not None and [read.state for read in load.reads.values()] == [state]
 
         self.decode.local.wait(is_there, WAIT_S)
 

@@ -21,7 +21,6 @@ from nixl_kv.protocol.events import (
     StopRead,
 )
 from nixl_kv.protocol.messages import KVSlice, Reader
-from nixl_kv.protocol.peers import PeerBook
 from support.records import (
     CLAIM,
     D1,
@@ -107,7 +106,6 @@ def decode_machine(
     return DecodeMachine(
         reader,
         record,
-        PeerBook(record),
         lambda *_: slices,
         timeout_s=timeout_s,
         renew_interval_s=renew_interval_s,

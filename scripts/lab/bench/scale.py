@@ -54,7 +54,6 @@ from nixl_kv.ids import (
 )
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
-from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import Agents
@@ -171,7 +170,6 @@ class Decode:
             DecodeMachine(
                 READER,
                 lambda _event: None,
-                PeerBook(lambda _event: None),
                 lambda *_: (),
                 timeout_s=30,
                 renew_interval_s=RENEW_S,

@@ -197,11 +197,11 @@ def _left_on(rank: RankLife) -> Iterator[str]:
     parts = rank.parts
     if rank.seat.slots.any_valid:
         yield "a valid slot"
-    if parts.prefill.all():
+    if parts.prefill.offers:
         yield repr(parts.prefill)
     for load in parts.decode.loads:
         yield f"a load that waits for {load.waits_for}"
-    for peer in parts.decode.peers.all():
+    for peer in parts.decode.peers.known.values():
         if peer.state is not State.READY:
             yield f"{peer.key}, {peer.state.name}"
     if len(rank.loop.outstanding):
@@ -214,8 +214,8 @@ def _left_on(rank: RankLife) -> Iterator[str]:
 
 
 def _left_in_rings(parts: Parts) -> Iterator[str]:
-    if parts.packs or parts.prefill.ring:
-        yield f"{len(parts.prefill.ring)} slots that were packed"
+    if parts.packs or any(parts.prefill.ring.slots):
+        yield f"{sum(map(bool, parts.prefill.ring.slots))} slots that were packed"
     for path in parts.agents.peers.paths:
         slots = getattr(path, "slots", None)  # of a path that reads into a ring
         if slots is not None and len(slots) < slots.ring.num_slots:

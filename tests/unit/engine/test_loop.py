@@ -19,7 +19,7 @@ from nixl_kv.engine.loop import (
     STORIES_PER_S,
 )
 from nixl_kv.errors import TransportError
-from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, RequestId
+from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
 from nixl_kv.protocol.events import (
     Action,
     CancelLoad,
@@ -363,7 +363,7 @@ def test_a_rank_asks_in_the_name_that_all_ranks_of_its_engine_have(world: World)
     """On a node of its own it may have been started with another one."""
     world.decode.submit(SetEngine(EngineId("other"), (world.decode.cache.layout(),)))
     granted(world)
-    (offer,) = world.prefill.parts.prefill.all()
+    (offer,) = list(world.prefill.parts.prefill.offers.values())
     assert offer.waits_for == "engine 'other', ranks 0"
     world.decode.start_load(1, OTHER_TABLE, 11)
     world.run()
@@ -398,7 +398,7 @@ def test_a_long_description_is_decoded_beside_the_thread(
     background.is_held = True
     world.decode.prepare_load(1, world.prefill.offer(1, TABLE, 11))
     world.run(5)
-    (peer,) = world.decode.parts.decode.peers.all()
+    (peer,) = list(world.decode.parts.decode.peers.known.values())
     assert (peer.state.name, len(background)) == ("CONNECTING", 1)
     background.is_held = False
     background.work()
@@ -491,7 +491,9 @@ def test_a_link_that_nobody_uses_is_no_loss(world: World, caplog: pytest.LogCapt
     cut(world)
     assert counts_of(world.decode) == {}
     assert caplog.messages == []
-    assert world.decode.parts.decode.peers.all() == [], "described anew when it is needed again"
+    assert list(world.decode.parts.decode.peers.known.values()) == [], (
+        "described anew when it is needed again"
+    )
 
 
 QUESTION = encode(StatusRequest(incarnation=ANY_INCARNATION))
@@ -598,7 +600,7 @@ def test_a_rank_that_closes_makes_its_grants_void_first(
 ) -> None:
     granted(world)
     parts = world.prefill.parts
-    (offer,) = parts.prefill.all()
+    (offer,) = list(parts.prefill.offers.values())
     assert offer.binding is not None
     slot = offer.binding.slot
     assert parts.slots.read(slot) == offer.binding.generation
@@ -729,7 +731,7 @@ def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
         world.run(2)
     assert world.decode.control.links() == []
     assert world.decode.turn() is not None, "its peer is kept for longer"
-    (peer,) = world.decode.parts.decode.peers.all()
+    (peer,) = list(world.decode.parts.decode.peers.known.values())
     assert peer.state.name == "READY"
     world.prefill.offer(2, OTHER_TABLE, 11)
     world.decode.prepare_load(2, world.prefill.ticket(2, 11))
@@ -877,7 +879,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     world.prefill.offer(3, [6], 4)
     world.prefill.turn()
     slot_page = world.prefill.parts.slots
-    grant = world.decode.parts.decode.loads[0].rank_reads[0].grant
+    grant = world.decode.parts.decode.loads[0].reads[Rank(0)].grant
     assert grant is not None
     assert slot_page.read(grant.slot) == grant.generation
     world.prefill.loop.restart()
@@ -890,7 +892,7 @@ def test_after_a_restart_no_grant_is_valid_and_offers_are_lost_at_once(world: Wo
     world.prefill.publish_offer(2)  # prepared for a machine that is gone
     world.prefill.turn()
     assert world.prefill.ended_offer() == ("p2", OfferEnd.LOST)
-    assert len(world.prefill.parts.prefill.all()) == 0
+    assert len(list(world.prefill.parts.prefill.offers.values())) == 0
     world.prefill.turn()
     assert counts_of(world.prefill) == {"thread_restarts": 1}
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.geometry.layout import Table
+from nixl_kv.geometry.match import Route
 from nixl_kv.ids import Rank
 from nixl_kv.protocol.events import (
     Failure,
@@ -24,6 +25,7 @@ from nixl_kv.protocol.events import (
 )
 from nixl_kv.protocol.load import (
     ASK_AGAIN_S,
+    ENDED,
     POSTED,
     TRANSITIONS,
     Cancelled,
@@ -58,6 +60,7 @@ from support.records import (
     digest_request,
     fits,
     grant,
+    layout,
     lost,
     no_record,
     prepare_load,
@@ -545,7 +548,7 @@ def test_the_scripts_above_make_each_transition_of_the_table() -> None:
 def new_load(*states: State, **changed: Any) -> Load:
     """Reads prefill's ranks in these states."""
     reads = {
-        Rank(rank): RankRead(Rank(rank), RANK_LIFE, at(rank), (), state)
+        Rank(rank): RankRead(Route(Rank(rank), ()), at(rank), RANK_LIFE, layout(), state)
         for rank, state in enumerate(states)
     }
     load = Load(
@@ -559,6 +562,7 @@ def new_load(*states: State, **changed: Any) -> Load:
         record=no_record,
         queue=ReadQueue(),
         numbers=Numbers(),
+        is_open=True,
         reads=reads,
     )
     for name, value in changed.items():
@@ -579,7 +583,7 @@ def new_load(*states: State, **changed: Any) -> Load:
 def test_nothing_else_changes_the_state_of_a_read(state: State, event: object) -> None:
     recorded: list[Transition] = []
     load = new_load(state, record=recorded.append)
-    (read,) = load.rank_reads
+    (read,) = load.reads.values()
     for other in set(State).difference(TRANSITIONS[state].get(type(event), ())):
         words = f"{type(event).__name__} leads from {state.name} to {other.name}; allowed: "
         with pytest.raises(LocalProtocolError, match=f"'d1', rank 0 .*: {words}"):
@@ -600,8 +604,7 @@ def test_only_the_end_of_a_posted_read_leads_out_of_the_posted_states() -> None:
 
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
 def test_a_read_has_ended_when_nothing_leads_on(state: State) -> None:
-    (read,) = new_load(state).rank_reads
-    assert read.has_ended == (not TRANSITIONS[state])
+    assert (state in ENDED) == (not TRANSITIONS[state])
 
 
 # What it says of itself
@@ -610,7 +613,7 @@ def test_a_read_has_ended_when_nothing_leads_on(state: State) -> None:
 @pytest.mark.parametrize(
     ("load", "waits_for"),
     [
-        (new_load(reads=None), f"the description of engine 'prefill' at {HOME}"),
+        (new_load(is_open=False), f"the description of engine 'prefill' at {HOME}"),
         (new_load(State.ASKING), "a grant"),
         (new_load(State.GRANTED), "local blocks"),
         (new_load(State.GRANTED, start=START), "its turn in the read queue"),
@@ -630,7 +633,7 @@ def test_a_load_says_what_it_waits_for(load: Load, waits_for: str) -> None:
 @pytest.mark.parametrize(
     ("load", "expected"),
     [
-        pytest.param(new_load(reads=None), False, id="no peer"),
+        pytest.param(new_load(is_open=False), False, id="no peer"),
         pytest.param(new_load(), True, id="no rank to read"),
         pytest.param(new_load(State.GRANTED, State.GRANTED), True, id="granted by all"),
         pytest.param(new_load(State.GRANTED, State.ASKING), False, id="granted by one"),
@@ -648,11 +651,11 @@ def test_whether_a_load_lacks_blocks_alone(load: Load, *, expected: bool) -> Non
 def test_a_posted_read_needs_blocks_and_a_grant(state: State) -> None:
     for start, granted in ((None, None), (None, GRANT), (START, None)):
         load = new_load(state, start=start)
-        load.rank_reads[0].grant = granted
+        load.reads[Rank(0)].grant = granted
         with pytest.raises(LocalProtocolError, match=f"{state.name} without blocks or grant"):
             load.validate()
     load = new_load(state, start=START)
-    load.rank_reads[0].grant = GRANT
+    load.reads[Rank(0)].grant = GRANT
     load.validate()
 
 
@@ -666,7 +669,7 @@ def test_a_failed_read_needs_a_failure() -> None:
 
 def test_without_blocks_no_digest_is_asked_for() -> None:
     load = new_load(State.VERIFYING)
-    assert load.ask_digest(load.rank_reads[0], 110.0) == []
+    assert load.ask_digest(load.reads[Rank(0)], 110.0) == []
 
 
 # What it records

@@ -435,7 +435,7 @@ def test_a_message_out_of_bounds_is_refused(message: Message, error: str) -> Non
 
 
 SLICE_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "no heads": ({"first_head": 2}, "heads of 'layer.0' are 2 to 2"),
+    "no heads": ({"first_head": 2}, "end of the heads of 'layer.0' is 2; allowed: 3 to 131072"),
     "begin": ({"begin": 1 << 31}, "begin of 'layer.0' is 2147483648"),
     "layer": ({"layer": None}, "Expected `str`, got"),
 }

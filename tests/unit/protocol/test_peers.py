@@ -3,6 +3,7 @@
 How they end up where loads need them, `decode/test_machine.py` shows.
 """
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -82,7 +83,8 @@ def ready(connecting: PeerBook) -> PeerBook:
 @pytest.fixture
 def paused(connecting: PeerBook) -> PeerBook:
     """Its peer could not be used at second 101."""
-    connecting.on_unusable(PEER, REFUSED, NOT_COMPATIBLE, 101.0)
+    connecting.on_refused(PEER, REFUSED, 101.0)
+    assert failed(connecting) == [PEER]
     return connecting
 
 
@@ -97,15 +99,15 @@ def test_a_peer_that_is_not_known_is_asked_who_it_is_once(unknown: PeerBook) -> 
     assert actions == [Send(HOME, describe())]
     assert peer == Peer(PEER, 100.0)
     assert unknown.get_or_connect(PEER, 101.0) == (peer, [])
-    assert unknown.next_due == 100.0 + CONNECT_TIMEOUT_S
+    assert unknown.deadlines.next == 100.0 + CONNECT_TIMEOUT_S
 
 
 def test_a_connection_stays_while_another_life_is_asked_for_there(connecting: PeerBook) -> None:
     connecting.get_or_connect(NEXT_LIFE, 100.0)
     assert connecting.on_description(description(), HOME) == [JoinPeer(PEER, description())]
-    assert connecting.on_unusable(PEER, REFUSED, NOT_COMPATIBLE, 100.1) == []
+    assert connecting.on_refused(PEER, REFUSED, 100.1) == []
     event = PeerRefused(NEXT_LIFE, "another dtype")
-    actions = connecting.on_unusable(NEXT_LIFE, event, NOT_COMPATIBLE, 100.2)
+    actions = connecting.on_refused(NEXT_LIFE, event, 100.2)
     assert actions == [Disconnect(HOME)]
 
 
@@ -133,9 +135,8 @@ def test_a_peer_is_joined_once(connecting: PeerBook) -> None:
 
 def test_a_peer_that_is_given_up_is_not_joined_any_more(connecting: PeerBook) -> None:
     connecting.on_description(description(), HOME)
-    late = Failure(FailureKind.UNREACHABLE, "late")
-    actions = connecting.on_unusable(PEER, Tick(), late, 105.0)
-    assert actions == [DropPeer(PEER), Disconnect(HOME)]
+    assert on_tick(connecting, 105.0) == [DropPeer(PEER), Disconnect(HOME)]
+    assert connecting.on_fits(fits()) is False
 
 
 def test_a_peer_that_joined_is_ready(ready: PeerBook) -> None:
@@ -145,10 +146,14 @@ def test_a_peer_that_joined_is_ready(ready: PeerBook) -> None:
 
 
 def on_tick(book: PeerBook, now: float, *in_use: PeerKey) -> list[Action]:
-    """What a tick does for peers that are not overdue; none is."""
-    overdue, actions = book.on_tick(Tick(), lambda peer: peer in in_use, now)
-    assert overdue == []
-    return actions
+    return book.on_tick(Tick(), lambda peer: peer in in_use, now)
+
+
+def failed(book: PeerBook) -> list[PeerKey]:
+    """The peers that have become unusable since the last call."""
+    keys = [peer.key for peer in book.failed]
+    book.failed.clear()
+    return keys
 
 
 def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(paused: PeerBook) -> None:
@@ -156,15 +161,17 @@ def test_a_peer_that_cannot_be_used_is_left_alone_for_a_while(paused: PeerBook) 
     assert (peer.state, peer.failure, actions) == (State.BACKOFF, NOT_COMPATIBLE, [])
     assert paused.on_endpoint_lost(lost(HOME), 101.0) == []
     assert on_tick(paused, 101.0 + BACKOFF_S - 0.01) == []
-    assert paused.all() == [peer]
+    assert list(paused.known.values()) == [peer]
     assert on_tick(paused, 101.0 + BACKOFF_S) == []
-    assert paused.all() == []
+    assert list(paused.known.values()) == []
 
 
 def test_a_lost_connection_makes_connecting_peers_unreachable(connecting: PeerBook) -> None:
     connecting.get_or_connect(NEXT_LIFE, 100.0)
     connecting.get_or_connect(THIRD, 100.0)
-    assert connecting.on_endpoint_lost(lost(HOME), 101.0) == [PEER, NEXT_LIFE]
+    assert connecting.on_endpoint_lost(lost(HOME), 101.0) == [Disconnect(HOME)]
+    assert failed(connecting) == [PEER, NEXT_LIFE]
+    assert failed(connecting) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -172,7 +179,7 @@ def test_a_peer_is_gone_with_the_first_of_its_ranks(ready: PeerBook, rank: int) 
     for endpoint, reason in ((at(rank), "first"), (at(1 - rank), "second")):
         assert ready.on_endpoint_lost(lost(endpoint, reason), 101.0) == []
     peer, actions = ready.get_or_connect(PEER, 101.0)
-    assert (peer.state, actions) == (State.GONE, [])
+    assert (peer.state, actions, failed(ready)) == (State.GONE, [], [])
     assert peer.failure == Failure(FailureKind.UNREACHABLE, f"{at(rank)}: first")
 
 
@@ -180,29 +187,29 @@ def test_a_peer_is_gone_with_the_first_of_its_ranks(ready: PeerBook, rank: int) 
 def test_other_losses_do_not_matter_to_a_ready_peer(ready: PeerBook, endpoint: Endpoint) -> None:
     assert ready.on_endpoint_lost(lost(endpoint), 101.0) == []
     assert on_tick(ready, 100.0 + KEPT_S / 2) == []
-    assert ready.all()[0].state is State.READY
+    assert ready.known[PEER].state is State.READY
 
 
 def test_a_gone_peer_is_forgotten_when_nothing_reads_it(gone: PeerBook) -> None:
     now = 102.0
     assert on_tick(gone, now, PEER) == []
-    assert gone.all()[0].state is State.GONE
-    assert gone.next_due == now + LOOK_AGAIN_S
+    assert gone.known[PEER].state is State.GONE
+    assert gone.deadlines.next == now + LOOK_AGAIN_S
     closed = [Disconnect(at(rank)) for rank in range(2)]
     dropped = DropPeer(PEER, is_dead=True)
     assert on_tick(gone, now + LOOK_AGAIN_S, NEXT_LIFE) == [dropped, *closed]
-    assert gone.all() == []
+    assert list(gone.known.values()) == []
 
 
 def test_a_peer_that_nobody_used_for_long_is_forgotten(ready: PeerBook) -> None:
     ready.get_or_connect(PEER, 200.0)
     for now, used in ((100.0 + KEPT_S, []), (200.0 + KEPT_S, [PEER])):
-        assert ready.next_due == now
+        assert ready.deadlines.next == now
         assert on_tick(ready, now, *used) == []
-    assert ready.next_due == 200.0 + KEPT_S + LOOK_AGAIN_S
+    assert ready.deadlines.next == 200.0 + KEPT_S + LOOK_AGAIN_S
     closed = [Disconnect(at(rank)) for rank in range(2)]
     assert on_tick(ready, 201.0 + KEPT_S) == [DropPeer(PEER), *closed]
-    assert (ready.all(), ready.next_due) == ([], None)
+    assert (list(ready.known.values()), ready.deadlines.next) == ([], math.inf)
 
 
 def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -> None:
@@ -212,7 +219,8 @@ def test_a_peer_that_does_not_describe_itself_is_overdue(connecting: PeerBook) -
         (100.0 + CONNECT_TIMEOUT_S, [PEER]),
         (100.5 + CONNECT_TIMEOUT_S, [NEXT_LIFE]),
     ):
-        assert connecting.on_tick(Tick(), lambda _: False, now) == (expected, [])
+        on_tick(connecting, now)
+        assert failed(connecting) == expected
 
 
 def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: PeerBook) -> None:
@@ -222,15 +230,16 @@ def test_a_peer_that_has_described_itself_waits_for_this_side_alone(connecting: 
         Disconnect(HOME),
     ]
     connecting.on_fits(fits())
-    assert connecting.next_due is None
+    assert connecting.deadlines.next == math.inf
     connecting.on_joined(PeerJoined(PEER), 100.0 + 10 * CONNECT_TIMEOUT_S)
-    assert [peer.state for peer in connecting.all()] == [State.READY]
+    assert [peer.state for peer in connecting.known.values()] == [State.READY]
 
 
 @pytest.mark.parametrize("state", ["ready", "paused", "gone"])
 def test_only_a_connecting_peer_is_overdue(state: str, request: pytest.FixtureRequest) -> None:
     book: PeerBook = request.getfixturevalue(state)
     on_tick(book, 1e9)
+    assert failed(book) == []
 
 
 STEPS: Final[list[tuple[Callable[[PeerBook], object], dict[PeerKey, State]]]] = [
@@ -247,12 +256,12 @@ STEPS: Final[list[tuple[Callable[[PeerBook], object], dict[PeerKey, State]]]] = 
 
 
 def test_the_book_has_its_peers_and_says_whether_time_matters(unknown: PeerBook) -> None:
-    assert (unknown.all(), unknown.next_due) == ([], None)
+    assert (list(unknown.known.values()), unknown.deadlines.next) == ([], math.inf)
     for step, expected in STEPS:
         step(unknown)
-        assert {peer.key: peer.state for peer in unknown.all()} == expected
+        assert {peer.key: peer.state for peer in unknown.known.values()} == expected
         waits_for_time = bool(expected) and State.JOINING not in expected.values()
-        assert (unknown.next_due is not None) == waits_for_time
+        assert (unknown.deadlines.next < math.inf) == waits_for_time
 
 
 def test_a_peer_is_shown_by_its_engine_and_endpoint() -> None:
@@ -282,7 +291,7 @@ def test_only_transitions_of_the_table_are_possible(before: State, event: object
         words = f"{type(event).__name__} leads from {before.name} to {to}; allowed: "
         with pytest.raises(LocalProtocolError, match=words):
             book._move(peer, after, event)
-    assert (book.all(), peer.state, recorded) == ([peer], before, [])
+    assert (list(book.known.values()), peer.state, recorded) == ([peer], before, [])
     for after in allowed:
         book._move(peer, after, event)
         assert peer.state is (after or before)
@@ -300,7 +309,7 @@ def test_each_transition_of_a_peer_is_recorded_once() -> None:
     on_tick(book, 101.0, PEER)
     on_tick(book, 102.0)
     book.get_or_connect(PEER, 103.0)
-    book.on_unusable(PEER, REFUSED, NOT_COMPATIBLE, 103.1)
+    book.on_refused(PEER, REFUSED, 103.1)
     steps = [
         ("", "CONNECTING", "PrepareLoad"),
         ("CONNECTING", "JOINING", "PeerFits: 3 of 3 ranks"),

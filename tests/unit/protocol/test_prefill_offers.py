@@ -9,7 +9,7 @@ from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Claim, Generation, Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.events import OVER, OfferEnd, Record, Tick, Transition
-from nixl_kv.protocol.prefill import Binding, PrefillMachine, State
+from nixl_kv.protocol.prefill import Binding, PrefillMachine, RingBook, State
 from support.records import (
     CLAIM,
     DECODE,
@@ -27,6 +27,7 @@ from support.records import (
     asked,
     hex32,
     no_record,
+    pack_request,
     prepare_offer,
     publish_offer,
     reader,
@@ -70,7 +71,7 @@ def test_the_book_has_offers_and_says_whether_time_matters(machine: PrefillMachi
     for event in (None, prepare_offer(), publish_offer(), asked(ask()), asked(release())):
         if event is not None:
             machine.handle(event, 100.0)
-        states = [offer.state for offer in machine.all()]
+        states = [offer.state for offer in machine.offers.values()]
         seen.append((states, machine.next_due is not None, machine.any_granted))
     assert seen == [
         ([], False, False),
@@ -85,21 +86,21 @@ def test_an_ask_changes_the_state_of_its_offer_alone(machine: PrefillMachine) ->
     for number in (1, 2, 3):
         machine.handle(prepare_offer(nonce=Nonce(hex32(number)), request=P2), 100.0)
     machine.handle(asked(ask()), 100.0)
-    states = {offer.nonce: offer.state for offer in machine.all()}
+    states = {offer.nonce: offer.state for offer in machine.offers.values()}
     assert states.pop(NONCE) is State.GRANTED
     assert set(states.values()) == {State.PREPARED}
 
 
 def test_an_offer_is_in_the_book_while_it_lives(machine: PrefillMachine) -> None:
-    assert machine.get(NONCE) is None
+    assert machine.offers.get(NONCE) is None
     machine.handle(prepare_offer(), 100.0)
-    offer = machine.get(NONCE)
+    offer = machine.offers.get(NONCE)
     assert offer is not None
     assert (offer.request, offer.state) == (P1, State.PREPARED)
-    assert machine.all() == [offer]
+    assert list(machine.offers.values()) == [offer]
     machine.handle(asked(release()), 100.1)
-    assert machine.get(NONCE) is None
-    assert machine.all() == []
+    assert machine.offers.get(NONCE) is None
+    assert list(machine.offers.values()) == []
 
 
 def test_a_reader_holds_what_is_granted_to_it(machine: PrefillMachine) -> None:
@@ -117,7 +118,7 @@ def test_a_reader_holds_what_is_granted_to_it(machine: PrefillMachine) -> None:
 
 def test_settling_an_unclaimed_offer_does_nothing(machine: PrefillMachine) -> None:
     machine.handle(prepare_offer(), 100.0)
-    offer = machine.get(NONCE)
+    offer = machine.offers.get(NONCE)
     assert offer is not None
     assert machine.settle(offer, release(), OfferEnd.READ) == []
 
@@ -128,7 +129,7 @@ def test_settling_an_unclaimed_offer_does_nothing(machine: PrefillMachine) -> No
 def test_the_book_checks_its_offers() -> None:
     machine = new_machine(no_record, num_slots=2)
     machine.handle(prepare_offer(), 100.0)
-    offer = machine.get(NONCE)
+    offer = machine.offers.get(NONCE)
     assert offer is not None
     machine.validate()
     offer.ends_at = 1.0
@@ -152,7 +153,7 @@ def test_the_book_checks_that_each_slot_is_granted_once_or_free(
     for number, slot in enumerate(bound):
         nonce = Nonce(hex32(number))
         machine.handle(prepare_offer(nonce=nonce), 100.0)
-        offer = machine.get(nonce)
+        offer = machine.offers.get(nonce)
         assert offer is not None
         offer.state = State.GRANTED
         leases = {Rank(0): 1.0}
@@ -251,7 +252,7 @@ def test_an_offer_is_recalled_once_from_an_engine_that_is_named(
 ) -> None:
     for event in (prepare_offer(), publish_offer(), asked(ask())):
         machine.handle(event, 0.0)
-    (offer,) = machine.all()
+    (offer,) = list(machine.offers.values())
     assert machine.recall(offer, Tick(), 1.0) == [replied(recall())]
     assert recorded[-1].peer == f"engine {DECODE!r}"
     assert machine.recall(offer, Tick(), 1.0) == []
@@ -291,7 +292,7 @@ def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: st
             continue
         by, others = reader(engine=engine), claims.setdefault(engine, [])
         machine.handle(asked(ask(nonce=nonce, claim=claim, reader=by)), 0.0)
-        offer = machine.get(nonce)
+        offer = machine.offers.get(nonce)
         assert offer is not None
         if state == "r":
             machine.handle(asked(renew(number, claim, *others, reading=1, reader=by)), 0.0)
@@ -299,3 +300,12 @@ def test_offers_that_give_their_blocks_back(offers: str, needed: int, chosen: st
             machine.recall(offer, Tick(), 0.0)
         others.append(claim)
     assert " ".join(each.request for each in machine.to_reclaim(needed)) == chosen
+
+
+def test_no_chunk_waits_beside_free_slots_of_the_ring() -> None:
+    ring = RingBook(2)
+    assert ring.wait((NONCE, Rank(0)), b"route", pack_request())
+    with pytest.raises(LocalProtocolError, match="waits beside 2 free slots"):
+        ring.validate()
+    assert [slot for _, slot in ring.pop_packable(0.0)] == [0]
+    ring.validate()

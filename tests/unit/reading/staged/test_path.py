@@ -20,7 +20,7 @@ from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import Counts, FailureKind, LoadEnded, OfferEnd, PackChunk
 from nixl_kv.protocol.load import ASK_AGAIN_S
 from nixl_kv.protocol.messages import PackReply
-from nixl_kv.protocol.ring import RingBook
+from nixl_kv.protocol.prefill import RingBook
 from nixl_kv.reading import paths
 from nixl_kv.reading.staged import copier as host_copy
 from nixl_kv.reading.staged.packs import PackQueue
@@ -93,7 +93,7 @@ def nothing_is_left(world: World) -> bool:
     """Neither a slot of either ring, nor a copy."""
     world.prefill.parts.prefill.validate()
     ring = world.prefill.parts.prefill.ring
-    return free_slots(world) == RING_SLOTS and not ring and not world.prefill.parts.packs
+    return free_slots(world) == RING_SLOTS and not any(ring.slots) and not world.prefill.parts.packs
 
 
 def arrives(world: World) -> tuple[str, int]:
@@ -204,9 +204,9 @@ def test_chunks_wait_until_others_have_read_prefills_slots(
     ring = fill_ring(world)
     start(world)
     world.run(20)
-    assert (ring.num_waiting, packs, world.decode.ends()) == (3, [], [])
+    assert (len(ring.waiting), packs, world.decode.ends()) == (3, [], [])
     for other in OTHERS:
-        ring.forget(other)
+        ring.release(other)
     world.clock.now += ASK_AGAIN_S
     world.until(has_ended(world))
     end = world.decode.ended_load()
@@ -235,7 +235,7 @@ def test_a_chunk_that_has_been_read_gives_its_slot_back(world: World) -> None:
     start(world)
     world.run(20)
     assert world.decode.ends() == []
-    assert len(world.prefill.parts.prefill.ring) == 0
+    assert not any(world.prefill.parts.prefill.ring.slots)
     world.decode.copying.is_held = False
     world.decode.copying.work()
     arrives(world)
@@ -495,7 +495,7 @@ def test_a_restart_of_prefill_leaves_no_slot_behind(world: World) -> None:
     world.run()
     assert len(pack_queue(world)) == 3
     world.prefill.loop.restart()
-    assert len(world.prefill.parts.prefill.ring) == 3
+    assert sum(map(bool, world.prefill.parts.prefill.ring.slots)) == 3
     world.prefill.copying.work()
     world.run()
     world.clock.now += ASK_AGAIN_S
@@ -522,10 +522,10 @@ def test_a_slot_that_prefill_does_not_have_is_not_read(
     packed = machine._packed
 
     def lie(*arguments: Any) -> Any:
-        reply = packed(*arguments)
+        reply: Any = packed(*arguments)[0]
         message = reply.message
         assert isinstance(message, PackReply)
-        return type(reply)(reply.route, msgspec.structs.replace(message, slot=1000))
+        return [type(reply)(reply.route, msgspec.structs.replace(message, slot=1000))]
 
     monkeypatch.setattr(machine, "_packed", lie)
     start(world)
