@@ -36,7 +36,7 @@ from nixl_kv.reading import gather, staged
 from nixl_kv.reading.agent import register
 from nixl_kv.reading.paths import BuildFeature, ExtraMemory, RankSetup
 from nixl_kv.reading.peers import RemotePeers
-from nixl_kv.reading.replace import Agents
+from nixl_kv.reading.replace import PREPARING_THREADS, Agents
 from nixl_kv.transport.base import ControlPlane, Transport
 from nixl_kv.transport.slots import SlotPage
 from nixl_kv.verify.queue import open_digests
@@ -205,6 +205,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         is_prefill=spec.is_prefill,
         is_decode=spec.is_decode,
         wake=control.wake,
+        background=spec.make_background(PREPARING_THREADS),
         counts=counts,
         clock=spec.clock,
     )

@@ -312,7 +312,7 @@ class PackRequest(_OfClaim, frozen=True, kw_only=True):
 
 
 class PackReply(_OfClaim, frozen=True, kw_only=True):
-    """The chunk stays in this ring slot (`geometry.staging`) while the grant is valid.
+    """The chunk stays in this ring slot (`protocol.ring`) while the grant is valid.
 
     None: prefill cannot pack it or has no free slot for it. The reader reads it directly.
     """

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.staging import may_take
 from nixl_kv.ids import Nonce, Rank
 from nixl_kv.protocol import messages
 
@@ -24,6 +23,21 @@ Holder: TypeAlias = tuple[Nonce, Rank]
 """One reader of one offer."""
 WaitingChunk: TypeAlias = tuple[bytes, messages.PackRequest]
 """A chunk without a ring slot, and the route to its reader."""
+
+
+def may_take(held: int, free: int) -> bool:
+    """Whether a reader that holds `held` slots of a ring may take one of the `free` ones.
+
+    One reader gets two thirds of the ring, two get two fifths each, and some room always remains
+    for another. These are dynamic thresholds with a factor of 2, after Choudhury and Hahne,
+    "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998.
+    """
+    return held < 2 * free
+
+
+def most_slots(num_slots: int) -> int:
+    """How many slots of a ring `may_take` gives to a single reader."""
+    return -(-2 * num_slots // 3)
 
 
 @dataclass
@@ -35,7 +49,7 @@ class _Slot:
 
 
 class RingBook:
-    # A ring has a few slots (`geometry.staging.NUM_SLOTS`), so looking at all of them is cheap.
+    # A ring has a few slots (`NUM_SLOTS` of `reading.staged`), so looking at all of them is cheap.
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots

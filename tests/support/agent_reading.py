@@ -22,9 +22,8 @@ from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.reading.agent import ReadAgent, open_transport
 from nixl_kv.reading.paths import ReadPath
 from nixl_kv.reading.peers import RemotePeers
-from support.memory_gather import EXPORT
 from support.readable import ReadableRank, engine_of
-from support.records import D1, PEER, grant
+from support.records import D1, EXPORT, PEER, grant
 from support.stepped import Background, Clock
 
 SIZES = Sizes()

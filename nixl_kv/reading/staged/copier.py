@@ -3,7 +3,7 @@
 Prefill packs into its ring, and decode scatters from its own, by any plan of `geometry`. Host
 copies run on threads, because numpy releases the GIL while it copies. Rows of a plan that are
 equally far apart on both sides form one view of all blocks per side. A copy then takes one numpy
-call per pair of views, for any block table. `gpu` copies in GPU memory.
+call per pair of views, for any block table. In GPU memory `reading.kernel` copies.
 """
 
 import ctypes
@@ -19,8 +19,9 @@ import numpy.typing as npt
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import BlockIds, CacheLayout, Group, Memory, Span
 from nixl_kv.geometry.plan import Ints, Pieces, Plan, Share
-from nixl_kv.geometry.staging import Ring, staged_layout
-from nixl_kv.reading.copying.tiles import Job, Tiling
+from nixl_kv.reading.paths import Buffer, ExtraMemory
+from nixl_kv.reading.staged.layout import Ring, staged_layout
+from nixl_kv.reading.tiles import Job, Tiling
 
 ALIGNMENT: Final = 64  # slots begin at a multiple of this number of bytes
 
@@ -40,13 +41,13 @@ View = npt.NDArray[Any]  # shape (pieces, rows, units)
 
 
 class Copier(Protocol):
-    """Copies within this rank's memory. All methods but `end` run on the transfer thread.
+    """Copies within this rank's memory. `start` and `poll` run on the transfer thread.
 
     A copy ends by itself. Errors are TransportErrors.
     """
 
     def prepare(self, plan: Plan) -> PreparedCopy:
-        """Prepare a plan whose sides are both this rank's own memory."""
+        """Prepare a plan whose sides are both this rank's own memory; on any thread."""
 
     def start(self, prepared: PreparedCopy, pieces: Sequence[Pieces]) -> Copy:
         """Start to copy the plan's remote pieces into the local ones.
@@ -61,21 +62,19 @@ class Copier(Protocol):
         """Wait until it no longer writes, complete or not; on any thread."""
 
 
-class StagingMemory(Protocol):
-    """Memory for a ring; allocated as long as this object lives."""
-
-    span: Span
-
-
 @dataclass(frozen=True)
 class Staging:
-    """A ring of this rank, in memory of the cache's kind. `owner` keeps it allocated."""
+    """A ring of this rank, in memory of the cache's kind. `buffer` keeps it allocated."""
 
     ring: Ring
     memory: Memory
     device: int
     copier: Copier
-    owner: StagingMemory
+    buffer: Buffer
+
+    @property
+    def registered(self) -> tuple[ExtraMemory]:
+        return (ExtraMemory(self.ring.span, self.memory, self.device),)
 
     def layout(self, group: Group, share: Share) -> CacheLayout:
         """The layout of the ring when it holds these layers and heads of a group."""

@@ -22,22 +22,21 @@ import numpy as np
 from nixl_kv.errors import IncompatiblePeer, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
 from nixl_kv.geometry.plan import MAX_INDEX, Plan, Rows, Share, plan
-from nixl_kv.geometry.staging import (
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.ring import may_take, most_slots
+from nixl_kv.reading.paths import STOPPED, DirectOp, PreparedRank, Read, ReadOp, ReadPath, Source
+from nixl_kv.reading.staged.copier import PreparedCopy, Staging
+from nixl_kv.reading.staged.layout import (
     LEAST_CHUNK,
     LEAST_CHUNKS,
     Crop,
     Ring,
     crops,
     entry_bytes,
-    may_take,
-    most_slots,
     split_tokens,
     staged_entries,
     staged_table,
 )
-from nixl_kv.protocol import events, messages
-from nixl_kv.reading.paths import STOPPED, DirectOp, PreparedRank, Read, ReadOp, ReadPath, Source
-from nixl_kv.reading.staged.copier import PreparedCopy, Staging
 from nixl_kv.transport.base import ListHandle
 
 logger = get_logger(__name__)

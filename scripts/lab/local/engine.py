@@ -22,7 +22,7 @@ from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.paths import BuildFeature, HostMemory
+from nixl_kv.reading.paths import BuildFeature, allocate
 from nixl_kv.transport.base import ControlPlane, Transport
 
 HOST: Final = "127.0.0.1"
@@ -146,7 +146,7 @@ class LocalEngine:
                 make_checker=make_checker,
                 make_control=make_control,
                 features=features_with(
-                    make_memory=lambda length: HostMemory(staging_bytes or length),
+                    make_memory=lambda length: allocate(staging_bytes or length),
                     num_slots=num_ring_slots,
                     **(feature_options or {}),
                 ),

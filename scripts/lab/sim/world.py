@@ -17,7 +17,7 @@ from lab.sim.repeatable import Clock
 from lab.sim.tickets import IssuedTicket
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.reading.paths import HostMemory
+from nixl_kv.reading.paths import allocate
 
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"
@@ -206,7 +206,7 @@ class World:
                 number=Rank(number),
                 cache=RankCache(shape.blocks, Heads(number * each % shape.heads, each)),
                 slots=SimSlots(shape.slots),
-                staging=HostMemory(max(1, shape.staged)),
+                staging=allocate(max(1, shape.staged)),
                 port=port + number,
                 is_prefill=is_prefill,
                 is_decode=shape.both or not is_prefill,

@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Span, Table
 from nixl_kv.geometry.match import holdings, layout_mismatches, routes
 from nixl_kv.geometry.plan import IndexBuffer, Plan, Share, plan
-from nixl_kv.geometry.staging import (
+from nixl_kv.ids import Rank
+from nixl_kv.reading.staged.layout import (
     Crop,
     Ring,
     crops,
@@ -31,8 +32,7 @@ from nixl_kv.geometry.staging import (
     staged_layout,
     staged_table,
 )
-from nixl_kv.ids import Rank
-from nixl_kv.reading.copying.tiles import Tiling
+from nixl_kv.reading.tiles import Tiling
 from support.cases import Case, cases, typical
 from support.oracle import (
     Dense,
