@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from nixl_kv.reading.paths import (
     Source,
     allocate,
 )
-from nixl_kv.reading.peers import Ranks, RemotePeers, RemoteRank, WaitingRead, request_of
+from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
 from nixl_kv.transport.base import ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
 
@@ -53,6 +53,12 @@ LONGEST_PAUSE_S: Final = 0.0005
 # Pause between two polls, as a share of the read's time so far: on average, the agent notices an
 # end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs.
 PAUSE_SHARE: Final = 1 / 40
+
+WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
+
+
+def request_of(read: WaitingRead) -> RequestId:
+    return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
 def _make_scratch(layout: CacheLayout) -> Buffer | None:
@@ -231,16 +237,15 @@ class ReadAgent:
         """Whether only abandoned reads are left, so that this agent can be destroyed."""
         return all(read.is_abandoned for read in self.reads) and not self.ranks.is_adding
 
-    def start(self, action: WaitingRead) -> list[events.DataEvent]:
-        """Start a read, or let it wait at the record of its rank; return the events so far."""
+    def start(self, action: WaitingRead) -> list[events.DataEvent] | None:
+        """Start a read; return the events so far, or None if it must wait."""
         request = request_of(action)
         rank = self.ranks.find(action.peer, action.rank)
         if rank is None:
             reason = f"engine {action.peer.engine!r} is gone"
             return [events.ReadFailed(request, action.rank, reason)]
         if rank.source is None or self.ranks.is_adding:
-            self.ranks.wait(rank, action)
-            return []
+            return None
         try:
             if isinstance(action, events.ReadSlot):
                 started_at, op = self._clock(), SlotOp(self, rank, action.slot)
@@ -300,18 +305,18 @@ class ReadAgent:
             for read in reads
         ]
 
-    def drop_broken(self) -> list[WaitingRead]:
-        """Forget engines with a broken connection once nothing reads them; later reads add them.
+    def collect(self) -> list[Ended]:
+        """Return the preparations that have ended, and forget engines with a broken connection.
 
-        Returns the reads that waited for a rank that such an engine shares with another one.
+        They are forgotten once nothing reads them, and later reads add them again. Reads that
+        waited for such an engine have failed by then, so that none waits for ever.
         """
-        waiting: list[WaitingRead] = []
-        for peer in list(self._broken):
+        for peer in list(self._broken) if self._broken and not self.ranks.is_adding else ():
             is_read = any(read.remote.peer == peer for read in (*self.reads, *self.warm_ups))
             if not is_read and not self.ranks.is_preparing(peer):
                 self._broken.remove(peer)
-                waiting += self.ranks.drop(peer, is_lost=True)
-        return waiting
+                self.ranks.drop(peer, is_lost=True)
+        return [] if self.ranks.is_settled else self.ranks.collect()
 
     def close(self) -> None:
         """Wait for copies and end the transport. Then nothing of this agent writes.

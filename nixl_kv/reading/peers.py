@@ -1,9 +1,8 @@
 """The remote engines that this rank reads, and their ranks as one agent reads them.
 
 `RemotePeers` checks remote engines and finds which of their ranks this rank reads, for all agents.
-`Ranks` holds one record per remote rank for one agent, with an explicit state (`TRANSITIONS`); a
-read waits at the record of its rank. All of it runs on the transfer thread, except the background
-threads of `Ranks`.
+`Ranks` holds one record per remote rank for one agent, with an explicit state (`TRANSITIONS`). All
+of it runs on the transfer thread, except the background threads of `Ranks`.
 """
 
 import concurrent.futures
@@ -11,8 +10,8 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from nixl_kv.config import AllowedHosts
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, NixlKVError
@@ -20,8 +19,8 @@ from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.plan import Plan, plan
-from nixl_kv.ids import Rank, RequestId, endpoint_host
-from nixl_kv.protocol import events, messages
+from nixl_kv.ids import Rank, endpoint_host
+from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.protocol.machine import MachineState
 from nixl_kv.reading.paths import Budget, DirectPath, PreparedRank, ReadPath, Source
@@ -32,12 +31,6 @@ SHOWN_MISMATCHES: Final = 4
 
 # How long the end of an agent waits for a rank that is being added to it.
 ADD_END_S: Final = 2.0
-
-WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
-
-
-def request_of(read: WaitingRead) -> RequestId:
-    return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
 class RemotePeers:
@@ -169,7 +162,6 @@ class RemoteRank:
     route: Route
     description: messages.RankDescription
     state: RankState = RankState.PREPARING
-    waiting: list[WaitingRead] = field(default_factory=list)  # for READY, and an idle transport
     planning: Future[_Planned] | None = None
     adding: Future[None] | None = None
     name: PeerName | None = None  # set when it is added
@@ -201,14 +193,10 @@ class RemoteRank:
 
 
 class Ended(NamedTuple):
-    """The end of an engine's preparation: all of its ranks are READY, or with an `error` none is.
-
-    The reads in `waiting` fail with the error.
-    """
+    """The end of an engine's preparation: all ranks are READY, or with an `error` none is."""
 
     peer: PeerKey
     error: str | None = None
-    waiting: tuple[WaitingRead, ...] = ()
 
 
 class Ranks:
@@ -216,8 +204,8 @@ class Ranks:
 
     Two background threads prepare them: one plans, one adds ranks to the transport. `add_peer`
     takes 2 to 140 ms, and any other call of the transport would wait for it. So while `is_adding`,
-    the agent does not call its transport, and reads wait at their ranks. At least one turn of the
-    transfer thread lies between two calls of `add_peer`, and the waiting reads start in it.
+    the agent does not call its transport, and reads wait. At least one turn of the transfer thread
+    lies between two calls of `add_peer`, and the waiting reads start in it.
 
     `background` has at least two threads that nothing else uses. `is_reading` tells whether the
     agent reads the rank with this name. `on_ready` is called with each rank that becomes READY.
@@ -239,7 +227,7 @@ class Ranks:
         self._is_reading = is_reading
         self._on_ready = on_ready
         self._ranks: dict[PeerKey, dict[Rank, RemoteRank]] = {}
-        self._busy: dict[RemoteRank, None] = {}  # in order: not READY, or with reads that wait
+        self._busy: dict[RemoteRank, None] = {}  # in order: those that are not READY
         self._adding: Future[None] | None = None  # until `collect` has seen its end
         self._ended: list[Ended] = []  # to be reported
         self._kept: set[PeerName] = set()  # names whose connections stay, without a record
@@ -256,7 +244,7 @@ class Ranks:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `collect`, `begin_next` and `pop_startable` would do nothing; cheap to ask."""
+        """Whether `collect` and `begin_next` would do nothing; cheap to ask."""
         return not (self._busy or self._ended or self._adding)
 
     @property
@@ -308,40 +296,21 @@ class Ranks:
         if not self.is_preparing(peer):
             self._ended.append(Ended(peer))
 
-    def wait(self, rank: RemoteRank, read: WaitingRead) -> None:
-        rank.waiting.append(read)
-        self._busy[rank] = None
-
-    def pop_startable(self) -> list[WaitingRead]:
-        """Remove and return the reads that can start now."""
-        startable: list[WaitingRead] = []
-        for rank in [] if self.is_adding else [rank for rank in self._busy if rank.is_ready]:
-            startable += rank.waiting
-            rank.waiting = []
-            del self._busy[rank]
-        return startable
-
-    def pop_waiting(
-        self, is_meant: Callable[[WaitingRead], bool] = lambda _: True
-    ) -> list[WaitingRead]:
-        """Remove and return waiting reads."""
-        popped: list[WaitingRead] = []
-        for rank in self._busy:
-            popped += [read for read in rank.waiting if is_meant(read)]
-            rank.waiting = [read for read in rank.waiting if not is_meant(read)]
-        return popped
-
-    def drop(self, peer: PeerKey, *, is_lost: bool = False) -> list[WaitingRead]:
-        """Forget an engine, or give up preparing it; return the reads that waited for it.
+    def drop(self, peer: PeerKey, *, is_lost: bool = False) -> None:
+        """Forget an engine, or give up preparing it.
 
         If its connections are lost, other records of the same ranks are lost with them.
         """
         ranks = self._ranks.pop(peer, {}).values()
-        event = RankEvent.LOSE if is_lost else RankEvent.DROP
-        waiting = [read for rank in ranks for read in self._remove(rank, event)]
+        for rank in ranks:
+            if rank.planning is not None and not rank.planning.cancel():
+                rank.planning.add_done_callback(_release_planned)
+            rank.move(RankEvent.LOSE if is_lost else RankEvent.DROP)
+            rank.is_lost = is_lost
+            self._busy[rank] = None
         names = {rank.name for rank in ranks if is_lost and rank.name is not None}
-        shared = {rank.peer: None for rank in self._all() if rank.name in names} if names else {}
-        return waiting + [read for other in shared for read in self.drop(other, is_lost=True)]
+        for other in {rank.peer for rank in self._all() if names and rank.name in names}:
+            self.drop(other, is_lost=True)
 
     def give_up_all(self) -> None:
         for peer in [peer for peer in self._ranks if self.is_preparing(peer)]:
@@ -412,11 +381,11 @@ class Ranks:
                 return
             self._make_lists(rank, planned, rank.name)
         except (NixlKVError, ValueError) as error:
-            self._ended.append(Ended(rank.peer, str(error), tuple(self.drop(rank.peer))))
+            self.drop(rank.peer)
+            self._ended.append(Ended(rank.peer, str(error)))
             return
         rank.move(RankEvent.PREPARED)
-        if not rank.waiting:
-            del self._busy[rank]
+        del self._busy[rank]
         self._on_ready(rank)
         if not self.is_preparing(rank.peer):
             self._ended.append(Ended(rank.peer))
@@ -436,16 +405,6 @@ class Ranks:
         slots = slot_rows(remote.slots.address, remote.slots.count)
         rank.slots = transport.prepare(slots, "DRAM", name)
         rank.paths = planned.paths
-
-    def _remove(self, rank: RemoteRank, event: RankEvent) -> list[WaitingRead]:
-        """Let a rank leave; return the reads that waited for it."""
-        if rank.planning is not None and not rank.planning.cancel():
-            rank.planning.add_done_callback(_release_planned)
-        rank.move(event)
-        rank.is_lost = event is RankEvent.LOSE
-        self._busy[rank] = None
-        waiting, rank.waiting = rank.waiting, []
-        return waiting
 
     def _leave(self) -> None:
         """End LEAVING records, unless a read still needs them. The transport is not busy."""

@@ -15,18 +15,26 @@ connects to all engines that the old one reads, in the background, so no read wa
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError, get_logger
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
+from nixl_kv.reading.agent import (
+    READING_PAUSE_S,
+    Opened,
+    ReadAgent,
+    WaitingRead,
+    open_transport,
+    request_of,
+)
 from nixl_kv.reading.paths import STOPPED, ExtraMemory
-from nixl_kv.reading.peers import Ended, RemotePeers, WaitingRead, request_of
+from nixl_kv.reading.peers import Ended, RemotePeers
 from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
@@ -80,6 +88,7 @@ class Agents:
         self._open_on = make_background(1)
         self._close_on = make_background(1)
         self._make_background = make_background
+        self._waiting: list[WaitingRead] = []  # for their ranks, or for an idle transport
         self._joining: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
@@ -93,7 +102,7 @@ class Agents:
     @property
     def is_busy(self) -> bool:
         """Whether a handshake, a read, or the start or end of an agent is in progress."""
-        is_changing = self._joining or self._closing or self._opening
+        is_changing = self._joining or self._waiting or self._closing or self._opening
         return bool(is_changing) or any(agent.is_busy for agent in self.polled)
 
     @property
@@ -131,19 +140,18 @@ class Agents:
             case events.JoinPeer():
                 return [self._join(action)]
             case events.DropPeer():
-                return self._drop(action.peer, is_dead=action.is_dead)
+                self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead() | events.ReadSlot():
-                return [*self._drop_broken(), *self._start(action)]
+                return self._start(action)
             case events.ReadChunk():
                 return [event for agent in self.polled for event in agent.on_chunk(action)]
             case events.StopRead():
                 for agent in self.polled:
                     agent.stop(action)
-                return self._fail_waiting(action.request, action.rank, STOPPED)
+                return self._fail_waiting(STOPPED, partial(_is_of, action))
             case events.AbandonRead():
                 self.abandon(action.request, action.rank)
-                reason = "it could not begin in time"
-                return self._fail_waiting(action.request, action.rank, reason)
+                return self._fail_waiting("it could not begin in time", partial(_is_of, action))
         return []
 
     def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
@@ -154,7 +162,8 @@ class Agents:
                     agent.abandon(read)
 
     def forget_peers(self) -> None:
-        """Forget all peers and the reads that wait for them. Reads in progress stay."""
+        """Forget all peers and the reads that wait. Reads in progress stay."""
+        self._waiting.clear()
         for peer in list(self.peers.descriptions):
             self._drop(peer)
 
@@ -164,18 +173,19 @@ class Agents:
             return []
         current, happened = self.polled[0], list[events.DataEvent]()
         for agent in self.polled:
-            if not agent.ranks.is_settled:
-                for preparation in agent.ranks.collect():
-                    happened += self._on_prepared(preparation) if agent is current else ()
+            for preparation in agent.collect():
+                happened += self._on_prepared(preparation) if agent is current else ()
             happened += agent.poll()
         happened += self._replace_current()
+        if self._waiting and not self.polled[0].ranks.is_adding:
+            waiting, self._waiting = self._waiting, []
+            for read in waiting:
+                happened += self._start(read)
         for agent in self.polled:
             if not agent.ranks.is_settled:
-                for read in agent.ranks.pop_startable():
-                    happened += self._start(read)
                 agent.ranks.begin_next()
         if happened or self._tidy_at is not None or self.polled[0].ranks.has_left:
-            happened += self._tidy()
+            self._tidy()
         return happened
 
     def is_read(self, request: RequestId) -> bool:
@@ -246,46 +256,43 @@ class Agents:
             self._counts["joins"] += 1
             self._counts["join_seconds"] += self._clock() - since
             return [events.PeerJoined(ended.peer)]
-        failed = _failed(ended.waiting, ended.error)
+        failed = self._fail_waiting(ended.error, lambda read: read.peer == ended.peer)
         if since is not None:
             self.peers.descriptions.pop(ended.peer, None)
             failed.insert(0, events.PeerRefused(ended.peer, ended.error))
         return failed
 
-    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> list[events.DataEvent]:
-        """Forget an engine. Reads that waited for it fail, or wait until it is added again."""
+    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
+        """Forget an engine. Reads that wait for it fail in the next poll."""
         self.peers.descriptions.pop(peer, None)
         self._joining.pop(peer, None)
-        waiting = [r for a in self.polled for r in a.ranks.drop(peer, is_lost=is_dead)]
-        return [event for read in waiting for event in self._start(read)]
-
-    def _drop_broken(self) -> list[events.DataEvent]:
-        if self.current.ranks.is_adding:
-            return []
-        waiting = self.current.drop_broken()
-        return [event for read in waiting for event in self._start(read)]
+        for agent in self.polled:
+            agent.ranks.drop(peer, is_lost=is_dead)
 
     # --- reads
 
     def _start(self, read: WaitingRead) -> list[events.DataEvent]:
-        """Start a read with the current agent. It may have to add the engine first."""
+        """Start a read with the current agent, or let it wait. It may have to add the engine."""
         agent = self.current
         if agent.ranks.find(read.peer, read.rank) is None:
             # Another agent made the handshake, or the connection broke.
             self._prepare(agent, read.peer)
-        return agent.start(read)
+        started = agent.start(read)
+        if started is None:
+            self._waiting.append(read)
+        return started or []
 
     def _prepare(self, agent: ReadAgent, peer: events.PeerKey) -> None:
         description = self.peers.descriptions.get(peer)
         if description is not None:
             agent.ranks.prepare(peer, description, self.peers.routes(description))
 
-    def _fail_waiting(self, request: RequestId, rank: Rank, reason: str) -> list[events.DataEvent]:
-        def is_meant(read: WaitingRead) -> bool:
-            return (request_of(read), read.rank) == (request, rank)
-
-        waiting = [read for agent in self.polled for read in agent.ranks.pop_waiting(is_meant)]
-        return _failed(waiting, reason)
+    def _fail_waiting(
+        self, reason: str, is_meant: Callable[[WaitingRead], bool]
+    ) -> list[events.DataEvent]:
+        failed = list(filter(is_meant, self._waiting))
+        self._waiting = [read for read in self._waiting if read not in failed]
+        return [events.ReadFailed(request_of(read), read.rank, reason) for read in failed]
 
     # --- agents
 
@@ -309,7 +316,7 @@ class Agents:
             logger.warning("a read timed out: replacing the NIXL agent")
             self._open()
         if self._successor is not None and (is_stuck or not self._successor.is_busy):
-            happened += self._promote(self._successor)
+            self._promote(self._successor)
         for agent in self.polled[1:]:
             if agent is not self._successor and agent.is_drained:
                 self.polled.remove(agent)
@@ -341,29 +348,26 @@ class Agents:
             self._prepare(self._successor, peer)
         return [events.PeersMoved(tuple(known))] if known else []
 
-    def _promote(self, agent: ReadAgent) -> list[events.DataEvent]:
+    def _promote(self, agent: ReadAgent) -> None:
         """Let new and waiting reads use this agent from now on; the others drain."""
-        waiting = self.current.ranks.pop_waiting()
         self.current.ranks.give_up_all()
         self._successor = self._tidy_at = None
         self.polled.remove(agent)
         self.polled.insert(0, agent)
         for peer in self._joining:
             self._prepare(agent, peer)
-        return [event for read in waiting for event in self._start(read)]
 
-    def _tidy(self) -> list[events.DataEvent]:
+    def _tidy(self) -> None:
         """Replace the agent if it has too many unused connections, which only its end closes."""
         now, current = self._clock(), self.current
         if current.ranks.is_adding or self._opening or self._successor:
-            return []
+            return
         if self._tidy_at is None:
             if current.ranks.has_left or current.transport.tidy():
                 self._tidy_at = now + TIDY_S
-            return []
+            return
         if now < self._tidy_at:
-            return []
-        happened = self._drop_broken()
+            return
         has_spares, num_left = current.transport.tidy(), current.ranks.num_left
         self._tidy_at = now + TIDY_S if has_spares or num_left else None
         if num_left and current.ranks.num_ready <= num_left * READ_PER_LEFT:
@@ -371,7 +375,6 @@ class Agents:
                 "replacing the NIXL agent: it has open connections to %d ranks that left", num_left
             )
             self._open()
-        return happened
 
     def _close(self, agent: ReadAgent) -> None:
         closed = self._close_on.submit(agent.close)
@@ -404,5 +407,5 @@ class Agents:
         return failed
 
 
-def _failed(reads: Iterable[WaitingRead], reason: str) -> list[events.DataEvent]:
-    return [events.ReadFailed(request_of(read), read.rank, reason) for read in reads]
+def _is_of(action: events.StopRead | events.AbandonRead, read: WaitingRead) -> bool:
+    return (request_of(read), read.rank) == (action.request, action.rank)

@@ -221,14 +221,13 @@ def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_re
     assert dropped == [], "its slot is being read"
     reading.fabric.reads_hang = False
     assert [type(event) for event in reading.agent.poll()] == [SlotRead, PeerBroken]
-    reading.agent.drop_broken()
+    reading.agent.collect()
     assert reading.agent.ranks.find(PEER, R0) is None
     reading.prepare()
     assert dropped == [name]
     assert reading.start([2], [7], range(4)) == []
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
-    reading.agent.drop_broken()
     assert reading.start([2], [7], range(4)) == []
     assert dropped == [name]
 
