@@ -32,11 +32,12 @@ from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.peers import PeerBook
 from nixl_kv.protocol.prefill import PrefillMachine
-from nixl_kv.reading import gather, staged
 from nixl_kv.reading.agent import register
+from nixl_kv.reading.gather import build as build_gather
 from nixl_kv.reading.paths import BuildFeature, ExtraMemory, RankSetup
 from nixl_kv.reading.peers import RemotePeers
 from nixl_kv.reading.replace import PREPARING_THREADS, Agents
+from nixl_kv.reading.staged import build as build_staged
 from nixl_kv.transport.base import ControlPlane, Transport
 from nixl_kv.transport.slots import SlotPage
 from nixl_kv.verify.queue import open_digests
@@ -53,8 +54,8 @@ def _background_threads(count: int) -> Executor:
 
 # Ways to read besides direct reads, in the order in which an agent asks them.
 FEATURES: Final[tuple[BuildFeature, ...]] = (
-    gather.build,
-    staged.build,
+    build_gather,
+    build_staged,
 )
 
 

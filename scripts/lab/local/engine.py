@@ -27,6 +27,11 @@ from nixl_kv.transport.base import ControlPlane, Transport
 
 HOST: Final = "127.0.0.1"
 MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
+HOST_PATHS: Final = (
+    "direct",
+    *(name for build in FEATURES if (name := build.__module__.rpartition(".")[2]) != "gather"),
+)
+"""The ways to read host memory that this tree has."""
 CONTEXT: Final = "0" * 32
 """Of every prompt: this engine does not compute, so nothing depends on it."""
 

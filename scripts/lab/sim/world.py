@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from lab.local.engine import HOST_PATHS
 from lab.sim.cache import Heads, KnownPrompt, RankCache
 from lab.sim.data_plane import Process, SimFabric, SimSlots
 from lab.sim.engine import Engine
@@ -89,7 +90,7 @@ class Shape:
             request_timeout_s=4.0,
             offer_share=self.share,
             verify=self.verify,
-            path="staged" if self.staged else "direct",
+            path="staged" if self.staged and "staged" in HOST_PATHS else "direct",
         )
 
 

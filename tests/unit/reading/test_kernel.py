@@ -109,12 +109,12 @@ def reads_of(changes: dict[str, Any]) -> Iterator[tuple[Any, int, Any, Any, Any]
     from nixl_kv.geometry.plan import plan  # noqa: PLC0415
     from nixl_kv.ids import Rank  # noqa: PLC0415
     from nixl_kv.reading.tiles import Tiling  # noqa: PLC0415
+    from support.any_shape import Pair  # noqa: PLC0415
     from support.cases import typical  # noqa: PLC0415
     from support.oracle import Layer  # noqa: PLC0415
 
-    make_pair = importlib.import_module("tests.unit.geometry.test_any_shape").Pair
     even = tuple(Layer(name, 4, 6, 4) for name in "abc")
-    pair = make_pair(typical(**{"model": even} | changes))
+    pair = Pair(typical(**{"model": even} | changes))
     for number, local in enumerate(pair.decode.ranks):
         for route in routes(Rank(number), *pair.held):
             if route.readers:
