@@ -100,7 +100,7 @@ def test_typical_engines_exchange_all_kv() -> None:
 
 
 @seed(2)
-@settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_any_two_engines_exchange_all_kv(case: Case) -> None:
     check(case, StagedPair)
