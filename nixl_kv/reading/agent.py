@@ -9,6 +9,7 @@ it reads a fence slot and some bytes of the cache and discards them. Meanwhile d
 a grant.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -22,14 +23,7 @@ from nixl_kv.geometry.layout import CacheLayout, block_ids
 from nixl_kv.geometry.plan import ADDRESS, DEVICE
 from nixl_kv.ids import Generation, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.paths import (
-    Buffer,
-    ExtraMemory,
-    Read,
-    ReadOp,
-    Source,
-    allocate,
-)
+from nixl_kv.reading.paths import Buffer, ExtraMemory, Read, ReadOp, Source, allocate
 from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
 from nixl_kv.transport.base import ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
@@ -61,13 +55,6 @@ def request_of(read: WaitingRead) -> RequestId:
     return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
-def _make_scratch(layout: CacheLayout) -> Buffer | None:
-    try:
-        return allocate(SCRATCH_BYTES, layout.memory, layout.device)
-    except (ImportError, TransportError):  # then warm-ups only read a slot
-        return None
-
-
 class Opened(NamedTuple):
     """A transport with which this rank's cache is registered, and memory that only it uses."""
 
@@ -79,17 +66,18 @@ class Opened(NamedTuple):
 def open_transport(
     make: Callable[[], Transport], layout: CacheLayout, memory: tuple[ExtraMemory, ...] = ()
 ) -> Opened:
-    """Make a transport, and register this rank's cache and `memory` with it.
-
-    Slow; runs on any thread.
+    """Make a transport, and register this rank's cache and `memory`. Slow; on any thread.
 
     Raises:
         TransportError: if it cannot be created, or does not accept the memory.
     """
-    opened = Opened(make(), SlotPage(MAX_SLOT_READS), _make_scratch(layout))
+    scratch = None
+    with contextlib.suppress(ImportError, TransportError):  # then warm-ups only read a slot
+        scratch = allocate(SCRATCH_BYTES, layout.memory, layout.device)
+    opened = Opened(make(), SlotPage(MAX_SLOT_READS), scratch)
     register(opened.transport, layout, opened.slots, memory)
-    if opened.scratch is not None:
-        opened.transport.register(opened.scratch.span, layout.memory, layout.device)
+    if scratch is not None:
+        opened.transport.register(scratch.span, layout.memory, layout.device)
     return opened
 
 
@@ -392,7 +380,7 @@ class ReadAgent:
             yield events.ReadDone(request, read.rank, *numbers, path, num_direct)
 
     def _reads_of(self, request: RequestId, rank: Rank) -> list[ActiveRead]:
-        """At most one, except after a restart of the transfer thread."""
+        # At most one, except after a restart of the transfer thread.
         return [read for read in self.reads if (read.request, read.rank) == (request, rank)]
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:

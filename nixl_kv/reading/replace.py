@@ -94,7 +94,8 @@ class Agents:
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
         self._successor: ReadAgent | None = None  # one of `polled`, while it connects to the peers
-        self._tidy_at: float | None = None
+        # When to check for unused connections, in monotonic seconds; None for never.
+        self.next_due: float | None = None
 
     def __repr__(self) -> str:
         return f"<Agents: {self.polled}, {len(self._closing)} closing>"
@@ -112,11 +113,6 @@ class Agents:
             return READING_PAUSE_S
         pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
         return min(pauses, default=CHANGING_PAUSE_S)
-
-    @property
-    def next_due(self) -> float | None:
-        """When to check for unused connections, in monotonic seconds; None for never."""
-        return self._tidy_at
 
     def open(self) -> None:
         """Create the first agent of this process, and wait for it.
@@ -184,7 +180,7 @@ class Agents:
         for agent in self.polled:
             if not agent.ranks.is_settled:
                 agent.ranks.begin_next()
-        if happened or self._tidy_at is not None or self.polled[0].ranks.has_left:
+        if happened or self.next_due is not None or self.polled[0].ranks.has_left:
             self._tidy()
         return happened
 
@@ -308,7 +304,7 @@ class Agents:
         Agents besides the current one and its successor drain, and are then closed.
         """
         happened: list[events.DataEvent] = []
-        is_stuck = self.polled[0].is_stuck
+        is_stuck = self.current.is_stuck
         if self._opening is not None:
             if self._opening.done():
                 happened += self._take_over(self._opening, is_stuck=is_stuck)
@@ -351,7 +347,7 @@ class Agents:
     def _promote(self, agent: ReadAgent) -> None:
         """Let new and waiting reads use this agent from now on; the others drain."""
         self.current.ranks.give_up_all()
-        self._successor = self._tidy_at = None
+        self._successor = self.next_due = None
         self.polled.remove(agent)
         self.polled.insert(0, agent)
         for peer in self._joining:
@@ -362,14 +358,14 @@ class Agents:
         now, current = self._clock(), self.current
         if current.ranks.is_adding or self._opening or self._successor:
             return
-        if self._tidy_at is None:
+        if self.next_due is None:
             if current.ranks.has_left or current.transport.tidy():
-                self._tidy_at = now + TIDY_S
+                self.next_due = now + TIDY_S
             return
-        if now < self._tidy_at:
+        if now < self.next_due:
             return
         has_spares, num_left = current.transport.tidy(), current.ranks.num_left
-        self._tidy_at = now + TIDY_S if has_spares or num_left else None
+        self.next_due = now + TIDY_S if has_spares or num_left else None
         if num_left and current.ranks.num_ready <= num_left * READ_PER_LEFT:
             logger.info(
                 "replacing the NIXL agent: it has open connections to %d ranks that left", num_left

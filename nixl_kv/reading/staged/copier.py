@@ -8,7 +8,7 @@ call per pair of views, for any block table. In GPU memory `reading.kernel` copi
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
@@ -97,11 +97,6 @@ class _Rows:
     piece_bytes: int  # of all rows
 
 
-@dataclass(frozen=True)
-class _HostCopy:
-    shares: list[Future[None]]
-
-
 class HostCopier:
     """Copies on the threads of an executor."""
 
@@ -115,31 +110,27 @@ class HostCopier:
             raise TransportError(f"the plan needs {len(groups)} views; allowed: {MAX_VIEWS}")
         return [_rows_at(job, group) for job, group in groups]
 
-    def start(self, prepared: list[_Rows], pieces: Sequence[Pieces]) -> _HostCopy:
+    def start(self, prepared: list[_Rows], pieces: Sequence[Pieces]) -> list[Future[None]]:
         wanted = [rows for rows in prepared if len(pieces[rows.paged].local)]
-        num_bytes = sum(rows.piece_bytes * len(pieces[rows.paged].local) for rows in wanted)
-        num_shares = max(1, min(NUM_THREADS, num_bytes // MIN_SHARE))
+        num_bytes = sum([rows.piece_bytes * len(pieces[rows.paged].local) for rows in wanted])
+        count = max(1, min(NUM_THREADS, num_bytes // MIN_SHARE))
         try:
-            return _HostCopy(
-                [
-                    self._executor.submit(_copy, wanted[number::num_shares], pieces)
-                    for number in range(num_shares)
-                ]
-            )
+            return [self._executor.submit(_copy, wanted[n::count], pieces) for n in range(count)]
         except RuntimeError as error:  # the process exits
             raise TransportError(f"starting a copy: {error}") from error
 
-    def poll(self, copy: _HostCopy) -> bool:
-        if not all(share.done() for share in copy.shares):
+    def poll(self, copy: list[Future[None]]) -> bool:
+        if not all(share.done() for share in copy):
             return False
-        for share in copy.shares:
-            error = CancelledError() if share.cancelled() else share.exception()
-            if error is not None:
-                raise TransportError(f"copying: {type(error).__name__}: {error}") from error
+        try:
+            for share in copy:
+                share.result()
+        except Exception as error:
+            raise TransportError(f"copying: {type(error).__name__}: {error}") from error
         return True
 
-    def end(self, copy: _HostCopy) -> None:
-        wait_for([share for share in copy.shares if not share.cancel()])
+    def end(self, copy: list[Future[None]]) -> None:
+        wait_for([share for share in copy if not share.cancel()])
 
 
 def _split(addresses: Ints, job: Job) -> list[Ints]:
