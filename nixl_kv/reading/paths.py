@@ -249,7 +249,16 @@ class DirectOp(ReadOp):
             self.post_next()
 
     def poll(self) -> list[events.ReadEvent]:
-        has_progressed = self._poll_slices()
+        has_progressed = False
+        for handle in list(self._posted):
+            try:
+                has_landed = self._source.transport.poll(handle)
+            except PeerLost as error:
+                has_landed = True
+                self._fail(error)
+            if has_landed:
+                self._posted.remove(handle)
+                has_progressed = True
         if not self._is_stopped:
             try:
                 self._post()
@@ -265,19 +274,6 @@ class DirectOp(ReadOp):
             are_cut = [self._source.transport.stop(handle) for handle in self._posted]
             if self._unposted or any(are_cut):
                 self.failure = self.failure or STOPPED
-
-    def _poll_slices(self) -> bool:
-        """Whether a slice has ended since the last call."""
-        before = len(self._posted)
-        for handle in list(self._posted):
-            try:
-                has_ended = self._source.transport.poll(handle)
-            except PeerLost as error:
-                has_ended = True
-                self._fail(error)
-            if has_ended:
-                self._posted.remove(handle)
-        return len(self._posted) < before
 
     def _fail(self, error: TransportError) -> None:
         self.failure = self.failure or str(error)
