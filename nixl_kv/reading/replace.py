@@ -286,8 +286,8 @@ class Agents:
     def _fail_waiting(
         self, reason: str, is_meant: Callable[[WaitingRead], bool]
     ) -> list[events.DataEvent]:
-        failed = list(filter(is_meant, self._waiting))
-        self._waiting = [read for read in self._waiting if read not in failed]
+        failed = [read for read in self._waiting if is_meant(read)]
+        self._waiting = [read for read in self._waiting if not is_meant(read)]
         return [events.ReadFailed(request_of(read), read.rank, reason) for read in failed]
 
     # --- agents
