@@ -343,7 +343,7 @@ def allocate(num_bytes: int, memory: Memory = "DRAM", device: int = 0) -> Buffer
     """Allocate memory. Host memory is zeroed, and Linux adds its pages when they are used.
 
     Raises:
-        ImportError, TransportError: if there is no such GPU, or not enough memory of it.
+        ImportError, TransportError: if the GPU does not exist or lacks memory.
     """
     owner: object
     if memory == "DRAM":
