@@ -31,11 +31,12 @@ from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
-from nixl_kv.reading import gather, staged
 from nixl_kv.reading.agent import register
+from nixl_kv.reading.gather import build as build_gather
 from nixl_kv.reading.paths import BuildFeature, ExtraMemory, RankSetup
 from nixl_kv.reading.peers import RemotePeers
-from nixl_kv.reading.replace import Agents
+from nixl_kv.reading.replace import PREPARING_THREADS, Agents
+from nixl_kv.reading.staged import build as build_staged
 from nixl_kv.transport.base import ControlPlane, Transport
 from nixl_kv.transport.slots import SlotPage
 from nixl_kv.verify.queue import open_digests
@@ -52,8 +53,8 @@ def _background_threads(count: int) -> Executor:
 
 # Ways to read besides direct reads, in the order in which an agent asks them.
 FEATURES: Final[tuple[BuildFeature, ...]] = (
-    gather.build,
-    staged.build,
+    build_gather,
+    build_staged,
 )
 
 
@@ -204,6 +205,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         is_prefill=spec.is_prefill,
         is_decode=spec.is_decode,
         wake=control.wake,
+        background=spec.make_background(PREPARING_THREADS),
         counts=counts,
         clock=spec.clock,
     )

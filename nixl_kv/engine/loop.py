@@ -554,12 +554,15 @@ class Loop:
             case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
             case events.PackChunk():
-                packed = None if self.parts.packs is None else self.parts.packs.add(action)
-                self._follow_up.extend([] if packed is None else [packed])
+                self._pack(action)
             case events.MakeDigest() | events.CompareDigest():
                 self._digest(action)
             case _:
                 self._follow_up.extend(self.parts.agents.execute(action))
+
+    def _pack(self, action: events.PackChunk) -> None:
+        if self.parts.packs is not None:
+            self.parts.packs.add(action)
 
     def _digest(self, action: events.DigestAction) -> None:
         event: events.DigestEvent | None = None

@@ -279,7 +279,7 @@ class PackRequest(_OfClaim, frozen=True, kw_only=True):
 
 
 class PackReply(_OfClaim, frozen=True, kw_only=True):
-    """The chunk stays in this ring slot (`geometry.staging`) while the grant is valid."""
+    """The chunk stays in this ring slot (`reading.staged`) while the grant is valid."""
 
     chunk: _Chunk
     # None: prefill cannot pack it or has no free slot for it. The reader reads it directly.

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from nixl_kv.errors import LocalProtocolError
-from nixl_kv.geometry.staging import may_take
 from nixl_kv.ids import Claim, EngineId, Generation, Incarnation, Nonce, Rank, new_generation, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import Actions, OfferEnd
@@ -176,6 +175,21 @@ class _Slot:
     chunk: int
     since: float  # monotonic seconds
     is_packed: bool = False  # the reader may read it
+
+
+def may_take(held: int, free: int) -> bool:
+    """Whether a reader that holds `held` slots of a ring may take one of the `free` ones.
+
+    One reader gets two thirds of the ring, two get two fifths each, and some room always remains
+    for another. These are dynamic thresholds with a factor of 2, after Choudhury and Hahne,
+    "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998.
+    """
+    return held < 2 * free
+
+
+def most_slots(num_slots: int) -> int:
+    """How many slots of a ring `may_take` gives to a single reader."""
+    return -(-2 * num_slots // 3)
 
 
 class RingBook:

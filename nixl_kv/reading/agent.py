@@ -9,22 +9,23 @@ it reads a fence slot and some bytes of the cache and discards them. Meanwhile d
 a grant.
 """
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from nixl_kv.errors import PeerLost, TransportError, get_logger
-from nixl_kv.geometry.layout import CacheLayout, Span, block_ids
+from nixl_kv.geometry.layout import CacheLayout, block_ids
 from nixl_kv.geometry.plan import ADDRESS, DEVICE
 from nixl_kv.ids import Generation, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.paths import ExtraMemory, Read, ReadOp
-from nixl_kv.reading.peers import Ranks, RemotePeers, RemoteRank, WaitingRead, request_of
-from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
+from nixl_kv.reading.paths import Buffer, ExtraMemory, Read, ReadOp, Source, allocate
+from nixl_kv.reading.peers import Ended, Ranks, RemotePeers, RemoteRank
+from nixl_kv.transport.base import ListHandle, ReadHandle, Rows, Transport
 from nixl_kv.transport.slots import SlotPage
 
 logger = get_logger(__name__)
@@ -47,25 +48,11 @@ LONGEST_PAUSE_S: Final = 0.0005
 # end late by half of it. A poll takes 40 us and holds the GIL, which vLLM's step needs.
 PAUSE_SHARE: Final = 1 / 40
 
-
-class Scratch(NamedTuple):
-    """Memory of the cache's kind for warm-up reads; allocated as long as `owner` lives."""
-
-    span: Span
-    owner: object
+WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
 
 
-def _make_scratch(layout: CacheLayout) -> Scratch | None:
-    if layout.memory == "DRAM":
-        memory = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        return Scratch(Span(memory.ctypes.data, SCRATCH_BYTES), memory)
-    try:
-        from nixl_kv.gpu import allocate  # noqa: PLC0415 - only GPU machines have Triton
-
-        address, owner = allocate(SCRATCH_BYTES, layout.device)
-    except (ImportError, TransportError):  # then warm-ups only read a slot
-        return None
-    return Scratch(Span(address, SCRATCH_BYTES), owner)
+def request_of(read: WaitingRead) -> RequestId:
+    return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
 class Opened(NamedTuple):
@@ -73,23 +60,24 @@ class Opened(NamedTuple):
 
     transport: Transport
     slots: SlotPage
-    scratch: Scratch | None
+    scratch: Buffer | None  # for warm-up reads
 
 
 def open_transport(
     make: Callable[[], Transport], layout: CacheLayout, memory: tuple[ExtraMemory, ...] = ()
 ) -> Opened:
-    """Make a transport, and register this rank's cache and `memory` with it.
-
-    Slow; runs on any thread.
+    """Make a transport, and register this rank's cache and `memory`. Slow; on any thread.
 
     Raises:
         TransportError: if it cannot be created, or does not accept the memory.
     """
-    opened = Opened(make(), SlotPage(MAX_SLOT_READS), _make_scratch(layout))
+    scratch = None
+    with contextlib.suppress(ImportError, TransportError):  # then warm-ups only read a slot
+        scratch = allocate(SCRATCH_BYTES, layout.memory, layout.device)
+    opened = Opened(make(), SlotPage(MAX_SLOT_READS), scratch)
     register(opened.transport, layout, opened.slots, memory)
-    if opened.scratch is not None:
-        opened.transport.register(opened.scratch.span, layout.memory, layout.device)
+    if scratch is not None:
+        opened.transport.register(scratch.span, layout.memory, layout.device)
     return opened
 
 
@@ -104,27 +92,16 @@ def register(
         transport.register(*each)
 
 
-class SlotOp(ReadOp):
-    """The read of a fence slot into an entry of this agent's page. The entry is cleared first."""
+class SampleOp(ReadOp):
+    """One read of a few bytes, posted at once: they arrive soon, or fail."""
 
-    def __init__(self, agent: "ReadAgent", rank: RemoteRank, slot: int) -> None:
-        self._transport, self._slots, self._free = agent.transport, agent.slots, agent.free_entries
-        self._entry = self._free.pop()
-        self.has_ended = False
-        self.token: Generation | None = None
-        self._slots.clear(self._entry)
-        try:
-            self._handle = self._transport.read(
-                agent.entries, rank.slots, (block_ids([self._entry]), block_ids([slot]))
-            )
-        except TransportError:
-            self.release()
-            raise
+    def __init__(self, transport: Transport, handle: ReadHandle) -> None:
+        self._transport, self._handle = transport, handle
 
     def poll(self) -> list[events.ReadEvent]:
         try:
             if self._transport.poll(self._handle):
-                self.token = self._slots.read(self._entry)
+                self._land()
                 self.release()
         except PeerLost as error:
             self.failure, self.is_connection_lost = str(error), True
@@ -132,7 +109,32 @@ class SlotOp(ReadOp):
         return []
 
     def stop(self) -> None:
-        """16 bytes arrive soon, or fail."""
+        """Nothing is left to start."""
+
+    def release(self) -> None:
+        self.has_ended = True
+
+    def _land(self) -> None:
+        """All bytes have landed."""
+
+
+class SlotOp(SampleOp):
+    """The read of a fence slot into an entry of the agent's page. The entry is cleared first."""
+
+    token: Generation | None = None
+
+    def __init__(self, agent: "ReadAgent", rank: RemoteRank, slot: int) -> None:
+        if not agent.free_entries:
+            raise TransportError(f"{MAX_SLOT_READS} fence slots are being read; allowed: no more")
+        self._slots, self._free = agent.slots, agent.free_entries
+        entry = self._entry = self._free[-1]
+        self._slots.clear(entry)
+        pieces = block_ids([entry]), block_ids([slot])
+        super().__init__(agent.transport, agent.transport.read(agent.entries, rank.slots, pieces))
+        self._free.pop()
+
+    def _land(self) -> None:
+        self.token = self._slots.read(self._entry)
 
     def release(self) -> None:
         if not self.has_ended:
@@ -142,15 +144,14 @@ class SlotOp(ReadOp):
 
 @dataclass(eq=False)
 class ActiveRead:
-    """A read of a load's data or of a fence slot, while it is in progress."""
+    """A read in progress: of a load's data, of a fence slot, or to warm up a rank."""
 
     op: ReadOp
     remote: RemoteRank
-    request: RequestId
+    request: RequestId  # empty: it warms up, and nothing needs its bytes
     started_at: float
     num_bytes: int = 0
     num_runs: int = 0
-    slot_op: SlotOp | None = None  # the same as `op` if it reads the slot
     is_unwanted: bool = False
     is_abandoned: bool = False
     error: str = ""  # why its state is unknown; then it is not polled again
@@ -158,20 +159,6 @@ class ActiveRead:
     @property
     def rank(self) -> Rank:
         return self.remote.rank
-
-    def doubt(self, reason: str) -> None:
-        self.is_abandoned, self.error = True, reason  # only the end of the agent ends it
-
-
-@dataclass(eq=False)
-class _WarmUp:
-    """A warm-up read in progress. Its bytes land in scratch memory."""
-
-    remote: RemoteRank
-    handle: ReadHandle
-    started_at: float
-    entry: int | None = None  # of the slot page, if it reads a slot
-    is_in_doubt: bool = False
 
 
 class ReadAgent:
@@ -194,7 +181,8 @@ class ReadAgent:
             on_ready=self._warm_up,
         )
         self.reads: list[ActiveRead] = []
-        self.warm_ups: list[_WarmUp] = []
+        self.is_stuck = False  # a read was abandoned, so another agent must serve new ones
+        self.warm_ups: list[ActiveRead] = []
         self.slots = opened.slots
         self.free_entries = list(range(self.slots.count))
         self.entries: ListHandle = self.transport.prepare(self.slots.rows(), "DRAM", None)
@@ -212,23 +200,23 @@ class ReadAgent:
 
     def is_reading(self, name: str) -> bool:
         """Whether a read needs this name, so that the transport must not forget the rank."""
-        reads = (read.remote for read in self.reads)
-        warm_ups = (read.remote for read in self.warm_ups if not read.is_in_doubt)
-        return any(remote.name == name for remote in (*reads, *warm_ups))
+        reads = (*self.reads, *(read for read in self.warm_ups if not read.error))
+        return any(read.remote.name == name for read in reads)
 
     @property
     def is_busy(self) -> bool:
         """Whether to poll: a read, a rank's preparation, or a warm-up that is not late."""
+        if self.reads or self.ranks.is_busy:
+            return True
         since = self._clock() - WARM_UP_S
-        warms_up = any(not r.is_in_doubt and r.started_at > since for r in self.warm_ups)
-        return bool(self.reads) or warms_up or self.ranks.is_busy
+        return any(not read.error and read.started_at > since for read in self.warm_ups)
 
     @property
     def pause_s(self) -> float:
         """Seconds until the next poll, while the agent is busy."""
         now = self._clock()
         since = [r.started_at if r.op.is_autonomous else now for r in self.reads]
-        since += [r.started_at for r in self.warm_ups]
+        since += [read.started_at for read in self.warm_ups]
         pause = (now - max(since, default=now)) * PAUSE_SHARE
         return min(max(READING_PAUSE_S, pause), LONGEST_PAUSE_S)
 
@@ -237,20 +225,21 @@ class ReadAgent:
         """Whether only abandoned reads are left, so that this agent can be destroyed."""
         return all(read.is_abandoned for read in self.reads) and not self.ranks.is_adding
 
-    def start(self, action: WaitingRead) -> list[events.DataEvent]:
-        """Start a read, or let it wait at the record of its rank; return the events so far."""
+    def start(self, action: WaitingRead) -> list[events.DataEvent] | None:
+        """Start a read; return the events so far, or None if it must wait."""
         request = request_of(action)
         rank = self.ranks.find(action.peer, action.rank)
         if rank is None:
             reason = f"engine {action.peer.engine!r} is gone"
             return [events.ReadFailed(request, action.rank, reason)]
         if rank.source is None or self.ranks.is_adding:
-            self.ranks.wait(rank, action)
-            return []
+            return None
         try:
             if isinstance(action, events.ReadSlot):
-                return self._start_slot(action, rank)
-            return self._start_data(action, rank)
+                started_at, op = self._clock(), SlotOp(self, rank, action.slot)
+                self.reads.append(read := ActiveRead(op, rank, request, started_at))
+                return self._poll(read)
+            return self._start_data(action, rank, rank.source)
         except (TransportError, ValueError) as error:
             self._note(error, action.peer)
             return [events.ReadFailed(request, action.rank, str(error))]
@@ -263,6 +252,11 @@ class ReadAgent:
                 happened += self._poll(read)
         return happened
 
+    def abandon(self, read: ActiveRead, error: str = "") -> None:
+        """Give up a read: only the end of the agent ends it, unless it ends by itself."""
+        read.is_abandoned, read.error = True, read.error or error
+        self.is_stuck |= bool(read.request)
+
     def stop(self, action: events.StopRead) -> None:
         for read in self._reads_of(action.request, action.rank):
             read.is_unwanted = True  # the transport may be busy: the next poll stops it
@@ -272,15 +266,18 @@ class ReadAgent:
 
         If a bug raises here, the agent does not poll that read again.
         """
-        if self.ranks.is_adding:
-            return []
-        self._at_once_bytes = AT_ONCE_BYTES
-        self.ranks.budget.renew()
-        for path in self._paths:
-            path.tidy()
-        for warm_up in list(self.warm_ups):
-            self._poll_warm_up(warm_up)
-        return [event for read in list(self.reads) for event in self._poll(read)]
+        happened: list[events.DataEvent] = []
+        if not self.ranks.is_adding:
+            self._at_once_bytes = AT_ONCE_BYTES
+            self.ranks.budget.renew()
+            for path in self._paths:
+                path.tidy()
+            for read in (*self.warm_ups, *self.reads):
+                happened += self._poll(read)
+        if self._breaks:
+            happened += self._breaks
+            self._breaks = []
+        return happened
 
     def fail_all(self) -> list[events.DataEvent]:
         """Fail all reads. The transport is gone, so nothing writes for them."""
@@ -296,23 +293,18 @@ class ReadAgent:
             for read in reads
         ]
 
-    def drop_broken(self) -> list[WaitingRead]:
-        """Forget engines with a broken connection once nothing reads them; later reads add them.
+    def collect(self) -> list[Ended]:
+        """Return the preparations that have ended, and forget engines with a broken connection.
 
-        Returns the reads that waited for a rank that such an engine shares with another one.
+        They are forgotten once nothing reads them, and later reads add them again. Reads that
+        waited for such an engine have failed by then, so that none waits for ever.
         """
-        waiting: list[WaitingRead] = []
-        for peer in list(self._broken):
-            remotes = [read.remote for read in self.reads] + [r.remote for r in self.warm_ups]
-            is_read = any(remote.peer == peer for remote in remotes)
+        for peer in list(self._broken) if self._broken and not self.ranks.is_adding else ():
+            is_read = any(read.remote.peer == peer for read in (*self.reads, *self.warm_ups))
             if not is_read and not self.ranks.is_preparing(peer):
                 self._broken.remove(peer)
-                waiting += self.ranks.drop(peer, is_lost=True)
-        return waiting
-
-    def pop_breaks(self) -> list[events.PeerBroken]:
-        breaks, self._breaks = self._breaks, []
-        return breaks
+                self.ranks.drop(peer, is_lost=True)
+        return [] if self.ranks.is_settled else self.ranks.collect()
 
     def close(self) -> None:
         """Wait for copies and end the transport. Then nothing of this agent writes.
@@ -331,21 +323,12 @@ class ReadAgent:
 
     # --- reads
 
-    def _start_slot(self, action: events.ReadSlot, rank: RemoteRank) -> list[events.DataEvent]:
-        if not self.free_entries:
-            raise TransportError(f"{MAX_SLOT_READS} fence slots are being read; allowed: no more")
-        started_at = self._clock()
-        op = SlotOp(self, rank, action.slot)
-        read = ActiveRead(op, rank, action.request, started_at, slot_op=op)
-        self.reads.append(read)
-        return self._poll(read)
-
-    def _start_data(self, action: events.StartRead, rank: RemoteRank) -> list[events.DataEvent]:
-        load, source = action.load, rank.source
-        assert source is not None  # noqa: S101 - READY
-        tokens = range(load.begin, load.end)
-        pieces = source.plan.pieces(load.tables, action.grant.tables, tokens)
-        num_bytes, num_runs = source.plan.num_bytes(pieces), source.plan.num_runs(pieces)
+    def _start_data(
+        self, action: events.StartRead, rank: RemoteRank, source: Source
+    ) -> list[events.DataEvent]:
+        load, plan = action.load, source.plan
+        pieces = plan.pieces(load.tables, action.grant.tables, range(load.begin, load.end))
+        num_bytes, num_runs = plan.num_bytes(pieces), plan.num_runs(pieces)
         if not num_bytes:
             return [events.ReadDone(load.request, action.rank)]
         started_at = self._clock()
@@ -368,37 +351,36 @@ class ReadAgent:
                 read.op.stop()
             happened += read.op.poll()
         except TransportError as error:
-            read.doubt(str(error))
+            self.abandon(read, str(error))
             return []
         except Exception as error:
-            read.doubt(f"{type(error).__name__}: {error}")
+            self.abandon(read, f"{type(error).__name__}: {error}")
             raise
         if not read.op.has_ended:
             return happened
-        self.reads.remove(read)
-        if read.op.is_connection_lost:
-            self._break(read.remote.peer, read.op.failure or "a read ended in an error")
-        return [*happened, self._end_of(read)]
+        return [*happened, *self._end(read)]
 
-    def _end_of(self, read: ActiveRead) -> events.DataEvent:
-        op = read.op
-        if op.failure is not None:
-            return events.ReadFailed(read.request, read.rank, op.failure)
-        if read.slot_op is not None and read.slot_op.token is not None:
-            return events.SlotRead(read.request, read.rank, read.slot_op.token)
-        is_direct = op.num_direct_bytes == read.num_bytes
-        return events.ReadDone(
-            read.request,
-            read.rank,
-            read.num_bytes,
-            read.num_runs,
-            self._clock() - read.started_at,
-            "direct" if is_direct else op.path,
-            0 if is_direct else op.num_direct_bytes,
-        )
+    def _end(self, read: ActiveRead) -> Iterator[events.DataEvent]:
+        op, request, seconds = read.op, read.request, self._clock() - read.started_at
+        (self.reads if request else self.warm_ups).remove(read)
+        if op.is_connection_lost:
+            self._break(read.remote.peer, op.failure or "a read ended in an error")
+        if not request:
+            if op.failure is None:
+                self._counts["warm_ups"] += 1
+                self._counts["warm_up_seconds"] += seconds
+        elif op.failure is not None:
+            yield events.ReadFailed(request, read.rank, op.failure)
+        elif isinstance(op, SlotOp) and op.token is not None:
+            yield events.SlotRead(request, read.rank, op.token)
+        else:
+            numbers = read.num_bytes, read.num_runs, seconds
+            is_direct = op.num_direct_bytes == read.num_bytes
+            path, num_direct = ("direct", 0) if is_direct else (op.path, op.num_direct_bytes)
+            yield events.ReadDone(request, read.rank, *numbers, path, num_direct)
 
     def _reads_of(self, request: RequestId, rank: Rank) -> list[ActiveRead]:
-        """At most one, except after a restart of the transfer thread."""
+        # At most one, except after a restart of the transfer thread.
         return [read for read in self.reads if (read.request, read.rank) == (request, rank)]
 
     def _note(self, error: Exception, peer: events.PeerKey) -> None:
@@ -417,65 +399,29 @@ class ReadAgent:
         """Read a slot and some bytes of the cache. If that fails, the next read reports it."""
         if len(self.warm_ups) + 2 > MAX_WARM_UPS:
             return
+        started_at = self._clock()
         try:
-            self._warm_up_data(rank)
-            if self.free_entries:
-                entry = self.free_entries.pop()
-                try:
-                    pieces = block_ids([entry]), block_ids([0])
-                    self._post_warm_up(rank, (self.entries, rank.slots), pieces, entry)
-                except TransportError:
-                    self.free_entries.append(entry)
-                    raise
+            for op in self._warm_up_ops(rank):
+                self.warm_ups.append(ActiveRead(op, rank, RequestId(""), started_at))
         except TransportError as error:
             logger.info("the warm-up read of %s failed: %s", rank, error)
             self._note(error, rank.peer)
 
-    def _warm_up_data(self, rank: RemoteRank) -> None:
+    def _warm_up_ops(self, rank: RemoteRank) -> Iterator[SampleOp]:
         """Read enough pieces to use all of the transport's connections to the rank."""
-        source, scratch = rank.source, self._scratch
-        spread = 0 if source is None else self.transport.spread(source.name)
+        source, scratch, layout = rank.source, self._scratch, self._layout
+        spread = self.transport.spread(source.name) if source is not None and scratch else 0
         # Over TCP `spread` is 0, and the read of the slot makes the connection.
-        if source is None or scratch is None or not spread:
-            return
-        remote, layout = rank.description.layout, self._layout
-        rows = sample_rows(remote)
-        here = rows.copy()
-        here[:, ADDRESS], here[:, DEVICE] = scratch.span.address, layout.device
-        there = self.transport.prepare(rows, remote.memory, source.name)
-        local = self.transport.prepare(here, layout.memory, None)
-        times = -(-spread // len(rows))
-        pieces: Indices = np.tile(np.arange(len(rows), dtype=np.int32), times)
-        self._post_warm_up(rank, (local, there), (pieces, pieces))
-
-    def _post_warm_up(
-        self,
-        rank: RemoteRank,
-        lists: tuple[ListHandle, ListHandle],
-        pieces: tuple[Indices, Indices],
-        entry: int | None = None,
-    ) -> None:
-        started_at = self._clock()
-        handle = self.transport.read(*lists, pieces)
-        self.warm_ups.append(_WarmUp(rank, handle, started_at, entry))
-
-    def _poll_warm_up(self, read: _WarmUp) -> None:
-        if read.is_in_doubt:
-            return
-        try:
-            if not self.transport.poll(read.handle):
-                return
-            self._counts["warm_ups"] += 1
-            self._counts["warm_up_seconds"] += self._clock() - read.started_at
-        except PeerLost as error:
-            logger.info("the warm-up read of %s failed: %s", read.remote, error)
-            self._note(error, read.remote.peer)
-        except TransportError:
-            read.is_in_doubt = True
-            return
-        self.warm_ups.remove(read)
-        if read.entry is not None:
-            self.free_entries.append(read.entry)
+        if source is not None and scratch is not None and spread:
+            memory, rows = rank.description.layout.memory, sample_rows(rank.description.layout)
+            here = rows.copy()
+            here[:, ADDRESS], here[:, DEVICE] = scratch.span.address, layout.device
+            there = self.transport.prepare(rows, memory, source.name)
+            local = self.transport.prepare(here, layout.memory, None)
+            pieces = np.tile(np.arange(len(rows), dtype=np.int32), -(-spread // len(rows)))
+            yield SampleOp(self.transport, self.transport.read(local, there, (pieces, pieces)))
+        if self.free_entries:
+            yield SlotOp(self, rank, 0)
 
 
 def sample_rows(layout: CacheLayout) -> Rows:

@@ -14,6 +14,7 @@ otherwise. The setting `path` leaves out the paths that it excludes.
 import abc
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -248,7 +249,16 @@ class DirectOp(ReadOp):
             self.post_next()
 
     def poll(self) -> list[events.ReadEvent]:
-        has_progressed = self._poll_slices()
+        has_progressed = False
+        for handle in list(self._posted):
+            try:
+                has_landed = self._source.transport.poll(handle)
+            except PeerLost as error:
+                has_landed = True
+                self._fail(error)
+            if has_landed:
+                self._posted.remove(handle)
+                has_progressed = True
         if not self._is_stopped:
             try:
                 self._post()
@@ -264,19 +274,6 @@ class DirectOp(ReadOp):
             are_cut = [self._source.transport.stop(handle) for handle in self._posted]
             if self._unposted or any(are_cut):
                 self.failure = self.failure or STOPPED
-
-    def _poll_slices(self) -> bool:
-        """Whether a slice has ended since the last call."""
-        before = len(self._posted)
-        for handle in list(self._posted):
-            try:
-                has_ended = self._source.transport.poll(handle)
-            except PeerLost as error:
-                has_ended = True
-                self._fail(error)
-            if has_ended:
-                self._posted.remove(handle)
-        return len(self._posted) < before
 
     def _fail(self, error: TransportError) -> None:
         self.failure = self.failure or str(error)
@@ -299,15 +296,15 @@ class Packer(Protocol):
 
     @property
     def writing(self) -> list[int]:
-        """The slots into which copies are in progress."""
+        """The slots of the chunks in progress."""
 
     def __len__(self) -> int: ...
 
-    def add(self, action: events.PackChunk) -> events.ChunkPacked | None:
-        """Start to pack; return an event if that fails at once."""
+    def add(self, action: events.PackChunk) -> None:
+        """Pack a chunk; `poll` starts its copy."""
 
     def poll(self) -> list[events.ChunkPacked]:
-        """Return the copies that have ended since the last call."""
+        """Continue; return the chunks that are packed, or cannot be, since the last call."""
 
     def close(self) -> None:
         """Wait until no copy reads the cache or writes into the ring."""
@@ -322,6 +319,7 @@ class RankSetup:
     is_prefill: bool
     is_decode: bool
     wake: Callable[[], None]  # ends a wait of the transfer thread; on any thread
+    background: Executor  # plans
     counts: defaultdict[str, float]
     clock: Callable[[], float]
 
@@ -334,13 +332,28 @@ class ExtraMemory(NamedTuple):
     device: int
 
 
-class HostMemory:
-    """Zeroed host memory that begins at a page. Linux adds its pages when they are used."""
+class Buffer(NamedTuple):
+    """Memory that begins at a page; allocated as long as `owner` lives."""
 
-    def __init__(self, length: int) -> None:
-        self._memory = np.zeros(length + PAGE, dtype=np.uint8)
-        address = -(-self._memory.ctypes.data // PAGE) * PAGE
-        self.span = Span(address, length)
+    span: Span
+    owner: object
+
+
+def allocate(num_bytes: int, memory: Memory = "DRAM", device: int = 0) -> Buffer:
+    """Allocate memory. Host memory is zeroed, and Linux adds its pages when they are used.
+
+    Raises:
+        ImportError, TransportError: if the GPU does not exist or lacks memory.
+    """
+    owner: object
+    if memory == "DRAM":
+        owner = zeros = np.zeros(num_bytes + PAGE, dtype=np.uint8)
+        address = zeros.ctypes.data
+    else:
+        from nixl_kv import gpu  # noqa: PLC0415 - only GPU machines have Triton
+
+        address, owner = gpu.allocate(num_bytes + PAGE, device)
+    return Buffer(Span(-(-address // PAGE) * PAGE, num_bytes), owner)
 
 
 @dataclass(frozen=True, kw_only=True)

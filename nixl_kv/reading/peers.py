@@ -1,9 +1,8 @@
 """The remote engines that this rank reads, and their ranks as one agent reads them.
 
 `RemotePeers` checks remote engines and finds which of their ranks this rank reads, for all agents.
-`Ranks` holds one record per remote rank for one agent, with an explicit state (`TRANSITIONS`); a
-read waits at the record of its rank. All of it runs on the transfer thread, except the background
-threads of `Ranks`.
+`Ranks` holds one record per remote rank for one agent, with an explicit state (`TRANSITIONS`). All
+of it runs on the transfer thread, except the background threads of `Ranks`.
 """
 
 import concurrent.futures
@@ -11,8 +10,8 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from nixl_kv.config import AllowedHosts
 from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, NixlKVError
@@ -20,9 +19,10 @@ from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.geometry.match import Route
 from nixl_kv.geometry.plan import Plan, plan
-from nixl_kv.ids import Rank, RequestId, endpoint_host
-from nixl_kv.protocol import events, messages
+from nixl_kv.ids import Rank, endpoint_host
+from nixl_kv.protocol import messages
 from nixl_kv.protocol.events import PeerKey
+from nixl_kv.protocol.machine import MachineState
 from nixl_kv.reading.paths import Budget, DirectPath, PreparedRank, ReadPath, Source
 from nixl_kv.transport.base import ListHandle, PeerName, Transport
 from nixl_kv.transport.slots import slot_rows
@@ -31,12 +31,6 @@ SHOWN_MISMATCHES: Final = 4
 
 # How long the end of an agent waits for a rank that is being added to it.
 ADD_END_S: Final = 2.0
-
-WaitingRead: TypeAlias = events.StartRead | events.ReadSlot
-
-
-def request_of(read: WaitingRead) -> RequestId:
-    return read.load.request if isinstance(read, events.StartRead) else read.request
 
 
 class RemotePeers:
@@ -116,54 +110,38 @@ class RemotePeers:
                 )
 
 
-class RankState(enum.Enum):
+class RankState(MachineState):
     """States of a remote rank, for one agent."""
 
-    QUEUED = enum.auto()  # waits for a background thread
-    PREPARING = enum.auto()  # is being planned, and added to the transport
+    PREPARING = enum.auto()  # waits for the background threads, which plan it and add it
     READY = enum.auto()  # reads can start
     LEAVING = enum.auto()  # no new reads; waits for the transport, and for its last read
 
-    __hash__ = object.__hash__  # Enum's own is Python code
 
-
-class RankEvent(enum.Enum):
+class RankEvent(MachineState):
     """Events that change the state of a remote rank."""
 
-    BEGIN = enum.auto()  # a background thread is free
     PREPARED = enum.auto()  # it is planned and added, and its lists are made
-    FAIL = enum.auto()  # it, or another rank of its engine, cannot be prepared
-    DROP = enum.auto()  # its engine is forgotten; the connections stay for the next handshake
+    DROP = enum.auto()  # its engine is forgotten, or cannot be prepared; the connections stay
     LOSE = enum.auto()  # its connections broke, or its engine died
-    IDLE = enum.auto()  # nothing reads it, and the transport is not busy
-
-    __hash__ = object.__hash__
+    IDLE = enum.auto()  # the transport is not busy and, after LOSE, nothing reads the rank
 
 
-# For each state, the states to which an event may lead; None: the record is gone. A PREPARING rank
-# that is dropped stays in LEAVING until `add_peer` has returned. FAIL and DROP keep the
-# connections, so that the next handshake uses them again. LOSE makes the transport forget the rank,
-# or NIXL would never connect again.
-TRANSITIONS: Final[Mapping[RankState, Mapping[RankEvent, tuple[RankState | None, ...]]]] = {
-    RankState.QUEUED: {
-        RankEvent.BEGIN: (RankState.PREPARING,),
-        RankEvent.FAIL: (None,),
-        RankEvent.DROP: (None,),
-        RankEvent.LOSE: (None,),
-    },
+# For each state, the state to which an event leads; None: the record is gone. After DROP the next
+# handshake uses the connections again. LOSE makes the transport forget the rank, or NIXL would
+# never connect again.
+TRANSITIONS: Final[Mapping[RankState, Mapping[RankEvent, RankState | None]]] = {
     RankState.PREPARING: {
-        RankEvent.PREPARED: (RankState.READY,),
-        RankEvent.FAIL: (None, RankState.LEAVING),
-        RankEvent.DROP: (None, RankState.LEAVING),
-        RankEvent.LOSE: (RankState.LEAVING, None),
+        RankEvent.PREPARED: RankState.READY,
+        RankEvent.DROP: RankState.LEAVING,
+        RankEvent.LOSE: RankState.LEAVING,
     },
     RankState.READY: {
-        RankEvent.FAIL: (None,),
-        RankEvent.DROP: (None,),
-        RankEvent.LOSE: (RankState.LEAVING,),
+        RankEvent.DROP: RankState.LEAVING,
+        RankEvent.LOSE: RankState.LEAVING,
     },
     RankState.LEAVING: {
-        RankEvent.IDLE: (None,),
+        RankEvent.IDLE: None,
     },
 }
 
@@ -175,10 +153,6 @@ class _Planned:
     plan: Plan
     paths: tuple[tuple[ReadPath, PreparedRank], ...]  # in the order in which an agent asks them
 
-    def release(self) -> None:
-        for _, prepared in self.paths:
-            prepared.release()
-
 
 @dataclass(eq=False)
 class RemoteRank:
@@ -187,11 +161,10 @@ class RemoteRank:
     peer: PeerKey
     route: Route
     description: messages.RankDescription
-    state: RankState = RankState.QUEUED
-    waiting: list[WaitingRead] = field(default_factory=list)  # for READY, and an idle transport
+    state: RankState = RankState.PREPARING
     planning: Future[_Planned] | None = None
-    adding: Future[PeerName] | None = None
-    name: PeerName | None = None
+    adding: Future[None] | None = None
+    name: PeerName | None = None  # set when it is added
     is_lost: bool = False  # the transport must forget it
     source: Source | None = None  # set in READY
     slots: ListHandle = None  # set in READY: the fence slots
@@ -208,26 +181,22 @@ class RemoteRank:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.peer}"
 
-    def move(self, event: RankEvent, after: RankState | None) -> None:
+    def move(self, event: RankEvent) -> None:
         """Change the state; nothing else does."""
-        allowed = TRANSITIONS[self.state].get(event, ())
-        if after not in allowed:
+        moves = TRANSITIONS[self.state]
+        if event not in moves:
+            allowed = [each.name for each in moves]
             raise LocalProtocolError(
-                f"{self}: {event.name} leads from {self.state.name} to {after}; allowed: {allowed}"
+                f"{self}: {event.name} in state {self.state.name}; allowed: {allowed}"
             )
-        if after is not None:
-            self.state = after
+        self.state = moves[event] or self.state
 
 
 class Ended(NamedTuple):
-    """The end of an engine's preparation: all of its ranks are READY, or with an `error` none is.
-
-    The reads in `waiting` fail with the error.
-    """
+    """The end of an engine's preparation: all ranks are READY, or with an `error` none is."""
 
     peer: PeerKey
     error: str | None = None
-    waiting: tuple[WaitingRead, ...] = ()
 
 
 class Ranks:
@@ -235,8 +204,8 @@ class Ranks:
 
     Two background threads prepare them: one plans, one adds ranks to the transport. `add_peer`
     takes 2 to 140 ms, and any other call of the transport would wait for it. So while `is_adding`,
-    the agent does not call its transport, and reads wait at their ranks. At least one turn of the
-    transfer thread lies between two calls of `add_peer`, and the waiting reads start in it.
+    the agent does not call its transport, and reads wait. At least one turn of the transfer thread
+    lies between two calls of `add_peer`, and the waiting reads start in it.
 
     `background` has at least two threads that nothing else uses. `is_reading` tells whether the
     agent reads the rank with this name. `on_ready` is called with each rank that becomes READY.
@@ -258,9 +227,8 @@ class Ranks:
         self._is_reading = is_reading
         self._on_ready = on_ready
         self._ranks: dict[PeerKey, dict[Rank, RemoteRank]] = {}
-        self._busy: dict[RemoteRank, None] = {}  # in order: not READY, or with reads that wait
-        self._adding: RemoteRank | None = None
-        self._planning: Future[_Planned] | None = None
+        self._busy: dict[RemoteRank, None] = {}  # in order: those that are not READY
+        self._adding: Future[None] | None = None  # until `collect` has seen its end
         self._ended: list[Ended] = []  # to be reported
         self._kept: set[PeerName] = set()  # names whose connections stay, without a record
         self._num_dropped = 0  # likewise, which the transport has forgotten
@@ -272,13 +240,18 @@ class Ranks:
     @property
     def is_adding(self) -> bool:
         """Whether the transport is busy because it adds a rank."""
-        rank = self._adding
-        return rank is not None and rank.adding is not None and not rank.adding.done()
+        return self._adding is not None and not self._adding.done()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `collect` and `begin_next` would do nothing; cheap to ask."""
+        return not (self._busy or self._ended or self._adding)
 
     @property
     def is_busy(self) -> bool:
         """Whether a background thread or the next turn changes something here."""
-        return self._adding is not None or bool(self._ended) or any(map(self._is_due, self._busy))
+        is_due = self._adding is not None or bool(self._ended)
+        return is_due or not all(map(self._is_held, self._busy))
 
     @property
     def num_left(self) -> int:
@@ -286,7 +259,7 @@ class Ranks:
 
         Only the end of the agent closes them.
         """
-        self._kept -= self._names()
+        self._kept -= {rank.name for rank in self._all() if rank.name is not None}
         return len(self._kept) + self._num_dropped
 
     @property
@@ -323,44 +296,21 @@ class Ranks:
         if not self.is_preparing(peer):
             self._ended.append(Ended(peer))
 
-    def wait(self, rank: RemoteRank, read: WaitingRead) -> None:
-        rank.waiting.append(read)
-        self._busy[rank] = None
-
-    def pop_startable(self) -> list[WaitingRead]:
-        """Remove and return the reads that can start now."""
-        if self.is_adding:
-            return []
-        startable = []
-        for rank in [rank for rank in self._busy if rank.is_ready]:
-            startable += rank.waiting
-            rank.waiting = []
-            del self._busy[rank]
-        return startable
-
-    def pop_waiting(
-        self, is_meant: Callable[[WaitingRead], bool] = lambda _: True
-    ) -> list[WaitingRead]:
-        """Remove and return waiting reads."""
-        popped: list[WaitingRead] = []
-        for rank in self._busy:
-            popped += [read for read in rank.waiting if is_meant(read)]
-            rank.waiting = [read for read in rank.waiting if not is_meant(read)]
-        return popped
-
-    def drop(self, peer: PeerKey, *, is_lost: bool = False) -> list[WaitingRead]:
-        """Forget an engine, or give up preparing it; return the reads that waited for it.
+    def drop(self, peer: PeerKey, *, is_lost: bool = False) -> None:
+        """Forget an engine, or give up preparing it.
 
         If its connections are lost, other records of the same ranks are lost with them.
         """
-        ranks = list(self._ranks.get(peer, {}).values())
-        event = RankEvent.LOSE if is_lost else RankEvent.DROP
+        ranks = self._ranks.pop(peer, {}).values()
+        for rank in ranks:
+            if rank.planning is not None and not rank.planning.cancel():
+                rank.planning.add_done_callback(_release_planned)
+            rank.move(RankEvent.LOSE if is_lost else RankEvent.DROP)
+            rank.is_lost = is_lost
+            self._busy[rank] = None
         names = {rank.name for rank in ranks if is_lost and rank.name is not None}
-        waiting = [read for rank in ranks for read in self._remove(rank, event)]
-        shared = {rank.peer: None for rank in self._all() if rank.name in names}
-        for other in shared:
-            waiting += self.drop(other, is_lost=True)
-        return waiting
+        for other in {rank.peer for rank in self._all() if names and rank.name in names}:
+            self.drop(other, is_lost=True)
 
     def give_up_all(self) -> None:
         for peer in [peer for peer in self._ranks if self.is_preparing(peer)]:
@@ -369,57 +319,40 @@ class Ranks:
     def collect(self) -> list[Ended]:
         """Take over the background threads' results; return the preparations that have ended."""
         if not self.is_adding:
-            self._end_adding()
-            for rank in [rank for rank in self._busy if rank.state is RankState.PREPARING]:
-                if rank in self._busy:  # else another rank of its engine has just failed
+            self._adding = None
+            for rank in list(self._busy):
+                if rank.state is RankState.PREPARING:  # its engine may have failed in this loop
                     self._finish(rank)
         ended, self._ended = self._ended, []
         return ended
 
     def begin_next(self) -> None:
         """End the records of LEAVING ranks, and give the background threads work."""
-        if not self.is_adding:
-            for rank in [rank for rank in self._busy if rank.state is RankState.LEAVING]:
-                self._leave(rank)
-        pending = [r for r in self._busy if r.state in (RankState.QUEUED, RankState.PREPARING)]
-        unplanned = next((rank for rank in pending if rank.planning is None), None)
-        if unplanned is not None and (self._planning is None or self._planning.done()):
-            self._begin(unplanned)
-            self._planning = self._background.submit(self._plan, unplanned)
-            unplanned.planning = self._planning
-        unadded = next((rank for rank in pending if rank.adding is None), None)
-        if unadded is not None and self._adding is None:
-            self._begin(unadded)
-            metadata = unadded.description.agent
-            unadded.adding = self._background.submit(self._transport.add_peer, metadata)
-            self._adding = unadded
+        if self._adding is None:
+            self._leave()
+        preparing = [rank for rank in self._busy if rank.state is RankState.PREPARING]
+        is_planning = any(rank.planning and not rank.planning.done() for rank in preparing)
+        for rank in preparing:
+            if rank.planning is None and not is_planning:
+                rank.planning, is_planning = self._background.submit(self._plan, rank), True
+            if rank.adding is None and self._adding is None:
+                rank.adding = self._adding = self._background.submit(self._add, rank)
 
     def close(self) -> None:
         """Give up all preparations and free all ranks; waits for `add_peer`, up to ADD_END_S."""
         for peer in list(self._ranks):
             self.drop(peer)
-        adding = self._adding.adding if self._adding is not None else None
-        if adding is not None and not adding.cancel():
-            concurrent.futures.wait([adding], ADD_END_S)
+        if self._adding is not None and not self._adding.cancel():
+            concurrent.futures.wait([self._adding], ADD_END_S)
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def _all(self) -> Iterator[RemoteRank]:
         return (rank for ranks in self._ranks.values() for rank in ranks.values())
 
-    def _names(self) -> set[PeerName]:
-        """Names that a record has. An engine at two addresses has the same names under both."""
-        leaving = (rank for rank in self._busy if rank.state is RankState.LEAVING)
-        ranks = (*self._all(), *leaving)
-        return {rank.name for rank in ranks if rank.name is not None}
-
-    def _is_due(self, rank: RemoteRank) -> bool:
-        """Whether the next turn or a background thread has something to do for a rank."""
-        is_held = rank.name is not None and self._is_reading(rank.name)
-        return rank.state is not RankState.LEAVING or not is_held
-
-    def _begin(self, rank: RemoteRank) -> None:
-        if rank.state is RankState.QUEUED:
-            rank.move(RankEvent.BEGIN, RankState.PREPARING)
+    def _is_held(self, rank: RemoteRank) -> bool:
+        """Whether a record only waits for the end of a read."""
+        is_lost = rank.state is RankState.LEAVING and rank.is_lost
+        return is_lost and rank.name is not None and self._is_reading(rank.name)
 
     def _plan(self, rank: RemoteRank) -> _Planned:
         """Plan a rank, and prepare its paths; on a background thread."""
@@ -431,12 +364,9 @@ class Ranks:
                 paths.append((path, prepared))
         return _Planned(planned, tuple(paths))
 
-    def _end_adding(self) -> None:
-        rank, self._adding = self._adding, None
-        if rank is None or rank.adding is None:
-            return
-        has_name = not rank.adding.cancelled() and rank.adding.exception() is None
-        rank.name = rank.adding.result() if has_name else None
+    def _add(self, rank: RemoteRank) -> None:
+        """Add a rank to the transport; on a background thread."""
+        rank.name = self._transport.add_peer(rank.description.agent)
 
     def _finish(self, rank: RemoteRank) -> None:
         """Make a rank READY that is planned and added. If that fails, fail its engine."""
@@ -451,13 +381,11 @@ class Ranks:
                 return
             self._make_lists(rank, planned, rank.name)
         except (NixlKVError, ValueError) as error:
-            failed = list(self._ranks[rank.peer].values())
-            reads = [read for each in failed for read in self._remove(each, RankEvent.FAIL)]
-            self._ended.append(Ended(rank.peer, str(error), tuple(reads)))
+            self.drop(rank.peer)
+            self._ended.append(Ended(rank.peer, str(error)))
             return
-        rank.move(RankEvent.PREPARED, RankState.READY)
-        if not rank.waiting:
-            del self._busy[rank]
+        rank.move(RankEvent.PREPARED)
+        del self._busy[rank]
         self._on_ready(rank)
         if not self.is_preparing(rank.peer):
             self._ended.append(Ended(rank.peer))
@@ -478,42 +406,30 @@ class Ranks:
         rank.slots = transport.prepare(slots, "DRAM", name)
         rank.paths = planned.paths
 
-    def _remove(self, rank: RemoteRank, event: RankEvent) -> list[WaitingRead]:
-        """End a record, at once or when the transport is free; return the reads that waited."""
-        ranks = self._ranks[rank.peer]
-        del ranks[rank.rank]
-        if not ranks:
-            del self._ranks[rank.peer]
-        waiting, rank.waiting = rank.waiting, []
-        if rank.planning is not None and not rank.planning.cancel():
-            rank.planning.add_done_callback(_release_planned)
-        rank.is_lost = event is RankEvent.LOSE and rank.name is not None
-        if rank is self._adding or rank.is_lost:
-            rank.move(event, RankState.LEAVING)
-            self._busy[rank] = None
-            return waiting
-        rank.move(event, None)
-        self._busy.pop(rank, None)
-        if rank.name is not None:
-            self._kept.add(rank.name)
-        return waiting
-
-    def _leave(self, rank: RemoteRank) -> None:
-        """End a LEAVING record, unless a read still needs it. The transport is not busy."""
-        if rank.name is not None and self._is_reading(rank.name):
+    def _leave(self) -> None:
+        """End LEAVING records, unless a read still needs them. The transport is not busy."""
+        leaving = [rank for rank in self._busy if rank.state is RankState.LEAVING]
+        if not leaving:
             return
-        rank.move(RankEvent.IDLE, None)
-        del self._busy[rank]
-        if rank.name is None or rank.name in self._names():
-            return
-        if rank.is_lost:
-            self._kept.discard(rank.name)
-            self._num_dropped += 1
-            self._transport.drop_peer(rank.name)
-        else:
-            self._kept.add(rank.name)
+        # An engine at two addresses has the same names under both.
+        num_records = Counter(rank.name for rank in (*self._all(), *leaving))
+        for rank in leaving:
+            if self._is_held(rank):
+                continue
+            rank.move(RankEvent.IDLE)
+            del self._busy[rank]
+            num_records[rank.name] -= 1
+            if rank.name is None or num_records[rank.name]:
+                continue
+            if rank.is_lost:
+                self._kept.discard(rank.name)
+                self._num_dropped += 1
+                self._transport.drop_peer(rank.name)
+            else:
+                self._kept.add(rank.name)
 
 
 def _release_planned(planning: "Future[_Planned]") -> None:
     if not planning.cancelled() and planning.exception() is None:
-        planning.result().release()
+        for _, prepared in planning.result().paths:
+            prepared.release()

@@ -15,29 +15,34 @@ connects to all engines that the old one reads, in the background, so no read wa
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from nixl_kv.errors import LocalProtocolError, NixlKVError, TransportError, get_logger
 from nixl_kv.geometry.plan import plan
 from nixl_kv.ids import Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.agent import READING_PAUSE_S, Opened, ReadAgent, open_transport
+from nixl_kv.reading.agent import (
+    READING_PAUSE_S,
+    Opened,
+    ReadAgent,
+    WaitingRead,
+    open_transport,
+    request_of,
+)
 from nixl_kv.reading.paths import STOPPED, ExtraMemory
-from nixl_kv.reading.peers import Ended, RemotePeers, WaitingRead, request_of
+from nixl_kv.reading.peers import Ended, RemotePeers
 from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
 
 TRY_AGAIN_S: Final = 1.0
-# Between two checks for unused connections, while there are some.
-TIDY_S: Final = 30.0
-# How long an agent keeps the connections to a rank that died or was forgotten.
-LEFT_S: Final = 60.0
-# How many such ranks an agent may have before that. Over TCP each holds up to 40 descriptors.
-MAX_LEFT: Final = 16
+# Between two checks for unused connections, while there are some. So an agent keeps the connections
+# to a rank that died or was forgotten about as long. Over TCP each rank holds up to 40 descriptors.
+TIDY_S: Final = 60.0
 # How many ranks may be added again to drop one. Each costs 10 ms of a background thread.
 READ_PER_LEFT: Final = 10
 # Between two polls while an agent is created or destroyed and nothing waits for it.
@@ -83,15 +88,14 @@ class Agents:
         self._open_on = make_background(1)
         self._close_on = make_background(1)
         self._make_background = make_background
+        self._waiting: list[WaitingRead] = []  # for their ranks, or for an idle transport
         self._joining: dict[events.PeerKey, float] = {}  # since when, monotonic seconds
         self._closing: list[_Closing] = []
         self._opening: Future[Opened] | None = None
         self._open_again_at = 0.0
-        self._is_worn = False  # another agent is created because of unused connections
         self._successor: ReadAgent | None = None  # one of `polled`, while it connects to the peers
-        self._introduced: set[events.PeerKey] = set()  # to which the successor connects
-        self._tidy_at: float | None = None
-        self._left_since: float | None = None
+        # When to check for unused connections, in monotonic seconds; None for never.
+        self.next_due: float | None = None
 
     def __repr__(self) -> str:
         return f"<Agents: {self.polled}, {len(self._closing)} closing>"
@@ -99,22 +103,16 @@ class Agents:
     @property
     def is_busy(self) -> bool:
         """Whether a handshake, a read, or the start or end of an agent is in progress."""
-        is_changing = self._joining or self._closing or self._opening
+        is_changing = self._joining or self._waiting or self._closing or self._opening
         return bool(is_changing) or any(agent.is_busy for agent in self.polled)
 
     @property
     def pause_s(self) -> float:
         """Seconds until the next poll, while this is busy."""
-        awaited = any(closing.agent.reads for closing in self._closing)
-        if self._joining or awaited or (self._opening and not self._is_worn):
+        if self._joining or any(closing.agent.reads for closing in self._closing):
             return READING_PAUSE_S
         pauses = (agent.pause_s for agent in self.polled if agent.is_busy)
         return min(pauses, default=CHANGING_PAUSE_S)
-
-    @property
-    def next_due(self) -> float | None:
-        """When to check for unused connections, in monotonic seconds; None for never."""
-        return self._tidy_at
 
     def open(self) -> None:
         """Create the first agent of this process, and wait for it.
@@ -138,19 +136,18 @@ class Agents:
             case events.JoinPeer():
                 return [self._join(action)]
             case events.DropPeer():
-                return self._drop(action.peer, is_dead=action.is_dead)
+                self._drop(action.peer, is_dead=action.is_dead)
             case events.StartRead() | events.ReadSlot():
-                return [*self._drop_broken(), *self._start(action)]
+                return self._start(action)
             case events.ReadChunk():
                 return [event for agent in self.polled for event in agent.on_chunk(action)]
             case events.StopRead():
                 for agent in self.polled:
                     agent.stop(action)
-                return self._fail_waiting(action.request, action.rank, STOPPED)
+                return self._fail_waiting(STOPPED, partial(_is_of, action))
             case events.AbandonRead():
                 self.abandon(action.request, action.rank)
-                reason = "it could not begin in time"
-                return self._fail_waiting(action.request, action.rank, reason)
+                return self._fail_waiting("it could not begin in time", partial(_is_of, action))
         return []
 
     def abandon(self, request: RequestId, rank: Rank | None = None) -> None:
@@ -158,32 +155,34 @@ class Agents:
         for agent in self.polled:
             for read in agent.reads:
                 if read.request == request and rank in (None, read.rank):
-                    read.is_abandoned = True
+                    agent.abandon(read)
 
     def forget_peers(self) -> None:
-        """Forget all peers and the reads that wait for them. Reads in progress stay."""
+        """Forget all peers and the reads that wait. Reads in progress stay."""
+        self._waiting.clear()
         for peer in list(self.peers.descriptions):
             self._drop(peer)
 
     def poll(self) -> list[events.DataEvent]:
         """Continue all reads and agents; return the events since the last call."""
-        ended: list[events.DataEvent] = []
+        if not self.polled:  # this rank only prefills
+            return []
+        current, happened = self.polled[0], list[events.DataEvent]()
         for agent in self.polled:
-            for preparation in agent.ranks.collect():
-                if agent is self.current:
-                    ended += self._on_prepared(preparation)
-            ended += [*agent.poll(), *agent.pop_breaks()]
-        self._tidy(has_read=bool(ended))
-        ended += self._replace_current()
-        ended += self._introduce()
-        self._close_drained()
-        ended += self._poll_closing()
-        if self.polled:
-            for read in self.current.ranks.pop_startable():
-                ended += self._start(read)
+            for preparation in agent.collect():
+                happened += self._on_prepared(preparation) if agent is current else ()
+            happened += agent.poll()
+        happened += self._replace_current()
+        if self._waiting and not self.polled[0].ranks.is_adding:
+            waiting, self._waiting = self._waiting, []
+            for read in waiting:
+                happened += self._start(read)
         for agent in self.polled:
-            agent.ranks.begin_next()
-        return ended
+            if not agent.ranks.is_settled:
+                agent.ranks.begin_next()
+        if happened or self.next_due is not None or self.polled[0].ranks.has_left:
+            self._tidy()
+        return happened
 
     def is_read(self, request: RequestId) -> bool:
         """Whether a read may still write into a request's blocks."""
@@ -253,136 +252,125 @@ class Agents:
             self._counts["joins"] += 1
             self._counts["join_seconds"] += self._clock() - since
             return [events.PeerJoined(ended.peer)]
-        failed = _failed(ended.waiting, ended.error)
+        failed = self._fail_waiting(ended.error, lambda read: read.peer == ended.peer)
         if since is not None:
             self.peers.descriptions.pop(ended.peer, None)
             failed.insert(0, events.PeerRefused(ended.peer, ended.error))
         return failed
 
-    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> list[events.DataEvent]:
-        """Forget an engine. Reads that waited for it fail, or wait until it is added again."""
+    def _drop(self, peer: events.PeerKey, *, is_dead: bool = False) -> None:
+        """Forget an engine. Reads that wait for it fail in the next poll."""
         self.peers.descriptions.pop(peer, None)
         self._joining.pop(peer, None)
-        waiting = [r for a in self.polled for r in a.ranks.drop(peer, is_lost=is_dead)]
-        return [event for read in waiting for event in self._start(read)]
-
-    def _drop_broken(self) -> list[events.DataEvent]:
-        if self.current.ranks.is_adding:
-            return []
-        waiting = self.current.drop_broken()
-        return [event for read in waiting for event in self._start(read)]
+        for agent in self.polled:
+            agent.ranks.drop(peer, is_lost=is_dead)
 
     # --- reads
 
     def _start(self, read: WaitingRead) -> list[events.DataEvent]:
-        """Start a read with the current agent. It may have to add the engine first."""
+        """Start a read with the current agent, or let it wait. It may have to add the engine."""
         agent = self.current
         if agent.ranks.find(read.peer, read.rank) is None:
             # Another agent made the handshake, or the connection broke.
             self._prepare(agent, read.peer)
-        return agent.start(read)
+        started = agent.start(read)
+        if started is None:
+            self._waiting.append(read)
+        return started or []
 
     def _prepare(self, agent: ReadAgent, peer: events.PeerKey) -> None:
         description = self.peers.descriptions.get(peer)
         if description is not None:
             agent.ranks.prepare(peer, description, self.peers.routes(description))
 
-    def _fail_waiting(self, request: RequestId, rank: Rank, reason: str) -> list[events.DataEvent]:
-        def is_meant(read: WaitingRead) -> bool:
-            return (request_of(read), read.rank) == (request, rank)
-
-        waiting = [read for agent in self.polled for read in agent.ranks.pop_waiting(is_meant)]
-        return _failed(waiting, reason)
+    def _fail_waiting(
+        self, reason: str, is_meant: Callable[[WaitingRead], bool]
+    ) -> list[events.DataEvent]:
+        failed = [read for read in self._waiting if is_meant(read)]
+        self._waiting = [read for read in self._waiting if not is_meant(read)]
+        return [events.ReadFailed(request_of(read), read.rank, reason) for read in failed]
 
     # --- agents
 
     def _replace_current(self) -> list[events.DataEvent]:
-        """Create another agent after an abandoned read, and let a new one take over."""
-        abandoned = bool(self.polled) and any(read.is_abandoned for read in self.current.reads)
-        if self._opening is None:
-            if abandoned and self._successor is not None:
-                return self._promote(self._successor)
-            if abandoned and self._clock() >= self._open_again_at:
-                logger.warning("a read timed out: replacing the NIXL agent")
-                self._open(is_worn=False)
-        elif self._opening.done():
-            opening, self._opening = self._opening, None
-            try:
-                agent = self._make_agent(opening.result())
-            except TransportError as error:
-                self._open_again_at = self._clock() + TRY_AGAIN_S
-                cost = "connections" if self._is_worn and not abandoned else "blocks"
-                message = "cannot create a NIXL agent: %s; %s stay held until a retry succeeds"
-                logger.error(message, error, cost)  # noqa: TRY400 - the message says it all
-                return []
-            if abandoned or not self._is_worn:
-                return self._promote(agent)
-            self._successor, self._introduced = agent, set()
-            self.polled.append(agent)
-            return [events.PeersMoved(tuple(self.current.ranks.known))]
-        return []
+        """Open, use and close agents.
 
-    def _open(self, *, is_worn: bool) -> None:
-        self._is_worn = is_worn
-        self._opening = self._open_on.submit(
-            open_transport, self._make_transport, self.peers.layout, self._memory
-        )
+        | the current agent            | no other agent | one is created | a successor       |
+        |------------------------------|----------------|----------------|-------------------|
+        | is stuck                     | create one     | wait           | use it at once    |
+        | has unused connections       | create one     | wait           | use it when it    |
+        | (`_tidy`)                    |                |                | knows the peers   |
 
-    def _promote(self, agent: ReadAgent) -> list[events.DataEvent]:
-        """Let new and waiting reads use this agent from now on; the others drain."""
-        waiting = self.current.ranks.pop_waiting()
-        self.current.ranks.give_up_all()
-        if agent is self._successor:
-            self.polled.remove(agent)
-            self._successor = None
-        self.polled.insert(0, agent)
-        self._left_since = None
-        for peer in self._joining:
-            self._prepare(agent, peer)
-        return [event for read in waiting for event in self._start(read)]
-
-    def _introduce(self) -> list[events.DataEvent]:
-        """Let the successor connect to the current agent's engines, and then take its place."""
-        if self._successor is None:
-            return []
-        new = [peer for peer in self.current.ranks.known if peer not in self._introduced]
-        self._introduced.update(new)
-        for peer in new:
-            self._prepare(self._successor, peer)
-        return [] if self._successor.is_busy else self._promote(self._successor)
-
-    def _tidy(self, *, has_read: bool) -> None:
-        """Replace the agent if it has too many unused connections, which only its end closes."""
-        now = self._clock()
-        if self._tidy_at is None and self.polled and not self.current.ranks.is_adding:
-            is_wanted = self.current.ranks.has_left
-            if is_wanted or (has_read and self.current.transport.tidy()):
-                self._tidy_at = now + TIDY_S
-        if self._tidy_at is None or now < self._tidy_at or not self.polled:
-            return
-        ranks = self.current.ranks
-        if ranks.is_adding or self._opening is not None or self._successor is not None:
-            self._tidy_at = now + TRY_AGAIN_S
-            return
-        self._drop_broken()
-        has_spares, num_left = self.current.transport.tidy(), ranks.num_left
-        self._tidy_at = now + TIDY_S if has_spares or num_left else None
-        if not num_left:
-            self._left_since = None
-            return
-        self._left_since = now if self._left_since is None else self._left_since
-        is_due = num_left >= MAX_LEFT or now >= self._left_since + LEFT_S
-        if is_due and ranks.num_ready <= num_left * READ_PER_LEFT:
-            logger.info(
-                "replacing the NIXL agent: it has open connections to %d ranks that left", num_left
-            )
-            self._open(is_worn=True)
-
-    def _close_drained(self) -> None:
+        Agents besides the current one and its successor drain, and are then closed.
+        """
+        happened: list[events.DataEvent] = []
+        is_stuck = self.current.is_stuck
+        if self._opening is not None:
+            if self._opening.done():
+                happened += self._take_over(self._opening, is_stuck=is_stuck)
+        elif is_stuck and self._successor is None and self._clock() >= self._open_again_at:
+            logger.warning("a read timed out: replacing the NIXL agent")
+            self._open()
+        if self._successor is not None and (is_stuck or not self._successor.is_busy):
+            self._promote(self._successor)
         for agent in self.polled[1:]:
             if agent is not self._successor and agent.is_drained:
                 self.polled.remove(agent)
                 self._close(agent)
+        if self._closing:
+            happened += self._poll_closing()
+        return happened
+
+    def _open(self) -> None:
+        layout = self.peers.layout
+        self._opening = self._open_on.submit(
+            open_transport, self._make_transport, layout, self._memory
+        )
+
+    def _take_over(self, opening: Future[Opened], *, is_stuck: bool) -> list[events.DataEvent]:
+        """Make the successor, and let it connect to the peers unless reads wait for it."""
+        self._opening = None
+        try:
+            self._successor = self._make_agent(opening.result())
+        except TransportError as error:
+            self._open_again_at = self._clock() + TRY_AGAIN_S
+            cost = "blocks" if is_stuck else "connections"
+            message = "cannot create a NIXL agent: %s; %s stay held until a retry succeeds"
+            logger.error(message, error, cost)  # noqa: TRY400 - the message says it all
+            return []
+        self.polled.append(self._successor)
+        known = [] if is_stuck else self.current.ranks.known
+        for peer in known:
+            self._prepare(self._successor, peer)
+        return [events.PeersMoved(tuple(known))] if known else []
+
+    def _promote(self, agent: ReadAgent) -> None:
+        """Let new and waiting reads use this agent from now on; the others drain."""
+        self.current.ranks.give_up_all()
+        self._successor = self.next_due = None
+        self.polled.remove(agent)
+        self.polled.insert(0, agent)
+        for peer in self._joining:
+            self._prepare(agent, peer)
+
+    def _tidy(self) -> None:
+        """Replace the agent if it has too many unused connections, which only its end closes."""
+        now, current = self._clock(), self.current
+        if current.ranks.is_adding or self._opening or self._successor:
+            return
+        if self.next_due is None:
+            if current.ranks.has_left or current.transport.tidy():
+                self.next_due = now + TIDY_S
+            return
+        if now < self.next_due:
+            return
+        has_spares, num_left = current.transport.tidy(), current.ranks.num_left
+        self.next_due = now + TIDY_S if has_spares or num_left else None
+        if num_left and current.ranks.num_ready <= num_left * READ_PER_LEFT:
+            logger.info(
+                "replacing the NIXL agent: it has open connections to %d ranks that left", num_left
+            )
+            self._open()
 
     def _close(self, agent: ReadAgent) -> None:
         closed = self._close_on.submit(agent.close)
@@ -415,5 +403,5 @@ class Agents:
         return failed
 
 
-def _failed(reads: Iterable[WaitingRead], reason: str) -> list[events.DataEvent]:
-    return [events.ReadFailed(request_of(read), read.rank, reason) for read in reads]
+def _is_of(action: events.StopRead | events.AbandonRead, read: WaitingRead) -> bool:
+    return (request_of(read), read.rank) == (action.request, action.rank)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ from nixl_kv.geometry.layout import Span  # noqa: E402
 from nixl_kv.geometry.plan import Pieces  # noqa: E402
 from nixl_kv.protocol import messages  # noqa: E402
 from nixl_kv.reading.gather import memory as gpu_memory  # noqa: E402
-from nixl_kv.reading.gather.gpu import GpuGather  # noqa: E402
+from nixl_kv.reading.gather.path import GatherPath, OwnerWatch  # noqa: E402
+from nixl_kv.reading.kernel import KernelStream  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +93,10 @@ class Reader:
 
     def __init__(self, device: int = 0) -> None:
         self.owner_ended = threading.Event()
-        self.gather = GpuGather(device, self.owner_ended.set)
+        map_memory = partial(gpu_memory.Mapping, device=device)
+        owners = OwnerWatch(self.owner_ended.set)
+        self.gather = GatherPath(KernelStream(device), map_memory, owners)
+        self.stream = self.gather.stream
         self.memory = torch.zeros(SIZE, dtype=torch.uint8, device=f"cuda:{device}")
         torch.cuda.synchronize(device)
         rng = np.random.default_rng(SEED)
@@ -113,8 +118,11 @@ class Reader:
     def map_export(self, export: messages.Export, address: int) -> Any:
         return self.gather.map(export, self.plan(address))
 
+    def read(self, mapped: Any) -> Any:
+        return self.stream.start(mapped.plan, self.pieces)
+
     def wait(self, read: Any) -> None:
-        while not self.gather.poll(read):
+        while not self.stream.poll(read):
             pass
 
     def check(self) -> None:
@@ -140,7 +148,7 @@ def test_a_kernel_reads_what_another_process_has(reader: Reader, settings: dict[
     with owner(**settings) as one:
         assert (len(one.export.allocations) > 2) == bool(settings)  # the cache, and the proof
         mapped = reader.map(one)
-        reader.wait(reader.gather.read(mapped, reader.pieces))
+        reader.wait(reader.read(mapped))
         reader.check()
         reader.gather.unmap(mapped)
 
@@ -149,19 +157,19 @@ def test_an_owner_may_stop_and_die_while_its_memory_is_read(reader: Reader) -> N
     with owner() as one:
         mapped = reader.map(one)
         one.signal(signal.SIGSTOP)
-        reader.wait(reader.gather.read(mapped, reader.pieces))
+        reader.wait(reader.read(mapped))
         reader.check()
         one.signal(signal.SIGCONT)
-        assert reader.gather.is_mapped(mapped)
-        reads = [reader.gather.read(mapped, reader.pieces) for _ in range(LONG)]
+        assert not mapped.mapping.has_owner_ended
+        reads = [reader.read(mapped) for _ in range(LONG)]
         one.signal(signal.SIGKILL)
-        assert not reader.gather.poll(reads[-1]), "it was too short: nothing was under way"
+        assert not reader.stream.poll(reads[-1]), "it was too short: nothing was under way"
         one.process.join()
         for read in reads:
             reader.wait(read)
         reader.check()
         assert reader.owner_ended.wait(60)
-        assert not reader.gather.is_mapped(mapped)
+        assert mapped.mapping.has_owner_ended
         free, _ = torch.cuda.mem_get_info()
         reader.gather.unmap(mapped)
         assert torch.cuda.mem_get_info()[0] >= free + SIZE, "the dead process's memory is kept"
@@ -174,7 +182,7 @@ def _read_on_second_gpu(pipe: Connection, export: messages.Export, address: int)
 
     def read() -> None:
         """On a thread whose current GPU is the first one, as of all that are new."""
-        reader.wait(reader.gather.read(reader.map_export(export, address), reader.pieces))
+        reader.wait(reader.read(reader.map_export(export, address)))
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(read).result()

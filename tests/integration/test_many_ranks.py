@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from lab.local.caches import Cache, Sizes
-from lab.local.engine import LocalEngine
+from lab.local.engine import HOST_PATHS, LocalEngine
 from lab.local.memory_control import MemoryControl, MemoryNetwork
 from nixl_kv.geometry.layout import CacheLayout, Stripe
 from nixl_kv.protocol.events import OfferEnd, SetEngine
@@ -130,7 +130,7 @@ def test_all_ranks_get_their_heads_and_prefill_is_released(
     check_all_ranks(make_world(tp, tokens, lambda: MemoryControl(network)))
 
 
-@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("path", HOST_PATHS)
 @pytest.mark.parametrize("tp", [(8, 2), (2, 8)], ids=str)
 def test_all_ranks_get_their_heads_over_zmq(
     make_world: MakeWorld, tp: tuple[int, int], path: str
@@ -138,6 +138,7 @@ def test_all_ranks_get_their_heads_over_zmq(
     check_all_ranks(make_world(tp, (4, 8), path=path))
 
 
+@pytest.mark.skipif("staged" not in HOST_PATHS, reason="this tree does not pack")
 @pytest.mark.parametrize("tokens", [(4, 4), (4, 8), (8, 4), (6, 4)], ids=str)
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1), (4, 2), (8, 1)], ids=str)
 def test_all_ranks_get_what_prefill_packs(
@@ -150,7 +151,7 @@ def test_all_ranks_get_what_prefill_packs(
 DIVIDED_TOKENS = 61
 
 
-@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("path", HOST_PATHS)
 @pytest.mark.parametrize(
     "stripes",
     [

@@ -11,6 +11,8 @@ from lab.local.engine import LocalEngine
 from nixl_kv.protocol.events import OfferEnd
 from support.pair import CONFIG
 
+pytest.importorskip("nixl_kv.reading.staged")
+
 NUM_BLOCKS, TOKENS, NUM_TOKENS, HEADS = 48, 16, 500, 4
 SLOT_BYTES = 6 * 4 * 64 * 256 * 3  # three of the largest blocks
 WHOLE = Sizes(layers=6, blocks=NUM_BLOCKS, heads=HEADS, tokens=TOKENS, key=128, value=128)

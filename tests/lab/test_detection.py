@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from lab.local.engine import HOST_PATHS
 from lab.suites.detect.cells import CELLS
 from lab.suites.detect.fields import fields_of
 from lab.suites.detect.planting import FAULTS, Planted, Planter, Row, pieces_of
@@ -39,7 +40,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("path", HOST_PATHS)
 @pytest.mark.parametrize(
     "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )

@@ -22,9 +22,8 @@ from nixl_kv.protocol.messages import StagingRing
 from nixl_kv.reading.agent import ReadAgent, open_transport
 from nixl_kv.reading.paths import ReadPath
 from nixl_kv.reading.peers import RemotePeers
-from support.memory_gather import EXPORT
 from support.readable import ReadableRank, engine_of
-from support.records import D1, PEER, grant
+from support.records import D1, EXPORT, PEER, grant
 from support.stepped import Background, Clock
 
 SIZES = Sizes()
@@ -76,8 +75,8 @@ class Reading:
         """What is known at once of a read."""
         load = StartLoad(D1, tokens.start, tokens.stop, (Table.of(local),), verify)
         granted = grant(tables=(Table.of(remote),))
-        return self.agent.start(StartRead(peer, R0, granted, load))
+        return self.agent.start(StartRead(peer, R0, granted, load)) or []
 
     def read_slot(self, slot: int, peer: PeerKey = PEER) -> list[DataEvent]:
         """The same of a slot."""
-        return self.agent.start(ReadSlot(peer, R0, D1, slot))
+        return self.agent.start(ReadSlot(peer, R0, D1, slot)) or []

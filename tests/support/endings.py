@@ -88,7 +88,7 @@ def hurry() -> None:
     """Make all long times short, in this process."""
     peers.KEPT_S = SHORT_S  # type: ignore[misc]
     loop.LINK_KEPT_S = SHORT_S  # type: ignore[misc]
-    replace.TIDY_S = replace.LEFT_S = SHORT_S  # type: ignore[misc]
+    replace.TIDY_S = SHORT_S  # type: ignore[misc]
     paced.UNUSED_S = SHORT_S  # type: ignore[misc]
     serving.CHECK_S = CHECK_S  # type: ignore[misc]
 

@@ -1,86 +1,103 @@
 """A gather inside one process: addresses are as their owner has them."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 from nixl_kv.errors import TransportError
-from nixl_kv.geometry.plan import Pieces, Plan
+from nixl_kv.geometry.plan import Ints, Pieces, Plan
 from nixl_kv.protocol import messages
-from nixl_kv.reading.copying.tiles import Tiling
+from nixl_kv.reading.gather.path import GatherPath
+from nixl_kv.reading.tiles import Tiling
 from support.oracle import tile_pairs
+from support.records import EXPORT
 
 TILE_BYTES = 256
 
-EXPORT = messages.Export(
-    host="here",
-    pid=1,
-    started=2,
-    allocations=(messages.Allocation(address=4096, length=64, handle=b"handle"),),
-    proof=messages.Proof(address=4096, value=b"0123456789abcdef"),
-)
-
 
 @dataclass(eq=False)
-class Mapped:
-    tiling: Tiling
-    has_owner: bool = True
+class MemoryMapping:
+    """See `gather.memory.Mapping`."""
+
+    close: Callable[[], None]
+    owner: int = -1
+    has_owner_ended: bool = False
+
+    def locate(self, first: Ints, last: Ints) -> Ints:
+        del last
+        return first
 
 
 @dataclass(eq=False)
 class MemoryRead:
-    mapped: Mapped
+    mapping: MemoryMapping
+    tiling: Tiling
     pieces: Sequence[Pieces]
     polls: int
 
     def land(self) -> None:
-        for local, remote in tile_pairs(self.mapped.tiling, self.pieces, TILE_BYTES).tolist():
+        for local, remote in tile_pairs(self.tiling, self.pieces, TILE_BYTES).tolist():
             ctypes.memmove(local, remote, 1)
 
 
 @dataclass
 class MemoryGather:
-    """So many looks at a read find it under way: the first one is when it is started."""
+    """So many looks at a read find it under way: the first one is when it is started.
+
+    It is the stream, maps memory, and watches its owners.
+    """
 
     polls: int = 1
     is_able: bool = True  # to map memory
     num_ended: int = 0
-    mapped: list[Mapped] = field(default_factory=list)
-    num_reads: int = 0
+    mapped: list[MemoryMapping] = field(default_factory=list)
     num_waits: int = 0
     is_closed: bool = False
 
-    def map(self, exported: messages.Export, plan: Plan) -> Mapped:
+    @property
+    def path(self) -> GatherPath:
+        stream: Any = self
+        return GatherPath(stream, stream.map, stream)
+
+    def map(self, exported: messages.Export) -> MemoryMapping:
         if not self.is_able:
             raise TransportError(f"process {exported.pid} is not seen here")
-        self.mapped.append(Mapped(Tiling(plan, lambda first, _: first)))
-        return self.mapped[-1]
+        mapping = MemoryMapping(lambda: self.mapped.remove(mapping))
+        self.mapped.append(mapping)
+        return mapping
 
-    def unmap(self, mapped: Mapped) -> None:
-        self.mapped.remove(mapped)
-
-    def is_mapped(self, mapped: Mapped) -> bool:
-        return mapped.has_owner
+    def add(self, process: int) -> None:
+        """Watch an owner."""
 
     def end_owners(self) -> None:
         """All processes whose memory is mapped end."""
-        for mapped in self.mapped:
-            mapped.has_owner = False
+        for mapping in self.mapped:
+            mapping.has_owner_ended = True
         self.num_ended += 1
 
-    def read(self, mapped: Mapped, pieces: Sequence[Pieces]) -> MemoryRead:
-        assert mapped in self.mapped, "it was unmapped"
-        self.num_reads += 1
-        return MemoryRead(mapped, pieces, self.polls)
+    def prepare(self, plan: Plan, locate: Callable[[Ints, Ints], Ints]) -> SimpleNamespace:
+        return SimpleNamespace(tiling=Tiling(plan, locate), mapping=self.mapped[-1])
+
+    def read_16(self, address: int) -> bytes:
+        assert address == EXPORT.proof.address
+        return EXPORT.proof.value
+
+    def start(self, prepared: SimpleNamespace, pieces: Sequence[Pieces]) -> MemoryRead:
+        assert prepared.mapping in self.mapped, "it was unmapped"
+        return MemoryRead(prepared.mapping, prepared.tiling, pieces, self.polls)
 
     def poll(self, read: MemoryRead) -> bool:
         if read.polls == 0:
+            assert read.mapping in self.mapped, "it was unmapped"
             read.land()
         read.polls -= 1
         return read.polls < 0
 
-    def wait(self) -> None:
+    def end(self) -> None:
         self.num_waits += 1
 
     def close(self) -> None:
+        """Of the watch."""
         self.is_closed = True

@@ -21,7 +21,7 @@ import numpy as np
 from lab.local.model_layouts import ORDERS
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Part, Region, Span, Stripe
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Pieces, Plan, Reads, Rows
-from nixl_kv.reading.copying.tiles import JOB_COLUMNS, Tiling
+from nixl_kv.reading.tiles import JOB_COLUMNS, Tiling
 
 TRANSPOSED = ("LBHT", "BLHT", "BHLT", "LHBT")
 ALL_ORDERS = ORDERS + TRANSPOSED

@@ -87,6 +87,15 @@ def at(rank: int) -> Endpoint:
 RANK_0 = at(0)
 
 
+EXPORT: Final = messages.Export(
+    host="here",
+    pid=1,
+    started=2,
+    allocations=(messages.Allocation(address=4096, length=64, handle=b"handle"),),
+    proof=messages.Proof(address=4096, value=b"0123456789abcdef"),
+)
+
+
 # --- messages
 
 OF_RANK: Final[dict[str, Any]] = {"incarnation": RANK_LIFE, "reader": READER}

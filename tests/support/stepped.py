@@ -24,7 +24,7 @@ from nixl_kv.protocol import events
 from nixl_kv.protocol.load import Load
 from nixl_kv.protocol.messages import Description
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.paths import HostMemory
+from nixl_kv.reading.paths import allocate
 from nixl_kv.transport.base import Received
 from support.records import CONTEXT, hex32
 
@@ -112,7 +112,7 @@ class Stepped:
             make_background=lambda _count: self.background,
             features=features_with(
                 make_threads=lambda: self.copying,
-                make_memory=lambda _length: HostMemory(STAGING_BYTES),
+                make_memory=lambda _length: allocate(STAGING_BYTES),
                 num_slots=RING_SLOTS,
             ),
             clock=world.clock,

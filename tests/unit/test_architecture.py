@@ -15,12 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "nixl_kv"
 EXEMPT = frozenset(
     {
-        "reading/copying/kernel.py",  # these run where the cache is in GPU memory
+        "reading/kernel.py",  # these run where the cache is in GPU memory
         "verify/gpu.py",
         "gpu.py",
-        "reading/gather/gpu.py",
         "reading/gather/memory.py",
-        "reading/staged/gpu.py",
         "transport/nixl.py",  # names of UCX's own settings
         "transport/tcp/detect.py",
     }

@@ -5,80 +5,60 @@ one host whose processes see each other. The kernel ends by itself, even if pref
 is the same as for every path: the agent reads the fence slot when the kernel has ended.
 """
 
+import contextlib
 import os
 import select
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nixl_kv.errors import TransportError, get_logger, run_guarded
-from nixl_kv.geometry.plan import Pieces, Plan, Share
+from nixl_kv.geometry.plan import Plan, Share
 from nixl_kv.protocol import events, messages
 from nixl_kv.reading.paths import PreparedRank, Read, ReadOp, ReadPath
 
+if TYPE_CHECKING:  # they need Triton and CUDA's bindings, which only GPU machines have
+    from nixl_kv.reading.gather.memory import Mapping
+    from nixl_kv.reading.kernel import KernelPlan, KernelStream
+
 logger = get_logger(__name__)
-
-MappedPlan: TypeAlias = Any  # a plan whose remote rows are mapped; opaque
-Copy: TypeAlias = Any  # a kernel in progress; opaque
-
-
-class Gather(Protocol):
-    """Maps memory and copies from it: `gather.gpu` with CUDA, and tests within one process.
-
-    All methods except `map`, `unmap`, `wait` and `close` run on the transfer thread.
-    """
-
-    @property
-    def num_ended(self) -> int:
-        """The number of owners of mapped memory that have ended."""
-
-    def map(self, exported: messages.Export, plan: Plan) -> MappedPlan:
-        """Map a rank's memory for a plan, in 10 ms, or raise TransportError."""
-
-    def unmap(self, mapped: MappedPlan) -> None:
-        """Unmap a rank's memory, which no kernel reads."""
-
-    def is_mapped(self, mapped: MappedPlan) -> bool:
-        """Whether the memory's owner is alive."""
-
-    def read(self, mapped: MappedPlan, pieces: Sequence[Pieces]) -> Copy:
-        """Start to copy remote pieces into local ones; if it raises, nothing is in progress."""
-
-    def poll(self, copy: Copy) -> bool:
-        """Whether all bytes have landed. If it raises, the kernel may go on."""
-
-    def wait(self) -> None:
-        """Wait for all kernels."""
-
-    def close(self) -> None:
-        """Wait for all kernels, and end threads; may be called again."""
 
 
 class MappedRank(PreparedRank):
     """A remote rank whose memory is mapped. It is unmapped after the last kernel that reads it."""
 
-    def __init__(self, path: "GatherPath", mapped: MappedPlan) -> None:
-        self.mapped = mapped
+    def __init__(self, path: "GatherPath", mapping: "Mapping", plan: "KernelPlan") -> None:
+        self.mapping = mapping
+        self.plan = plan
         self.num_reads = 0
-        self.is_released = False
+        self._is_released = False
         self._path = path
 
     def release(self) -> None:
-        self.is_released = True
+        self._is_released = True
         self.unmap_if_unused()
 
     def unmap_if_unused(self) -> None:
-        if self.is_released and not self.num_reads:
+        if self._is_released and not self.num_reads:
             self._path.unmap(self)
 
 
 class GatherPath(ReadPath):
-    """Shared by all agents of a rank."""
+    """Shared by all agents of a rank. Kernels run one after the other, on `stream`."""
 
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
-        self._mapped: dict[MappedRank, MappedPlan] = {}
-        self._num_ended = 0  # owners whose memory `tidy` has unmapped, see `Gather.num_ended`
+    def __init__(
+        self,
+        stream: "KernelStream",
+        map_memory: Callable[[messages.Export], "Mapping"],
+        owners: "OwnerWatch",
+    ) -> None:
+        self.stream = stream
+        self._map_memory = map_memory
+        self._owners = owners
+        self._mapped: dict[MappedRank, bool] = {}
+        self._num_ended = 0  # owners whose memory `tidy` has unmapped
 
     def prepare(
         self, description: messages.RankDescription, share: Share, plan: Plan
@@ -87,39 +67,68 @@ class GatherPath(ReadPath):
         if description.export is None:
             return None
         try:
-            mapped = self._gather.map(description.export, plan)
+            return self.map(description.export, plan)
         except TransportError as error:
             logger.info("cannot map the GPU memory of %s: %s", description.endpoint, error)
             return None
-        rank = MappedRank(self, mapped)
-        self._mapped[rank] = mapped
+
+    def map(self, export: messages.Export, plan: Plan) -> MappedRank:
+        """Map a rank's memory for a plan, in 10 ms.
+
+        Raises:
+            TransportError: if that fails, or the memory is not the exported one.
+        """
+        with contextlib.ExitStack() as undo:
+            mapping = self._map_memory(export)
+            undo.callback(mapping.close)
+            prepared = self.stream.prepare(plan, mapping.locate)
+            if not len(prepared.tiling.rows):
+                raise TransportError("the plan reads nothing of it")
+            self._check(export.proof, mapping)
+            try:
+                self._owners.add(mapping.owner)
+            except OSError as error:
+                raise TransportError(f"watching process {export.pid}: {error}") from error
+            undo.pop_all()
+        rank = MappedRank(self, mapping, prepared)
+        self._mapped[rank] = True
         return rank
 
     def start(self, prepared: MappedRank, read: Read) -> ReadOp | None:
         """Always gather mapped memory, unless its owner has ended."""
-        if prepared not in self._mapped or not self._gather.is_mapped(prepared.mapped):
+        if prepared not in self._mapped or prepared.mapping.has_owner_ended:
             return None
-        return GatherOp(self._gather, prepared, read)
+        return GatherOp(self.stream, prepared, read)
 
     def unmap(self, rank: MappedRank) -> None:
         """Unmap a rank once, even if two threads try: `pop` is atomic."""
-        mapped = self._mapped.pop(rank, None)
-        if mapped is not None:
-            self._gather.unmap(mapped)
+        if self._mapped.pop(rank, False):
+            rank.mapping.close()  # closes the owner's descriptor, which ends the watch
 
     def tidy(self) -> None:
         """Unmap the memory of ended processes; until then nothing can allocate it again."""
-        num_ended = self._gather.num_ended
+        num_ended = self._owners.num_ended
         if num_ended == self._num_ended:
             return
         for rank in list(self._mapped):
-            if not self._gather.is_mapped(rank.mapped):
+            if rank.mapping.has_owner_ended:
                 rank.release()
-        if all(self._gather.is_mapped(rank.mapped) for rank in list(self._mapped)):
+        if not any(rank.mapping.has_owner_ended for rank in list(self._mapped)):
             self._num_ended = num_ended
 
     def close(self) -> None:
-        self._gather.close()
+        self.stream.end()
+        self._owners.close()
+
+    def _check(self, proof: messages.Proof, mapping: "Mapping") -> None:
+        """Read the proof through the mapping. This also is the first access to the other GPU."""
+        place = np.array([proof.address], dtype=np.int64)
+        (at,) = mapping.locate(place, place + len(proof.value))
+        if self.stream.read_16(int(at)) != proof.value:
+            raise TransportError(
+                "the mapped memory does not hold the 16 bytes that its description names: it is "
+                "other memory, or this GPU cannot read that one"
+            )
 
 
 class GatherOp(ReadOp):
@@ -128,15 +137,15 @@ class GatherOp(ReadOp):
     path = "gather"
     is_autonomous = True
 
-    def __init__(self, gather: Gather, rank: MappedRank, read: Read) -> None:
-        self._gather = gather
+    def __init__(self, stream: "KernelStream", rank: MappedRank, read: Read) -> None:
+        self._stream = stream
         self._rank = rank
-        self._copy = gather.read(rank.mapped, read.pieces)
+        self._copy = stream.start(rank.plan, read.pieces)
         self.has_ended = False
         rank.num_reads += 1
 
     def poll(self) -> list[events.ReadEvent]:
-        if self._gather.poll(self._copy):
+        if self._stream.poll(self._copy):
             self.release()
         return []
 
@@ -144,7 +153,7 @@ class GatherOp(ReadOp):
         """Nothing stops a kernel; it ends within milliseconds."""
 
     def end_copies(self) -> None:
-        self._gather.wait()
+        self._stream.end()
 
     def release(self) -> None:
         if not self.has_ended:

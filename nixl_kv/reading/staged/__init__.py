@@ -5,20 +5,13 @@ Start with `path`, which has decode's half; `packs` has prefill's.
 
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 from nixl_kv.errors import TransportError, get_logger
-from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.geometry.staging import NUM_SLOTS
 from nixl_kv.protocol import messages
-from nixl_kv.reading.paths import ExtraMemory, Feature, HostMemory, RankSetup
-from nixl_kv.reading.staged.copier import (
-    NUM_THREADS,
-    Copier,
-    HostCopier,
-    Staging,
-    StagingMemory,
-    split,
-)
+from nixl_kv.reading.paths import Buffer, Feature, RankSetup, allocate
+from nixl_kv.reading.staged.copier import NUM_THREADS, Copier, HostCopier, Staging, split
+from nixl_kv.reading.staged.layout import NUM_SLOTS
 from nixl_kv.reading.staged.packs import PackQueue
 from nixl_kv.reading.staged.path import StagedPath
 
@@ -32,58 +25,48 @@ def _make_threads() -> Executor:
 def build(
     setup: RankSetup,
     *,
-    make_copier: Callable[[Executor], Copier] = HostCopier,
+    wrap_copier: Callable[[Copier], Copier] = lambda copier: copier,
     make_threads: Callable[[], Executor] = _make_threads,
-    make_memory: Callable[[int], StagingMemory] = HostMemory,
+    make_memory: Callable[[int], Buffer] | None = None,
     num_slots: int | None = None,
 ) -> Feature:
     """Let prefill pack and decode scatter, each with a ring of its own.
 
-    Tests replace the copier, its threads, the allocation of a number of bytes, and the number of
-    slots of each ring.
+    Tests replace the copier, its threads, the allocation of a number of bytes,
+    and the number of slots of each ring.
     """
     layout, config = setup.layout, setup.config
     if not config.staging_mib or config.path in {"direct", "gather"}:
         return Feature()
-    num_bytes = config.staging_mib << 20
+    make = make_memory or partial(allocate, memory=layout.memory, device=layout.device)
+    copier: Copier
     try:
+        buffer = make(config.staging_mib << 20)
         if layout.memory == "DRAM":
-            owner, copier = make_memory(num_bytes), make_copier(make_threads())
+            copier = wrap_copier(HostCopier(make_threads()))
         else:
-            owner, copier = _on_gpu(layout, num_bytes)
+            # Triton is only installed where there are GPUs.
+            from nixl_kv.reading.kernel import KernelStream  # noqa: PLC0415
+
+            copier = wrap_copier(KernelStream(layout.device))
     except (ImportError, TransportError) as error:
         logger.warning("this rank neither packs KV nor reads packed KV: %s", error)
         return Feature()
-    roles = setup.is_prefill, setup.is_decode
-    rings = split(owner.span, sum(roles), num_slots or NUM_SLOTS[layout.memory])
-    stagings = [Staging(ring, layout.memory, layout.device, copier, owner) for ring in rings]
-    packing = stagings[0] if setup.is_prefill else None
-    reading = stagings[-1] if setup.is_decode else None
+    rings = split(
+        buffer.span, setup.is_prefill + setup.is_decode, num_slots or NUM_SLOTS[layout.memory]
+    )
+    stagings = [Staging(ring, layout.memory, layout.device, copier, buffer) for ring in rings]
     path = packer = ring = None
-    if reading is not None:
-        path = StagedPath(layout, reading, is_forced=config.path == "staged")
-    if packing is not None:
-        packer = PackQueue(layout, packing, setup.counts, setup.clock)
-        ring = messages.StagingRing(
-            address=packing.ring.span.address,
-            length=packing.ring.span.length,
-            num_slots=packing.ring.num_slots,
-        )
+    if setup.is_decode:
+        path = StagedPath(layout, stagings[-1], is_forced=config.path == "staged")
+    if setup.is_prefill:
+        packer = PackQueue(layout, stagings[0], setup.background, setup.counts, setup.clock)
+        span, count = rings[0].span, rings[0].num_slots
+        ring = messages.StagingRing(address=span.address, length=span.length, num_slots=count)
     return Feature(
         path=path,
         packer=packer,
         description={} if ring is None else {"ring": ring},
-        read_into=() if reading is None else (_memory(reading),),
-        served=() if packing is None else (_memory(packing),),
+        read_into=stagings[-1].registered if setup.is_decode else (),
+        served=stagings[0].registered if setup.is_prefill else (),
     )
-
-
-def _memory(staging: Staging) -> ExtraMemory:
-    return ExtraMemory(staging.ring.span, staging.memory, staging.device)
-
-
-def _on_gpu(layout: CacheLayout, num_bytes: int) -> tuple[StagingMemory, Copier]:
-    # Triton is only installed where there are GPUs.
-    from nixl_kv.reading.staged.gpu import GpuCopier, GpuMemory  # noqa: PLC0415
-
-    return GpuMemory(num_bytes, layout.device), GpuCopier(layout.device)

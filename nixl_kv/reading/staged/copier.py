@@ -3,12 +3,12 @@
 Prefill packs into its ring, and decode scatters from its own, by any plan of `geometry`. Host
 copies run on threads, because numpy releases the GIL while it copies. Rows of a plan that are
 equally far apart on both sides form one view of all blocks per side. A copy then takes one numpy
-call per pair of views, for any block table. `gpu` copies in GPU memory.
+call per pair of views, for any block table. In GPU memory `reading.kernel` copies.
 """
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
@@ -19,8 +19,9 @@ import numpy.typing as npt
 from nixl_kv.errors import TransportError
 from nixl_kv.geometry.layout import BlockIds, CacheLayout, Group, Memory, Span
 from nixl_kv.geometry.plan import Ints, Pieces, Plan, Share
-from nixl_kv.geometry.staging import Ring, staged_layout
-from nixl_kv.reading.copying.tiles import Job, Tiling
+from nixl_kv.reading.paths import Buffer, ExtraMemory
+from nixl_kv.reading.staged.layout import Ring, staged_layout
+from nixl_kv.reading.tiles import Job, Tiling
 
 ALIGNMENT: Final = 64  # slots begin at a multiple of this number of bytes
 
@@ -40,13 +41,13 @@ View = npt.NDArray[Any]  # shape (pieces, rows, units)
 
 
 class Copier(Protocol):
-    """Copies within this rank's memory. All methods but `end` run on the transfer thread.
+    """Copies within this rank's memory. `start` and `poll` run on the transfer thread.
 
     A copy ends by itself. Errors are TransportErrors.
     """
 
     def prepare(self, plan: Plan) -> PreparedCopy:
-        """Prepare a plan whose sides are both this rank's own memory."""
+        """Prepare a plan whose sides are both this rank's own memory; on any thread."""
 
     def start(self, prepared: PreparedCopy, pieces: Sequence[Pieces]) -> Copy:
         """Start to copy the plan's remote pieces into the local ones.
@@ -61,21 +62,19 @@ class Copier(Protocol):
         """Wait until it no longer writes, complete or not; on any thread."""
 
 
-class StagingMemory(Protocol):
-    """Memory for a ring; allocated as long as this object lives."""
-
-    span: Span
-
-
 @dataclass(frozen=True)
 class Staging:
-    """A ring of this rank, in memory of the cache's kind. `owner` keeps it allocated."""
+    """A ring of this rank, in memory of the cache's kind. `buffer` keeps it allocated."""
 
     ring: Ring
     memory: Memory
     device: int
     copier: Copier
-    owner: StagingMemory
+    buffer: Buffer
+
+    @property
+    def registered(self) -> tuple[ExtraMemory]:
+        return (ExtraMemory(self.ring.span, self.memory, self.device),)
 
     def layout(self, group: Group, share: Share) -> CacheLayout:
         """The layout of the ring when it holds these layers and heads of a group."""
@@ -98,11 +97,6 @@ class _Rows:
     piece_bytes: int  # of all rows
 
 
-@dataclass(frozen=True)
-class _HostCopy:
-    shares: list[Future[None]]
-
-
 class HostCopier:
     """Copies on the threads of an executor."""
 
@@ -116,31 +110,27 @@ class HostCopier:
             raise TransportError(f"the plan needs {len(groups)} views; allowed: {MAX_VIEWS}")
         return [_rows_at(job, group) for job, group in groups]
 
-    def start(self, prepared: list[_Rows], pieces: Sequence[Pieces]) -> _HostCopy:
+    def start(self, prepared: list[_Rows], pieces: Sequence[Pieces]) -> list[Future[None]]:
         wanted = [rows for rows in prepared if len(pieces[rows.paged].local)]
-        num_bytes = sum(rows.piece_bytes * len(pieces[rows.paged].local) for rows in wanted)
-        num_shares = max(1, min(NUM_THREADS, num_bytes // MIN_SHARE))
+        num_bytes = sum([rows.piece_bytes * len(pieces[rows.paged].local) for rows in wanted])
+        count = max(1, min(NUM_THREADS, num_bytes // MIN_SHARE))
         try:
-            return _HostCopy(
-                [
-                    self._executor.submit(_copy, wanted[number::num_shares], pieces)
-                    for number in range(num_shares)
-                ]
-            )
+            return [self._executor.submit(_copy, wanted[n::count], pieces) for n in range(count)]
         except RuntimeError as error:  # the process exits
             raise TransportError(f"starting a copy: {error}") from error
 
-    def poll(self, copy: _HostCopy) -> bool:
-        if not all(share.done() for share in copy.shares):
+    def poll(self, copy: list[Future[None]]) -> bool:
+        if not all(share.done() for share in copy):
             return False
-        for share in copy.shares:
-            error = CancelledError() if share.cancelled() else share.exception()
-            if error is not None:
-                raise TransportError(f"copying: {type(error).__name__}: {error}") from error
+        try:
+            for share in copy:
+                share.result()
+        except Exception as error:
+            raise TransportError(f"copying: {type(error).__name__}: {error}") from error
         return True
 
-    def end(self, copy: _HostCopy) -> None:
-        wait_for([share for share in copy.shares if not share.cancel()])
+    def end(self, copy: list[Future[None]]) -> None:
+        wait_for([share for share in copy if not share.cancel()])
 
 
 def _split(addresses: Ints, job: Job) -> list[Ints]:

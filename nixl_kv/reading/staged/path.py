@@ -14,6 +14,7 @@ slot is free, and the operation has ended, only when both have ended.
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -22,22 +23,21 @@ import numpy as np
 from nixl_kv.errors import IncompatiblePeer, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Span
 from nixl_kv.geometry.plan import MAX_INDEX, Plan, Rows, Share, plan
-from nixl_kv.geometry.staging import (
+from nixl_kv.protocol import events, messages
+from nixl_kv.protocol.prefill import may_take, most_slots
+from nixl_kv.reading.paths import STOPPED, DirectOp, PreparedRank, Read, ReadOp, ReadPath, Source
+from nixl_kv.reading.staged.copier import PreparedCopy, Staging
+from nixl_kv.reading.staged.layout import (
     LEAST_CHUNK,
     LEAST_CHUNKS,
     Crop,
     Ring,
     crops,
     entry_bytes,
-    may_take,
-    most_slots,
     split_tokens,
     staged_entries,
     staged_table,
 )
-from nixl_kv.protocol import events, messages
-from nixl_kv.reading.paths import STOPPED, DirectOp, PreparedRank, Read, ReadOp, ReadPath, Source
-from nixl_kv.reading.staged.copier import PreparedCopy, Staging
 from nixl_kv.transport.base import ListHandle
 
 logger = get_logger(__name__)
@@ -354,7 +354,7 @@ class StagedOp(ReadOp):
         if wanted:
             self._tell(wanted)
 
-    def _tell(self, chunks: list[_Chunk]) -> None:
+    def _tell(self, chunks: Sequence[_Chunk] = ()) -> None:
         """Report progress and request chunks.
 
         Prefill frees the slots of chunks that `holds` lacks.
@@ -364,7 +364,7 @@ class StagedOp(ReadOp):
             for chunk in chunks
         )
         active = self._active.values()
-        holds = tuple(chunk.number for chunk in active if chunk.state in _ON_PREFILL)
+        holds = tuple([chunk.number for chunk in active if chunk.state in _ON_PREFILL])
         self._news.append(
             events.ChunksWanted(self._load.request, self._read.action.rank, asked, holds)
         )
@@ -385,7 +385,7 @@ class StagedOp(ReadOp):
             try:
                 if self._staging.copier.poll(chunk.handle):
                     self._end(chunk)
-                    self._note_progress()
+                    self._tell()
             except TransportError as error:
                 self._end(chunk)
                 self._stop(str(error))
@@ -434,7 +434,7 @@ class StagedOp(ReadOp):
             return
         # The next request would tell prefill that its slot is free. After the last one, tell it
         # with a request for the chunk that has landed: `holds` lacks it, so prefill packs nothing.
-        self._tell([] if self._waiting else [chunk])
+        self._tell(() if self._waiting else [chunk])
 
     # --- chunks that prefill cannot pack
 
@@ -450,21 +450,18 @@ class StagedOp(ReadOp):
 
     def _poll_direct(self, op: DirectOp) -> None:
         if op.poll():
-            self._note_progress()
+            self._tell()
         if not op.has_ended:
             return
         self._direct.remove(op)
         if op.failure is None:
             self.num_direct_bytes += op.num_bytes
-            self._note_progress()
+            self._tell()
             return
         self.is_connection_lost |= op.is_connection_lost
         self._stop(op.failure)
 
     # --- the end
-
-    def _note_progress(self) -> None:
-        self._tell([])
 
     def _fail(self, error: TransportError) -> None:
         self.is_connection_lost |= isinstance(error, PeerLost)

@@ -28,7 +28,7 @@ from lab.local.model_layouts import ORDERS
 from lab.results import Figures, Results, verdict_of
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.plan import plan
-from nixl_kv.reading.copying.tiles import Tiling
+from nixl_kv.reading.tiles import Tiling
 
 LAUNCHES: Final = 5
 """One behind the other, in a sample: what it costs to launch one passes beside the one before."""
@@ -61,7 +61,7 @@ class Ready:
 
 def prepare(prefill: Cache, decode: Cache, tokens: int) -> Ready:
     """Plan it, and put its numbers where the kernel reads them."""
-    from nixl_kv.reading.copying.kernel import TILE_BYTES, launch_copy  # noqa: PLC0415 - Triton
+    from nixl_kv.reading.kernel import TILE_BYTES, launch_copy  # noqa: PLC0415 - Triton
 
     device = decode.memory.device
     planned = plan(decode.layout, prefill.layout)

@@ -22,11 +22,16 @@ from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription
 from nixl_kv.protocol.ticket import Ticket
-from nixl_kv.reading.paths import BuildFeature, HostMemory
+from nixl_kv.reading.paths import BuildFeature, allocate
 from nixl_kv.transport.base import ControlPlane, Transport
 
 HOST: Final = "127.0.0.1"
 MODEL: Final[Mapping[str, str]] = {"served_model_name": "tiny", "num_hidden_layers": "3"}
+HOST_PATHS: Final = (
+    "direct",
+    *(name for build in FEATURES if (name := build.__module__.rpartition(".")[2]) != "gather"),
+)
+"""The ways to read host memory that this tree has."""
 CONTEXT: Final = "0" * 32
 """Of every prompt: this engine does not compute, so nothing depends on it."""
 
@@ -146,7 +151,7 @@ class LocalEngine:
                 make_checker=make_checker,
                 make_control=make_control,
                 features=features_with(
-                    make_memory=lambda length: HostMemory(staging_bytes or length),
+                    make_memory=lambda length: allocate(staging_bytes or length),
                     num_slots=num_ring_slots,
                     **(feature_options or {}),
                 ),

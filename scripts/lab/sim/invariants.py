@@ -232,8 +232,9 @@ class Invariants:
         )
         if ended.verified != start.verify or (start.verify and not compared):
             raise Violation("not compared", name)
-        has_fault = self._world.environment.has_copy_failed or not self._world.shape.staged
-        if not has_fault and any(r.num_bytes and r.path != "staged" for r in ended.reads):
+        environment = self._world.environment
+        packs = environment.config.path == "staged" and not environment.has_copy_failed
+        if packs and any(r.num_bytes and r.path != "staged" for r in ended.reads):
             raise Violation("read directly although prefill packs", name)
         tokens = range(start.begin, start.end)
         table = engine.scheduler.blocks.table(ended.request)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from lab.local.engine import HOST_PATHS
+
 
 @dataclass
 class Edit:
@@ -88,6 +90,8 @@ def _read_bugs(text: str) -> Iterator[tuple[str, Bug]]:
         yield name, bug
 
 
-PLANTED: Final[Mapping[str, Bug]] = dict(
-    _read_bugs(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
-)
+PLANTED: Final[Mapping[str, Bug]] = {
+    name: bug
+    for name, bug in _read_bugs(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"))
+    if "staged" in HOST_PATHS or "staged" not in bug.profiles
+}

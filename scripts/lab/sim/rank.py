@@ -19,7 +19,7 @@ from nixl_kv.engine.loop import STOP_TIMEOUT_S, Parts
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
-from nixl_kv.reading.paths import HostMemory
+from nixl_kv.reading.paths import Buffer
 
 RING_SLOTS: Final = 4
 WORK_S: Final = 0.5
@@ -77,7 +77,7 @@ class Seat:
     number: Rank
     cache: RankCache
     slots: SimSlots
-    staging: HostMemory
+    staging: Buffer
     port: int
     is_prefill: bool
     is_decode: bool
@@ -187,8 +187,9 @@ class RankLife:
             self.joining.work()
         for agent in self.parts.agents.polled:
             for read in agent.warm_ups:
-                if isinstance(read.handle, Read):
-                    read.handle.land_all()
+                handle = getattr(read.op, "_handle", None)
+                if isinstance(handle, Read):
+                    handle.land_all()
 
     def stop(self) -> None:
         """Its engine sleeps: as `Worker.stop`, which waits. Background work takes time meanwhile.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from lab.local.engine import HOST_PATHS
 from lab.sim.cache import Heads, KnownPrompt, RankCache
 from lab.sim.data_plane import Process, SimFabric, SimSlots
 from lab.sim.engine import Engine
@@ -17,7 +18,7 @@ from lab.sim.repeatable import Clock
 from lab.sim.tickets import IssuedTicket
 from nixl_kv.config import ANYWHERE, Config
 from nixl_kv.ids import Rank, RequestId
-from nixl_kv.reading.paths import HostMemory
+from nixl_kv.reading.paths import allocate
 
 FIRST_PORT: Final = 7000
 PREFILL: Final = "p"
@@ -89,7 +90,7 @@ class Shape:
             request_timeout_s=4.0,
             offer_share=self.share,
             verify=self.verify,
-            path="staged" if self.staged else "direct",
+            path="staged" if self.staged and "staged" in HOST_PATHS else "direct",
         )
 
 
@@ -206,7 +207,7 @@ class World:
                 number=Rank(number),
                 cache=RankCache(shape.blocks, Heads(number * each % shape.heads, each)),
                 slots=SimSlots(shape.slots),
-                staging=HostMemory(max(1, shape.staged)),
+                staging=allocate(max(1, shape.staged)),
                 port=port + number,
                 is_prefill=is_prefill,
                 is_decode=shape.both or not is_prefill,

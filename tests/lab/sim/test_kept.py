@@ -81,7 +81,15 @@ SCHEDULES = [
                 *["world staged=8192", "prefill 9 1", "step p", "step p", "decode d0 0 0"],
                 *["step d0", "turn d0.0", "deliver 0", "deliver 0", "turn d0.0", "deliver 0"],
                 *["turn p.0", "deliver 0", "turn d0.0", "turn d0.0", "deliver 0", "die d0.0 4"],
-                *["turn p.0", "work p.0", "turn d0.0", "turn p.0", "deliver 0", "turn d0.0"],
+                *[
+                    "turn p.0",
+                    "turn p.0",
+                    "work p.0",
+                    "turn d0.0",
+                    "turn p.0",
+                    "deliver 0",
+                    "turn d0.0",
+                ],
                 "end calm",
             ]
         ),

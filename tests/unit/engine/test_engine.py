@@ -22,7 +22,7 @@ from nixl_kv.errors import IncompatiblePeer, LocalProtocolError, TransportError
 from nixl_kv.geometry.layout import CacheLayout, Group, Memory, Table
 from nixl_kv.ids import EngineId, Rank, RequestId, endpoint_at
 from nixl_kv.protocol.events import CancelLoad, LoadEnded, StartLoad
-from nixl_kv.reading.paths import ExtraMemory, Feature, HostMemory
+from nixl_kv.reading.paths import ExtraMemory, Feature, allocate
 from nixl_kv.transport.base import Transport
 from support.records import description
 from support.stepped import Background, StepControl
@@ -153,7 +153,7 @@ def test_each_life_has_another_incarnation(step: Step) -> None:
 
 
 def test_what_serves_can_be_read_whole(planes: Planes, step: Step) -> None:
-    ring = HostMemory(4096)
+    ring = allocate(4096)
     feature = Feature(served=(ExtraMemory(ring.span, "DRAM", 0),))
     engine = step(is_decode=False, features=(lambda _setup: feature,))
     assert engine.loop is not None

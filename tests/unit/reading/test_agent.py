@@ -10,13 +10,14 @@ from lab.local.memory import MemoryTransport
 from nixl_kv.errors import PeerLost, TransportError
 from nixl_kv.ids import Endpoint, Generation, Rank, RequestId, new_generation
 from nixl_kv.protocol.events import (
+    PeerBroken,
     ReadDone,
     ReadFailed,
     SlotRead,
     StopRead,
 )
 from nixl_kv.reading import agent as read_agent
-from nixl_kv.reading.agent import MAX_SLOT_READS
+from nixl_kv.reading.agent import MAX_SLOT_READS, SlotOp
 from support.agent_reading import R0, SIZES, Reading
 from support.records import D1, PEER
 
@@ -124,8 +125,8 @@ def test_a_slot_is_read_into_an_entry_that_was_cleared(reading: Reading) -> None
     reading.fabric.polls = 2
     assert reading.read_slot(3) == []
     (read,) = reading.agent.reads
-    assert read.slot_op is not None
-    assert reading.agent.slots.read(read.slot_op._entry) == bytes(16)
+    assert isinstance(read.op, SlotOp)
+    assert reading.agent.slots.read(read.op._entry) == bytes(16)
     reading.prefill.slots.write(3, second)
     assert reading.agent.poll() == []
     assert reading.agent.poll() == [SlotRead(D1, R0, second)]
@@ -183,7 +184,7 @@ def test_reads_of_a_peer_that_dies_fail(reading: Reading) -> None:
     reading.read_slot(3)
     reading.fabric.lost_peers.add(reading.prefill.transport.name)
     events = reading.agent.poll()
-    assert [type(event) for event in events] == [ReadFailed, ReadFailed]
+    assert [type(event) for event in events] == [ReadFailed, ReadFailed, PeerBroken]
     assert "is gone" in str(events[0])
     assert reading.agent.reads == []
     assert len(reading.agent.free_entries) == MAX_SLOT_READS
@@ -219,15 +220,14 @@ def test_a_peer_whose_connection_broke_is_prepared_anew_when_nothing_of_it_is_re
         assert "NIXL_ERR_REMOTE_DISCONNECT" in event.reason
     assert dropped == [], "its slot is being read"
     reading.fabric.reads_hang = False
-    assert len(reading.agent.poll()) == 1
-    reading.agent.drop_broken()
+    assert [type(event) for event in reading.agent.poll()] == [SlotRead, PeerBroken]
+    reading.agent.collect()
     assert reading.agent.ranks.find(PEER, R0) is None
     reading.prepare()
     assert dropped == [name]
     assert reading.start([2], [7], range(4)) == []
     (done,) = reading.agent.poll()
     assert isinstance(done, ReadDone)
-    reading.agent.drop_broken()
     assert reading.start([2], [7], range(4)) == []
     assert dropped == [name]
 

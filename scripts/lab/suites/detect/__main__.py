@@ -16,6 +16,7 @@ import logging
 import sys
 import time
 
+from lab.local.engine import HOST_PATHS
 from lab.results import say_on_stderr
 from lab.suites import damage
 from lab.suites.detect.cells import CELLS
@@ -32,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
         prog="detect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--transport", choices=TRANSPORTS, default="nixl")
-    parser.add_argument("--path", choices=("direct", "staged"), default="direct")
+    parser.add_argument("--path", choices=HOST_PATHS, default="direct")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="loads for each fault and shape")
     parser.add_argument("--clean", type=int, default=0, help="clean loads, over all shapes")
     parser.add_argument("--only", nargs="+", metavar="SHAPE", help="some shapes; see --list")

@@ -8,7 +8,6 @@ in any layout: a wrong byte, blocks that changed places, a layer that was not re
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from nixl_kv.geometry.layout import CacheLayout, Memory, Span
 from nixl_kv.geometry.plan import ADDRESS, COUNT, LENGTH, STRIDE, Plan
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.events import StartLoad
-from nixl_kv.reading.staged.copier import HostCopier
 from nixl_kv.transport.base import (
     Indices,
     ListHandle,
@@ -362,37 +360,44 @@ class PlantingTransport:
         self._inner.close()
 
 
-class PlantingCopier(HostCopier):
-    """Scatters what was packed; a copy into the cache ends as the planter says."""
+class PlantingCopier:
+    """Scatters what was packed; a copy into the cache ends as the planter says.
 
-    def __init__(self, executor: Executor, planter: Planter) -> None:
-        """Copy on this executor."""
-        super().__init__(executor)
+    It is a copier of the path that packs, and has `inner` copy.
+    """
+
+    def __init__(self, inner: Any, planter: Planter) -> None:
+        """Nothing is planted yet."""
         self.num_started = 0
+        self._inner = inner
         self._planter = planter
         self._plantings: dict[int, Planting | None] = {}
 
     def prepare(self, plan: Plan) -> Any:
         """Remember the plan."""
-        return plan, super().prepare(plan)
+        return plan, self._inner.prepare(plan)
 
     def start(self, prepared: Any, pieces: Sequence[plans.Pieces]) -> Any:
         """Look at what will be written, before it is."""
         plan, rows = prepared
         local, _ = plan.indices(pieces)
         planting = self._planter.before_read(pieces_of(plan.local, local))
-        copy = super().start(rows, pieces)
+        copy = self._inner.start(rows, pieces)
         self.num_started += 1
         self._plantings[id(copy)] = planting
         return copy
 
     def poll(self, copy: Any) -> bool:
         """Plant what is to be planted, before anybody knows that it has ended."""
-        ended = super().poll(copy)
+        ended: bool = self._inner.poll(copy)
         planting = self._plantings.pop(id(copy), None) if ended else None
         if planting is not None:
             self._planter.after_read(planting)
         return ended
+
+    def end(self, copy: Any) -> None:
+        """Wait for it."""
+        self._inner.end(copy)
 
 
 def pieces_of(rows: Rows, indices: Indices) -> Pieces:

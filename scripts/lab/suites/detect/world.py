@@ -1,7 +1,6 @@
 """A cell's two engines in one process, and the loads between them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -129,15 +128,20 @@ class World:
             for rank, memory in enumerate(self._decode_memory)
         ]
         self._prefill = self._start("prefill", cell.prefill, self._prefill_memory, make)
-        self._copiers = [PlantingCopier(ThreadPoolExecutor(2), each) for each in self._planters]
+        self._copiers: list[PlantingCopier] = []
         # Each decode rank takes one of each, in rank order.
-        planters, copiers = iter(self._planters), iter(self._copiers)
+        planters, planters_of_copiers = iter(self._planters), iter(self._planters)
+
+        def wrap(copier: Any) -> PlantingCopier:
+            self._copiers.append(PlantingCopier(copier, next(planters_of_copiers)))
+            return self._copiers[-1]
+
         self._decode = self._start(
             "decode",
             cell.decode,
             self._decode_memory,
             lambda: PlantingTransport(make(), next(planters)),
-            {"make_copier": lambda _threads: next(copiers)},
+            {"wrap_copier": wrap},
         )
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ from nixl_kv.protocol.events import (
     DataEvent,
     ReadDone,
 )
-from nixl_kv.reading.gather.path import GatherPath
 from support.agent_reading import Reading
 from support.memory_gather import MemoryGather
 from support.records import PEER
@@ -17,7 +16,7 @@ class Gathering(Reading):
 
     def __init__(self, *, is_able: bool = True) -> None:
         self.gather = MemoryGather(is_able=is_able)
-        super().__init__([GatherPath(self.gather)])
+        super().__init__([self.gather.path])
 
     def read(self) -> list[DataEvent]:
         return self.start([2, 9], [7, 3], range(8)) + self.agent.poll()

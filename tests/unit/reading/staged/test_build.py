@@ -11,6 +11,7 @@ from nixl_kv.geometry.layout import Span
 from nixl_kv.reading import staged
 from nixl_kv.reading.paths import ExtraMemory, Feature, RankSetup
 from nixl_kv.reading.staged.path import StagedPath
+from support.stepped import Background
 
 MIB = 1 << 20
 
@@ -22,6 +23,7 @@ def built(*, is_decode: bool = True, **config: Any) -> Feature:
         is_prefill=True,
         is_decode=is_decode,
         wake=lambda: None,
+        background=Background(),
         counts=defaultdict(float),
         clock=lambda: 0.0,
     )

@@ -57,21 +57,6 @@ class Ring:
         return max(0, (self.slot_bytes + 1) // entry_bytes - 1)
 
 
-def may_take(held: int, free: int) -> bool:
-    """Whether a reader that holds `held` slots of a ring may take one of the `free` ones.
-
-    One reader gets two thirds of the ring, two get two fifths each, and some room always remains
-    for another. These are dynamic thresholds with a factor of 2, after Choudhury and Hahne,
-    "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998.
-    """
-    return held < 2 * free
-
-
-def most_slots(num_slots: int) -> int:
-    """How many slots of a ring `may_take` gives to a single reader."""
-    return -(-2 * num_slots // 3)
-
-
 def crops(local: CacheLayout, remote: CacheLayout, share: Share) -> list[Crop]:
     """Divide a share into crops."""
     found: dict[tuple[int, int], dict[str, Heads]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-TESTS = Path(__file__).resolve().parents[3]
+TESTS = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
@@ -81,7 +81,7 @@ def read_in_turn() -> None:
     torch.empty = unpinned  # type: ignore[assignment]
     torch.cuda.Event, torch.cuda.Stream = Event, Stream  # type: ignore[assignment,misc]
     torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()  # type: ignore[assignment,misc]
-    from nixl_kv.reading.copying.kernel import TILE_BYTES, KernelStream  # noqa: PLC0415
+    from nixl_kv.reading.kernel import KernelPlan, KernelStream  # noqa: PLC0415
 
     some: tuple[dict[str, Any], ...] = (
         {},
@@ -94,11 +94,11 @@ def read_in_turn() -> None:
     order = [reads[n] for n in np.concatenate([choose.permutation(len(reads)) for _ in range(6)])]
     under_way: list[Any] = []
     for number, read in enumerate(order):
-        launches = read[-1].launches(read[-2], TILE_BYTES)
-        under_way.append(stream.copy(launches, torch.from_numpy(read[-1].rows)))
+        prepared = KernelPlan(read[-1], torch.from_numpy(read[-1].rows))
+        under_way.append(stream.start(prepared, read[-2]))
         while len(under_way) > (3 if number < len(order) - 1 else 0):
             copy = under_way.pop(choose.integers(len(under_way)))
-            assert stream.has_ended(copy, "copying")
+            assert stream.poll(copy)
     check(reads)
     print("reads in turn: right")  # noqa: T201
 
@@ -108,13 +108,13 @@ def reads_of(changes: dict[str, Any]) -> Iterator[tuple[Any, int, Any, Any, Any]
     from nixl_kv.geometry.match import routes  # noqa: PLC0415 - as below
     from nixl_kv.geometry.plan import plan  # noqa: PLC0415
     from nixl_kv.ids import Rank  # noqa: PLC0415
-    from nixl_kv.reading.copying.tiles import Tiling  # noqa: PLC0415
+    from nixl_kv.reading.tiles import Tiling  # noqa: PLC0415
+    from support.any_shape import Pair  # noqa: PLC0415
     from support.cases import typical  # noqa: PLC0415
     from support.oracle import Layer  # noqa: PLC0415
 
-    make_pair = importlib.import_module("tests.unit.geometry.test_any_shape").Pair
     even = tuple(Layer(name, 4, 6, 4) for name in "abc")
-    pair = make_pair(typical(**{"model": even} | changes))
+    pair = Pair(typical(**{"model": even} | changes))
     for number, local in enumerate(pair.decode.ranks):
         for route in routes(Rank(number), *pair.held):
             if route.readers:
@@ -138,7 +138,7 @@ def copy_all() -> None:
     """Of each case."""
     import torch  # noqa: PLC0415 - only here
 
-    from nixl_kv.reading.copying import kernel as gpu_copy  # noqa: PLC0415
+    from nixl_kv.reading import kernel as gpu_copy  # noqa: PLC0415
 
     for name, changes in CASES.items():
         reads = list(reads_of(changes))

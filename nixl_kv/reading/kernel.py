@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from nixl_kv.errors import TransportError
-from nixl_kv.geometry.plan import Ints
+from nixl_kv.geometry.plan import Ints, Pieces, Plan
 from nixl_kv.gpu import UNABLE, on, translated
-from nixl_kv.reading.copying import tiles
-from nixl_kv.reading.copying.tiles import Launch
+from nixl_kv.reading.tiles import JOB_COLUMNS, UNITS, Launch, Locate, Tiling
 
 PROGRAMS: Final = 24  # per launch at most; each occupies one SM of the GPU while it runs
 TILE_BYTES: Final = 1 << 16  # that one program has in flight
@@ -117,6 +116,14 @@ class _Numbers:
         return there
 
 
+@dataclass(frozen=True)
+class KernelPlan:
+    """A plan whose rows are on the GPU."""
+
+    tiling: Tiling
+    rows: torch.Tensor
+
+
 @dataclass(eq=False)
 class CopyRun:
     """The kernels of one copy in progress."""
@@ -126,7 +133,10 @@ class CopyRun:
 
 
 class KernelStream:
-    """A stream of one GPU, on which copies run one after the other."""
+    """A stream of one GPU, on which copies run one after the other.
+
+    `prepare`, `read_16` and `end` are for any thread.
+    """
 
     def __init__(self, device: int) -> None:
         """Make a stream and compile the kernels, which takes seconds the first time."""
@@ -138,15 +148,16 @@ class KernelStream:
             self._small_reads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._warm_up()
 
-    def to_device(self, numbers: Ints) -> torch.Tensor:
+    def prepare(self, plan: Plan, locate: Locate = lambda first, _: first) -> KernelPlan:
+        """Prepare a plan; `locate` finds its remote rows in this process."""
+        tiling = Tiling(plan, locate)
         with translated(TransportError, "preparing a copy"):
-            return torch.from_numpy(numbers).to(f"cuda:{self._device}")
+            rows = torch.from_numpy(tiling.rows).to(f"cuda:{self._device}")
+        return KernelPlan(tiling, rows)
 
-    def copy(self, launches: Sequence[Launch], rows: torch.Tensor) -> CopyRun:
-        """Start launches that were cut into tiles of TILE_BYTES; `rows` are their tiling's.
-
-        If it raises, nothing is in progress.
-        """
+    def start(self, prepared: KernelPlan, pieces: Sequence[Pieces]) -> CopyRun:
+        """Start to copy remote pieces into local ones; if it raises, nothing is in progress."""
+        launches, rows = prepared.tiling.launches(pieces, TILE_BYTES), prepared.rows
         size = sum(len(launch.numbers) + 1 for launch in launches)
         with translated(TransportError, "starting a kernel"), on(self._stream):
             numbers = self._free.pop() if self._free else None
@@ -174,14 +185,17 @@ class KernelStream:
             launch_copy(Launch(16, numbers.cpu().numpy(), 1, 1), numbers, rows)
             return bytes(here.cpu().numpy())
 
-    def has_ended(self, copy: CopyRun, doing: str) -> bool:
-        with translated(TransportError, doing):
+    def poll(self, copy: CopyRun) -> bool:
+        """Whether all bytes have landed. If it raises, the kernel may go on."""
+        with translated(TransportError, "copying KV"):
             is_done = bool(copy.numbers.done.query())  # type: ignore[no-untyped-call]
         if is_done and len(self._free) < MAX_FREE:
             self._free.append(copy.numbers)
         return is_done
 
-    def wait(self) -> None:
+    def end(self, copy: CopyRun | None = None) -> None:
+        """Wait until all kernels have ended."""
+        del copy
         with translated(TransportError, "ending copies"):
             self._stream.synchronize()
 
@@ -190,10 +204,10 @@ class KernelStream:
 
         Loading takes 20 to 130 ms, compiling takes seconds. The launches copy nothing.
         """
-        nothing = np.zeros(tiles.JOB_COLUMNS, dtype=np.int64)
+        nothing = np.zeros(JOB_COLUMNS, dtype=np.int64)
         nothing[2:4] = 1  # a row of one unit, without pieces
         with on(self._stream):
-            for unit in tiles.UNITS:
+            for unit in UNITS:
                 numbers = _Numbers(LEAST_NUMBERS, self._stream.device)
                 (there,) = numbers.send([nothing])
                 launch_copy(Launch(unit, nothing, 1, 1), there, there)

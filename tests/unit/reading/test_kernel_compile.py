@@ -49,7 +49,7 @@ def compiled(function: Any, types: dict[str, str], cut: object, num_warps: int) 
 
 def test_a_copy_keeps_all_in_registers(tmp_path: Path) -> None:
     """Fails if registers do not fit, or 16 bytes are not one access."""
-    from nixl_kv.reading.copying import kernel as gpu_copy  # noqa: PLC0415 - Triton
+    from nixl_kv.reading import kernel as gpu_copy  # noqa: PLC0415 - Triton
 
     types = dict.fromkeys(("numbers", "rows"), "*i64")
     types |= dict.fromkeys(("num_jobs", "num_tiles"), "i32")

@@ -6,11 +6,10 @@ import pytest
 
 from nixl_kv.geometry.layout import ABSENT, CacheLayout, Group, Span, Table
 from nixl_kv.geometry.plan import plan
-from nixl_kv.geometry.staging import (
+from nixl_kv.protocol.prefill import may_take, most_slots
+from nixl_kv.reading.staged.layout import (
     Ring,
     entry_bytes,
-    may_take,
-    most_slots,
     split_tokens,
     staged_entries,
     staged_layout,

@@ -1,1 +1,0 @@
-"""Copies many small runs within GPU memory; `gather` and `staged` share it."""
