@@ -286,7 +286,8 @@ class Loop:
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None: without a limit."""
         parts, digests_wait_s = self.parts, self.parts.digests.wait_s
-        if self._commands or self._questions or self._has_decoded or digests_wait_s == 0:
+        has_decoded = self._decoding and self._decoding[0][1].done()
+        if self._commands or self._questions or has_decoded or digests_wait_s == 0:
             return 0
         if parts.packs or digests_wait_s is not None:
             return READING_PAUSE_S
@@ -299,15 +300,12 @@ class Loop:
         due = self._next_due()
         return None if due is None else max(0.0, due - self._clock())
 
-    @property
-    def _has_decoded(self) -> bool:
-        return bool(self._decoding) and self._decoding[0][1].done()
-
     def _next_due(self) -> float | None:
         """When time alone changes something, in monotonic seconds; None: never."""
         parts = self.parts
-        due = [parts.decode.next_due, parts.prefill.next_due, parts.agents.next_due]
-        due += [self._look_at_links_at, None if parts.serving is None else parts.serving.next_due]
+        due = [parts.decode.next_due, parts.agents.next_due, self._look_at_links_at]
+        if parts.serving is not None:  # else this rank offers nothing
+            due += [parts.prefill.next_due, parts.serving.next_due]
         return min((when for when in due if when is not None), default=None)
 
     def _close_idle_links(self, now: float) -> None:
@@ -365,7 +363,9 @@ class Loop:
             self._on_received(self._received.popleft())
             if self._clock() >= until:
                 break
-        if self._has_decoded:  # one in a turn: to check one takes milliseconds
+        if (
+            self._decoding and self._decoding[0][1].done()
+        ):  # one in a turn: checks take milliseconds
             self._on_received(self._decoding.popleft())
 
     def _on_received(self, item: Received | _Decoded) -> None:
