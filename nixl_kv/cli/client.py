@@ -10,10 +10,9 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from nixl_kv.config import KEY_VARIABLE, MAX_PORT, Config
 from nixl_kv.errors import ConfigError, ForeignVersion, NixlKVError, TransportError
@@ -147,8 +146,7 @@ def rank_statuses(
     return [(rank, answers[rank.endpoint]) for rank in description.ranks]
 
 
-@dataclass(frozen=True)
-class Unfinished:
+class Unfinished(NamedTuple):
     """The work that a draining engine still has. `silent` has an error for each silent rank."""
 
     awaited: int
@@ -157,7 +155,7 @@ class Unfinished:
     silent: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.awaited or self.offers or self.loads or self.silent)
+        return any(self)
 
     def __str__(self) -> str:
         counts = (
@@ -186,25 +184,25 @@ def drain(
         # Count requests before offers: a request becomes an offer before it leaves the first
         # count, so it is in at least one of the two.
         awaited = ask_first(where, partial(ask_to_drain, keys=keys))
-        unfinished = _unfinished(awaited, rank_statuses(describe_at(where, keys), keys))
+        answers = [answer for _, answer in rank_statuses(describe_at(where, keys), keys)]
+        totals = [answer.totals for answer in answers if isinstance(answer, messages.Status)]
+        unfinished = Unfinished(
+            awaited,
+            # Each rank has a share of each request, so the ranks' counts do not add up.
+            offers=max((each.get("offers", 0) for each in totals), default=0),
+            loads=max((each.get("loads", 0) for each in totals), default=0),
+            silent=tuple(
+                f"rank {number} gives no status: {answer}"
+                for number, answer in enumerate(answers)
+                if isinstance(answer, NixlKVError)
+            ),
+        )
         if unfinished != last:
             say(unfinished)
             last = unfinished
         if not unfinished or time.monotonic() >= until:
             return unfinished
         time.sleep(DRAIN_POLL_S)
-
-
-def _unfinished(awaited: int, answers: list[RankAnswer]) -> Unfinished:
-    # Each rank has a share of each request, so the ranks' counts do not add up.
-    offers, loads, silent = 0, 0, []
-    for number, (_, answer) in enumerate(answers):
-        if isinstance(answer, messages.Status):
-            offers = max(offers, answer.totals.get("offers", 0))
-            loads = max(loads, answer.totals.get("loads", 0))
-        else:
-            silent.append(f"rank {number} gives no status: {answer}")
-    return Unfinished(awaited, offers, loads, tuple(silent))
 
 
 def _ask(endpoint: Endpoint, question: messages.Message, kind: type[T], keys: Keys | None) -> T:
@@ -241,11 +239,11 @@ def _exchange(
 
 
 def _parse(payload: bytes, kind: type[T]) -> T | NixlKVError:
-    # Only this decoder builds descriptions, which may be large.
-    is_described = kind is messages.Description
-    decode = messages.decode_answer if is_described else messages.decode_to_tool
     try:
-        message = decode(payload)
+        if kind is messages.Description:  # only this decoder builds them; they may be large
+            message: messages.Message = messages.decode_answer(payload)
+        else:
+            message = messages.decode_to_tool(payload)
     except NixlKVError as error:
         return error
     match message:

@@ -134,7 +134,7 @@ def _figures(
     lengths = run_lengths(planned, one_period)
     scattered = example_reads(planned, tokens)
     kv = {region.layer for group in _kv_groups(layouts[0]) for region in group.regions}
-    layers = {_split_name(name)[0] for name in route.share}
+    layers = {name.partition(" ")[0] for name in route.share}
     return Figures(
         reader=reader,
         source=route.remote_rank,
@@ -163,10 +163,10 @@ def _state_figures(layout: CacheLayout, share: Mapping[str, Heads]) -> Iterator[
     for group in layout.groups:
         for region in group.regions if group.keeps_states else ():
             if region.layer in share:
-                key = _split_name(region.layer)[1], share[region.layer]
-                found.setdefault(key, []).append(region)
+                part = region.layer.partition(" ")[2]  # behind the name of the layer
+                found.setdefault((part, share[region.layer]), []).append(region)
     for (part, heads), regions in found.items():
-        layers = layers_text({_split_name(region.layer)[0] for region in regions})
+        layers = layers_text({region.layer.partition(" ")[0] for region in regions})
         num_bytes = sum(region.content for region in regions) * (heads[1] - heads[0])
         yield StateFigures(part, layers, heads, num_bytes)
 
@@ -234,12 +234,6 @@ def _kv_groups(layout: CacheLayout) -> list[Group]:
     return [group for group in layout.groups if not group.keeps_states]
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    """The layer of a region, and the part of a recurrent state, which is empty for KV."""
-    layer, _, part = name.partition(" ")
-    return layer, part
-
-
 def comparison_as_json(
     comparison: Comparison, prefill: Description, decode: Description
 ) -> Mapping[str, Any]:
@@ -252,9 +246,7 @@ def comparison_as_json(
             for mismatch in comparison.mismatches
         ],
         "links": [asdict(link) for link in comparison.links],
-        "unread": [
-            {"source": source, "released_by": reader} for source, reader in comparison.unread
-        ],
+        "unread": [{"source": rank, "released_by": by} for rank, by in comparison.unread],
         "total": comparison.total,
     }
 
@@ -266,13 +258,11 @@ def print_comparison(comparison: Comparison, prefill: Description, decode: Descr
     print_line(console, f"decode:  {engine_text(decode)}")
     periods = {link.period for link in comparison.links}
     period = f"{max(periods)} tokens" if len(periods) == 1 else "period"
-    for rows in (
-        [_link_row(link, f"{comparison.tokens:,}", period) for link in comparison.links],
-        [_state_row(link, part) for link in comparison.links for part in link.state],
-    ):
-        if rows:
-            cells = (row.values() for row in rows)
-            console.print(plain_table(rows[0], cells, justify="right", no_wrap=True))
+    links = [_link_row(link, f"{comparison.tokens:,}", period) for link in comparison.links]
+    states = [_state_row(link, part) for link in comparison.links for part in link.state]
+    for rows in filter(None, (links, states)):
+        cells = (row.values() for row in rows)
+        console.print(plain_table(rows[0], cells, justify="right", no_wrap=True))
     for line in _notes(comparison):
         print_line(console, line)
 
@@ -334,11 +324,11 @@ def _notes(comparison: Comparison) -> Iterator[str]:
 
 def _period_note(link: Figures) -> str:
     """Explains the period, unless it is one block on both sides."""
-    sizes = [" and ".join(map(str, sizes)) for sizes in link.entry_sizes]
-    if sizes[0] == sizes[1] == str(link.period):
+    decode, prefill = (" and ".join(map(str, sizes)) for sizes in link.entry_sizes)
+    if decode == prefill == str(link.period):
         return ""
     return (
-        f"A block has {sizes[0]} tokens on decode and {sizes[1]} on prefill. Block edges meet "
+        f"A block has {decode} tokens on decode and {prefill} on prefill. Block edges meet "
         f"every {link.period} tokens, the period over which runs are counted."
     )
 

@@ -12,7 +12,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
@@ -87,7 +87,7 @@ def plan(
         decode = client.describe_at(decode_at, keys, option="--decode-at")
         comparison = compare.compare(decode, prefill, tokens)
     if as_json:
-        _echo_json(compare.comparison_as_json(comparison, prefill, decode))
+        typer.echo(json.dumps(compare.comparison_as_json(comparison, prefill, decode), indent=2))
     else:
         compare.print_comparison(comparison, prefill, decode)
     if comparison.mismatches:
@@ -115,7 +115,7 @@ def status(
         description = client.describe_at(at, keys)
     answers = client.rank_statuses(description, keys, request or "")
     if as_json:
-        _echo_json(status_report.status_as_json(description, answers))
+        typer.echo(json.dumps(status_report.status_as_json(description, answers), indent=2))
     else:
         status_report.print_status(description, answers, request)
     if any(isinstance(answer, Exception) for _, answer in answers):
@@ -188,10 +188,6 @@ def keygen(
         f'    "kv_connector_extra_config": {{"key_file": {json.dumps(str(path.absolute()))}}}\n\n'
         "Each engine logs the fingerprint of its key at start."
     )
-
-
-def _echo_json(record: Mapping[str, object]) -> None:
-    typer.echo(json.dumps(record, indent=2))
 
 
 @contextlib.contextmanager

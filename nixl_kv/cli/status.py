@@ -1,7 +1,7 @@
 """Prints the status of a running engine, for people or as JSON.
 
 A status is an open record (`protocol.messages.Status`): each of its lists becomes a table, and the
-keys of the records become columns. A key that `engine/status.py` adds shows up here by itself. All
+keys of the records become columns. A key that `engine/engine.py` adds shows up here by itself. All
 texts may come from clients and peers, so control characters are escaped.
 
 `nixl-kv plan` prints its tables with the functions at the end of this file.

@@ -9,7 +9,6 @@ No error ends the thread: without its directory, no decode engine could meet thi
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -36,6 +35,8 @@ NO_KEY: Final = (
     "this engine has no key, so any process could set the label of its weights; give it key_file, "
     "or set weights in its configuration and restart it"
 )
+
+FAILED: Final = "the directory failed at a question; it goes on"
 
 # A question is short, and its sender takes the long answer before it asks again.
 BOUNDS: Final = Bounds(message_bytes=4096, answers=8)
@@ -81,7 +82,6 @@ class DirectoryServer:
         self.host = host
         self.port = control.listen(host, port, BOUNDS)
         self._published: tuple[messages.Description, bytes] | None = None
-        self._waiting: deque[FromPeer] = deque()
         self.is_draining = False  # then the scheduler offers no further requests
         self.count_awaited = count_awaited
         self.weights = weights
@@ -95,8 +95,7 @@ class DirectoryServer:
         self._thread.start()
 
     def publish(self, description: messages.Description) -> None:
-        """Serve this description from now on."""
-        # Encode it once, not per question.
+        """Serve this description from now on. It is encoded once, not per question."""
         self._published = description, messages.encode(description)
 
     def stop(self) -> None:
@@ -110,17 +109,14 @@ class DirectoryServer:
             self._control.close()
 
     def turn(self, timeout_s: float | None) -> None:
-        """Wait for questions, and answer them. No message from a stranger raises an error."""
-        if not self._waiting:
-            received = self._control.poll(timeout_s)
-            self._waiting.extend(item for item in received if isinstance(item, FromPeer))
-        while self._waiting:
-            self._serve(self._waiting.popleft())
+        """Wait for questions, and answer them. A bug of ours costs one question."""
+        for item in self._control.poll(timeout_s):
+            if isinstance(item, FromPeer):
+                run_guarded(partial(self._serve, item), FAILED)
 
     def _main(self) -> None:
         while not self._is_stopping:
-            # An error that reaches this is a bug of ours, and costs one question.
-            run_guarded(partial(self.turn, None), "the directory failed at a question; it goes on")
+            run_guarded(partial(self.turn, None), FAILED)
 
     def _serve(self, item: FromPeer) -> None:
         try:
@@ -134,11 +130,13 @@ class DirectoryServer:
         except ForeignVersion as error:
             self._log.warning("request for a description refused: %s", error)
             return messages.encode(messages.VersionRefusal())
-        if isinstance(message, messages.Drain):
-            return messages.encode(self._drain(message, item.stranger))
-        if isinstance(message, messages.SetWeights):
-            return messages.encode(self._set_weights(message))
-        return self._describe(message)
+        match message:
+            case messages.Drain():
+                return messages.encode(self._drain(message, item.stranger))
+            case messages.SetWeights():
+                return messages.encode(self._set_weights(message))
+            case messages.Describe():
+                return self._describe(message)
 
     @property
     def _life(self) -> Incarnation:
@@ -174,23 +172,20 @@ class DirectoryServer:
 
     def _describe(self, message: messages.Describe) -> bytes:
         if self._published is None:
-            return _refusal(message, "this engine is still starting")
-        description, encoded = self._published
-        if message.incarnation == ANY_INCARNATION:
-            return encoded
-        if message.engine != description.engine:
-            reason = f"engine is {message.engine!r}, but here is {description.engine!r}"
-        elif message.incarnation != description.incarnation:
-            reason = (
-                f"incarnation is {short(message.incarnation)}, but {description.engine!r} "
-                f"has begun the life {short(description.incarnation)} since"
-            )
+            reason = "this engine is still starting"
         else:
-            return encoded
-        return _refusal(message, reason)
-
-
-def _refusal(message: messages.Describe, reason: str) -> bytes:
-    return messages.encode(
-        messages.Refusal(incarnation=message.incarnation, engine=message.engine, reason=reason)
-    )
+            own, encoded = self._published
+            if message.incarnation == ANY_INCARNATION:
+                return encoded
+            if message.engine != own.engine:
+                reason = f"engine is {message.engine!r}, but here is {own.engine!r}"
+            elif message.incarnation != own.incarnation:
+                reason = (
+                    f"incarnation is {short(message.incarnation)}, but {own.engine!r} "
+                    f"has begun the life {short(own.incarnation)} since"
+                )
+            else:
+                return encoded
+        return messages.encode(
+            messages.Refusal(incarnation=message.incarnation, engine=message.engine, reason=reason)
+        )

@@ -8,12 +8,14 @@ engine.stop()
 """
 
 import contextlib
+import math
+import os
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Final
 
@@ -22,12 +24,11 @@ import msgspec
 from nixl_kv.config import Config
 from nixl_kv.engine.event_log import EventLog
 from nixl_kv.engine.huge_pages import use_huge_pages
-from nixl_kv.engine.loop import STOPPED, Digests, Loop, Parts, TransferThread
+from nixl_kv.engine.loop import STOPPED, Loop, Parts
 from nixl_kv.engine.serving import Serving
-from nixl_kv.engine.status import build_status
-from nixl_kv.errors import LocalProtocolError, TransportError, get_logger
+from nixl_kv.errors import LocalProtocolError, TransportError, get_logger, run_guarded
 from nixl_kv.geometry.layout import CacheLayout
-from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation
+from nixl_kv.ids import EngineId, Rank, endpoint_at, new_incarnation, short
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
@@ -45,6 +46,11 @@ logger = get_logger(__name__)
 
 MIN_SLOTS: Final = 1024
 MAX_SLOTS: Final = 1 << 20
+# How long `stop` waits. Posting a read of 2 million runs takes 8 s, destroying an agent 1 s.
+STOP_TIMEOUT_S: Final = 30.0
+# The first and the longest pause between two attempts to close; each is twice as long as the last.
+# An attempt may run a full garbage collection, which keeps the GIL from all other threads.
+CLOSING_PAUSES_S: Final = (0.01, 1.0)
 
 
 def _background_threads(count: int) -> Executor:
@@ -94,7 +100,14 @@ class RankSpec:
 
 
 class TransferEngine:
-    """Moves the KV of one rank. One caller's thread uses it; `start`, `stop`, `wait_load` block."""
+    """Moves the KV of one rank. One caller's thread uses it; `start`, `stop`, `wait_load` block.
+
+    No fault ends the transfer thread. An error that reaches its top is a bug and leaves the
+    machines in doubt. The thread logs it, fails all that it holds, and goes on with empty machines.
+
+    The thread closes the loop itself, and ends only when nothing can write into the cache any
+    longer. So the end of the thread is the proof.
+    """
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
@@ -102,8 +115,11 @@ class TransferEngine:
         self._commands: deque[events.Command] = deque()
         self._results: deque[events.Result] = deque()
         self._load_ended = threading.Event()  # since results were last popped
-        self._thread = TransferThread(self._build_loop)
-        self._is_stopped = False
+        self._thread = threading.Thread(target=self._main, name="nixl-kv-transfer", daemon=True)
+        self._started: Future[Loop] = Future()
+        self._is_stopped = False  # no command comes any longer
+        self._may_close = threading.Event()  # no other thread wakes the loop any longer
+        self._unproven = "the thread has not ended its turn"
 
     def start(self) -> messages.RankDescription:
         """Start the transfer thread, and wait until peers can read the rank. Call it once.
@@ -112,7 +128,8 @@ class TransferEngine:
             NixlKVError: if a transport or a socket fails, or if `verify` is on and the cache cannot
                 be digested.
         """
-        self.loop = self._thread.start()
+        self._thread.start()
+        self.loop = self._started.result()
         return self.loop.parts.description
 
     def start_stepped(self, results: deque[events.Result] | None = None) -> Loop:
@@ -148,21 +165,31 @@ class TransferEngine:
 
         Raises:
             TransportError: if a read may still write into the cache after `timeout_s`, by default
-                `loop.STOP_TIMEOUT_S`. Do not reuse its memory. The thread goes on closing.
+                STOP_TIMEOUT_S. Do not reuse its memory. The thread goes on closing.
         """
-        self._is_stopped = True
-        if self._thread.was_started:
-            self._thread.stop(timeout_s)
-        elif self.loop is not None:
+        is_first, self._is_stopped = not self._is_stopped, True
+        if self.loop is not None and self._thread.ident is None:
             self.loop.close()
+        elif self.loop is not None and self._thread.is_alive():
+            if is_first:
+                self.loop.wake()
+                self._may_close.set()
+            timeout_s = STOP_TIMEOUT_S if timeout_s is None else timeout_s
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self.loop.parts.slots.clear_all()
+                raise TransportError(
+                    f"the transfer thread has not stopped within {timeout_s:g} s: {self._unproven}"
+                )
         for place, result in enumerate(self._results):
             if isinstance(result, events.LoadEnded) and result.failure is None:
                 self._results[place] = msgspec.structs.replace(
                     result, failure=STOPPED, verified=False, reads=()
                 )
 
+    # --- on the transfer thread, which owns everything that it builds
+
     def _build_loop(self) -> Loop:
-        # Runs on the transfer thread, which owns everything here.
         spec = self.spec
         with contextlib.ExitStack() as undo:
             parts = build_parts(spec, undo)
@@ -172,11 +199,54 @@ class TransferEngine:
             self._commands,
             self._results,
             clock=spec.clock,
-            report_status=partial(
-                build_status, parts, spec.rank, spec.roles, spec.clock, spec.clock()
-            ),
+            report_status=partial(build_status, spec, parts, spec.clock()),
             on_load_ended=self._load_ended.set,
         )
+
+    def _main(self) -> None:
+        _leave_pinned_core()
+        try:
+            loop = self._build_loop()
+        except BaseException as error:  # noqa: BLE001 - raised again where the start is waited for
+            self._started.set_exception(error)
+            return
+        self._started.set_result(loop)
+        step: Callable[[], None] = loop.turn
+        while not self._is_stopped:
+            lived = run_guarded(
+                step, "the transfer thread failed; it fails its loads and offers and starts again"
+            )
+            step = loop.turn if lived else loop.restart
+        self._may_close.wait()
+        self._close(loop)
+
+    def _close(self, loop: Loop) -> None:
+        pause_s, longest_s = CLOSING_PAUSES_S
+        while True:
+            try:
+                loop.close()
+            except TransportError as error:  # a read may still be writing
+                self._unproven = str(error)
+            except Exception as error:
+                if str(error) != self._unproven:
+                    logger.critical("closing the transfer thread failed; retrying", exc_info=True)
+                self._unproven = str(error)
+            else:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+
+def _leave_pinned_core() -> None:
+    """Run this thread on the cores of the parent process.
+
+    vLLM on CPU binds the main thread to one core. Other threads inherit that, and NIXL's threads
+    inherit it from this one. On that core they would wait for the model's computation.
+    """
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    except OSError as error:
+        logger.debug("the transfer thread stays on its cores: %s", error)
 
 
 def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
@@ -186,15 +256,14 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
         use_huge_pages(layout.spans)  # before NIXL registers them
     event_log, counts = EventLog(), defaultdict[str, float](float)
     incarnation = new_incarnation()
-    digests: Digests | None = open_digests(
+    digests = open_digests(
         layout,
         counts,
         spec.clock,
         is_prefill=spec.is_prefill,
         verifies=spec.is_decode and config.verify > 0,
     )
-    if digests is not None:
-        undo.callback(digests.close)
+    undo.callback(digests.close)
     control = spec.make_control()
     undo.callback(control.close)
     background = spec.make_background(1)
@@ -236,7 +305,7 @@ def build_parts(spec: RankSpec, undo: contextlib.ExitStack) -> Parts:
     decode = DecodeMachine(
         messages.Reader(engine=spec.engine, incarnation=incarnation, rank=spec.rank),
         event_log.record,
-        None if digests is None else digests.name_slices,
+        digests.name_slices,
         timeout_s=config.request_timeout_s,
         renew_interval_s=config.renew_interval_s,
         bytes_per_token=layout.bytes_per_token,
@@ -305,3 +374,81 @@ def slots_for(layout: CacheLayout) -> int:
     # The slots bound the offers that are granted at a time. Each has a block of its own.
     num_blocks = max(group.num_entries for group in layout.groups)
     return min(max(num_blocks, MIN_SLOTS), MAX_SLOTS)
+
+
+def build_status(
+    spec: RankSpec, parts: Parts, started_at: float, question: messages.StatusRequest
+) -> messages.Status:
+    """Read the state of the machines for `nixl-kv status`, without changing it.
+
+    The status is an open record: the tool shows every key of it. Add a key here to show more.
+    `started_at` is a time of the rank's clock.
+    """
+    now = spec.clock()
+    peers, links = [*parts.decode.peers.known.values()], parts.control.links()
+    offers, loads = [*parts.prefill.offers.values()], parts.decode.loads
+    return messages.Status(
+        incarnation=parts.description.incarnation,
+        facts={
+            "engine": parts.decode.reader.engine,
+            "rank": spec.rank,
+            "roles": spec.roles,
+            "uptime_s": now - started_at,
+            "events_since": parts.event_log.since,  # seconds since the epoch; None if no events
+        },
+        totals={
+            "peers": len(peers),
+            "links": len(links),
+            "offers": len(offers),
+            "loads": len(loads),
+            "reads": sum(len(agent.reads) for agent in parts.agents.polled),
+            "digests": len(parts.digests),
+            "packs": len(parts.packs or ()),
+            "events": len(parts.event_log),
+        },
+        lists={
+            "peers": [
+                {
+                    "engine": peer.key.engine,
+                    "incarnation": short(peer.key.incarnation),
+                    "endpoint": peer.key.endpoint,
+                    "state": peer.state.name,
+                    "detail": "" if peer.failure is None else peer.failure.detail,
+                }
+                for peer in peers[: messages.MAX_LISTED]
+            ],
+            "links": [asdict(link) for link in links[: messages.MAX_LISTED]],
+            "offers": [
+                {
+                    "request": offer.request,
+                    "nonce": short(offer.nonce),
+                    "num_tokens": offer.prepared.num_tokens,
+                    "state": offer.state.name,
+                    "waits_for": offer.waits_for,
+                    # None: the offer does not expire by itself
+                    "ends_in_s": _finite(offer.due_at(max) - now),
+                }
+                for offer in offers[: messages.MAX_LISTED]
+            ],
+            "loads": [
+                {
+                    "request": load.request,
+                    "nonce": short(load.ticket.nonce),
+                    "peer": str(load.peer),
+                    "reads": [[read.rank, read.state.name] for read in load.reads.values()],
+                    "waits_for": load.waits_for,
+                    # None: the load waits for local blocks, without a deadline
+                    "late_in_s": _finite(load.deadline - now),
+                }
+                for load in loads[: messages.MAX_LISTED]
+            ],
+            "story": [
+                {"time": time, **transition._asdict()}  # seconds since the epoch
+                for time, transition in parts.event_log.story(question.request)
+            ],
+        },
+    )
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds

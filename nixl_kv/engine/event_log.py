@@ -8,7 +8,7 @@ status --request` and the log line of a failed load show them.
 import logging
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -24,6 +24,8 @@ MAX_CAUSE: Final = 300
 
 # Its number in order of all events, its time, and the transition.
 _Event: TypeAlias = tuple[int, float, events.Transition]
+# A request, or a peer for an event that concerns no single request; the other one is empty.
+_Key: TypeAlias = tuple[str, str]
 
 
 class EventLog:
@@ -33,32 +35,29 @@ class EventLog:
         self._clock = clock
         self._kept = kept
         self._count = 0
-        self._of_request: dict[str, deque[_Event]] = {}
-        self._of_peer: dict[str, deque[_Event]] = {}  # events that concern no single request
-        self._order: deque[deque[_Event]] = deque()  # the deque of each event, oldest event first
+        self._events: defaultdict[_Key, deque[_Event]] = defaultdict(deque)
+        self._order: deque[_Key] = deque()  # the key of each event, oldest event first
 
     def __len__(self) -> int:
         return len(self._order)
 
     @property
     def since(self) -> float | None:
-        return self._order[0][0][1] if self._order else None
+        return self._events[self._order[0]][0][1] if self._order else None
 
     def record(self, transition: events.Transition) -> None:
         cause = transition.cause
         if len(cause) > MAX_CAUSE or not cause.isprintable():
             transition = transition._replace(cause=printable(cause, MAX_CAUSE))
-        kept, name = self._of_request, transition.request
-        if not name:
-            kept, name = self._of_peer, transition.peer
-        same = kept.get(name)
-        if same is None:
-            same = kept[name] = deque()
+        key = transition.request, "" if transition.request else transition.peer
         self._count += 1
-        same.append((self._count, self._clock(), transition))
-        self._order.append(same)
-        if len(self._order) > self._kept:
-            self._forget_oldest()
+        self._events[key].append((self._count, self._clock(), transition))
+        self._order.append(key)
+        if len(self._order) > self._kept:  # the oldest of all is also the oldest of its key
+            oldest = self._order.popleft()
+            self._events[oldest].popleft()
+            if not self._events[oldest]:
+                del self._events[oldest]
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", describe(transition))
 
@@ -69,17 +68,15 @@ class EventLog:
 
         They include the events of the engines that the requests read from meanwhile.
         """
-        if exact or not request:
-            names = [request] if request in self._of_request else []
-        else:
-            names = [name for name in self._of_request if request in name]
-        own = sorted(event for name in names for event in self._of_request[name])
+        found = [(request, "")] if exact else [key for key in self._events if request in key[0]]
+        keys = [key for key in found if request and key in self._events]
+        own = sorted(event for key in keys for event in self._events[key])
         if not own:
             return []
-        are_over = all(_is_end(self._of_request[name][-1][2]) for name in names)
+        are_over = all(_is_end(self._events[key][-1][2]) for key in keys)
         begin, end = own[0][0], own[-1][0] if are_over else math.inf
         for peer in {transition.peer for _, _, transition in own}:
-            own += [event for event in self._of_peer.get(peer, ()) if begin < event[0] < end]
+            own += [event for event in self._events.get(("", peer), ()) if begin < event[0] < end]
         return [(when, transition) for _, when, transition in sorted(own)[-limit:]]
 
     def story_lines(self, request: str, limit: int) -> list[str]:
@@ -90,15 +87,6 @@ class EventLog:
             return lines
         left_out = len(lines) - limit + 1  # one line counts them
         return [f"({left_out} earlier events)", *lines[left_out:]]
-
-    def _forget_oldest(self) -> None:
-        # The oldest of all events is also the oldest of its request, or of its peer.
-        same = self._order.popleft()
-        _, _, transition = same.popleft()
-        if not same and transition.request:
-            del self._of_request[transition.request]
-        elif not same:
-            del self._of_peer[transition.peer]
 
 
 def _is_end(transition: events.Transition) -> bool:

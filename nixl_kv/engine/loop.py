@@ -1,4 +1,4 @@
-"""The transfer thread of a rank: its life, and one turn of its loop.
+"""One turn of a rank's transfer thread.
 
 One thread per rank owns the NIXL agents, the sockets and all protocol state, without locks. The
 caller's thread uses two queues: commands in, results out. Each turn waits for the sockets, feeds
@@ -6,14 +6,11 @@ events to the state machines, and carries out their actions. The thread polls NI
 is in flight or a peer may read this rank, and otherwise uses no CPU.
 """
 
-import os
-import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -25,23 +22,17 @@ from nixl_kv.errors import (
     RemoteProtocolError,
     TransportError,
     get_logger,
-    run_guarded,
 )
 from nixl_kv.ids import Endpoint, Nonce, RequestId, new_incarnation, short
 from nixl_kv.protocol import events, messages
-from nixl_kv.protocol.decode import DecodeMachine, NameSlices
+from nixl_kv.protocol.decode import DecodeMachine
 from nixl_kv.protocol.prefill import PrefillMachine
 from nixl_kv.reading.agent import READING_PAUSE_S
 from nixl_kv.reading.paths import Feature, Packer
 from nixl_kv.reading.replace import Agents
-from nixl_kv.transport.base import (
-    ControlPlane,
-    FromEndpoint,
-    FromPeer,
-    Lost,
-    Received,
-)
+from nixl_kv.transport.base import ControlPlane, FromEndpoint, FromPeer, Lost, Received
 from nixl_kv.transport.slots import SlotPage
+from nixl_kv.verify.queue import DigestQueue
 
 logger = get_logger(__name__)
 
@@ -54,16 +45,8 @@ RECEIVING_S: Final = 0.05
 BACKGROUND_BYTES: Final = 32 << 10
 # Descriptions that wait for that thread. Decoding further ones here slows down their senders.
 MAX_DECODING: Final = 8
-# How long this rank still serves reads after a reader's last message. A read may go on although its
-# lease expired; readers send a heartbeat at least each second.
-LINGER_S: Final = 2.0
 # How long an idle link stays open. Opening it again costs one or two round trips.
 LINK_KEPT_S: Final = 5.0
-# How long `stop` waits. Posting a read of 2 million runs takes 8 s, destroying an agent 1 s.
-STOP_TIMEOUT_S: Final = 30.0
-# The first and the longest pause between two attempts to close; each is twice as long as the last.
-# An attempt may run a full garbage collection, which keeps the GIL from all other threads.
-CLOSING_PAUSES_S: Final = (0.01, 1.0)
 # Transitions that the log shows below the line about a failed load, for this number of failed loads
 # per second. Others get one line each.
 STORY_LINES: Final = 10
@@ -73,28 +56,6 @@ MAX_QUESTIONS: Final = 8
 
 STOPPED: Final = events.Failure(events.FailureKind.DROPPED, "this rank has stopped")
 _THREAD_DIED: Final = events.Failure(events.FailureKind.INTERNAL, "the transfer thread died")
-
-
-class Digests(Protocol):
-    """Computes the digests that prove what loads have read; see `verify`."""
-
-    @property
-    def name_slices(self) -> NameSlices: ...
-
-    @property
-    def wait_s(self) -> float | None: ...  # seconds until the next poll; None while idle
-
-    def __len__(self) -> int: ...
-
-    def add(self, action: events.DigestAction) -> events.DigestEvent | None: ...
-
-    def poll(
-        self, is_wanted: Callable[[events.DigestAction], bool]
-    ) -> Sequence[events.DigestEvent]: ...
-
-    def clear(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -109,7 +70,7 @@ class Parts:
     prefill: PrefillMachine
     decode: DecodeMachine
     agents: Agents
-    digests: Digests | None  # of loads that are verified
+    digests: DigestQueue
     packs: Packer | None  # if this rank packs
     serving: Serving | None  # lets peers read this rank; None if it only decodes
     features: tuple[Feature, ...]
@@ -118,12 +79,10 @@ class Parts:
     counts: defaultdict[str, float]  # since they were last published, by counter
     description: messages.RankDescription
 
-
-@dataclass
-class _Offer:
-    request: RequestId
-    is_published: bool = False
-    end: events.OfferEnd | None = None  # it ended before it was published
+    @property
+    def writing(self) -> list[int]:
+        """The slots of the ring into which copies are in progress."""
+        return [] if self.packs is None else self.packs.writing
 
 
 class Outstanding:
@@ -134,23 +93,25 @@ class Outstanding:
     Each report is given once, because vLLM's engine may end for a second one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, results: deque[events.Result]) -> None:
         self.orphans: set[RequestId] = set()
         """Loads whose machine is gone."""
+        self._results = results
         self._loads: dict[RequestId, int] = {}  # number of tokens
-        self._offers: dict[Nonce, _Offer] = {}
+        self._prepared: dict[Nonce, events.OfferEnd | None] = {}  # None: it has not ended
+        self._published: dict[Nonce, RequestId] = {}
 
     def __repr__(self) -> str:
         return (
             f"<Outstanding: {len(self._loads)} loads ({len(self.orphans)} orphans), "
-            f"{len(self._offers)} offers>"
+            f"{len(self) - len(self._loads)} offers>"
         )
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._offers)
+        return len(self._loads) + len(self._prepared) + len(self._published)
 
-    def admit(self, command: events.Command) -> tuple[bool, events.OfferEnded | None]:
-        """Record a command; return whether the machines may have it, and a report that is due.
+    def admit(self, command: events.Command) -> bool:
+        """Record a command, and return whether the machines may have it.
 
         The blocks of an offer that has ended may belong to another request by now.
         """
@@ -158,45 +119,42 @@ class Outstanding:
             case events.StartLoad():
                 self._loads[command.request] = command.num_tokens
             case events.PrepareOffer():
-                self._offers[command.nonce] = _Offer(command.request)
+                self._prepared[command.nonce] = None
             case events.PublishOffer():
-                return self._publish(command)
+                end = self._prepared.pop(command.nonce, events.OfferEnd.LOST)
+                if end is not None:
+                    self._results.append(events.OfferEnded(command.nonce, command.request, end))
+                    return False
+                self._published[command.nonce] = command.request
             case events.WithdrawOffer():
-                offer = self._offers.pop(command.nonce, _Offer(RequestId("")))
-                return offer.end is None, None
+                return self._prepared.pop(command.nonce, None) is None
             case events.RevokeOffer():
-                return command.nonce in self._offers, None
-        return True, None
+                return command.nonce in self._published or command.nonce in self._prepared
+        return True
 
-    def settle(
-        self, report: events.LoadEnded | events.OfferEnded
-    ) -> events.LoadEnded | events.OfferEnded | None:
-        """Return the report if the caller is owed it."""
+    def settle(self, report: events.LoadEnded | events.OfferEnded) -> bool:
+        """Report a result to the caller if it is owed, and return whether it was."""
         if isinstance(report, events.LoadEnded):
             self.orphans.discard(report.request)
-            return None if self._loads.pop(report.request, None) is None else report
-        offer = self._offers.get(report.nonce)
-        if offer is None or not offer.is_published:
-            if offer is not None:
-                offer.end = report.end
-            return None
-        del self._offers[report.nonce]
-        return report
+            is_owed = self._loads.pop(report.request, None) is not None
+        else:
+            is_owed = self._published.pop(report.nonce, None) is not None
+            if report.nonce in self._prepared:
+                self._prepared[report.nonce] = report.end
+        if is_owed:
+            self._results.append(report)
+        return is_owed
 
-    def lose_machines(self) -> list[events.OfferEnded]:
-        """All machines are gone: report the offers. `drained` reports the loads."""
+    def lose_machines(self) -> None:
+        """All machines are gone: report the offers. `drained` has the reports of the loads."""
         self.orphans.update(self._loads)
-        return self.lose_offers()
+        self.lose_offers()
 
-    def lose_offers(self) -> list[events.OfferEnded]:
-        ended: list[events.OfferEnded] = []
-        for nonce, offer in list(self._offers.items()):
-            if offer.is_published:
-                del self._offers[nonce]
-                ended.append(events.OfferEnded(nonce, offer.request, events.OfferEnd.LOST))
-            elif offer.end is None:
-                offer.end = events.OfferEnd.LOST
-        return ended
+    def lose_offers(self) -> None:
+        lost = events.OfferEnd.LOST
+        self._prepared = {nonce: end or lost for nonce, end in self._prepared.items()}
+        for nonce, request in list(self._published.items()):
+            self.settle(events.OfferEnded(nonce, request, lost))
 
     def drained(
         self, is_read: Callable[[RequestId], bool], why: events.Failure = _THREAD_DIED
@@ -208,16 +166,8 @@ class Outstanding:
             if not is_read(request)
         ]
 
-    def _publish(self, command: events.PublishOffer) -> tuple[bool, events.OfferEnded | None]:
-        lost = _Offer(command.request, end=events.OfferEnd.LOST)
-        offer = self._offers.get(command.nonce, lost)
-        if offer.end is None:
-            offer.is_published = True
-            return True, None
-        self._offers.pop(command.nonce, None)
-        return False, events.OfferEnded(command.nonce, command.request, offer.end)
 
-
+_Event: TypeAlias = events.DecodeEvent | events.PrefillEvent
 # A description from an endpoint, decoded on the background thread.
 _Decoded: TypeAlias = tuple[Endpoint, "Future[messages.Answer]"]
 
@@ -239,22 +189,21 @@ class Loop:
         on_load_ended: Callable[[], None],
     ) -> None:
         self.parts = parts
-        self.outstanding = Outstanding()
+        self.outstanding = Outstanding(results)
         self._commands = commands
         self._results = results
         self._clock = clock
         self._report_status = report_status
         self._on_load_ended = on_load_ended
-        self._follow_up: deque[events.DecodeEvent | events.PrefillEvent] = deque()
         self._received: deque[Received] = deque()
         self._decoding: deque[_Decoded] = deque()
         self._questions: deque[tuple[bytes, messages.StatusRequest]] = deque()
         self._stories_at: deque[float] = deque(maxlen=STORIES_PER_S)
-        self._serve_until = 0.0
         self._look_at_links_at: float | None = None  # while there are links
         self._doubted: set[Endpoint] = set()  # their link broke and no message came since
-        self._to_close: list[Callable[[], None]] | None = None  # once `close` has begun
         self._log = LimitedLog(logger, clock)
+        own = (parts.control, parts.packs, parts.digests, parts.agents, parts.serving)
+        self._to_close: list[Any] = [part for part in (*own, *parts.features) if part is not None]
 
     def wake(self) -> None:
         """End a wait. Any thread may call this."""
@@ -269,152 +218,113 @@ class Loop:
             TransportError: if an agent is not proven to be gone; its loads stay owed.
             Exception: the first other error of closing a part.
         """
-        parts = self.parts
-        parts.slots.clear_all()  # first of all, so that readers of this rank notice
-        if self._to_close is None:
-            own = (parts.control, parts.packs, parts.digests, parts.agents, parts.serving)
-            self._to_close = [part.close for part in (*own, *parts.features) if part is not None]
-        parts.background.shutdown(cancel_futures=True)
+        self.parts.slots.clear_all()  # first of all, so that readers of this rank notice
+        self.parts.background.shutdown(cancel_futures=True)
         errors: list[Exception] = []
-        for close in list(self._to_close):
+        for part in list(self._to_close):
             try:
-                close()
-                self._to_close.remove(close)
+                part.close()
+                self._to_close.remove(part)
             except Exception as error:  # noqa: BLE001, PERF203 - raised when the others are closed
                 errors.append(error)
         while self._commands:
-            _, report = self.outstanding.admit(self._commands.popleft())
-            if report is not None:
-                self._results.append(report)
-        self._results.extend(self.outstanding.lose_machines())
-        for load in self.outstanding.drained(parts.agents.is_read, STOPPED):
+            self.outstanding.admit(self._commands.popleft())
+        self.outstanding.lose_machines()
+        for load in self.outstanding.drained(self.parts.agents.is_read, STOPPED):
             self._report(load)
         if errors:
             raise errors[0]
-
-    def turn(self) -> None:
-        if not self._received:  # messages beyond those wait at their senders
-            self._received.extend(self.parts.control.poll(self._wait_s()))
-        # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
-        # the command.
-        while self._commands:
-            self._on_command(self._commands.popleft())
-        until = self._clock() + RECEIVING_S
-        while self._received:
-            self._on_received(self._received.popleft())
-            if self._clock() >= until:
-                break
-        if self._has_decoded:  # one in a turn: to check one takes milliseconds
-            self._on_received(self._decoding.popleft())
-        self._poll_parts()
-        self._tick()
-        self._serve()
-        self._answer_question()
-        self._publish_counts()
-
-    def _poll_parts(self) -> None:
-        for event in self.parts.agents.poll():
-            self._handle(event)
-        if self.parts.digests is not None:
-            for digest_event in self.parts.digests.poll(self._is_wanted):
-                self._handle(digest_event)
-        for packed in self.parts.packs.poll() if self.parts.packs else ():
-            self._handle(packed)
-        for orphan in self.outstanding.drained(self.parts.agents.is_read):
-            self._report(orphan)
 
     def restart(self) -> None:
         """The machines are in doubt: empty them, and fail all that they held.
 
         Offers are reported at once, loads when their reads have ended or were stopped.
         """
-        self._count("thread_restarts")
-        self.parts.slots.clear_all()  # first of all: no grant is valid any longer
-        self._follow_up.clear()
-        self._received.clear()
-        self._decoding.clear()
-        self._questions.clear()
-        self.parts.decode.clear()
-        self.parts.prefill.clear(self._slots_in_use)
-        if self.parts.digests is not None:
-            self.parts.digests.clear()
-        self.parts.agents.forget_peers()
-        for link in self.parts.control.links():
-            self.parts.control.disconnect(link.endpoint)
+        parts = self.parts
+        parts.counts["thread_restarts"] += 1
+        parts.slots.clear_all()  # first of all: no grant is valid any longer
+        for queue in (self._received, self._decoding, self._questions, self._doubted):
+            queue.clear()
+        parts.decode.clear()
+        parts.prefill.clear(parts.writing)
+        parts.digests.clear()
+        parts.agents.forget_peers()
+        for link in parts.control.links():
+            parts.control.disconnect(link.endpoint)
         self._look_at_links_at = None
-        self._doubted.clear()
-        ended = self.outstanding.lose_machines()
+        self.outstanding.lose_machines()
         for request in self.outstanding.orphans:
-            self.parts.agents.abandon(request)
-        self._results.extend(ended)
+            parts.agents.abandon(request)
 
-    @property
-    def _slots_in_use(self) -> list[int]:
-        return [] if self.parts.packs is None else self.parts.packs.writing
+    def turn(self) -> None:
+        self._receive()
+        parts = self.parts
+        for event in parts.agents.poll():
+            self._handle(event)
+        for digest_event in parts.digests.poll(self._is_wanted):
+            self._handle(digest_event)
+        for packed in parts.packs.poll() if parts.packs else ():
+            self._handle(packed)
+        if self.outstanding.orphans:
+            for orphan in self.outstanding.drained(parts.agents.is_read):
+                self._report(orphan)
+        due, now = self._next_due(), self._clock()
+        if due is not None and due <= now:
+            self._handle(events.Tick())
+            self._close_idle_links(now)
+        if parts.serving is not None:
+            self._serve(parts.serving)
+        if self._questions:
+            self._answer_question(*self._questions.popleft())
+        if parts.counts and not self._results:
+            # One record waits at a time, however long the caller does not pop it.
+            self._results.append(events.Counts(dict(parts.counts)))
+            parts.counts.clear()
 
     # --- waiting and time
 
     def _wait_s(self) -> float | None:
         """How long this turn may wait, in seconds; None: without a limit."""
-        if self._commands or self._questions or self._has_decoded:
+        parts, digests_wait_s = self.parts, self.parts.digests.wait_s
+        has_decoded = self._decoding and self._decoding[0][1].done()
+        if self._commands or self._questions or has_decoded or digests_wait_s == 0:
             return 0
-        digests = self.parts.digests
-        digests_wait_s = None if digests is None else digests.wait_s
-        if digests_wait_s == 0:
-            return 0
-        if self.parts.packs or digests_wait_s is not None:
+        if parts.packs or digests_wait_s is not None:
             return READING_PAUSE_S
-        if self.parts.agents.is_busy:
-            return self.parts.agents.pause_s
+        if parts.agents.is_busy:
+            return parts.agents.pause_s
         if self.outstanding.orphans:  # nothing writes into their blocks: report them now
             return 0
-        serving = self.parts.serving
-        if serving is not None and (serving.is_busy or self._clock() < self._serve_until):
+        if parts.serving is not None and parts.serving.is_awake:
             return SERVING_PAUSE_S
         due = self._next_due()
         return None if due is None else max(0.0, due - self._clock())
 
-    @property
-    def _has_decoded(self) -> bool:
-        return bool(self._decoding) and self._decoding[0][1].done()
-
     def _next_due(self) -> float | None:
         """When time alone changes something, in monotonic seconds; None: never."""
-        decode, prefill = self.parts.decode, self.parts.prefill
-        serving, agents = self.parts.serving, self.parts.agents
-        due = [decode.next_due, prefill.next_due, agents.next_due, self._look_at_links_at]
-        due += [] if serving is None else [serving.next_due]
+        parts = self.parts
+        due = [parts.decode.next_due, parts.agents.next_due, self._look_at_links_at]
+        if parts.serving is not None:  # else this rank offers nothing
+            due += [parts.prefill.next_due, parts.serving.next_due]
         return min((when for when in due if when is not None), default=None)
-
-    def _tick(self) -> None:
-        due, now = self._next_due(), self._clock()
-        if due is not None and due <= now:
-            self._carry_out(self.parts.decode.handle(events.Tick(), now))
-            self._carry_out(self.parts.prefill.handle(events.Tick(), now))
-            self._close_idle_links(now)
 
     def _close_idle_links(self, now: float) -> None:
         # Links cost sockets and heartbeats at both ends. Peers stay known without them.
         if self._look_at_links_at is None or now < self._look_at_links_at:
             return
-        control, num_kept = self.parts.control, 0
-        for link in control.links():
+        self._look_at_links_at = None
+        for link in self.parts.control.links():
             if link.idle_s < LINK_KEPT_S or self.parts.decode.is_using(link.endpoint):
-                num_kept += 1
+                self._look_at_links_at = now + LINK_KEPT_S / 2
             else:
-                control.disconnect(link.endpoint)
-        self._look_at_links_at = now + LINK_KEPT_S / 2 if num_kept else None
+                self.parts.control.disconnect(link.endpoint)
 
-    def _serve(self) -> None:
-        # Over TCP and while peers connect, NIXL needs progress in the process they read from.
-        now, serving = self._clock(), self.parts.serving
+    def _serve(self, serving: Serving) -> None:
         if self.parts.prefill.any_granted:
-            self._serve_until = max(self._serve_until, now + LINGER_S)
-        if serving is None:
-            return
+            serving.stay_awake()
         if serving.poll():
             self._begin_life(serving)
-        if serving.is_busy or now < self._serve_until:
+        if serving.is_awake:
             try:
                 serving.progress()
             except TransportError as error:  # its readers time out; other ranks go on
@@ -422,12 +332,12 @@ class Loop:
 
     def _begin_life(self, serving: Serving) -> None:
         # The agent was replaced. Peers know the old one, so all offers of this life end.
-        parts, self._serve_until = self.parts, 0.0
+        parts = self.parts
         incarnation, metadata = new_incarnation(), serving.metadata()
         parts.slots.clear_all()
-        parts.prefill.begin_life(incarnation, self._slots_in_use)
-        self._results.extend(self.outstanding.lose_offers())
-        self._count("serving_restarts")
+        parts.prefill.begin_life(incarnation, parts.writing)
+        self.outstanding.lose_offers()
+        parts.counts["serving_restarts"] += 1
         parts.description = msgspec.structs.replace(
             parts.description, incarnation=incarnation, agent=metadata
         )
@@ -435,16 +345,28 @@ class Loop:
 
     # --- commands and messages
 
-    def _on_command(self, command: events.Command) -> None:
-        if isinstance(command, events.SetEngine):
-            self.parts.agents.peers.set_layouts(command.layouts)
-            self.parts.decode.set_engine(command.engine)
-            return
-        is_admitted, report = self.outstanding.admit(command)
-        if report is not None:
-            self._results.append(report)
-        if is_admitted:
-            self._handle(command)
+    def _receive(self) -> None:
+        """Wait, and handle commands and messages."""
+        if not self._received:  # messages beyond those wait at their senders
+            self._received.extend(self.parts.control.poll(self._wait_s()))
+        # Commands first: a reader that asks for an offer has its ticket, and the ticket left after
+        # the command.
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, events.SetEngine):
+                self.parts.agents.peers.set_layouts(command.layouts)
+                self.parts.decode.set_engine(command.engine)
+            elif self.outstanding.admit(command):
+                self._handle(command)
+        until = self._clock() + RECEIVING_S
+        while self._received:
+            self._on_received(self._received.popleft())
+            if self._clock() >= until:
+                break
+        if (
+            self._decoding and self._decoding[0][1].done()
+        ):  # one in a turn: checks take milliseconds
+            self._on_received(self._decoding.popleft())
 
     def _on_received(self, item: Received | _Decoded) -> None:
         """Handle one message or loss. An invalid message is logged and changes nothing."""
@@ -460,7 +382,7 @@ class Loop:
                 case Lost():
                     self._on_lost(item)
         except RemoteProtocolError as error:
-            self._count("messages_dropped")
+            self.parts.counts["messages_dropped"] += 1
             self._log.warning("control message dropped: %s", error)
 
     def _on_answer(self, item: FromEndpoint) -> None:
@@ -484,7 +406,7 @@ class Loop:
             return
         self._doubted.discard(endpoint)
         if is_used:
-            self._count("peers_lost")
+            self.parts.counts["peers_lost"] += 1
             self._log.warning("lost %s (%s); loads that need it fail", endpoint, lost.reason)
         self._handle(events.EndpointLost(endpoint, lost.reason))
 
@@ -500,84 +422,68 @@ class Loop:
             else:
                 self._questions.append((item.route, message))
             return
-        self._serve_until = self._clock() + LINGER_S
+        if self.parts.serving is not None:
+            self.parts.serving.stay_awake()
         self._handle(events.Asked(item.route, message))
 
-    def _answer_question(self) -> None:
+    def _answer_question(self, route: bytes, question: messages.StatusRequest) -> None:
         """Answer one status request, after all else. No error here may cost a load."""
-        if not self._questions:
-            return
-        route, question = self._questions.popleft()
         try:
             self.parts.control.reply(route, messages.encode(self._report_status(question)))
         except Exception as error:  # noqa: BLE001 - reporting only reads: nothing is in doubt
             self._log.warning("status request not answered: %s", repr(error))
 
-    def _handle(self, event: events.DecodeEvent | events.PrefillEvent) -> None:
-        """Feed an event to its machine, and carry out the actions and all that follows."""
-        self._carry_out(self._decide(event))
+    # --- the machines, and their actions
 
-    def _decide(self, event: events.DecodeEvent | events.PrefillEvent) -> list[events.Action]:
-        if isinstance(event, events.PrefillEvent):
-            return self.parts.prefill.handle(event, self._clock())
-        return self.parts.decode.handle(event, self._clock())
+    def _handle(self, event: _Event) -> None:
+        """Feed an event to its machine, and carry out the actions and all that follows."""
+        parts, follow_up = self.parts, deque((event,))
+        while follow_up:
+            event, now = follow_up.popleft(), self._clock()
+            actions: list[events.Action] = []
+            if not isinstance(event, events.PrefillEvent) or isinstance(event, events.Tick):
+                actions += parts.decode.handle(event, now)
+            if isinstance(event, events.PrefillEvent):
+                actions += parts.prefill.handle(event, now)
+            for action in actions:
+                follow_up.extend(self._execute(action))
+
+    def _execute(self, action: events.Action) -> Sequence[_Event]:
+        """Carry out an action; return the events that follow at once."""
+        parts = self.parts
+        event: _Event | None = None
+        match action:
+            case events.Send():
+                event = self._send(action)
+            case events.Reply():
+                parts.control.reply(action.route, messages.encode(action.message))
+            case events.Disconnect():
+                parts.control.disconnect(action.endpoint)
+            case events.WriteSlot():
+                parts.slots.write(action.slot, action.generation)
+            case events.ClearSlot():
+                parts.slots.clear(action.slot)
+            case events.LoadEnded() | events.OfferEnded():
+                self._report(action)
+            case events.PackChunk() if parts.packs is not None:  # no ring, no chunk
+                parts.packs.add(action)
+            case events.MakeDigest() | events.CompareDigest():
+                event = parts.digests.add(action)
+            case events.PeerUnreadable() | events.PeerReadable() | events.AskDenied():
+                self._warn(action)
+            case _:
+                return parts.agents.execute(action)
+        return () if event is None else (event,)
 
     def _is_wanted(self, action: events.DigestAction) -> bool:
         if isinstance(action, events.MakeDigest):
             return self.parts.prefill.is_digest_wanted(action.digest_request)
         return self.parts.decode.is_digest_wanted(action)
 
-    # --- actions
-
-    def _carry_out(self, actions: list[events.Action]) -> None:
-        for action in actions:
-            self._execute(action)
-        while self._follow_up:
-            for action in self._decide(self._follow_up.popleft()):
-                self._execute(action)
-
-    def _execute(self, action: events.Action) -> None:
-        if isinstance(action, events.Notice):
-            self._warn(action)
-            return
-        match action:
-            case events.Send():
-                self._send(action)
-            case events.Reply():
-                self.parts.control.reply(action.route, messages.encode(action.message))
-            case events.Disconnect():
-                self.parts.control.disconnect(action.endpoint)
-            case events.WriteSlot():
-                self.parts.slots.write(action.slot, action.generation)
-            case events.ClearSlot():
-                self.parts.slots.clear(action.slot)
-            case events.LoadEnded() | events.OfferEnded():
-                self._report(action)
-            case events.PackChunk():
-                self._pack(action)
-            case events.MakeDigest() | events.CompareDigest():
-                self._digest(action)
-            case _:
-                self._follow_up.extend(self.parts.agents.execute(action))
-
-    def _pack(self, action: events.PackChunk) -> None:
-        if self.parts.packs is not None:
-            self.parts.packs.add(action)
-
-    def _digest(self, action: events.DigestAction) -> None:
-        event: events.DigestEvent | None = None
-        if self.parts.digests is not None:
-            event = self.parts.digests.add(action)
-        elif isinstance(action, events.MakeDigest):  # a reader that verifies may ask any rank
-            refusal = "this rank computes no digests"
-            event = events.DigestMade(action.route, action.digest_request, refusal=refusal)
-        if event is not None:
-            self._follow_up.append(event)
-
     def _warn(self, action: events.Notice) -> None:
         match action:
             case events.PeerUnreadable():
-                self._count("peers_unreadable")
+                self.parts.counts["peers_unreadable"] += 1
                 message = (
                     "%s answers, but its memory cannot be read: %s; loads from it fail at once, "
                     "and it is tried again after 1, 2, 4, ... up to 64 s"
@@ -586,151 +492,37 @@ class Loop:
             case events.PeerReadable():
                 logger.warning("%s can be read again", action.peer)
             case events.AskDenied():
-                self._count("asks_denied")
+                self.parts.counts["asks_denied"] += 1
                 message = "denied an ask for offer %s: %s"
                 self._log.warning(message, short(action.nonce), action.reason)
 
-    def _send(self, action: events.Send) -> None:
+    def _send(self, action: events.Send) -> events.EndpointLost | None:
         try:
             self.parts.control.send(action.endpoint, messages.encode(action.message))
-            if self._look_at_links_at is None:
-                self._look_at_links_at = self._clock() + LINK_KEPT_S
         except TransportError as error:
-            self._follow_up.append(events.EndpointLost(action.endpoint, str(error)))
+            return events.EndpointLost(action.endpoint, str(error))
+        if self._look_at_links_at is None:
+            self._look_at_links_at = self._clock() + LINK_KEPT_S
+        return None
 
-    def _report(self, end: events.LoadEnded | events.OfferEnded) -> None:
-        report = self.outstanding.settle(end)
-        if report is None:
-            return
-        self._results.append(report)
-        if isinstance(report, events.LoadEnded):
+    def _report(self, report: events.LoadEnded | events.OfferEnded) -> None:
+        if self.outstanding.settle(report) and isinstance(report, events.LoadEnded):
             self._on_load_ended()
             if report.failure is not None:
                 self._log_failure(report, report.failure)
 
     def _log_failure(self, report: events.LoadEnded, failure: events.Failure) -> None:
+        """Log why a load failed, and its transitions for at most STORIES_PER_S loads a second."""
         if failure.kind is events.FailureKind.DROPPED:
             logger.info("request %s: its load was cancelled", report.request)
             return
-        logger.warning(
-            "request %s: KV not loaded: %s (%s%s)",
-            report.request,
-            failure.detail,
-            failure.kind.value,
-            f"; {report.peer}" if report.peer else "",
-        )
-        for line in self._story(report.request):
-            logger.warning("  %s", line)
-
-    def _story(self, request: RequestId) -> list[str]:
-        """The transitions of a load, for at most STORIES_PER_S loads a second."""
+        where = f"{failure.kind.value}; {report.peer}" if report.peer else failure.kind.value
+        logger.warning("request %s: KV not loaded: %s (%s)", report.request, failure.detail, where)
         now, earlier = self._clock(), self._stories_at
         if len(earlier) == STORIES_PER_S and now < earlier[0] + 1.0:
-            return ["(many loads fail: nixl-kv status --request tells what happened to this one)"]
-        earlier.append(now)
-        return self.parts.event_log.story_lines(request, STORY_LINES)
-
-    def _publish_counts(self) -> None:
-        if self._results:  # one record waits at a time, however long the caller does not pop it
-            return
-        counts = self.parts.counts
-        if counts:
-            self._results.append(events.Counts(dict(counts)))
-            counts.clear()
-
-    def _count(self, name: str) -> None:
-        self.parts.counts[name] += 1
-
-
-class TransferThread:
-    """Runs a `Loop` on its own thread; started once per rank, and no fault ends it.
-
-    An error that reaches the top is a bug and leaves the machines in doubt. The thread logs it,
-    fails all that it holds, and goes on with empty machines.
-
-    The thread closes the loop itself, and ends only when nothing can write into the cache any
-    longer. So the end of the thread is the proof.
-    """
-
-    def __init__(self, build_loop: Callable[[], Loop]) -> None:
-        self._build_loop = build_loop
-        self._started: Future[Loop] = Future()
-        self._is_stopping = False
-        self._may_close = threading.Event()  # no other thread wakes the loop any longer
-        self._unproven = "the thread has not ended its turn"
-        self._thread = threading.Thread(target=self._main, name="nixl-kv-transfer", daemon=True)
-
-    def start(self) -> Loop:
-        """Wait until the loop is built, or raise the error of `build_loop`."""
-        self._thread.start()
-        return self._started.result()
-
-    @property
-    def was_started(self) -> bool:
-        return self._thread.ident is not None
-
-    def stop(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread has closed its loop and ended. May be called again.
-
-        Raises:
-            TransportError: if it has not ended after `timeout_s` (STOP_TIMEOUT_S). It goes on
-                closing.
-        """
-        if not self._thread.is_alive() or self._started.exception() is not None:
-            return
-        loop, timeout_s = self._started.result(), STOP_TIMEOUT_S if timeout_s is None else timeout_s
-        if not self._is_stopping:
-            self._is_stopping = True
-            loop.wake()
-            self._may_close.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            loop.parts.slots.clear_all()
-            raise TransportError(
-                f"the transfer thread has not stopped within {timeout_s:g} s: {self._unproven}"
-            )
-
-    def _main(self) -> None:
-        _leave_pinned_core()
-        try:
-            loop = self._build_loop()
-        except BaseException as error:  # noqa: BLE001 - raised again where the start is waited for
-            self._started.set_exception(error)
-            return
-        self._started.set_result(loop)
-        step: Callable[[], None] = loop.turn
-        while not self._is_stopping:
-            lived = run_guarded(
-                step, "the transfer thread failed; it fails its loads and offers and starts again"
-            )
-            step = loop.turn if lived else loop.restart
-        self._may_close.wait()
-        self._close(loop)
-
-    def _close(self, loop: Loop) -> None:
-        pause_s, longest_s = CLOSING_PAUSES_S
-        while True:
-            try:
-                loop.close()
-            except TransportError as error:  # a read may still be writing
-                self._unproven = str(error)
-            except Exception as error:
-                if str(error) != self._unproven:
-                    logger.critical("closing the transfer thread failed; retrying", exc_info=True)
-                self._unproven = str(error)
-            else:
-                return
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-
-
-def _leave_pinned_core() -> None:
-    """Run this thread on the cores of the parent process.
-
-    vLLM on CPU binds the main thread to one core. Other threads inherit that, and NIXL's threads
-    inherit it from this one. On that core they would wait for the model's computation.
-    """
-    try:
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    except OSError as error:
-        logger.debug("the transfer thread stays on its cores: %s", error)
+            story = ["(many loads fail: nixl-kv status --request tells what happened to this one)"]
+        else:
+            earlier.append(now)
+            story = self.parts.event_log.story_lines(report.request, STORY_LINES)
+        for line in story:
+            logger.warning("  %s", line)

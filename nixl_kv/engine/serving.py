@@ -14,8 +14,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, wait
-from typing import Final, TypeAlias
+from concurrent.futures import Executor, Future
+from typing import Any, Final, TypeAlias
 
 from nixl_kv.errors import LimitedLog, PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import block_ids
@@ -29,9 +29,11 @@ CHECK_S: Final = 60.0  # between two checks; one takes 50 ms of a core on anothe
 AGAIN_S: Final = 1.0  # the first pause after a failed check; it doubles up to CHECK_S
 READ_S: Final = 10.0  # the timeout of a check's read, for a busy machine
 LOOK_S: Final = 1.0  # between two checks of the listening sockets, while this rank is awake
+# How long this rank still serves reads after a reader's last message. A read may go on although its
+# lease expired; readers send a heartbeat at least each second.
+LINGER_S: Final = 2.0
 # How long the agent makes progress after a check, to notice that the checker left.
 SERVE_ON_S: Final = 0.1
-FAILURES: Final = 2  # failed checks in a row that make this rank replace its agent
 POLL_S: Final = 0.001
 UNREADABLE: Final = "unreadable"  # the gauge
 
@@ -57,7 +59,7 @@ class Serving:
         counts: defaultdict[str, float],
         clock: Callable[[], float],
     ) -> None:
-        self._open = open_transport
+        self._open_transport = open_transport
         self._slots = slots
         self._make_checker = make_checker
         self._background = background
@@ -65,30 +67,33 @@ class Serving:
         self._clock = clock
         self._log = LimitedLog(logger, clock, interval_s=CHECK_S)
         self._stop = threading.Event()
-        self._check: Future[str | None] | None = None
-        self._opening: Future[_Opened] | None = None
-        self._closing: list[tuple[Transport, Future[None]]] = []
-        self._has_lost_socket = False
+        self._job: Future[Any] | None = None  # a check, or the start of another agent
+        self._agents: list[Transport] = []  # not closed yet
+        self._is_replacing = False
         self._was_read = False  # by a check
-        self._failures = 0
+        self._has_failed = False  # the last check
         self._again_s = AGAIN_S
         self._check_at = clock() + CHECK_S
         self._look_at = clock() + LOOK_S
-        self._serve_until = 0.0
-        self.transport, self._listening = self._open_and_look()
+        self._awake_until = 0.0
+        self.transport, self._listening = self._open()
 
     def __repr__(self) -> str:
         return f"<Serving {self.transport}>"
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a check or a replacement is running, so that the caller must poll it."""
-        return bool(self._check or self._opening) or self._clock() < self._serve_until
+    def is_awake(self) -> bool:
+        """Whether this rank may be read, is checked or gets another agent: poll it often."""
+        return self._job is not None or self._clock() < self._awake_until
 
     @property
     def next_due(self) -> float | None:
         """When `poll` has something to do, in monotonic seconds; None: never."""
-        return None if self._make_checker is None or self.is_busy else self._check_at
+        return None if self._make_checker is None or self.is_awake else self._check_at
+
+    def stay_awake(self, seconds: float = LINGER_S) -> None:
+        """Peers may read this rank."""
+        self._awake_until = max(self._awake_until, self._clock() + seconds)
 
     def metadata(self) -> bytes:
         return self.transport.metadata()
@@ -100,121 +105,108 @@ class Serving:
         """Go on with checks. True if a new agent took over, which peers do not know yet."""
         if self._make_checker is None:
             return False
-        if self._opening is not None:
-            return self._opening.done() and self._take_over(self._opening)
+        if self._job is not None:
+            return self._job.done() and self._end(self._job)
         now = self._clock()
-        if self._check is not None:
-            if self._check.done():
-                check, self._check = self._check, None
-                self._serve_until = now + SERVE_ON_S
-                self._end_check(check)
-            return False
-        if now >= self._look_at:
+        if now >= self._look_at and not self._is_replacing:
             self._look_at = now + LOOK_S
-            if not self._has_lost_socket and not descriptors.are_open(self._listening):
-                self._has_lost_socket = True
+            if not descriptors.are_open(self._listening):
                 self._replace("UCX has closed a listening socket")
-                return False
-        if now < self._check_at:
-            return False
-        if self._has_lost_socket:
-            self._opening = self._background.submit(self._open_and_look)
-        else:
-            self._check = self._background.submit(
-                read_slot, self._make_checker, self.metadata(), self._slots, self._stop
+        if self._job is None and now >= self._check_at:
+            self._job = (
+                self._background.submit(self._open)
+                if self._is_replacing
+                else self._background.submit(
+                    read_slot, self._make_checker, self.metadata(), self._slots, self._stop
+                )
             )
         return False
 
     def close(self) -> None:
         """Stop a running check, and close the agents, or raise TransportError."""
         self._stop.set()
-        futures = [future for future in (self._check, self._opening) if future is not None]
-        wait([future for future in futures if not future.cancel()])  # type: ignore[misc]
+        if self._job is not None:
+            self._job.cancel()
         self._background.shutdown()
-        opened = self._opening
-        agents = [
-            agent for agent, closed in self._closing if closed.cancelled() or closed.exception()
-        ]
-        if opened is not None and not opened.cancelled() and opened.exception() is None:
-            agents.append(opened.result()[0])
         with contextlib.ExitStack() as stack:  # an agent that does not end must not keep the others
-            for agent in (self.transport, *agents):
+            for agent in self._agents:
                 stack.callback(agent.close)
-        self._opening, self._check, self._closing = None, None, []
 
-    def _end_check(self, check: Future[str | None]) -> None:
+    def _end(self, job: Future[Any]) -> bool:
+        self._job = None
         try:
-            reason = check.result()
+            result = job.result()
         except TransportError as error:
-            self._log.warning(
-                "cannot check whether peers can read this rank: %s; trying again", error
-            )
+            message = "cannot check whether peers can read this rank: %s; trying again"
+            if self._is_replacing:
+                message = "cannot make another NIXL agent: %s; trying again"
+            self._log.warning(message, error)
             self._try_again()
-            return
-        if reason is None:
-            if self._counts.get(UNREADABLE) or self._failures:
+            return False
+        if self._is_replacing:
+            self._take_over(*result)
+        else:
+            self._on_checked(result)
+        return isinstance(result, tuple)
+
+    def _on_checked(self, failure: str | None) -> None:
+        self.stay_awake(SERVE_ON_S)
+        if failure is None:
+            if self._counts.get(UNREADABLE) or self._has_failed:
                 logger.info("peers can read this rank again")
-            self._was_read, self._failures, self._again_s = True, 0, AGAIN_S
+            self._was_read, self._has_failed, self._again_s = True, False, AGAIN_S
             self._counts[UNREADABLE] = 0
             self._check_at = self._clock() + CHECK_S
-            return
-        self._failures += 1
-        if self._failures < FAILURES:
-            self._check_at = self._clock()
-            return
-        if self._was_read:
-            self._replace(reason)
+        elif not self._has_failed:
+            self._has_failed, self._check_at = True, self._clock()
+        elif self._was_read:
+            self._replace(failure)
         else:  # it never worked: a new agent would not either
             self._counts[UNREADABLE] = 1
             self._log.warning(
                 "this rank cannot read its own memory as peers do: %s; loads from it may fail",
-                reason,
+                failure,
             )
             self._try_again()
 
     def _replace(self, reason: str) -> None:
-        self._counts[UNREADABLE] = 1
+        self._is_replacing, self._counts[UNREADABLE] = True, 1
         logger.error(
             "peers can no longer connect to this rank's memory (%s): it begins a new incarnation "
             "with another NIXL agent; if file descriptors ran out, raise `ulimit -n`",
             reason,
         )
-        self._opening = self._background.submit(self._open_and_look)
+        self._job = self._background.submit(self._open)
 
-    def _open_and_look(self) -> _Opened:
+    def _open(self) -> _Opened:
         """Make a new agent, and find the sockets that it listens on. Runs on any thread."""
-        if self._make_checker is None:
-            return self._open(), {}
+        look = descriptors.listening_sockets if self._make_checker else dict[int, int]
         try:
-            before = descriptors.listening_sockets()
-            agent = self._open()
+            before, agent = look(), self._open_transport()
             try:
                 agent.metadata()  # peers need it, so an error must show here
-                now = descriptors.listening_sockets()
+                now = look()
             except (OSError, TransportError):
                 agent.close()
                 raise
         except OSError as error:
             raise TransportError(f"cannot list its listening sockets: {error}") from error
+        self._agents.append(agent)
         return agent, {number: now[number] for number in now if before.get(number) != now[number]}
 
     def _try_again(self) -> None:
         self._check_at = self._clock() + self._again_s
         self._again_s = min(self._again_s * 2, CHECK_S)
 
-    def _take_over(self, opening: Future[_Opened]) -> bool:
-        self._opening = None
-        try:
-            agent, self._listening = opening.result()
-        except TransportError as error:
-            self._log.warning("cannot make another NIXL agent: %s; trying again", error)
-            self._try_again()
-            return False
-        former, self.transport = self.transport, agent
-        self._closing.append((former, self._background.submit(former.close)))
-        self._was_read = self._has_lost_socket = False
-        self._failures, self._check_at = 0, self._clock()
-        return True
+    def _take_over(self, agent: Transport, listening: dict[int, int]) -> None:
+        self._background.submit(self._retire, self.transport)
+        self.transport, self._listening = agent, listening
+        self._is_replacing = self._was_read = self._has_failed = False
+        self._check_at, self._awake_until = self._clock(), 0.0
+
+    def _retire(self, agent: Transport) -> None:
+        agent.close()  # if it fails, `close` tries again
+        self._agents.remove(agent)
 
 
 def read_slot(

@@ -317,7 +317,7 @@ class StatusRequest(_Message, frozen=True, kw_only=True):
 
 
 class Status(_Message, frozen=True, kw_only=True):
-    """The status of one rank, as open records: engine/status.py has the keys."""
+    """The status of one rank, as open records: engine/engine.py has the keys."""
 
     facts: dict[str, str | int | float | None]
     totals: dict[str, int]

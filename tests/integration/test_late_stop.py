@@ -20,7 +20,7 @@ def test_a_rank_whose_turn_is_long_has_not_stopped_before_nothing_can_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The load is reported once, and nothing lands after that."""
-    monkeypatch.setattr("nixl_kv.engine.loop.STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.5)
     with prefill_process() as prefill:
         _stop_while_posting(prefill, monkeypatch)
 

@@ -25,7 +25,8 @@ from lab.sim.rank import RankLife
 from lab.sim.repeatable import Violation
 from lab.sim.steps import perform, round_lines
 from lab.sim.world import World
-from nixl_kv.engine.loop import LINGER_S, LINK_KEPT_S, Parts
+from nixl_kv.engine.loop import LINK_KEPT_S, Parts
+from nixl_kv.engine.serving import LINGER_S
 from nixl_kv.protocol.load import DRAIN_S
 from nixl_kv.protocol.peers import KEPT_S, State
 from nixl_kv.protocol.prefill import RECALL_S

@@ -14,8 +14,8 @@ from lab.sim.faults import Faults, InjectedError
 from lab.sim.network import HOST, SimControl
 from lab.sim.repeatable import Clock, Violation
 from nixl_kv.config import Config
-from nixl_kv.engine.engine import RankSpec, TransferEngine
-from nixl_kv.engine.loop import STOP_TIMEOUT_S, Parts
+from nixl_kv.engine.engine import STOP_TIMEOUT_S, RankSpec, TransferEngine
+from nixl_kv.engine.loop import Parts
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import EngineId, Rank, RequestId
 from nixl_kv.protocol import events
@@ -260,9 +260,8 @@ class RankLife:
         parts = self.loop.parts
         self.faults.guard(parts.prefill, "handle")
         self.faults.guard(parts.decode, "handle")
-        if parts.digests is not None:
-            self.faults.guard(parts.digests, "add")
-            self.faults.guard(parts.digests, "poll")
+        self.faults.guard(parts.digests, "add")
+        self.faults.guard(parts.digests, "poll")
         if parts.description.ring is not None:
             self.faults.guard(parts.packs, "add")
             self.faults.guard(parts.packs, "poll")

@@ -207,7 +207,7 @@ def test_memory_that_may_still_be_written_is_not_registered_again(
         is_read = agents.is_read
         agents.is_read = lambda request: bool(agents.polled) or is_read(request)  # type: ignore[method-assign]
         fabric.closes_fail = True
-        monkeypatch.setattr("nixl_kv.engine.loop.STOP_TIMEOUT_S", 0.2)
+        monkeypatch.setattr("nixl_kv.engine.engine.STOP_TIMEOUT_S", 0.2)
         for again in (worker.unregister_kv_caches, worker.restore_kv_caches):
             with pytest.raises(TransportError, match=r"must not free it: .* does not end.*restart"):
                 again()

@@ -367,8 +367,6 @@ def test_an_error_costs_one_question_of_those_that_came_together(network: Memory
     for _ in range(3):
         asker.send(endpoint_at(server.host, server.port), encode(describe()))
     control.reply_errors = [ValueError("a bug")]
-    with pytest.raises(ValueError, match="a bug"):
-        server.turn(0)
     server.turn(0)
     assert len(asker.poll(0)) == 2
     server.stop()

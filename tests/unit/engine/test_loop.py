@@ -9,7 +9,6 @@ from lab.local.memory_control import MemoryControl
 from nixl_kv.config import Config
 from nixl_kv.engine import loop
 from nixl_kv.engine.loop import (
-    LINGER_S,
     LINK_KEPT_S,
     MAX_DECODING,
     MAX_QUESTIONS,
@@ -18,6 +17,7 @@ from nixl_kv.engine.loop import (
     STOPPED,
     STORIES_PER_S,
 )
+from nixl_kv.engine.serving import LINGER_S
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import ANY_INCARNATION, Endpoint, EngineId, Rank, RequestId
 from nixl_kv.protocol.events import (
@@ -25,12 +25,8 @@ from nixl_kv.protocol.events import (
     CancelLoad,
     Counts,
     DecodeEvent,
-    DigestAction,
-    DigestEvent,
-    DigestMade,
     FailureKind,
     LoadEnded,
-    MakeDigest,
     OfferEnd,
     OfferEnded,
     ReadFailed,
@@ -45,7 +41,6 @@ from nixl_kv.protocol.messages import (
     Ask,
     Deny,
     Grant,
-    KVSlice,
     Status,
     StatusRequest,
     VersionRefusal,
@@ -59,7 +54,8 @@ from nixl_kv.protocol.prefill import RECALL_S
 from nixl_kv.reading.agent import LONGEST_PAUSE_S, READING_PAUSE_S
 from nixl_kv.reading.replace import TIDY_S, TRY_AGAIN_S
 from nixl_kv.transport.base import FromEndpoint, Received
-from support.records import HOME, ask, description, digest_request
+from nixl_kv.verify.queue import DigestQueue
+from support.records import HOME, ask, description
 from support.stepped import Background, MakeWorld, Stepped, World
 
 TABLE, OTHER_TABLE = [7, 3, 4], [2, 9, 1]
@@ -740,31 +736,6 @@ def test_a_link_is_closed_when_nothing_is_held_over_it(world: World) -> None:
     assert link.endpoint == world.prefill.parts.description.endpoint, "and was not described anew"
 
 
-class BusyDigests:
-    """A digest under way, of which each step may come after a pause."""
-
-    def __init__(self, wait_s: float) -> None:
-        self.wait_s = wait_s
-        self.is_closed = False
-
-    def name_slices(self, *_: object) -> tuple[KVSlice, ...]:
-        return ()
-
-    def __len__(self) -> int:
-        return 1
-
-    def add(self, action: DigestAction) -> None: ...
-
-    def poll(self, is_wanted: object) -> list[DigestEvent]:
-        del is_wanted
-        return []
-
-    def clear(self) -> None: ...
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 @pytest.mark.parametrize(
     ("pause_s", "wait_s"),
     [
@@ -773,22 +744,10 @@ class BusyDigests:
     ],
 )
 def test_a_digest_is_stepped_as_often_as_its_maker_needs(
-    world: World, pause_s: float, wait_s: float
+    world: World, monkeypatch: pytest.MonkeyPatch, pause_s: float, wait_s: float
 ) -> None:
-    world.prefill.parts.digests = digests = BusyDigests(pause_s)
+    monkeypatch.setattr(DigestQueue, "wait_s", pause_s)
     assert world.prefill.turn() == wait_s
-    world.prefill.engine.stop()
-    assert digests.is_closed
-
-
-def test_without_digests_prefill_refuses_to_make_one(world: World) -> None:
-    world.prefill.parts.digests = None
-    request = digest_request(incarnation=world.prefill.parts.description.incarnation)
-    world.prefill.loop._execute(MakeDigest(b"nobody", request, ()))
-    (event,) = world.prefill.loop._follow_up
-    assert isinstance(event, DigestMade)
-    assert event.refusal is not None
-    world.prefill.engine.stop()
 
 
 def test_prefill_serves_while_it_may_be_read_and_a_while_longer(

@@ -1,6 +1,7 @@
 """What is owed to the caller: each report exactly once, whatever comes in which order."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -9,11 +10,11 @@ from nixl_kv.engine.loop import Outstanding
 from nixl_kv.ids import Nonce
 from nixl_kv.protocol.events import (
     CancelLoad,
-    Command,
     FailureKind,
     LoadEnded,
     OfferEnd,
     OfferEnded,
+    Result,
     RevokeOffer,
     WithdrawOffer,
 )
@@ -39,31 +40,28 @@ class OneOffer:
     """An offer as the prefill machine holds it, and what the caller was told of it."""
 
     def __init__(self) -> None:
-        self.outstanding = Outstanding()
+        self.results: deque[Result] = deque()
+        self.outstanding = Outstanding(self.results)
         self.held: set[Nonce] = set()
-        self.reports: list[OfferEnd] = []
+
+    @property
+    def reports(self) -> list[OfferEnd]:
+        return [report.end for report in self.results if isinstance(report, OfferEnded)]
 
     def do(self, step: str) -> None:
         match step:
             case "prepare":
-                self.held.update({NONCE} if self._is_admitted(prepare_offer()) else ())
+                self.held.update({NONCE} if self.outstanding.admit(prepare_offer()) else ())
             case "publish":
-                assert not self._is_admitted(publish_offer()) or self.held
+                assert not self.outstanding.admit(publish_offer()) or self.held
             case "withdraw":
-                self.held.difference_update({NONCE} if self._is_admitted(WITHDRAW) else ())
+                self.held.difference_update({NONCE} if self.outstanding.admit(WITHDRAW) else ())
             case "end" if self.held:  # a reader has read it
                 self.held.clear()
-                if self.outstanding.settle(OfferEnded(NONCE, P1, READ)) is not None:
-                    self.reports.append(READ)
+                self.outstanding.settle(OfferEnded(NONCE, P1, READ))
             case "restart":
                 self.held.clear()
-                self.reports += [report.end for report in self.outstanding.lose_machines()]
-
-    def _is_admitted(self, command: Command) -> bool:
-        """As the loop does: whether the machine may have it."""
-        is_admitted, report = self.outstanding.admit(command)
-        self.reports += [] if report is None else [report.end]
-        return is_admitted
+                self.outstanding.lose_machines()
 
 
 WITHDRAW = WithdrawOffer(NONCE)
@@ -113,21 +111,23 @@ def test_an_offer_that_was_never_prepared_is_lost(step: str, reports: list[Offer
 
 def test_offers_are_told_apart_by_their_nonce() -> None:
     """A request may be offered again under the same id."""
-    outstanding = Outstanding()
+    results: deque[Result] = deque()
+    outstanding = Outstanding(results)
     for nonce in (NONCE, NONCE2):
         outstanding.admit(prepare_offer(nonce=nonce))
     outstanding.admit(publish_offer(NONCE2))
-    assert outstanding.settle(OfferEnded(NONCE, P1, READ)) is None
+    assert not outstanding.settle(OfferEnded(NONCE, P1, READ))
     report = OfferEnded(NONCE2, P1, READ)
-    assert outstanding.settle(report) == report
+    assert outstanding.settle(report)
+    assert list(results) == [report]
 
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_revocation_reaches_the_machine_only_of_what_is_known(*, is_known: bool) -> None:
-    outstanding = Outstanding()
+    outstanding = Outstanding(deque())
     if is_known:
         outstanding.admit(prepare_offer())
-    assert outstanding.admit(RevokeOffer(NONCE)) == (is_known, None)
+    assert outstanding.admit(RevokeOffer(NONCE)) == is_known
 
 
 # --- loads
@@ -140,28 +140,30 @@ def ended(num_tokens: int = 7) -> LoadEnded:
 def test_in_every_order_a_load_is_reported_once_and_when_nothing_can_write_any_more() -> None:
     """By the machine that holds it, or, if that is gone, when its reads have ended."""
     for steps in itertools.product(("end", "restart", "reads end", "turn"), repeat=5):
-        outstanding, reports = Outstanding(), 0
+        results: deque[Result] = deque()
+        outstanding = Outstanding(results)
         outstanding.admit(start_load())
         is_held = is_read = True
         for step in (*steps, "reads end", "end", "turn"):
             if step == "end" and is_held and not is_read:
                 is_held = False
-                reports += outstanding.settle(ended()) is not None
+                outstanding.settle(ended())
             elif step == "restart":
                 is_held = False
-                assert outstanding.lose_machines() == []
+                outstanding.lose_machines()
             elif step == "reads end":
                 is_read = False
             elif step == "turn":
                 orphans = outstanding.drained({D1: is_read}.__getitem__)
                 assert not orphans or not (is_held or is_read), steps
-                reports += len([one for one in orphans if outstanding.settle(one) is not None])
-            assert reports + len(outstanding) == 1, steps
-        assert reports == 1, steps
+                for orphan in orphans:
+                    outstanding.settle(orphan)
+            assert len(results) + len(outstanding) == 1, steps
+        assert len(results) == 1, steps
 
 
 def test_an_orphans_report_says_that_the_thread_died() -> None:
-    outstanding = Outstanding()
+    outstanding = Outstanding(deque())
     outstanding.admit(start_load(D1, 7))
     outstanding.admit(start_load(D2, 5))
     outstanding.lose_machines()
@@ -170,17 +172,17 @@ def test_an_orphans_report_says_that_the_thread_died() -> None:
     assert (report.request, report.num_tokens) == (D2, 5)
     assert report.failure is not None
     assert report.failure.kind is FailureKind.INTERNAL
-    assert outstanding.settle(report) == report
+    assert outstanding.settle(report)
     assert outstanding.orphans == {D1}
     assert repr(outstanding) == "<Outstanding: 1 loads (1 orphans), 0 offers>"
 
 
 def test_a_load_that_was_not_started_is_not_reported() -> None:
-    assert Outstanding().settle(ended()) is None
+    assert not Outstanding(deque()).settle(ended())
 
 
 def test_what_starts_no_report_is_always_admitted() -> None:
-    outstanding = Outstanding()
+    outstanding = Outstanding(deque())
     for command in (prepare_load(), CancelLoad(D1)):
-        assert outstanding.admit(command) == (True, None)
+        assert outstanding.admit(command)
     assert len(outstanding) == 0

@@ -82,7 +82,7 @@ def test_it_reads_its_own_slot_once_a_minute(world: World) -> None:
     for count in (1, 2, 3):
         assert world.turns(CHECK_S) == 0
         assert world.num_checks == count
-        assert world.serving.is_busy, "the end of the reader is to be seen"
+        assert world.serving.is_awake, "the end of the reader is to be seen"
         world.clock.now += 1.0
         assert world.serving.next_due == pytest.approx(world.clock.now + CHECK_S - 1.0)
     assert world.counts[UNREADABLE] == 0
@@ -153,7 +153,7 @@ def test_it_ends_while_a_check_is_under_way(world: World) -> None:
     world.background.is_held = True
     world.clock.now += CHECK_S
     world.serving.poll()
-    assert world.serving.is_busy
+    assert world.serving.is_awake
     world.serving.close()
     world.background.work()
     assert world.num_checks == 0

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nixl_kv import errors
-from nixl_kv.engine import loop as loop_module
-from nixl_kv.engine.loop import TransferThread
+from nixl_kv.engine import engine as engine_module
+from nixl_kv.engine.engine import TransferEngine
 from nixl_kv.errors import TransportError
 from nixl_kv.ids import new_generation
 from nixl_kv.transport.slots import SlotPage
@@ -24,7 +24,7 @@ class FakeLoop:
     """Waits in each turn until it is woken; `steps` has all that was done."""
 
     def __init__(self) -> None:
-        self.parts = SimpleNamespace(slots=SlotPage(4))
+        self.parts = SimpleNamespace(slots=SlotPage(4), description=None)
         self.steps: list[str] = []
         self.errors: list[BaseException] = []
         self.threads: set[threading.Thread] = set()
@@ -63,15 +63,27 @@ def _without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "PAUSE_S", 0.0)
 
 
-def thread_of(loop: FakeLoop) -> TransferThread:
-    build: Callable[[], Any] = lambda: loop  # noqa: E731
-    return TransferThread(build)
+class Built(TransferEngine):
+    """Has a loop that a test makes."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        unused: Any = None
+        super().__init__(unused)
+        self._build = build
+
+    def _build_loop(self) -> Any:
+        return self._build()
+
+
+def thread_of(loop: FakeLoop) -> TransferEngine:
+    return Built(lambda: loop)
 
 
 def test_turns_are_made_on_one_thread_of_its_own_until_it_is_stopped() -> None:
     loop = FakeLoop()
     thread = thread_of(loop)
-    assert thread.start() is loop
+    thread.start()
+    assert [thread.loop] == [loop]
     loop.wait_for(["turn"])
     loop.wake()
     loop.wait_for(["turn", "turn"])
@@ -87,7 +99,7 @@ def test_what_the_build_raises_is_raised_by_the_start() -> None:
     def build() -> Any:
         raise TransportError("no NIXL here")
 
-    thread = TransferThread(build)
+    thread = Built(build)
     with pytest.raises(TransportError, match="no NIXL here"):
         thread.start()
     thread.stop()
@@ -123,7 +135,7 @@ def test_an_error_in_a_restart_leads_to_another_restart() -> None:
 
 def test_a_thread_that_ends_late_closes_its_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs, nobody else may close it. But no reader may take its blocks for held."""
-    monkeypatch.setattr(loop_module, "STOP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(engine_module, "STOP_TIMEOUT_S", 0.01)
     loop = FakeLoop()
     slots = loop.parts.slots
     slots.write(2, new_generation())
@@ -149,7 +161,7 @@ def test_a_loop_is_closed_until_nothing_writes_any_longer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Errors of ours are logged once; what cannot be proven yet is told by `stop`."""
-    monkeypatch.setattr(loop_module, "CLOSING_PAUSES_S", (0.001, 0.001))
+    monkeypatch.setattr(engine_module, "CLOSING_PAUSES_S", (0.001, 0.001))
     loop = FakeLoop()
     is_gone = threading.Event()
     close = loop.close
