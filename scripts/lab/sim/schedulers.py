@@ -387,8 +387,8 @@ class DecodeHalf(Half):
         """The blocks of one that loads stay until that is over."""
         name = request.request_id
         is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self._received
-        self._received.discard(name)
-        self._failed.discard(name)
+        for loads in (self._received, self._failed, self._void):
+            loads.discard(name)
         request.status = status
         self._connector.request_finished(name)
         if not is_loading:
