@@ -29,12 +29,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from nixl_kv.connector.metadata import StepMetadata, WorkerMetadata
 from nixl_kv.connector.plugin import check_address
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import HIT_SOURCE, has_sleep_hooks, parse_config, required_layout
-from nixl_kv.connector.worker import Worker
+from nixl_kv.connector.worker import StepMetadata, Worker, WorkerMetadata
 
 
 class NixlKVConnector(KVConnectorBase_V1, SupportsHMA):

@@ -21,7 +21,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import needless
 from nixl_kv.connector.decode import DecodeScheduler
-from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import cannot_listen, may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
@@ -40,6 +39,7 @@ from nixl_kv.connector.vllm_config import (
     why_not_offered,
     why_not_shortened,
 )
+from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.errors import (
     ConfigError,
@@ -189,7 +189,7 @@ class Scheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         metadata = output.kv_connector_worker_meta
-        if isinstance(metadata, WorkerMetadata) and self._ranks:
+        if isinstance(metadata, WorkerMetadata):
             # Some ranks have a new incarnation, so the engine has one too.
             for rank, description in metadata.rank_descriptions.items():
                 self._ranks[rank] = decode_rank(description)

@@ -34,8 +34,8 @@ from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
 from lab.local.memory import Fabric
-from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.vllm_config import prompt_of
+from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad

@@ -13,9 +13,9 @@ from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.outputs import KVConnectorOutput
 
 from nixl_kv.connector.decode import Prompt
-from nixl_kv.connector.metadata import HandshakeMetadata, WorkerMetadata
 from nixl_kv.connector.prefill import BLOCK_WAIT_S, PrefillScheduler
 from nixl_kv.connector.scheduler import Scheduler
+from nixl_kv.connector.worker import HandshakeMetadata, WorkerMetadata
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import EngineId, RequestId, endpoint_at, new_incarnation
 from nixl_kv.protocol.events import (
