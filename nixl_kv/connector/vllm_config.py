@@ -60,16 +60,14 @@ def has_sleep_hooks() -> bool:
 # --- engines that the connector cannot serve
 
 # vLLM's class names for the supported kinds of a layer's cache.
-SUPPORTED_SPECS: Final = frozenset(
-    (
-        "FullAttentionSpec",
-        "MLAAttentionSpec",
-        "MambaSpec",
-        "SlidingWindowSpec",
-        "SlidingWindowMLASpec",
-        "ChunkedLocalAttentionSpec",
-    )
-)
+SUPPORTED_SPECS: Final = {
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+}
 
 # The supported kinds of recurrent layers (vLLM's backend names), and how many states each has.
 STATE_KINDS: Final = {"GDN_ATTN": 2, "LINEAR": 1, "MAMBA1": 2, "MAMBA2": 2, "SHORT_CONV": 1}
@@ -104,8 +102,8 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
         vllm.model_config.enable_sleep_mode and not has_sleep_hooks()
     ),
     "images, audio and video without content hashes (--mm-processor-cache-gb 0 without prefix "
-    "caching): turn one of these on, or all media off (--language-model-only)": lambda vllm, _: (
-        counts_media(vllm)
+    "caching): turn one of these on, or all media off (--language-model-only)": (
+        lambda vllm, _: counts_media(vllm)
     ),
     f"recurrent state of kinds other than {', '.join(STATE_KINDS)}": lambda _, kv: any(
         isinstance(spec, MambaSpec) and len(spec.shapes) != STATE_KINDS.get(spec.mamba_type.name)
@@ -167,24 +165,19 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
     wanted = parse_config(vllm_config).layout
     if wanted != "auto":
         return wanted
-    if not current_platform.is_cuda() or vllm_config.model_config.use_mla:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not current_platform.is_cuda() or model.use_mla:
         return None
-    if vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
-        return None  # FlashInfer requires dense pages
-    if vllm_config.model_config.is_hybrid:
-        return None  # vLLM does not pack different kinds of pages
-    block_size = vllm_config.cache_config.block_size or 0
-    good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
-    # In BHLNC, any range of heads of a block is one contiguous run over all layers.
-    return "BHLNC" if good else None
-
-
-def _backend(vllm_config: VllmConfig) -> str:
-    chosen = vllm_config.attention_config.backend
-    if chosen is not None:
-        return str(chosen.name)
+    # FlashInfer requires dense pages for NVFP4, and vLLM does not pack different kinds of pages.
+    if cache.cache_dtype.startswith("nvfp4") or model.is_hybrid:
+        return None
     capability = current_platform.get_device_capability()
-    return DEFAULT_BACKEND.get(capability.major, "") if capability else ""
+    default = DEFAULT_BACKEND.get(capability.major, "") if capability else ""
+    chosen = vllm_config.attention_config.backend
+    backend = default if chosen is None else chosen.name
+    # In BHLNC, any range of heads of a block is one contiguous run over all layers.
+    is_good = (cache.block_size or 0) <= MAX_PACKED_BLOCK_SIZE.get(backend, 0)
+    return "BHLNC" if is_good else None
 
 
 # --- the facts of the model that two engines must share, so that equal bytes mean the same KV
@@ -239,7 +232,7 @@ def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, st
     original = "original_max_position_embeddings"
     edges = {
         inner.get(original, values.get(original))
-        for inner in _mappings(values)
+        for inner in mappings(values)
         if inner.get("rope_type", inner.get("type")) == "longrope"
     }
     if str(values.get("model_type")).startswith("llama4"):
@@ -300,24 +293,24 @@ def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
     return speculative.draft_model_config if is_draft else None
 
 
-def _mappings(value: object) -> Iterator[Mapping[str, Any]]:
+def mappings(value: object) -> Iterator[Mapping[str, Any]]:
     """A mapping, and all mappings inside it."""
     if isinstance(value, Mapping):
         yield value
         for each in value.values():
-            yield from _mappings(each)
+            yield from mappings(each)
 
 
 def _digest(value: object) -> str:
     """Digest a configuration without its volatile keys, such as its path, at any depth."""
-    canonical = json.dumps(_without_volatile(value), sort_keys=True, default=str).encode()
+
+    def stable(value: object) -> object:
+        if isinstance(value, Mapping):
+            return {str(k): stable(v) for k, v in value.items() if k not in _VOLATILE}
+        return [stable(each) for each in value] if isinstance(value, list | tuple) else value
+
+    canonical = json.dumps(stable(value), sort_keys=True, default=str).encode()
     return hashlib.blake2b(canonical, digest_size=8).hexdigest()
-
-
-def _without_volatile(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(k): _without_volatile(v) for k, v in value.items() if k not in _VOLATILE}
-    return [_without_volatile(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 # --- cache groups

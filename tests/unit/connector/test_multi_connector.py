@@ -337,8 +337,8 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
 ) -> None:
     """By itself ours would want another one than vLLM's, and the start would end."""
     monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
-    monkeypatch.setattr(module, "_backend", lambda _: "FLASH_ATTN")
     config = recorded.vllm_config()
+    config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
     config.kv_transfer_config = example("multi-prefill.json")
     ours_by_itself = config.kv_transfer_config.kv_connector_extra_config["connectors"][0]
     ours_by_itself["kv_connector_extra_config"] |= {"host": "127.0.0.1", "port": 0}  # of here
