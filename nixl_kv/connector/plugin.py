@@ -68,7 +68,7 @@ def check_address(config: Config, vllm_config: Any, *, is_prefill: bool) -> None
             _bind(config.host, 0 if may_move(config, is_prefill=is_prefill) else port)
         except OSError as error:  # noqa: PERF203 - the port may become free
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
-                raise cannot_listen(config, port, error) from error
+                raise _cannot_listen(config, port, error) from error
             if not is_logged:
                 logger.warning("port %d is in use; waiting for up to %g s", port, PORT_WAIT_S)
             is_logged = True
@@ -77,7 +77,7 @@ def check_address(config: Config, vllm_config: Any, *, is_prefill: bool) -> None
             return
 
 
-def cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
+def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(
             f"{config.host_name} is {config.host!r}, which is not an address of this machine; "

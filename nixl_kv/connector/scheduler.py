@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from nixl_kv.config import needless
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import RequestBlocks
-from nixl_kv.connector.plugin import cannot_listen, may_move, port_of
+from nixl_kv.connector.plugin import may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
 from nixl_kv.connector.trust import Trust
@@ -41,14 +41,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.errors import (
-    ConfigError,
-    LimitedLog,
-    RemoteProtocolError,
-    TransportError,
-    get_logger,
-    printable,
-)
+from nixl_kv.errors import ConfigError, LimitedLog, RemoteProtocolError, TransportError, get_logger
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
@@ -77,9 +70,6 @@ OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
 
 # Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier).
 FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
-
-# The log cuts a client's value after this many characters.
-SHOWN: Final = 64
 
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
@@ -272,8 +262,7 @@ class Scheduler:
 
     def _listen(self) -> DirectoryServer:
         """Bind the port that tickets name. On a pure decode engine, only tools need it."""
-        port = port_of(self._config, self._vllm_config)
-        control = self._trust.control()
+        port, control = port_of(self._config, self._vllm_config), self._trust.control()
         listen = partial(
             DirectoryServer,
             control,
@@ -284,19 +273,17 @@ class Scheduler:
         )
         try:
             return listen(port)
-        except TransportError as error:
-            if may_move(self._config, is_prefill=self._is_prefill):
-                directory = listen(0)
-                logger.warning(
-                    "port %d (the default) is in use: serving this engine's description on port %d",
-                    port,
-                    directory.port,
-                )
-                return directory
-            control.close()
-            if isinstance(error.__cause__, OSError):
-                raise cannot_listen(self._config, port, error.__cause__) from error
-            raise
+        except TransportError:
+            if not may_move(self._config, is_prefill=self._is_prefill):
+                control.close()
+                raise
+        directory = listen(0)
+        logger.warning(
+            "port %d (the default) is in use: serving this engine's description on port %d",
+            port,
+            directory.port,
+        )
+        return directory
 
     def _follow_label(self) -> None:
         """Reset if a tool has set another label of the weights (`nixl-kv set-weights`).
@@ -312,6 +299,7 @@ class Scheduler:
 
     def _dispatch(self, request: Request) -> None:
         params = request.kv_transfer_params
+        fields: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
         if params is None:
             if not self._is_prefill:  # such an engine should get no request without a ticket
                 self.stats.count("tickets_missing")
@@ -319,11 +307,11 @@ class Scheduler:
                     "request %s is computed here: its kv_transfer_params have no ticket",
                     request.request_id,
                 )
-        elif _is_foreign(params):
+        elif _is_foreign(fields):
             logger.debug(
                 "request %s: its kv_transfer_params are for another connector", request.request_id
             )
-        elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:
+        elif fields.get("do_remote_decode") is True:
             if not self._is_prefill:
                 raise RemoteProtocolError(
                     "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
@@ -333,10 +321,9 @@ class Scheduler:
             raise RemoteProtocolError(
                 "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
             )
-        elif _is_in_tree(params):
+        elif _is_in_tree(fields):
             self.stats.count("tickets_refused")
-            names = "remote_engine_id", "remote_host"
-            engine, host = (_shown(params.get(name)) for name in names)
+            engine, host = fields.get("remote_engine_id"), fields.get("remote_host")
             self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, engine, host)
         else:
             self._decode.on_new_request(
@@ -368,27 +355,17 @@ class Scheduler:
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
 
 
-def _is_foreign(params: object) -> bool:
+def _is_foreign(fields: Mapping[str, Any]) -> bool:
     """Whether `kv_transfer_params` concern only another connector of a MultiConnector.
 
     Every router, even one that drops fields, leaves at least one field of ours or of vLLM's.
     """
-    return (
-        isinstance(params, Mapping)
-        and bool(params)
-        and not any(str(name).startswith(OUR_PREFIXES) for name in params.keys() - FOREIGN_FIELDS)
-    )
+    candidates = fields.keys() - FOREIGN_FIELDS
+    return bool(fields) and not any(str(name).startswith(OUR_PREFIXES) for name in candidates)
 
 
-def _is_in_tree(params: object) -> bool:
+def _is_in_tree(fields: Mapping[str, Any]) -> bool:
     """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`."""
-    if not isinstance(params, Mapping) or FIELD in params:
-        return False
-    # A ticket of ours has this field too but names no block. A router may have dropped its string.
-    blocks = params.get("remote_block_ids")
-    return isinstance(blocks, list) and any(blocks)
-
-
-def _shown(value: object) -> str:
-    """Make a client's value safe for the log."""
-    return printable(value, SHOWN) if isinstance(value, str) else f"of type {type(value).__name__}"
+    # A ticket of ours has these blocks too, but names none. A router may have dropped its string.
+    blocks = fields.get("remote_block_ids")
+    return FIELD not in fields and isinstance(blocks, list) and any(blocks)
