@@ -25,7 +25,6 @@ from nixl_kv.connector.paging import RequestBlocks
 from nixl_kv.connector.plugin import may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.trust import Trust
 from nixl_kv.connector.vllm_config import (
     computed_on_decode,
     draft_facts,
@@ -41,6 +40,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LimitedLog, RemoteProtocolError, TransportError, get_logger
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events

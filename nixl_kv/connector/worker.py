@@ -29,7 +29,6 @@ from nixl_kv import addresses
 from nixl_kv.config import MAX_PORT, Config
 from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.trust import Trust
 from nixl_kv.connector.vllm_config import (
     check_supported,
     draft_facts,
@@ -41,6 +40,7 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.ids import Nonce, Rank, RequestId
