@@ -60,24 +60,14 @@ class DecodeScheduler:
 
     def __init__(
         self,
-        pagings: Sequence[Paging],
-        check: Callable[[object], SealedTicket],
+        pagings: Sequence[Paging],  # one for each transferred cache group
+        check: Callable[[object], SealedTicket],  # see `Trust.check`
         *,
-        computed: int = 1,
-        verify: float = 0.0,
+        computed: int = 1,  # how many of a prompt's last tokens this engine computes, at least
+        verify: float = 0.0,  # the share of loads to verify, 0 to 1
         clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = random.random,  # for that share
     ) -> None:
-        """A scheduler without loads.
-
-        Args:
-            pagings: one for each transferred cache group.
-            check: finds the ticket in `kv_transfer_params`, see `Trust.check`.
-            computed: how many of a prompt's last tokens this engine computes itself, at least.
-            verify: the share of loads to verify, 0 to 1.
-            clock: monotonic seconds.
-            draw: a random number in [0, 1), for that share.
-        """
         self.weights = ""  # the label of this engine's weights
         self._pagings = pagings
         self._check_trust = check
@@ -149,10 +139,7 @@ class DecodeScheduler:
     def update_state_after_alloc(
         self, request: RequestId, tables: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
-        """Start the load of `num_tokens`, or release prefill if that is 0.
-
-        `tables` are those of the transferred groups.
-        """
+        """Start the load of `num_tokens`, or release prefill if that is 0."""
         load = self._loads.get(request)
         if load is None or load.is_started:
             return  # only the first allocation of a request counts
@@ -179,10 +166,7 @@ class DecodeScheduler:
     def update_connector_output(
         self, finished_recving: Iterable[RequestId], failed_recving: Iterable[RequestId] = ()
     ) -> set[RequestId]:
-        """All workers have reported these loads as ended; `failed_recving` is the failed part.
-
-        Returns the loads whose good end vLLM must not see, because their KV is from before a reset.
-        """
+        """Returns the loads whose good end vLLM must not see: their KV is from before a reset."""
         ended = self._loads.keys() & finished_recving
         held_back = {
             name for name in ended.difference(failed_recving) if self._loads[name].is_retracted
@@ -199,8 +183,7 @@ class DecodeScheduler:
     def reset_cache(self) -> None:
         """Use no KV from before a cache reset or a change of weights.
 
-        A request whose load has not started is computed here; vLLM expects no report for it. A
-        started load ends as failed, even if the workers have just reported it as good. Prefill
+        A started load ends as failed, even if the workers have just reported it as good. Prefill
         engines that this one knows must reset their caches too; their older tickets are refused.
         """
         self._outdated |= self._epochs
@@ -236,7 +219,7 @@ class DecodeScheduler:
         self._commands.append(events.CancelLoad(request))
 
     def _why_outdated(self, ticket: Ticket) -> str:
-        """Why this prompt's KV may come from other weights; empty if it does not."""
+        """Why this prompt's KV may come from other weights, or ''."""
         if ticket.weights != self.weights:
             return f"weights is {ticket.weights!r}; this engine's weights are {self.weights!r}"
         if ticket.epoch <= self._outdated.get(ticket.incarnation, -1):

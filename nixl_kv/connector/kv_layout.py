@@ -106,9 +106,6 @@ def cache_layout(
     """Describe where this rank's KV lives, from the shapes and strides of its tensors.
 
     `kv_caches` also has names of layers that share another layer's cache; no group names those.
-
-    Raises:
-        ConfigError: for a cache of another shape, or a rank without any.
     """
     groups = [
         (
@@ -140,9 +137,8 @@ def cache_layout(
 def choose_interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Make DCP ranks divide tokens by whole blocks, if the operator and the kernels allow it.
 
-    vLLM's default is one token at a time, so that each token of each layer would be a run of its
-    own. The model runner reads the interleave after it has created the connector. Changes
-    `vllm_config`. Call it in a worker only.
+    With vLLM's default, one token at a time, each token of each layer would be a run of its own.
+    Changes `vllm_config`, which the model runner reads later. Call it in a worker only.
     """
     parallel = vllm_config.parallel_config
     sizes = {
@@ -412,9 +408,6 @@ def state_regions(
 
     `page` is an int8 view of shape [blocks, 1, 1, bytes of all states]. `module` is vLLM's layer,
     for facts that `spec` lacks.
-
-    Raises:
-        ConfigError: if the model does not say how its states are sharded.
     """
     kind, device = spec.mamba_type.name, page.device.type
     offset = 0

@@ -1,9 +1,8 @@
 """Runs before the connector exists: registers its name, and checks its address before the weights.
 
 `register` is the `vllm.general_plugins` entry point, so that `"kv_connector": "NixlKVConnector"`
-alone is enough. vLLM runs it in every process of every start, whether the connector is used or not,
-and an exception would end that start. So a missing or unknown vLLM costs only a log line. If vLLM
-loads no plugins, `nixl_kv.connector` runs it.
+alone is enough. vLLM runs it in every process of every start, used or not, and an exception would
+end that start. If vLLM loads no plugins, `nixl_kv.connector` runs it.
 """
 
 import errno
@@ -22,8 +21,7 @@ logger = get_logger(__name__)
 
 EXECUTORS: Final = "vllm.v1.executor.abstract"
 
-# How long a port may stay in use. The processes of a killed engine end within two seconds, and its
-# successor may start at once.
+# The processes of a killed engine end within two seconds, and its successor may start at once.
 PORT_WAIT_S: Final = 10.0
 PORT_RETRY_S: Final = 0.1
 
@@ -134,7 +132,7 @@ def _is_ours(transfer: Mapping[str, Any]) -> bool:
 
 
 def _bind(host: str, port: int) -> None:
-    """Bind like `LimitedPort`, but without listening, so that two checks do not collide."""
+    """Bind like `LimitedPort`, but do not listen, so that two checks do not collide."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

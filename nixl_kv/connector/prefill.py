@@ -78,24 +78,14 @@ class PrefillScheduler:
     def __init__(
         self,
         blocks: RequestBlocks,
-        offer_share: float,
-        seal: Callable[[Ticket], dict[str, Any]],
+        offer_share: float,  # of the cache's blocks, 0 to 1
+        seal: Callable[[Ticket], dict[str, Any]],  # makes `kv_transfer_params`, with the MAC
         *,
-        writes_late: bool = False,
-        is_decoding: Callable[[], bool] = lambda: False,
+        writes_late: bool = False,  # see `UnwrittenOffers` in `worker.py`
+        is_decoding: Callable[[], bool] = lambda: False,  # whether this engine decodes at present
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller sets `address` before the first request.
-
-        Args:
-            blocks: the cache.
-            offer_share: the share of its blocks that offers may hold, 0 to 1.
-            seal: makes the `kv_transfer_params` of a ticket, with its MAC.
-            writes_late: see `UnwrittenOffers` in `worker.py`.
-            is_decoding: whether this engine decodes too, at present.
-            clock: monotonic seconds.
-        """
-        self.address: Address | None = None
+        self.address: Address | None = None  # set before the first request
         self._blocks = blocks
         self._seal = seal
         self._writes_late = writes_late
@@ -113,7 +103,6 @@ class PrefillScheduler:
 
     @property
     def awaited(self) -> KeysView[RequestId]:
-        """The requests that will be offered when they finish."""
         return self._awaited.keys()
 
     @property
@@ -167,9 +156,8 @@ class PrefillScheduler:
     def request_finished(
         self, request: RequestId, tables: Sequence[Sequence[int]], *, reason: str
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Publish the offer of a finished request; withdraw it if there is a `reason`.
+        """Publish the offer of a finished request; `reason` says why its KV is incomplete.
 
-        `tables` are those of the transferred groups. `reason` says why the KV is incomplete.
         Returns whether vLLM has to keep the blocks, and the response's `kv_transfer_params`.
         """
         offer = self._awaited.pop(request, None)

@@ -1,9 +1,8 @@
 """The connector in vLLM's scheduler process: passes each request to the prefill or decode half.
 
-Methods have the names of the hooks that vLLM calls, see `connector.py`. This file turns vLLM's
-objects into ours; `prefill.py` and `decode.py` decide. It also serves the engine description, to
-which every ticket points. vLLM ends the engine if any hook raises, so no client's input may cause
-an exception beyond `on_new_request`.
+This file turns vLLM's objects into ours; `prefill.py` and `decode.py` decide. It also serves the
+engine description, to which every ticket points. vLLM ends the engine if any hook raises, so no
+client's input may cause an exception beyond `on_new_request`.
 """
 
 import time
@@ -78,7 +77,7 @@ class Scheduler:
     """One engine. vLLM calls every method on the scheduler's thread; none of them waits."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Check the configuration. The engine listens once its workers have registered."""
+        """The engine listens once its workers have registered."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
@@ -196,8 +195,7 @@ class Scheduler:
     def reset_cache(self) -> bool:
         """Neither offer KV from before this call, nor count it as loaded.
 
-        This holds at once, even while the engine is paused: the scheduler decides which loads may
-        start and which are good. The workers revoke offers, and stop reads, in the next step.
+        This holds at once, even while the engine is paused. The workers follow in the next step.
         """
         self._epoch += 1
         if self._prefill.address is not None:
@@ -223,7 +221,7 @@ class Scheduler:
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[tuple[int, int], HandshakeMetadata]
     ) -> None:
-        """Describe the engine. Its workers have registered `metadata`, by (pp, tp) rank."""
+        """Describe the engine from the `metadata` of its workers, by (pp, tp) rank."""
         if not metadata:
             return
         if not all(isinstance(each, HandshakeMetadata) for each in metadata.values()):
@@ -241,7 +239,6 @@ class Scheduler:
             self._directory.stop()
 
     def _publish(self) -> None:
-        """Serve the current description, and name it in tickets."""
         description = describe_engine(
             self._engine_id,
             model_facts(self._vllm_config),

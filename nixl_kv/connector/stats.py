@@ -1,7 +1,7 @@
 """Counters and gauges, and how they reach vLLM's log and Prometheus.
 
-The scheduler and each worker fill a `Stats` in every step. vLLM merges them over ranks and steps
-with `aggregate`. The API server logs `reduce()` and passes the data to `PromMetrics`.
+The scheduler and each worker fill a `Stats` in every step. vLLM merges them with `aggregate`. The
+API server logs `reduce()` and passes the data to `PromMetrics`.
 """
 
 import itertools
@@ -107,12 +107,10 @@ _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 
 @dataclass
 class Stats(KVConnectorStats):
-    """The counts of one step, in `data`: vLLM sends that field between processes.
+    """The counts of one step. A gauge is sent only when it changes."""
 
-    It has a number per counter and per engine's gauge, `{rank: value}` per rank's gauge, and a list
-    of transfer times in seconds. A gauge is sent only when it changes.
-    """
-
+    # vLLM sends it between processes: a number per counter and per engine's gauge, `{rank: value}`
+    # per rank's gauge, and a list of seconds.
     data: dict[str, Any] = field(default_factory=dict)
     rank: int = 0  # the worker's
     _descriptors_at: float = -math.inf
@@ -196,7 +194,6 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of vLLM's log line: all counts, and the gauges that have changed since."""
         numbers: dict[str, int | float] = {}
         for name, value in self.data.items():
             if name in RANK_GAUGES:
@@ -217,7 +214,6 @@ class PromMetrics(KVConnectorPromMetrics):
     """`vllm:nixl_kv_<counter>_total`, `vllm:nixl_kv_<gauge>`, and a histogram of seconds."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """The arguments are vLLM's."""
         super().__init__(vllm_config, *args, **kwargs)
         # With several API servers, each gets the stats of some steps.
         latest = partial(self._gauge_cls, multiprocess_mode="mostrecent")

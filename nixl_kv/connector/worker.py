@@ -1,7 +1,6 @@
 """The connector in a vLLM worker: hands commands to the rank's transfer engine, and results back.
 
-Methods have the names of the hooks that vLLM calls, see `connector.py`. vLLM's step thread only
-swaps commands and results with the transfer thread, which does the work (`engine/loop.py`).
+vLLM's step thread only swaps commands and results with the transfer thread (`engine/loop.py`).
 """
 
 import contextlib
@@ -78,9 +77,9 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, with a step's output: new incarnations of ranks."""
+    """Workers to scheduler, with a step's output."""
 
-    rank_descriptions: Mapping[int, bytes]  # by rank, as in HandshakeMetadata
+    rank_descriptions: Mapping[int, bytes]  # of new incarnations, by rank
 
     def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
         return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
@@ -130,7 +129,7 @@ class Worker:
         self.stats = Stats(rank=parallel.rank)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the cache and start the transfer engine, as a new incarnation of the rank."""
+        """Register the cache and start the transfer engine. The rank has a new incarnation."""
         self.unregister_kv_caches()
         self._kv_caches = kv_caches
         self._stale_tails = StaleTails(self._kv_cache_config, kv_caches)
@@ -149,7 +148,6 @@ class Worker:
         )
 
     def restore_kv_caches(self) -> None:
-        """Register the same cache, at the same addresses, as a new incarnation."""
         if self._kv_caches is None:
             raise LocalProtocolError("restore_kv_caches was called before register_kv_caches")
         self.register_kv_caches(self._kv_caches)
@@ -203,7 +201,6 @@ class Worker:
                 self.stats.count("offers")
 
     def wait_for_save(self) -> None:
-        """The step's forwards, including a draft model's, are on the GPU's stream."""
         self._unwritten.wait_for_save()
         if self._engine is not None:
             self._engine.submit(self._unwritten.pop_written())
@@ -264,9 +261,8 @@ class Worker:
 class UnwrittenOffers:
     """Offers whose last KV may still be on its way to memory when their ticket leaves.
 
-    With speculative decoding, the model runner copies a step's output to the host before the draft
-    model runs. The draft model then writes the KV of its own layers. So prefill may grant such an
-    offer only after an event that this class records on the GPU's stream, after the draft model.
+    With speculative decoding, a step's output leaves before the draft model writes the KV of its
+    own layers. So prefill grants such an offer only after an event on the GPU's stream behind it.
     """
 
     # vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
@@ -359,11 +355,7 @@ class StaleTails:
 
 
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
-    """Describe this worker's transfer engine. Call it in a worker only.
-
-    Raises:
-        ConfigError: if the key is malformed, or peers could not reach this rank.
-    """
+    """Describe this worker's transfer engine. Call it in a worker only."""
     # Imported here because only a worker with a cache needs NIXL.
     from nixl_kv.transport.nixl import nixl_checker, nixl_transport  # noqa: PLC0415
 
@@ -398,8 +390,8 @@ def rank_host(host: str, parallel: ParallelConfig) -> str:
         )
     if addresses.is_local(host):
         return host
-    # The ranks of one engine may run on several machines, and all may have been given the `host` of
-    # one of them. The others use their own address on the route to that machine.
+    # All ranks may have been given the `host` of one of the engine's machines. On the others they
+    # use their own address on the route to it.
     try:
         return addresses.towards(host)
     except OSError as error:
