@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from nixl_kv.connector.paging import Pins, RequestBlocks, distinct_ids
 from nixl_kv.errors import get_logger
-from nixl_kv.geometry.layout import Table
+from nixl_kv.geometry.layout import BlockIds, Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket
@@ -170,7 +170,9 @@ class PrefillScheduler:
             self._release(offer)
             return False, None
         self._commands.append(events.PublishOffer(offer.nonce, request))
-        self._publish(offer, tables)
+        self._expect(offer, 0)
+        self._hold(offer, distinct_ids(tables))
+        del offer.make_context  # it holds the prompt: embeddings may be hundreds of megabytes
         ticket = Ticket(
             **asdict(self.address),
             nonce=offer.nonce,
@@ -238,10 +240,8 @@ class PrefillScheduler:
             self._commands.append(events.WithdrawOffer(offer.nonce))
             offer.nonce = _NO_NONCE
 
-    def _publish(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> None:
-        self._expect(offer, 0)
-        del offer.make_context  # it holds the prompt: embeddings may be hundreds of megabytes
-        offer.held = distinct_ids(tables).astype(np.intp)  # numpy converts other types at each use
+    def _hold(self, offer: _Offer, blocks: BlockIds) -> None:
+        offer.held = blocks.astype(np.intp)  # numpy converts other types at each use
         self._offers[offer.request] = offer
         self._held.add(offer.held)
         self._revocable[offer.nonce] = offer

@@ -52,9 +52,7 @@ HIT_SOURCE: Final = None if CacheHitSource is None else CacheHitSource.P2P
 
 def has_sleep_hooks() -> bool:
     """Whether vLLM reports when the memory of the cache goes away, and when it is back (0.33)."""
-    return all(
-        hasattr(KVConnectorBase_V1, hook) for hook in ("unregister_kv_caches", "restore_kv_caches")
-    )
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 # --- engines that the connector cannot serve
@@ -282,8 +280,8 @@ def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
     module = vllm_config.compilation_config.static_forward_context.get(layer)
     names = layer.split(".")
     number = next((int(name) for name in names if name.isdecimal()), 0)
-    # vLLM's older model runner does not mark draft layers. Their numbers continue those of the
-    # model, or their dotted names contain one of two words.
+    # vLLM's V1 model runner does not mark draft layers. Their numbers continue those of the model,
+    # or their dotted names contain one of two words.
     is_draft = (
         getattr(module, "is_draft_layer", False)
         or number >= vllm_config.model_config.model_arch_config.total_num_hidden_layers
@@ -396,7 +394,7 @@ def is_copy(vllm_config: VllmConfig) -> bool:
 
 
 def computed_on_decode(vllm_config: VllmConfig) -> int:
-    """The minimum number of a prompt's last tokens that decode computes: one, for its logits."""
+    """How many of a prompt's last tokens decode computes, at least: one, for its logits."""
     # Each module of a draft model looks one token further ahead than the module before. With
     # several modules, prefill has filled their last slots from tokens that were never verified.
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
@@ -404,8 +402,8 @@ def computed_on_decode(vllm_config: VllmConfig) -> int:
 
 def worker_rank(vllm_config: VllmConfig) -> Rank:
     """This worker's rank: PP stage * TP size + TP rank. Call it in a worker only."""
-    stage, place = get_pp_group().rank_in_group, get_tp_group().rank_in_group
-    return Rank(stage * parallel_shape(vllm_config).tp + place)
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    return Rank(get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group)
 
 
 # --- requests and steps
