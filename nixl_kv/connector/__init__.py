@@ -1,7 +1,6 @@
-"""Adapts vLLM to the transfer engine: vLLM calls the hooks here, under vLLM's own names.
+"""Adapts vLLM to the transfer engine.
 
-vLLM's plugin hook imports this package in every process, so it imports nothing itself. The class is
-resolved on first use.
+vLLM's plugin hook imports this package in every process, so the connector is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ __all__ = ["NixlConnector", "NixlKVConnector", "NixlPullConnector", "NixlPushCon
 
 
 def __getattr__(name: str) -> Any:
-    """Import the connector when vLLM's factory asks for it."""
     # vLLM and platforms recognise a NIXL connector by the names of vLLM's own ones.
     if name in __all__:
         from vllm.v1.executor import abstract as _  # noqa: F401, PLC0415 - `register` wraps it

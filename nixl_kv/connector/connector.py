@@ -2,12 +2,11 @@
 
 vLLM creates one instance in the scheduler's process and one in each worker, and calls only the
 hooks of that role. Each hook delegates to the method of the same name in `scheduler.py` or
-`worker.py`. The comments here say when vLLM calls a hook, if the name does not.
+`worker.py`. Comments say when vLLM calls a hook, if the name does not.
 
 For a request with a ticket, vLLM calls on_new_request, get_num_new_matched_tokens,
-update_state_after_alloc and build_connector_meta in the scheduler. Each worker then gets
-bind_connector_metadata and get_transfer_results. At last the scheduler gets update_connector_output
-and, when the request ends, request_finished_all_groups.
+update_state_after_alloc and build_connector_meta in the scheduler, then bind_connector_metadata and
+get_transfer_results in each worker, then update_connector_output in the scheduler.
 """
 
 import logging
@@ -29,12 +28,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from nixl_kv.connector.metadata import StepMetadata, WorkerMetadata
 from nixl_kv.connector.plugin import check_address
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.stats import PromMetrics, Stats
 from nixl_kv.connector.vllm_config import HIT_SOURCE, has_sleep_hooks, parse_config, required_layout
-from nixl_kv.connector.worker import Worker
+from nixl_kv.connector.worker import StepMetadata, Worker, WorkerMetadata
 
 
 class NixlKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -47,11 +45,7 @@ class NixlKVConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Opens nothing yet.
-
-        Raises:
-            ConfigError: for a configuration, or an engine, that the connector cannot serve.
-        """
+        """Opens nothing yet. A ConfigError names what the connector cannot serve."""
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         self._half: Scheduler | Worker
@@ -76,8 +70,8 @@ class NixlKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> Stats | None:
         return self._half.get_kv_connector_stats()
 
+    # At the end of the process. vLLM may never call it.
     def shutdown(self) -> None:
-        """At the end of the process. vLLM may never call it."""
         self._half.shutdown()
 
     # --- without an instance
@@ -88,7 +82,6 @@ class NixlKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The physical order to ask for; vLLM warns and continues if a backend cannot have it."""
         # vLLM asks in the scheduler's process, before it profiles memory and captures graphs. This
         # is the last good moment to check the address, if `check_before_weights` could not.
         is_prefill = vllm_config.kv_transfer_config.is_kv_producer
@@ -97,7 +90,6 @@ class NixlKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """In the API server's process: rebuild a step's counts from their wire form."""
         return Stats(data=data or {})
 
     @classmethod

@@ -6,9 +6,7 @@ or releases prefill if the local cache has everything.
 
 vLLM must get exactly one report of each started load. A load whose KV is from before a cache reset
 must never count as good. So `update_connector_output` holds such a report back, and the workers
-report the load again, as failed.
-
-No vLLM here, so that the simulator and the tests can run it alone.
+report the load again, as failed. No vLLM here: the simulator runs this file alone.
 """
 
 import random
@@ -49,11 +47,12 @@ class Prompt:
 
 @dataclass
 class _Load:
-    """A request with a valid ticket, until vLLM has finished it."""
+    """A request with a valid ticket, until its load has ended or vLLM has finished it."""
 
     num_tokens: int  # the upper bound of tokens to load
     local: int = 0  # tokens in vLLM's own prefix cache, as of its last question
     is_started: bool = False
+    is_retracted: bool = False  # must not end well
 
 
 class DecodeScheduler:
@@ -61,24 +60,14 @@ class DecodeScheduler:
 
     def __init__(
         self,
-        pagings: Sequence[Paging],
-        check: Callable[[object], SealedTicket],
+        pagings: Sequence[Paging],  # one for each transferred cache group
+        check: Callable[[object], SealedTicket],  # see `Trust.check`
         *,
-        computed: int = 1,
-        verify: float = 0.0,
+        computed: int = 1,  # how many of a prompt's last tokens this engine computes, at least
+        verify: float = 0.0,  # the share of loads to verify, 0 to 1
         clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = random.random,  # for that share
     ) -> None:
-        """A scheduler without loads.
-
-        Args:
-            pagings: one for each transferred cache group.
-            check: finds the ticket in `kv_transfer_params`, see `Trust.check`.
-            computed: how many of a prompt's last tokens this engine computes itself, at least.
-            verify: the share of loads to verify, 0 to 1.
-            clock: monotonic seconds.
-            draw: a random number in [0, 1), for that share.
-        """
         self.weights = ""  # the label of this engine's weights
         self._pagings = pagings
         self._check_trust = check
@@ -87,8 +76,6 @@ class DecodeScheduler:
         self._clock = clock
         self._draw = draw
         self._loads: dict[RequestId, _Load] = {}
-        self._open: set[RequestId] = set()  # the loads that have not ended
-        self._retracted: set[RequestId] = set()  # the open loads that must not end well
         self._held_back: list[RequestId] = []  # the workers report these as failed in the next step
         self._used: OrderedDict[Nonce, float] = OrderedDict()  # when each was used, oldest first
         self._epochs: dict[Incarnation, int] = {}  # the latest of each engine since the last reset
@@ -102,7 +89,7 @@ class DecodeScheduler:
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._loads)
 
     def on_new_request(self, prompt: Prompt, params: object, *, is_rejected: bool = False) -> None:
         """Ask prefill for the blocks of a new request, so that it holds them from now on.
@@ -113,16 +100,14 @@ class DecodeScheduler:
         sealed = self._check_trust(params)  # before anything connects to the ticket's host
         ticket = sealed.open()
         prepare = events.PrepareLoad(prompt.request, ticket, new_claim())
-        if is_rejected:
-            # vLLM's frontend has rejected the request, so its prompt is a placeholder. Release the
-            # offer, unless the client hung up after the request had arrived here: its own load
-            # already uses the nonce.
-            if ticket.nonce not in self._used:
-                self._commands += [prepare, events.CancelLoad(prompt.request)]
-            return
         self._forget_used()
         if ticket.nonce in self._used:
+            if is_rejected:  # the client hung up after the request had arrived
+                return
             raise RemoteProtocolError("kv_transfer_params: nonce was used before")
+        if is_rejected:  # by vLLM's frontend, so the prompt is a placeholder
+            self._give_back(prepare)
+            return
         if ticket.num_tokens > prompt.num_tokens:
             raise RemoteProtocolError(
                 f"kv_transfer_params: num_tokens is {ticket.num_tokens}; "
@@ -130,8 +115,7 @@ class DecodeScheduler:
             )
         if prompt.context(ticket.nonce) != ticket.context:
             raise RemoteProtocolError("kv_transfer_params: context is another prompt's")
-        outdated = self._why_outdated(ticket)
-        if outdated:
+        if outdated := self._why_outdated(ticket):
             self._give_back(prepare)
             raise RemoteProtocolError(f"kv_transfer_params: {outdated}")
         latest = self._epochs.pop(ticket.incarnation, 0)
@@ -141,7 +125,6 @@ class DecodeScheduler:
         self._used[ticket.nonce] = self._clock()
         num_tokens = min(ticket.num_tokens, prompt.num_tokens - self._computed)
         self._loads[prompt.request] = _Load(num_tokens)
-        self._open.add(prompt.request)
         self._commands.append(prepare)
 
     def get_num_new_matched_tokens(self, request: RequestId, local: int) -> tuple[int, bool]:
@@ -156,10 +139,7 @@ class DecodeScheduler:
     def update_state_after_alloc(
         self, request: RequestId, tables: Sequence[Sequence[int]], num_tokens: int
     ) -> None:
-        """Start the load of `num_tokens`, or release prefill if that is 0.
-
-        `tables` are those of the transferred groups.
-        """
+        """Start the load of `num_tokens`, or release prefill if that is 0."""
         load = self._loads.get(request)
         if load is None or load.is_started:
             return  # only the first allocation of a request counts
@@ -186,15 +166,14 @@ class DecodeScheduler:
     def update_connector_output(
         self, finished_recving: Iterable[RequestId], failed_recving: Iterable[RequestId] = ()
     ) -> set[RequestId]:
-        """All workers have reported these loads as ended; `failed_recving` is the failed part.
-
-        Returns the loads whose good end vLLM must not see, because their KV is from before a reset.
-        """
-        ended = set(finished_recving)
-        held_back = (ended & self._retracted).difference(failed_recving)
+        """Returns the loads whose good end vLLM must not see: their KV is from before a reset."""
+        ended = self._loads.keys() & finished_recving
+        held_back = {
+            name for name in ended.difference(failed_recving) if self._loads[name].is_retracted
+        }
+        for request in ended - held_back:
+            del self._loads[request]
         self._held_back += held_back
-        self._retracted -= ended
-        self._open -= ended - held_back
         return held_back
 
     def pop_held_back(self) -> list[RequestId]:
@@ -204,8 +183,7 @@ class DecodeScheduler:
     def reset_cache(self) -> None:
         """Use no KV from before a cache reset or a change of weights.
 
-        A request whose load has not started is computed here; vLLM expects no report for it. A
-        started load ends as failed, even if the workers have just reported it as good. Prefill
+        A started load ends as failed, even if the workers have just reported it as good. Prefill
         engines that this one knows must reset their caches too; their older tickets are refused.
         """
         self._outdated |= self._epochs
@@ -213,11 +191,11 @@ class DecodeScheduler:
         while len(self._outdated) > MAX_ENGINES:
             del self._outdated[next(iter(self._outdated))]
         for request, load in list(self._loads.items()):
-            if not load.is_started:
-                self._release(request)
-            elif request in self._open:
-                self._retracted.add(request)
+            if load.is_started:
+                load.is_retracted = True
                 self._commands.append(events.CancelLoad(request))
+            else:
+                self._release(request)
 
     def accept_outdated(self) -> None:
         """Accept tickets from before the reset: the engine woke up with the same weights."""
@@ -232,20 +210,16 @@ class DecodeScheduler:
         return commands
 
     def _give_back(self, prepare: events.PrepareLoad) -> None:
-        """Release an offer that this engine will not read, once, so that its blocks come free."""
-        self._forget_used()
-        nonce = prepare.ticket.nonce
-        if nonce not in self._used:
-            self._used[nonce] = self._clock()
-            self._commands += [prepare, events.CancelLoad(prepare.request)]
+        """Release an offer that this engine will not read, so that its blocks come free."""
+        self._used[prepare.ticket.nonce] = self._clock()
+        self._commands += [prepare, events.CancelLoad(prepare.request)]
 
     def _release(self, request: RequestId) -> None:
         del self._loads[request]
-        self._open.discard(request)
-        self._commands.append(events.CancelLoad(request))  # does nothing if the load has ended
+        self._commands.append(events.CancelLoad(request))
 
     def _why_outdated(self, ticket: Ticket) -> str:
-        """Why this prompt's KV may come from other weights; empty if it does not."""
+        """Why this prompt's KV may come from other weights, or ''."""
         if ticket.weights != self.weights:
             return f"weights is {ticket.weights!r}; this engine's weights are {self.weights!r}"
         if ticket.epoch <= self._outdated.get(ticket.incarnation, -1):

@@ -3,16 +3,25 @@
 Every attention backend gets a view [blocks, heads, tokens, content] of each layer, but some store
 other bytes in it than the axes suggest. The known backends are listed here, as data. Engines
 exchange whole blocks of an unknown backend, and only if they are sharded alike.
+
+A page of recurrent state contains the convolution state, if any, and then the temporal state. The
+convolution state has a row for each of the last tokens. A row has the channels of several
+projections, and vLLM shards each projection separately over the TP ranks. So each projection is a
+region of its own. Its "heads" are the units of sharding: heads of the model, groups of heads, or
+runs of channels. A block is one token, and the region has one part for each row. In vLLM's DS
+layout, which keeps the rows of a channel together, a part has one piece for each channel.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -22,12 +31,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
-from nixl_kv.connector.state_layout import Place, state_regions
 from nixl_kv.connector.vllm_config import (
     draft_model_of,
     dtype_name,
     holds_state,
     layer_spec,
+    mappings,
     num_stripes,
     stripe,
     window,
@@ -42,38 +51,36 @@ logger = get_logger(__name__)
 AXES: Final = "BHNC"
 
 # Backends whose bytes follow the axes of the view.
-PLAIN: Final = frozenset(
-    (
-        "FLASH_ATTN",
-        "FLASH_ATTN_DIFFKV",
-        "FLASHINFER",
-        "FLEX_ATTENTION",
-        "TRITON_ATTN",
-        "TRITON_ATTN_DIFFKV",
-    )
-)
+PLAIN: Final = {
+    "FLASH_ATTN",
+    "FLASH_ATTN_DIFFKV",
+    "FLASHINFER",
+    "FLEX_ATTENTION",
+    "TRITON_ATTN",
+    "TRITON_ATTN_DIFFKV",
+}
 
 # Types of latent caches that keep a token in one piece. Quantised ones may store scales apart.
-WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
+WIDE: Final = {torch.float32, torch.bfloat16, torch.float16}
 
 # Quantised caches that keep a token of a head, and its own scales, in one piece: for each backend,
 # the values of --kv-cache-dtype as the layer resolves them.
-_PER_TENSOR: Final = frozenset(("fp8", "fp8_e4m3"))
-IN_ONE_PIECE: Final[Mapping[str, frozenset[str]]] = {
+_PER_TENSOR: Final = {"fp8", "fp8_e4m3"}
+IN_ONE_PIECE: Final = {
     "CUTLASS_MLA": _PER_TENSOR,
     "FLASHINFER_MLA": _PER_TENSOR,
     "FLASHMLA": _PER_TENSOR,
-    "FLASHMLA_SPARSE": frozenset(("fp8_ds_mla", "nvfp4_ds_mla")),
+    "FLASHMLA_SPARSE": {"fp8_ds_mla", "nvfp4_ds_mla"},
     "TOKENSPEED_MLA": _PER_TENSOR,
-    "TRITON_ATTN": frozenset(("fp8_per_token_head", "int4_per_token_head", "int8_per_token_head")),
+    "TRITON_ATTN": {"fp8_per_token_head", "int4_per_token_head", "int8_per_token_head"},
     "TRITON_MLA": _PER_TENSOR,
 }
 
 # Backends whose kernels need a DCP interleave of one token.
-ONE_BY_ONE: Final = frozenset(("FLASHINFER_MLA",))
+ONE_BY_ONE: Final = {"FLASHINFER_MLA"}
 
 # The instruction sets for which CPU_ATTN stores a head's block as K [D, N], then V [N, D].
-TRANSPOSED_K: Final = frozenset(("vec", "vec16"))
+TRANSPOSED_K: Final = {"vec", "vec16"}
 
 # vLLM's type names: the stored type, and the one on platforms whose FP8 has no negative zero.
 _E4M3: Final = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -87,6 +94,11 @@ FP8: Final = {
 # Keys of model configurations that give the number of KV heads of some or all layers.
 HEAD_COUNT: Final = re.compile(r"(key_value|kv)_heads$|^n_head_kv$|^num_attention_groups$")
 
+# Channels per unit where vLLM may shard at any channel. Smaller if 64 ranks (RANKS) could not each
+# have whole units.
+CHANNELS: Final = 128
+RANKS: Final = 64
+
 
 def cache_layout(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
@@ -94,37 +106,39 @@ def cache_layout(
     """Describe where this rank's KV lives, from the shapes and strides of its tensors.
 
     `kv_caches` also has names of layers that share another layer's cache; no group names those.
-
-    Raises:
-        ConfigError: for a cache of another shape, or a rank without any.
     """
-    groups: list[tuple[Any, dict[str, torch.Tensor]]] = [
-        (group.kv_cache_spec, {n: kv_caches[n] for n in group.layer_names if n in kv_caches})
+    groups = [
+        (
+            group.kv_cache_spec,
+            [
+                Layer(vllm_config, name, group.kv_cache_spec, kv_caches[name])
+                for name in group.layer_names
+                if name in kv_caches
+            ],
+        )
         for group in kv_cache_config.transfer_groups
     ]
-    tensors = [tensor for _, caches in groups for tensor in caches.values()]
+    tensors = [layer.tensor for _, layers in groups for layer in layers]
     if not tensors:
         raise ConfigError("this rank has no layer with a KV cache; allowed: one or more")
     memory: Memory = "DRAM" if tensors[0].device.type == "cpu" else "VRAM"
-    layers = _Layers(vllm_config)
     # Usually all layers are views of one storage.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return CacheLayout(
         groups=tuple(
-            _group(spec, caches, layers, kv_cache_config.num_blocks) for spec, caches in groups
+            _group(vllm_config, spec, layers, kv_cache_config.num_blocks) for spec, layers in groups
         ),
         memory=memory,
         device=tensors[0].device.index or 0,
-        spans=tuple(Span(address, length) for address, length in storages.items()),
+        spans=tuple(itertools.starmap(Span, storages.items())),
     )
 
 
 def choose_interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Make DCP ranks divide tokens by whole blocks, if the operator and the kernels allow it.
 
-    vLLM's default is one token at a time, so that each token of each layer would be a run of its
-    own. The model runner reads the interleave after it has created the connector. Changes
-    `vllm_config`. Call it in a worker only.
+    With vLLM's default, one token at a time, each token of each layer would be a run of its own.
+    Changes `vllm_config`, which the model runner reads later. Call it in a worker only.
     """
     parallel = vllm_config.parallel_config
     sizes = {
@@ -147,194 +161,191 @@ def choose_interleave(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def _group(
-    spec: Any, caches: Mapping[str, torch.Tensor], layers: "_Layers", num_entries: int
+    vllm_config: VllmConfig, spec: Any, layers: Sequence["Layer"], num_entries: int
 ) -> Group:
-    sizes = {(tensor.shape[0], tensor.shape[2]) for tensor in caches.values()}
+    sizes = {(layer.tensor.shape[0], layer.tensor.shape[2]) for layer in layers}
     if len(sizes) > 1:
         raise ConfigError(f"layers of one cache group have (blocks, tokens) {sorted(sizes)}")
     if not sizes:  # no layer of this group is on this pipeline stage
         sizes = {(num_entries, 1 if holds_state(spec) else spec.block_size)}
     blocks, tokens = sizes.pop()
-    own = stripe(layers.vllm_config, spec)
+    own = stripe(vllm_config, spec)
     if own.count > 1:
-        for name in caches:
-            layers.check_copies(name, layer_spec(spec, name), own.count)
+        for layer in layers:
+            layer.check_copies(own.count)
     return Group(
         block_size=tokens,
         num_blocks=blocks,
         blocks_per_entry=blocks // num_entries,
-        regions=tuple(
-            region
-            for name, tensor in caches.items()
-            for region in layers.regions(name, tensor, layer_spec(spec, name))
-        ),
+        regions=tuple(region for layer in layers for region in layer.regions()),
         window=window(spec),
         stripe=own,
     )
 
 
-class _Layers:
-    """Knows which heads of each layer this rank holds, and the bytes of their cache.
+@dataclass(frozen=True)
+class Place:
+    """A worker's TP rank and the TP size."""
+
+    rank: int
+    size: int
+
+
+class Layer:
+    """One layer's cache on this rank: which heads it holds, and what its bytes mean.
 
     vLLM splits a layer's heads into one shard per TP rank. If there are more ranks than heads,
     neighbouring ranks hold copies of one head.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self.vllm_config = vllm_config
-        self._tp: int = vllm_config.parallel_config.tensor_parallel_size
-        self._place = Place(worker_rank(vllm_config) % self._tp, self._tp)
+    def __init__(self, vllm_config: VllmConfig, name: str, spec: Any, tensor: torch.Tensor) -> None:
+        """`spec` is that of the layer's cache group."""
+        self.name = name
+        self.spec = layer_spec(spec, name)
+        self.tensor = tensor
+        self._vllm_config = vllm_config
+        self._module = vllm_config.compilation_config.static_forward_context.get(name)
+        self.backend = _backend_name(self._module)
+        self._stored = getattr(self._module, "kv_cache_dtype", None)  # vLLM's name of the type
+        tp: int = vllm_config.parallel_config.tensor_parallel_size
+        self._place = Place(worker_rank(vllm_config) % tp, tp)
 
-    def regions(self, layer: str, tensor: torch.Tensor, spec: Any) -> Iterator[Region]:
+    def regions(self) -> Iterator[Region]:
         """One region for a layer's KV, or one for each part of a recurrent layer's state."""
+        tensor = self.tensor
         if tensor.dim() != len(AXES) or tensor.stride(3) != 1:
             raise ConfigError(
-                f"the KV cache of layer {layer!r} has the shape {tuple(tensor.shape)} and the "
+                f"the KV cache of layer {self.name!r} has the shape {tuple(tensor.shape)} and the "
                 f"strides {tensor.stride()}; allowed: [blocks, heads, tokens, content], and a "
                 "stride of 1 for the content"
             )
-        if isinstance(spec, MambaSpec):
-            yield from state_regions(layer, tensor, spec, self._module(layer), self._place)
+        if isinstance(self.spec, MambaSpec):
+            yield from state_regions(self.name, tensor, self.spec, self._module, self._place)
             return
-        opaque_kind = self.opaque_kind(layer, spec, tensor)
-        yield replace(
-            region_of(
-                layer,
-                tensor,
-                spec,
-                first_head=self.first_head(layer, spec, num_heads=tensor.shape[1]),
-                is_transposed=self._is_transposed(layer, spec),
-            ),
+        opaque_kind = self.opaque_kind()
+        yield region_of(
+            self.name,
+            tensor,
+            self.spec,
+            is_transposed=self._is_transposed,
+            first_head=self.first_head,
             opaque=bool(opaque_kind),
-            element=f"{self.element(layer, spec)} {opaque_kind}".rstrip(),
-            scales=self.scales(layer, spec),
+            element=f"{self.element()} {opaque_kind}".rstrip(),
+            scales=self.scales(),
         )
 
     # --- heads
 
-    def first_head(self, layer: str, spec: Any, *, num_heads: int) -> int:
-        """The model-wide index of the first head in a layer's cache, which has `num_heads`."""
-        return self._place.rank * self.num_shards(layer, spec) // self._tp * num_heads
+    @property
+    def first_head(self) -> int:
+        """The model-wide index of the first head in the layer's cache."""
+        place = self._place
+        return place.rank * self.num_shards() // place.size * self.tensor.shape[1]
 
-    def num_shards(self, layer: str, spec: Any) -> int:
-        """How many distinct shards of a layer's heads the TP ranks hold."""
-        if spec.max_tp_shards is not None:
-            return int(min(self._tp, spec.max_tp_shards))
-        if self._tp == 1 or spec.num_kv_heads > 1:
-            return self._tp
+    def num_shards(self) -> int:
+        """How many distinct shards of the layer's heads the TP ranks hold."""
+        tp = self._place.size
+        if self.spec.max_tp_shards is not None:
+            return int(min(tp, self.spec.max_tp_shards))
+        if tp == 1 or self.spec.num_kv_heads > 1:
+            return tp
         # One head per rank: either there are as many heads as ranks, or ranks hold copies.
-        fitting = {count for count in self._head_counts(layer) if self._tp % count == 0}
+        fitting = {count for count in self._head_counts() if tp % count == 0}
         if len(fitting) != 1:
             raise ConfigError(
-                f"layer {layer!r} has one KV head on each of {self._tp} ranks, and the model's "
+                f"layer {self.name!r} has one KV head on each of {tp} ranks, and the model's "
                 f"configuration names {sorted(fitting)} as possible numbers of KV heads; allowed: "
                 "exactly one divisor of the number of ranks"
             )
         return fitting.pop()
 
-    def check_copies(self, layer: str, spec: Any, num_stripes: int) -> None:
+    def check_copies(self, num_stripes: int) -> None:
         """Refuse DCP ranks that would divide the tokens of different heads; vLLM admits them."""
-        copies = self._tp // self.num_shards(layer, spec)
+        copies = self._place.size // self.num_shards()
         if copies % num_stripes:
             raise ConfigError(
                 f"decode_context_parallel_size is {num_stripes}, and {copies} ranks have the same "
-                f"KV heads of layer {layer!r}; allowed: a divisor of {copies}"
+                f"KV heads of layer {self.name!r}; allowed: a divisor of {copies}"
             )
 
-    def _head_counts(self, layer: str) -> Iterator[int]:
+    def _head_counts(self) -> Iterator[int]:
         """All numbers of KV heads that the model's configuration gives for this or any layer."""
-        draft = draft_model_of(self.vllm_config, layer)
-        model = self.vllm_config.model_config if draft is None else draft
+        draft = draft_model_of(self._vllm_config, self.name)
+        model = self._vllm_config.model_config if draft is None else draft
         architecture = model.model_arch_config
         overrides = architecture.per_layer_overrides
         if overrides is not None:  # a draft layer's number is not an index into its overrides
-            numbers = [extract_layer_index(layer)] if draft is None else range(len(overrides))
+            own = [extract_layer_index(self.name)]
+            numbers = own if draft is None else range(len(overrides))
             yield from (architecture[number].total_num_kv_heads for number in numbers)
             return
         yield architecture.total_num_kv_heads
-        configs = [model.hf_text_config.to_dict()]
-        while configs:
-            for key, value in configs.pop().items():
-                if isinstance(value, dict):
-                    configs.append(value)
-                elif HEAD_COUNT.search(str(key)) and isinstance(value, int) and value > 0:
+        for config in mappings(model.hf_text_config.to_dict()):
+            for key, value in config.items():
+                if HEAD_COUNT.search(str(key)) and isinstance(value, int) and value > 0:
                     yield value
 
     # --- bytes
 
-    def _is_transposed(self, layer: str, spec: Any) -> bool:
-        plain = self._backend(layer) == "CPU_ATTN" and not spec.kv_quant_mode
-        return plain and self._isa(spec) in TRANSPOSED_K
+    @property
+    def _is_transposed(self) -> bool:
+        plain = self.backend == "CPU_ATTN" and not self.spec.kv_quant_mode
+        return plain and self._isa() in TRANSPOSED_K
 
-    def opaque_kind(self, layer: str, spec: Any, tensor: torch.Tensor) -> str:
+    def opaque_kind(self) -> str:
         """The kind of block, which two engines must share to exchange blocks whole.
 
         Empty if the bytes are known, so that engines may exchange any part of a block.
         """
-        if self._is_transposed(layer, spec) or self._is_plain(layer, spec):
+        if self._is_transposed or self._is_plain:
             return ""
-        backend = self._backend(layer)
-        kind = f"{backend} {self._isa(spec)}" if backend == "CPU_ATTN" else backend
-        shards = self.num_shards(layer, spec)
+        kind = f"{self.backend} {self._isa()}" if self.backend == "CPU_ATTN" else self.backend
         # The axes of a block, in decreasing order of stride. One head has no stride.
-        strides = tensor.stride()
+        shape, strides = self.tensor.shape, self.tensor.stride()
         axes = sorted(range(1, len(AXES)), key=lambda axis: -strides[axis])
-        order = "".join(AXES[axis] for axis in axes) if tensor.shape[1] > 1 else ""
-        own = stripe(self.vllm_config, spec)
+        order = f" in the order {''.join(AXES[axis] for axis in axes)}" if shape[1] > 1 else ""
+        own = stripe(self._vllm_config, self.spec)
         turns = f", {own.width} of every {own.period} tokens" if own.count > 1 else ""
-        return (
-            f"in {kind} blocks of {tensor.shape[2]} tokens and {shards} shards"
-            f"{order and f' in the order {order}'}{turns}"
-        )
+        return f"in {kind} blocks of {shape[2]} tokens and {self.num_shards()} shards{order}{turns}"
 
-    def _is_plain(self, layer: str, spec: Any) -> bool:
-        """Whether the bytes of a layer follow the axes of its view."""
-        backend, stored = self._backend(layer), self._stored(layer)
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the bytes follow the axes of the view."""
+        spec = self.spec
         if spec.num_head_slots is not None:
             return False
-        if spec.kv_quant_mode and stored in IN_ONE_PIECE.get(backend, ()):
+        if spec.kv_quant_mode and self._stored in IN_ONE_PIECE.get(self.backend, ()):
             return True
         latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        known = spec.dtype in WIDE if latent else backend in PLAIN
+        known = spec.dtype in WIDE if latent else self.backend in PLAIN
         return known and spec.state_content_bytes is None
 
-    def element(self, layer: str, spec: Any) -> str:
+    def element(self) -> str:
         """The stored type, such as 'bfloat16' or 'float8_e4m3fn'."""
-        name = self._stored(layer)
-        if not spec.kv_quant_mode:
-            return dtype_name(spec.dtype)
-        if name is None:
-            return f"{dtype_name(spec.dtype)} {spec.kv_quant_mode.name}"
-        return FP8[name][current_platform.is_fp8_fnuz()] if name in FP8 else name
+        if not self.spec.kv_quant_mode:
+            return dtype_name(self.spec.dtype)
+        if self._stored is None:
+            return f"{dtype_name(self.spec.dtype)} {self.spec.kv_quant_mode.name}"
+        names = FP8.get(self._stored)
+        return names[current_platform.is_fp8_fnuz()] if names else str(self._stored)
 
-    def scales(self, layer: str, spec: Any) -> tuple[str, ...]:
+    def scales(self) -> tuple[str, ...]:
         """The divisors of K and V before quantisation, for all heads or for each."""
-        module = self._module(layer)
         # They are final here: vLLM has loaded the weights before it registers the cache.
-        found = [getattr(module, name, None) for name in ("_k_scale", "_v_scale")]
+        found = [getattr(self._module, name, None) for name in ("_k_scale", "_v_scale")]
         scales = [scale.flatten().tolist() for scale in found if scale is not None]
-        if not spec.kv_quant_mode or len(scales) < len(found):
+        if not self.spec.kv_quant_mode or len(scales) < len(found):
             return ()
         return tuple(f"k {key:.9g}, v {value:.9g}" for key, value in zip(*scales, strict=True))
 
-    def _isa(self, spec: Any) -> str:
+    def _isa(self) -> str:
         """The instruction set that CPU_ATTN uses, which decides the layout of its blocks."""
         from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415 - CPU only
             _get_attn_isa,
         )
 
-        dtype = self.vllm_config.model_config.dtype
-        return str(_get_attn_isa(dtype, spec.block_size, spec.head_size))
-
-    def _module(self, layer: str) -> Any:
-        return self.vllm_config.compilation_config.static_forward_context.get(layer)
-
-    def _stored(self, layer: str) -> str | None:
-        """The cache type of a layer by vLLM's name; None if the layer has none."""
-        return getattr(self._module(layer), "kv_cache_dtype", None)
-
-    def _backend(self, layer: str) -> str:
-        return _backend_name(self._module(layer))
+        dtype = self._vllm_config.model_config.dtype
+        return str(_get_attn_isa(dtype, self.spec.block_size, self.spec.head_size))
 
 
 def _backend_name(module: Any) -> str:
@@ -345,9 +356,9 @@ def _backend_name(module: Any) -> str:
 
 
 def region_of(
-    layer: str, tensor: torch.Tensor, spec: Any, *, first_head: int, is_transposed: bool
+    layer: str, tensor: torch.Tensor, spec: Any, *, is_transposed: bool, **options: Any
 ) -> Region:
-    """Address the bytes of an attention layer's view."""
+    """Address the bytes of an attention layer's view. `options` are further fields."""
     item = tensor.element_size()
     block_stride, head_stride, token_stride = (step * item for step in tensor.stride()[:3])
     if is_transposed:
@@ -371,7 +382,132 @@ def region_of(
         block_stride=block_stride,
         head_stride=head_stride,
         token_stride=token_stride,
-        first_head=first_head,
         num_heads=tensor.shape[1],
         parts=parts,
+        **options,
     )
+
+
+# --- recurrent states
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one projection or state that one rank holds."""
+
+    name: str
+    number: int
+    size: int  # channels of a projection, bytes of a state
+    is_copied: bool = False  # whether all ranks hold the same units
+
+
+def state_regions(
+    layer: str, page: torch.Tensor, spec: MambaSpec, module: Any, place: Place
+) -> Iterator[Region]:
+    """The regions of one recurrent layer on a rank.
+
+    `page` is an int8 view of shape [blocks, 1, 1, bytes of all states]. `module` is vLLM's layer,
+    for facts that `spec` lacks.
+    """
+    kind, device = spec.mamba_type.name, page.device.type
+    offset = 0
+    for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
+        # Kernels of different devices store equal shapes differently.
+        element = f"{dtype_name(dtype)} state of {kind} on {device}"
+        is_convolution = number == 0 and kind != "LINEAR"
+        if is_convolution:
+            cuts = _convolution(spec, module, place, offset)
+        else:
+            cuts = iter([_whole(spec, shape, dtype, place, offset)])
+        for units, stride, rows in cuts:
+            yield Region(
+                layer=f"{layer} {units.name}",
+                base=page.data_ptr(),
+                block_stride=page.stride(0),
+                head_stride=stride,
+                token_stride=page.stride(0),  # unused: a block is one token
+                first_head=0 if units.is_copied else place.rank * units.number,
+                num_heads=units.number,
+                parts=rows,
+                element=element,
+            )
+        offset += math.prod(shape) * dtype.itemsize
+
+
+# The units, the bytes from one unit to the next, and the rows of the first unit.
+_Cut = tuple[Units, int, tuple[Part, ...]]
+
+
+def _whole(spec: MambaSpec, shape: Any, dtype: torch.dtype, place: Place, offset: int) -> _Cut:
+    """A state sharded along its first axis. Each unit is contiguous."""
+    number, size = shape[0], math.prod(shape[1:]) * dtype.itemsize
+    if spec.mamba_type.name == "MAMBA1":  # the axis is channels
+        run = _channels(number, place)
+        number, size = number // run, size * run
+    return Units("state", number, size), size, (Part(offset, size),)
+
+
+def _convolution(spec: MambaSpec, module: Any, place: Place, offset: int) -> Iterator[_Cut]:
+    by_channel = is_conv_state_dim_first()
+    channels, length = spec.shapes[0] if by_channel else reversed(spec.shapes[0])
+    size = spec.dtypes[0].itemsize
+    # Rows beyond the convolution's window are for tokens that speculation may reject. No peer needs
+    # those.
+    num_unused = 0 if spec.mamba_type.name == "MAMBA1" else int(spec.num_speculative_blocks)
+    rows = range(length - num_unused)
+    start = 0
+    for units in _projections(spec, module, place, channels):
+        if by_channel:
+            begin, stride = offset + start * length * size, units.size * length * size
+            parts = [Part(begin + row * size, size, units.size, length * size) for row in rows]
+        else:
+            stride = units.size * size
+            parts = [Part(offset + (row * channels + start) * size, stride) for row in rows]
+        yield units, stride, tuple(parts)
+        start += units.number * units.size
+
+
+def _projections(spec: MambaSpec, module: Any, place: Place, channels: int) -> list[Units]:
+    """The projections of a convolution with `channels` on this rank, in order."""
+    match spec.mamba_type.name:
+        case "GDN_ATTN":
+            heads, value_size, key_size = spec.shapes[1]
+            keys = (channels - heads * value_size) // 2 // key_size
+            return [
+                Units("query", keys, key_size),
+                Units("key", keys, key_size),
+                Units("value", heads, value_size),
+            ]
+        case "MAMBA2":
+            heads, head_size, state_size = spec.shapes[1]
+            groups = (channels - heads * head_size) // 2 // state_size
+            is_copied = _has_copies(module, groups, place)
+            return [
+                Units("x", heads, head_size),
+                Units("B", groups, state_size, is_copied),
+                Units("C", groups, state_size, is_copied),
+            ]
+        case _:
+            is_copied = spec.tp_replicated
+            run = _channels(channels, Place(0, 1) if is_copied else place)
+            return [Units("convolution", channels // run, run, is_copied)]
+
+
+def _has_copies(module: Any, groups: int, place: Place) -> bool:
+    """Whether every rank holds the model's only group, instead of its own share of several."""
+    if groups > 1 or place.size == 1:
+        return False
+    number = getattr(getattr(module, "norm", None), "n_groups", None)
+    if number not in (1, place.size):
+        raise ConfigError(
+            f"a recurrent layer has one group of heads on each of {place.size} ranks, and its "
+            f"model has {number} groups; allowed: 1 or {place.size}"
+        )
+    return bool(number == 1)
+
+
+def _channels(on_rank: int, place: Place) -> int:
+    """Channels per unit, by a rule that gives the same result on all engines of the model."""
+    total = on_rank * place.size
+    run = math.gcd(total // math.gcd(total, RANKS), CHANNELS)
+    return run if on_rank % run == 0 else 1

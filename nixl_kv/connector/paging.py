@@ -1,9 +1,9 @@
 """vLLM's block tables of a request, and the part of them that a transfer names.
 
 On prefill this also pins blocks of sliding windows. vLLM frees a block once no later token attends
-to it. Decode computes the prompt's last token itself, so it attends to one token more than prefill,
-and its blocks may be larger. So the connector holds one more reference to each block of the last
-`window` tokens, until the offer ends or vLLM frees the request.
+to it. Decode computes the prompt's last token itself, so it attends to one token more, and its
+blocks may be larger. So the connector holds a reference to each block of the last `window` tokens,
+until the offer ends or vLLM frees the request.
 """
 
 import struct
@@ -33,7 +33,7 @@ class Paging:
     window: int  # in tokens; 0 for full attention
 
     def wanted(self, num_tokens: int) -> range:
-        """The block table entries that decode may read, for a prompt of `num_tokens`."""
+        """The block table entries that decode may read, of a prompt of `num_tokens`."""
         start = num_tokens - self.window if self.window else 0
         # Decode fills its blocks, which may be larger, from their first token on.
         begin = max(0, start) // WINDOW_EDGE * WINDOW_EDGE
@@ -97,7 +97,6 @@ class RequestBlocks:
         return any(self.manager.get_block_ids(request))
 
     def current(self, request: RequestId) -> list[Sequence[int]]:
-        """The request's block table in each transferred group, as vLLM has it now."""
         tables = self.manager.get_block_ids(request)
         return [tables[paging.group] for paging in self._pagings]
 
@@ -131,7 +130,6 @@ class RequestBlocks:
                     pins[paging.group, entry] = table[entry]
 
     def unpin(self, pins: Pins) -> None:
-        """Drop all references, and empty `pins`."""
         # The last blocks first: vLLM evicts in this order, and a prefix is reused more often.
         self.manager.block_pool.free_blocks(reversed(list(pins.values())))
         pins.clear()
@@ -157,7 +155,7 @@ def table_of(ids: Sequence[int], first: int) -> Table:
 
 
 def distinct_ids(tables: Iterable[Sequence[int]]) -> BlockIds:
-    """The ids of all blocks in a request's tables, each once, without the null block."""
+    """All blocks in a request's tables, each once, without the null block."""
     each = list(map(ids_of, tables))
     ids: BlockIds = np.concatenate(each)
     if len(each) > 1:  # one table has no duplicates

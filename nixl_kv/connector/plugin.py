@@ -1,18 +1,18 @@
 """Runs before the connector exists: registers its name, and checks its address before the weights.
 
 `register` is the `vllm.general_plugins` entry point, so that `"kv_connector": "NixlKVConnector"`
-alone is enough. vLLM runs it in every process of every start, whether the connector is used or not,
-and an exception would end that start. So a missing or unknown vLLM costs only a log line. If vLLM
-loads no plugins, `nixl_kv.connector` runs it.
+alone is enough. vLLM runs it in every process of every start, used or not, and an exception would
+end that start. If vLLM loads no plugins, `nixl_kv.connector` runs it.
 """
 
 import errno
 import functools
+import itertools
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from nixl_kv.config import Config
@@ -22,8 +22,7 @@ logger = get_logger(__name__)
 
 EXECUTORS: Final = "vllm.v1.executor.abstract"
 
-# How long a port may stay in use. The processes of a killed engine end within two seconds, and its
-# successor may start at once.
+# The processes of a killed engine end within two seconds, and its successor may start at once.
 PORT_WAIT_S: Final = 10.0
 PORT_RETRY_S: Final = 0.1
 
@@ -62,22 +61,19 @@ def check_address(config: Config, vllm_config: Any, *, is_prefill: bool) -> None
     """Check that the scheduler will be able to listen; waits up to PORT_WAIT_S for its port."""
     port = port_of(config, vllm_config)
     until = time.monotonic() + PORT_WAIT_S
-    is_logged = False
-    while True:
+    for attempt in itertools.count():
         try:
             _bind(config.host, 0 if may_move(config, is_prefill=is_prefill) else port)
-        except OSError as error:  # noqa: PERF203 - the port may become free
+            break
+        except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= until:
-                raise cannot_listen(config, port, error) from error
-            if not is_logged:
-                logger.warning("port %d is in use; waiting for up to %g s", port, PORT_WAIT_S)
-            is_logged = True
-            time.sleep(PORT_RETRY_S)
-        else:
-            return
+                raise _cannot_listen(config, port, error) from error
+        if attempt == 0:
+            logger.warning("port %d is in use; waiting for up to %g s", port, PORT_WAIT_S)
+        time.sleep(PORT_RETRY_S)
 
 
-def cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
+def _cannot_listen(config: Config, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(
             f"{config.host_name} is {config.host!r}, which is not an address of this machine; "
@@ -115,26 +111,21 @@ def check_before_weights(executor: Any) -> None:
     executor.__init__ = check_and_begin
 
 
-def _connectors(transfer: Any) -> Iterator[Mapping[str, Any]]:
+def _connectors(transfer: Any) -> Any:
     """The configuration of each child of a MultiConnector, or of the only connector."""
-    if transfer is None:
-        return
-    if transfer.kv_connector == "MultiConnector":
-        yield from transfer.kv_connector_extra_config.get("connectors", ())
-        return
-    names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config", "kv_role")
-    yield {name: getattr(transfer, name) for name in names}
+    if transfer is not None and transfer.kv_connector == "MultiConnector":
+        return transfer.kv_connector_extra_config.get("connectors", ())
+    return () if transfer is None else (vars(transfer),)
 
 
 def _is_ours(transfer: Mapping[str, Any]) -> bool:
-    module = transfer.get("kv_connector_module_path")
-    if module:
-        return str(module).partition(".")[0] == "nixl_kv"
-    return transfer.get("kv_connector") == "NixlKVConnector"
+    module = transfer.get("kv_connector_module_path") or ""
+    is_named = not module and transfer.get("kv_connector") == "NixlKVConnector"
+    return is_named or str(module).partition(".")[0] == "nixl_kv"
 
 
 def _bind(host: str, port: int) -> None:
-    """Bind like `LimitedPort`, but without listening, so that two checks do not collide."""
+    """Bind like `LimitedPort`, but do not listen, so that two checks do not collide."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -5,17 +5,16 @@ nonce and block tables. When vLLM finishes the request, its blocks stay and its 
 the response. An offer ends when every rank has reported it as read, expired or revoked; then vLLM
 frees the blocks.
 
-Offers must not fill the cache, so the file also holds their block budget:
+Offers must not fill the cache:
 
-- The scheduler may revoke an unclaimed offer at any time, because no reader can be using it. Above
-  `offer_share` of the cache it revokes the oldest. Lost tickets and dead decode engines therefore
-  cost no more than that share. The scheduler does not know which offers decode has claimed. The
-  workers decide, and they keep a claimed offer. The budget then no longer counts it as unclaimed.
+- Above `offer_share` of the cache, the scheduler revokes the oldest unclaimed offers, so lost
+  tickets and dead decode engines cost no more than that share. Only the workers know which offers
+  decode has claimed. They keep a claimed one, which no longer counts as unclaimed.
 - On an engine that also decodes, a prompt waits while offers hold the share. Otherwise two engines
   that prefill for each other could fill each other's cache.
 - If a request still finds no blocks, the workers also recall granted offers that no rank reads yet.
 
-No vLLM here, so that the simulator and the tests can run it alone.
+No vLLM here: the simulator runs this file alone.
 """
 
 import time
@@ -29,7 +28,7 @@ import numpy.typing as npt
 
 from nixl_kv.connector.paging import Pins, RequestBlocks, distinct_ids
 from nixl_kv.errors import get_logger
-from nixl_kv.geometry.layout import Table
+from nixl_kv.geometry.layout import BlockIds, Table
 from nixl_kv.ids import EngineId, Incarnation, Nonce, RequestId, new_nonce
 from nixl_kv.protocol import events
 from nixl_kv.protocol.ticket import Ticket
@@ -40,12 +39,10 @@ logger = get_logger(__name__)
 # reclaim blocks from offers.
 BLOCK_WAIT_S: Final = 1.0
 
-# More blocks than any cache has.
-ALL_BLOCKS: Final = 1 << 31
+ALL_BLOCKS: Final = 1 << 31  # more than any cache has
 
 _Indices: TypeAlias = npt.NDArray[np.intp]
 _NO_NONCE: Final = Nonce("")
-_NO_BLOCKS: Final = np.zeros(0, dtype=np.intp)
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class _Offer:
     nonce: Nonce = _NO_NONCE  # from the step that completes the prompt; a preemption clears it
     context: str = ""
     tables: tuple[Table, ...] = ()
-    held: _Indices = field(default_factory=lambda: _NO_BLOCKS)  # once the ticket has left
+    held: _Indices = field(init=False, repr=False)  # set when the ticket leaves
 
 
 class PrefillScheduler:
@@ -81,24 +78,14 @@ class PrefillScheduler:
     def __init__(
         self,
         blocks: RequestBlocks,
-        offer_share: float,
-        seal: Callable[[Ticket], dict[str, Any]],
+        offer_share: float,  # of the cache's blocks, 0 to 1
+        seal: Callable[[Ticket], dict[str, Any]],  # makes `kv_transfer_params`, with the MAC
         *,
-        writes_late: bool = False,
-        is_decoding: Callable[[], bool] = lambda: False,
+        writes_late: bool = False,  # see `UnwrittenOffers` in `worker.py`
+        is_decoding: Callable[[], bool] = lambda: False,  # whether this engine decodes at present
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller sets `address` before the first request.
-
-        Args:
-            blocks: the cache.
-            offer_share: the share of its blocks that offers may hold, 0 to 1.
-            seal: makes the `kv_transfer_params` of a ticket, with its MAC.
-            writes_late: see `UnwrittenOffers` in `worker.py`.
-            is_decoding: whether this engine decodes too, at present.
-            clock: monotonic seconds.
-        """
-        self.address: Address | None = None
+        self.address: Address | None = None  # set before the first request
         self._blocks = blocks
         self._seal = seal
         self._writes_late = writes_late
@@ -116,7 +103,6 @@ class PrefillScheduler:
 
     @property
     def awaited(self) -> KeysView[RequestId]:
-        """The requests that will be offered when they finish."""
         return self._awaited.keys()
 
     @property
@@ -126,19 +112,16 @@ class PrefillScheduler:
     def on_new_request(
         self, request: RequestId, num_tokens: int, make_context: Callable[[Nonce], str]
     ) -> None:
-        """Note a request to be decoded elsewhere. Offers the prompt's first `num_tokens`.
-
-        `make_context` hashes the whole prompt, as the client sent it, with a nonce.
-        """
+        """Another engine decodes this request. `make_context` hashes its prompt with a nonce."""
         self._awaited[request] = _Offer(request, num_tokens, make_context)
 
     def may_begin(self, request: RequestId, num_tokens: int) -> bool:
-        """Whether any waiting request may have blocks now, if vLLM finds enough."""
+        """Whether a waiting request, of any kind, may have blocks now if vLLM finds enough."""
         offer = self._awaited.get(request)
         if offer is not None and self._is_decoding():
             # vLLM asks about its waiting requests in order, in each step. Once a prompt has to
-            # wait, all later prompts of this step wait too. So short prompts never overtake a long
-            # one for ever: it begins when the offers before it have ended.
+            # wait, all later prompts of this step wait too. So short prompts cannot overtake a long
+            # one for ever.
             self._is_full = self._is_full or not self._has_room(offer)
             if self._is_full:
                 return False
@@ -173,9 +156,8 @@ class PrefillScheduler:
     def request_finished(
         self, request: RequestId, tables: Sequence[Sequence[int]], *, reason: str
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Publish the offer of a finished request; withdraw it if there is a `reason`.
+        """Publish the offer of a finished request; `reason` says why its KV is incomplete.
 
-        `tables` are those of the transferred groups. `reason` says why the KV is incomplete.
         Returns whether vLLM has to keep the blocks, and the response's `kv_transfer_params`.
         """
         offer = self._awaited.pop(request, None)
@@ -188,7 +170,9 @@ class PrefillScheduler:
             self._release(offer)
             return False, None
         self._commands.append(events.PublishOffer(offer.nonce, request))
-        self._publish(offer, tables)
+        self._expect(offer, 0)
+        self._hold(offer, distinct_ids(tables))
+        del offer.make_context  # it holds the prompt: embeddings may be hundreds of megabytes
         ticket = Ticket(
             **asdict(self.address),
             nonce=offer.nonce,
@@ -214,7 +198,7 @@ class PrefillScheduler:
             self._release(offer)
 
     def reset_cache(self) -> None:
-        """Offer no KV from before a reset. Offers end unless a rank is reading them."""
+        """End all offers, unless a rank is reading them."""
         for request, offer in list(self._awaited.items()):
             self._withdraw(offer)
             # Its blocks may mix KV from before and after. vLLM recomputes a preempted request,
@@ -256,37 +240,32 @@ class PrefillScheduler:
             self._commands.append(events.WithdrawOffer(offer.nonce))
             offer.nonce = _NO_NONCE
 
-    def _publish(self, offer: _Offer, tables: Sequence[Sequence[int]]) -> None:
-        self._expect(offer, 0)
-        del offer.make_context  # it holds the prompt: embeddings may be hundreds of megabytes
-        offer.held = distinct_ids(tables).astype(np.intp)  # numpy converts other types at each use
+    def _hold(self, offer: _Offer, blocks: BlockIds) -> None:
+        offer.held = blocks.astype(np.intp)  # numpy converts other types at each use
         self._offers[offer.request] = offer
         self._held.add(offer.held)
         self._revocable[offer.nonce] = offer
         self._unclaimed.add(offer.held)
         # Keep the newest: its prompt may be longer than the budget.
         while len(self._unclaimed) > self._allowed and len(self._revocable) > 1:
-            self._revoke(next(iter(self._revocable.values())))
+            oldest = next(iter(self._revocable))
+            self._count_as_claimed(oldest)
+            self._commands.append(events.RevokeOffer(oldest))  # workers keep it if it is claimed
 
-    def _revoke(self, offer: _Offer) -> None:
-        """Revoke an offer unless it is claimed. In both cases it no longer counts as unclaimed."""
-        self._count_as_claimed(offer)
-        self._commands.append(events.RevokeOffer(offer.nonce))
-
-    def _count_as_claimed(self, offer: _Offer) -> None:
-        del self._revocable[offer.nonce]
-        self._unclaimed.remove(offer.held)
+    def _count_as_claimed(self, nonce: Nonce) -> None:
+        offer = self._revocable.pop(nonce, None)
+        if offer is not None:
+            self._unclaimed.remove(offer.held)
 
     def _forget(self, request: RequestId) -> None:
-        if request in self._offers:
-            self._release(self._offers.pop(request))
+        offer = self._offers.pop(request, None)
+        if offer is not None:
+            self._count_as_claimed(offer.nonce)
+            self._held.remove(offer.held)
+            self._release(offer)
 
     def _release(self, offer: _Offer) -> None:
         self._expect(offer, 0)
-        if offer.nonce in self._revocable:
-            self._count_as_claimed(offer)
-        self._held.remove(offer.held)
-        offer.held = _NO_BLOCKS
         self._blocks.unpin(offer.pins)
 
     def _expect(self, offer: _Offer, num_blocks: int) -> None:
@@ -302,11 +281,11 @@ class PrefillScheduler:
 class BlockShortage:
     """Notices that a request waits for blocks while nothing moves.
 
-    Claimed offers delay prefill until they are read, as they should. But of two engines that
-    prefill for each other, each may hold the blocks that the other one waits for.
+    Claimed offers delay prefill until they are read, as they should. But if two engines prefill for
+    each other, each may hold the blocks that the other one waits for.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._needed = 0  # blocks for the request that waits in this step; 0 if none waits
         self._still_since: float | None = None
@@ -333,7 +312,7 @@ class BlockShortage:
 
 
 class _DistinctBlocks:
-    """The blocks of several offers. Its length counts a block once, as equal prefixes share it."""
+    """The blocks of several offers. Its length counts a shared block once."""
 
     def __init__(self, num_blocks: int) -> None:
         self._counts = np.zeros(num_blocks, dtype=np.int32)

@@ -1,9 +1,8 @@
 """The connector in vLLM's scheduler process: passes each request to the prefill or decode half.
 
-Methods have the names of the hooks that vLLM calls, see `connector.py`. This file turns vLLM's
-objects into ours; `prefill.py` and `decode.py` decide. It also serves the engine description, to
-which every ticket points. vLLM ends the engine if any hook raises, so no client's input may cause
-an exception beyond `on_new_request`.
+This file turns vLLM's objects into ours; `prefill.py` and `decode.py` decide. It also serves the
+engine description, to which every ticket points. vLLM ends the engine if any hook raises, so no
+client's input may cause an exception beyond `on_new_request`.
 """
 
 import time
@@ -21,12 +20,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from nixl_kv.config import needless
 from nixl_kv.connector.decode import DecodeScheduler
-from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.connector.paging import RequestBlocks
-from nixl_kv.connector.plugin import cannot_listen, may_move, port_of
+from nixl_kv.connector.plugin import may_move, port_of
 from nixl_kv.connector.prefill import Address, PrefillScheduler
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.trust import Trust
 from nixl_kv.connector.vllm_config import (
     computed_on_decode,
     draft_facts,
@@ -40,15 +37,10 @@ from nixl_kv.connector.vllm_config import (
     why_not_offered,
     why_not_shortened,
 )
+from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
-from nixl_kv.errors import (
-    ConfigError,
-    LimitedLog,
-    RemoteProtocolError,
-    TransportError,
-    get_logger,
-    printable,
-)
+from nixl_kv.engine.trust import Trust
+from nixl_kv.errors import ConfigError, LimitedLog, RemoteProtocolError, TransportError, get_logger
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import RankDescription, decode_rank
@@ -78,9 +70,6 @@ OUR_PREFIXES: Final = ("nixl_kv_", "do_remote_", "remote_")
 # Fields with these prefixes that belong to vLLM's OffloadingConnector (its peer-to-peer tier).
 FOREIGN_FIELDS: Final = frozenset({"remote_decoder", "remote_prefiller", "remote_kv_source"})
 
-# The log cuts a client's value after this many characters.
-SHOWN: Final = 64
-
 OUTCOMES: Final = {"recompute": "is computed here", "fail": "fails with HTTP 500"}
 
 
@@ -88,7 +77,7 @@ class Scheduler:
     """One engine. vLLM calls every method on the scheduler's thread; none of them waits."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        """Check the configuration. The engine listens once its workers have registered."""
+        """The engine listens once its workers have registered."""
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = parse_config(vllm_config)
@@ -189,7 +178,7 @@ class Scheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         metadata = output.kv_connector_worker_meta
-        if isinstance(metadata, WorkerMetadata) and self._ranks:
+        if isinstance(metadata, WorkerMetadata):
             # Some ranks have a new incarnation, so the engine has one too.
             for rank, description in metadata.rank_descriptions.items():
                 self._ranks[rank] = decode_rank(description)
@@ -206,8 +195,7 @@ class Scheduler:
     def reset_cache(self) -> bool:
         """Neither offer KV from before this call, nor count it as loaded.
 
-        This holds at once, even while the engine is paused: the scheduler decides which loads may
-        start and which are good. The workers revoke offers, and stop reads, in the next step.
+        This holds at once, even while the engine is paused. The workers follow in the next step.
         """
         self._epoch += 1
         if self._prefill.address is not None:
@@ -233,7 +221,7 @@ class Scheduler:
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[tuple[int, int], HandshakeMetadata]
     ) -> None:
-        """Describe the engine. Its workers have registered `metadata`, by (pp, tp) rank."""
+        """Describe the engine from the `metadata` of its workers, by (pp, tp) rank."""
         if not metadata:
             return
         if not all(isinstance(each, HandshakeMetadata) for each in metadata.values()):
@@ -251,7 +239,6 @@ class Scheduler:
             self._directory.stop()
 
     def _publish(self) -> None:
-        """Serve the current description, and name it in tickets."""
         description = describe_engine(
             self._engine_id,
             model_facts(self._vllm_config),
@@ -272,8 +259,7 @@ class Scheduler:
 
     def _listen(self) -> DirectoryServer:
         """Bind the port that tickets name. On a pure decode engine, only tools need it."""
-        port = port_of(self._config, self._vllm_config)
-        control = self._trust.control()
+        port, control = port_of(self._config, self._vllm_config), self._trust.control()
         listen = partial(
             DirectoryServer,
             control,
@@ -284,19 +270,17 @@ class Scheduler:
         )
         try:
             return listen(port)
-        except TransportError as error:
-            if may_move(self._config, is_prefill=self._is_prefill):
-                directory = listen(0)
-                logger.warning(
-                    "port %d (the default) is in use: serving this engine's description on port %d",
-                    port,
-                    directory.port,
-                )
-                return directory
-            control.close()
-            if isinstance(error.__cause__, OSError):
-                raise cannot_listen(self._config, port, error.__cause__) from error
-            raise
+        except TransportError:
+            if not may_move(self._config, is_prefill=self._is_prefill):
+                control.close()
+                raise
+        directory = listen(0)
+        logger.warning(
+            "port %d (the default) is in use: serving this engine's description on port %d",
+            port,
+            directory.port,
+        )
+        return directory
 
     def _follow_label(self) -> None:
         """Reset if a tool has set another label of the weights (`nixl-kv set-weights`).
@@ -312,6 +296,7 @@ class Scheduler:
 
     def _dispatch(self, request: Request) -> None:
         params = request.kv_transfer_params
+        fields: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
         if params is None:
             if not self._is_prefill:  # such an engine should get no request without a ticket
                 self.stats.count("tickets_missing")
@@ -319,11 +304,11 @@ class Scheduler:
                     "request %s is computed here: its kv_transfer_params have no ticket",
                     request.request_id,
                 )
-        elif _is_foreign(params):
+        elif _is_foreign(fields):
             logger.debug(
                 "request %s: its kv_transfer_params are for another connector", request.request_id
             )
-        elif isinstance(params, Mapping) and params.get("do_remote_decode") is True:
+        elif fields.get("do_remote_decode") is True:
             if not self._is_prefill:
                 raise RemoteProtocolError(
                     "kv_transfer_params: do_remote_decode is true; allowed on a kv_consumer: false"
@@ -333,10 +318,9 @@ class Scheduler:
             raise RemoteProtocolError(
                 "kv_transfer_params: do_remote_decode is not true; allowed on a kv_producer: true"
             )
-        elif _is_in_tree(params):
+        elif _is_in_tree(fields):
             self.stats.count("tickets_refused")
-            names = "remote_engine_id", "remote_host"
-            engine, host = (_shown(params.get(name)) for name in names)
+            engine, host = fields.get("remote_engine_id"), fields.get("remote_host")
             self._in_tree_log.warning(IN_TREE_PREFILL, request.request_id, engine, host)
         else:
             self._decode.on_new_request(
@@ -368,27 +352,17 @@ class Scheduler:
         return tuple(self._kv_cache_config.select_transfer_block_ids(tables))
 
 
-def _is_foreign(params: object) -> bool:
+def _is_foreign(fields: Mapping[str, Any]) -> bool:
     """Whether `kv_transfer_params` concern only another connector of a MultiConnector.
 
     Every router, even one that drops fields, leaves at least one field of ours or of vLLM's.
     """
-    return (
-        isinstance(params, Mapping)
-        and bool(params)
-        and not any(str(name).startswith(OUR_PREFIXES) for name in params.keys() - FOREIGN_FIELDS)
-    )
+    candidates = fields.keys() - FOREIGN_FIELDS
+    return bool(fields) and not any(str(name).startswith(OUR_PREFIXES) for name in candidates)
 
 
-def _is_in_tree(params: object) -> bool:
+def _is_in_tree(fields: Mapping[str, Any]) -> bool:
     """Whether vLLM's own NixlConnector on prefill wrote `kv_transfer_params`."""
-    if not isinstance(params, Mapping) or FIELD in params:
-        return False
-    # A ticket of ours has this field too but names no block. A router may have dropped its string.
-    blocks = params.get("remote_block_ids")
-    return isinstance(blocks, list) and any(blocks)
-
-
-def _shown(value: object) -> str:
-    """Make a client's value safe for the log."""
-    return printable(value, SHOWN) if isinstance(value, str) else f"of type {type(value).__name__}"
+    # A ticket of ours has these blocks too, but names none. A router may have dropped its string.
+    blocks = fields.get("remote_block_ids")
+    return FIELD not in fields and isinstance(blocks, list) and any(blocks)

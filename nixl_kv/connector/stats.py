@@ -1,7 +1,7 @@
 """Counters and gauges, and how they reach vLLM's log and Prometheus.
 
-The scheduler and each worker fill a `Stats` in every step. vLLM merges them over ranks and steps
-with `aggregate`. The API server logs `reduce()` and passes the data to `PromMetrics`.
+The scheduler and each worker fill a `Stats` in every step. vLLM merges them with `aggregate`. The
+API server logs `reduce()` and passes the data to `PromMetrics`.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from nixl_kv.errors import get_logger
 from nixl_kv.protocol import events
@@ -49,9 +48,7 @@ COUNTERS: Final = {
     "read_seconds_gather": "Seconds that gather reads took.",
     "reads_staged": "Reads for which prefill packed all or most bytes into its ring, per rank.",
     "read_seconds_staged": "Seconds that staged reads took, from the first request for a chunk.",
-    "staged_bytes_read_directly": (
-        "Bytes of staged reads that NIXL read with one descriptor per run, per rank."
-    ),
+    "staged_bytes_read_directly": "Bytes of staged reads that NIXL read run by run, per rank.",
     "chunks_packed": "Chunks of KV that prefill packed for its readers, per rank.",
     "chunk_bytes": "Bytes of KV in these chunks, per rank.",
     "chunk_seconds": "Seconds from the start to the end of each packing, per rank.",
@@ -61,14 +58,9 @@ COUNTERS: Final = {
     "offers": "Finished prefills whose ticket left, per rank.",
     "offers_read": "Offers that all their readers released after reading, per rank.",
     "offers_unclaimed": "Offers that no reader claimed in time, per rank.",
-    "offers_not_needed": (
-        "Offers that no reader had to read from this rank: decode had the KV, or read another "
-        "rank's copy. Per rank."
-    ),
+    "offers_not_needed": "Offers not read: decode had the KV or read another copy, per rank.",
     "offers_aborted": "Offers whose reader aborted, per rank.",
-    "offers_revoked": (
-        "Offers that prefill took back unread: it needed blocks, or held them for long. Per rank."
-    ),
+    "offers_revoked": "Offers taken back unread: their blocks were needed or held long, per rank.",
     "offers_expired": "Offers whose last lease expired, per rank.",
     "offers_lost": "Offers that ended because the transfer thread restarted, per rank.",
     "asks_denied": "Asks for an unknown offer, or by a reader without the claim, per rank.",
@@ -100,45 +92,40 @@ RANK_GAUGES: Final = {
     "open_descriptors": "Open file descriptors of the rank's process.",
 }
 
-# Between two counts of the open file descriptors.
-DESCRIPTORS_S: Final = 10.0
-
+DESCRIPTORS_S: Final = 10.0  # between two counts of the open file descriptors
 # The share of `ulimit -n` above which the log warns. At 0 left, UCX closes its ports for good.
 DESCRIPTORS_SHARE: Final = 0.8
 WARN_S: Final = 600.0
 
-TRANSFER_SECONDS: Final = "transfer_seconds"
-
 # These mean something only as sums over many loads, so the log omits them.
 NOT_LOGGED: Final = "read_seconds_"
 
+TRANSFER_SECONDS: Final = "transfer_seconds"
+HISTOGRAMS: Final = {TRANSFER_SECONDS: "Seconds that the longest read of a load took, per rank."}
 _BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30]
 
 
 @dataclass
 class Stats(KVConnectorStats):
-    """The counts of one step, in `data`: vLLM sends that field between processes.
+    """The counts of one step. A gauge is sent only when it changes."""
 
-    It has a number per counter and per engine's gauge, `{rank: value}` per rank's gauge, and a list
-    of transfer times in seconds. A gauge is sent only when it changes.
-    """
-
+    # vLLM sends it between processes: a number per counter and per engine's gauge, `{rank: value}`
+    # per rank's gauge, and a list of seconds.
     data: dict[str, Any] = field(default_factory=dict)
     rank: int = 0  # the worker's
     _descriptors_at: float = -math.inf
     _warn_at: float = -math.inf
-    _measured: dict[str, int] = field(default_factory=dict)  # the gauges as last sent
+    _measured: dict[str, float] = field(default_factory=dict)  # the gauges as last sent
 
     def count(self, name: str, amount: float = 1) -> None:
         self.data[name] = self.data.get(name, 0) + amount
 
-    def measure(self, name: str, value: int) -> None:
+    def measure(self, name: str, value: float) -> None:
         if self._measured.get(name, 0) != value:
             self._measured[name] = value
             self.data[name] = value if name in GAUGES else {str(self.rank): value}
 
     def measure_descriptors(self, now: float) -> None:
-        """Count this process's file descriptors every DESCRIPTORS_S; warn before they run out."""
         if now < self._descriptors_at:
             return
         self._descriptors_at = now + DESCRIPTORS_S
@@ -161,10 +148,8 @@ class Stats(KVConnectorStats):
                     self.count(f"offers_{result.end.value}")
                 case events.Counts():
                     for name, amount in result.counts.items():
-                        if name in RANK_GAUGES:
-                            self.measure(name, int(amount))
-                        else:
-                            self.count(name, amount)
+                        record = self.measure if name in RANK_GAUGES else self.count
+                        record(name, amount)
 
     def _count_load(self, load: events.LoadEnded) -> None:
         if load.failure is not None:
@@ -209,7 +194,6 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of vLLM's log line: all counts, and the gauges that have changed since."""
         numbers: dict[str, int | float] = {}
         for name, value in self.data.items():
             if name in RANK_GAUGES:
@@ -230,51 +214,42 @@ class PromMetrics(KVConnectorPromMetrics):
     """`vllm:nixl_kv_<counter>_total`, `vllm:nixl_kv_<gauge>`, and a histogram of seconds."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        """The arguments are vLLM's."""
         super().__init__(vllm_config, *args, **kwargs)
-        self._counters = {
-            name: self._per_engine(self._register(self._counter_cls, name, text))
-            for name, text in COUNTERS.items()
-        }
         # With several API servers, each gets the stats of some steps.
-        register_gauge = partial(self._register, self._gauge_cls, multiprocess_mode="mostrecent")
-        self._gauges = {
-            name: self._per_engine(register_gauge(name, text)) for name, text in GAUGES.items()
-        }
-        self._rank_gauges = {
-            name: register_gauge(name, text, labelnames=[*self._labelnames, "rank"])
-            for name, text in RANK_GAUGES.items()
+        latest = partial(self._gauge_cls, multiprocess_mode="mostrecent")
+        histogram = partial(self._histogram_cls, buckets=_BUCKETS)
+        kinds = (
+            (self._counter_cls, COUNTERS, ()),
+            (latest, GAUGES, ()),
+            (latest, RANK_GAUGES, ("rank",)),
+            (histogram, HISTOGRAMS, ()),
+        )
+        self._metrics = {
+            name: kind(
+                name=f"vllm:nixl_kv_{name}",
+                documentation=text,
+                labelnames=[*self._labelnames, *further],
+            )
+            for kind, texts, further in kinds
+            for name, text in texts.items()
         }
         ranks = map(str, range(vllm_config.parallel_config.world_size))
-        for place in itertools.product(RANK_GAUGES, self.per_engine_labelvalues, ranks):
-            self._rank_gauge(*place)  # show 0 from the start
-        self._seconds = self._per_engine(
-            self._register(
-                self._histogram_cls,
-                TRANSFER_SECONDS,
-                "Seconds that the longest read of a load took, per rank.",
-                buckets=_BUCKETS,
-            )
-        )
-
-    def _register(self, kind: Any, name: str, text: str, **options: Any) -> Any:
-        options = {"labelnames": self._labelnames} | options
-        return kind(name=f"vllm:nixl_kv_{name}", documentation=text, **options)
-
-    def _per_engine(self, metric: Any) -> Any:
-        return create_metric_per_engine(metric, self.per_engine_labelvalues)
-
-    def _rank_gauge(self, name: str, engine: int, rank: str) -> Any:
-        return self._rank_gauges[name].labels(*self.per_engine_labelvalues[engine], rank)
+        for place in itertools.product(self._metrics, self.per_engine_labelvalues, ranks):
+            self._series(*place)  # show 0 from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
-            elif name in self._gauges:
-                self._gauges[name][engine_idx].set(value)
-            elif name in self._rank_gauges:
+            if name in COUNTERS:
+                self._series(name, engine_idx).inc(value)
+            elif name in GAUGES:
+                self._series(name, engine_idx).set(value)
+            elif name in RANK_GAUGES:
                 for rank, each in value.items():
-                    self._rank_gauge(name, engine_idx, rank).set(each)
-        for seconds in transfer_stats_data.get(TRANSFER_SECONDS, []):
-            self._seconds[engine_idx].observe(seconds)
+                    self._series(name, engine_idx, rank).set(each)
+            elif name in HISTOGRAMS:
+                for each in value:
+                    self._series(name, engine_idx).observe(each)
+
+    def _series(self, name: str, engine: int, rank: str = "") -> Any:
+        labels = self.per_engine_labelvalues[engine]
+        return self._metrics[name].labels(*labels, *([rank] if name in RANK_GAUGES else []))

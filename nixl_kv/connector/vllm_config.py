@@ -52,24 +52,20 @@ HIT_SOURCE: Final = None if CacheHitSource is None else CacheHitSource.P2P
 
 def has_sleep_hooks() -> bool:
     """Whether vLLM reports when the memory of the cache goes away, and when it is back (0.33)."""
-    return all(
-        hasattr(KVConnectorBase_V1, hook) for hook in ("unregister_kv_caches", "restore_kv_caches")
-    )
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 # --- engines that the connector cannot serve
 
 # vLLM's class names for the supported kinds of a layer's cache.
-SUPPORTED_SPECS: Final = frozenset(
-    (
-        "FullAttentionSpec",
-        "MLAAttentionSpec",
-        "MambaSpec",
-        "SlidingWindowSpec",
-        "SlidingWindowMLASpec",
-        "ChunkedLocalAttentionSpec",
-    )
-)
+SUPPORTED_SPECS: Final = {
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "MambaSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+}
 
 # The supported kinds of recurrent layers (vLLM's backend names), and how many states each has.
 STATE_KINDS: Final = {"GDN_ATTN": 2, "LINEAR": 1, "MAMBA1": 2, "MAMBA2": 2, "SHORT_CONV": 1}
@@ -104,8 +100,8 @@ REFUSALS: Final[Mapping[str, Callable[[VllmConfig, KVCacheConfig], bool]]] = {
         vllm.model_config.enable_sleep_mode and not has_sleep_hooks()
     ),
     "images, audio and video without content hashes (--mm-processor-cache-gb 0 without prefix "
-    "caching): turn one of these on, or all media off (--language-model-only)": lambda vllm, _: (
-        counts_media(vllm)
+    "caching): turn one of these on, or all media off (--language-model-only)": (
+        lambda vllm, _: counts_media(vllm)
     ),
     f"recurrent state of kinds other than {', '.join(STATE_KINDS)}": lambda _, kv: any(
         isinstance(spec, MambaSpec) and len(spec.shapes) != STATE_KINDS.get(spec.mamba_type.name)
@@ -167,24 +163,19 @@ def required_layout(vllm_config: VllmConfig) -> str | None:
     wanted = parse_config(vllm_config).layout
     if wanted != "auto":
         return wanted
-    if not current_platform.is_cuda() or vllm_config.model_config.use_mla:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not current_platform.is_cuda() or model.use_mla:
         return None
-    if vllm_config.cache_config.cache_dtype.startswith("nvfp4"):
-        return None  # FlashInfer requires dense pages
-    if vllm_config.model_config.is_hybrid:
-        return None  # vLLM does not pack different kinds of pages
-    block_size = vllm_config.cache_config.block_size or 0
-    good = block_size <= MAX_PACKED_BLOCK_SIZE.get(_backend(vllm_config), 0)
-    # In BHLNC, any range of heads of a block is one contiguous run over all layers.
-    return "BHLNC" if good else None
-
-
-def _backend(vllm_config: VllmConfig) -> str:
-    chosen = vllm_config.attention_config.backend
-    if chosen is not None:
-        return str(chosen.name)
+    # FlashInfer requires dense pages for NVFP4, and vLLM does not pack different kinds of pages.
+    if cache.cache_dtype.startswith("nvfp4") or model.is_hybrid:
+        return None
     capability = current_platform.get_device_capability()
-    return DEFAULT_BACKEND.get(capability.major, "") if capability else ""
+    default = DEFAULT_BACKEND.get(capability.major, "") if capability else ""
+    chosen = vllm_config.attention_config.backend
+    backend = default if chosen is None else chosen.name
+    # In BHLNC, any range of heads of a block is one contiguous run over all layers.
+    is_good = (cache.block_size or 0) <= MAX_PACKED_BLOCK_SIZE.get(backend, 0)
+    return "BHLNC" if is_good else None
 
 
 # --- the facts of the model that two engines must share, so that equal bytes mean the same KV
@@ -239,7 +230,7 @@ def _length_facts(max_model_len: int, values: Mapping[str, Any]) -> dict[str, st
     original = "original_max_position_embeddings"
     edges = {
         inner.get(original, values.get(original))
-        for inner in _mappings(values)
+        for inner in mappings(values)
         if inner.get("rope_type", inner.get("type")) == "longrope"
     }
     if str(values.get("model_type")).startswith("llama4"):
@@ -289,8 +280,8 @@ def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
     module = vllm_config.compilation_config.static_forward_context.get(layer)
     names = layer.split(".")
     number = next((int(name) for name in names if name.isdecimal()), 0)
-    # vLLM's older model runner does not mark draft layers. Their numbers continue those of the
-    # model, or their dotted names contain one of two words.
+    # vLLM's V1 model runner does not mark draft layers. Their numbers continue those of the model,
+    # or their dotted names contain one of two words.
     is_draft = (
         getattr(module, "is_draft_layer", False)
         or number >= vllm_config.model_config.model_arch_config.total_num_hidden_layers
@@ -300,24 +291,24 @@ def draft_model_of(vllm_config: VllmConfig, layer: str) -> Any:
     return speculative.draft_model_config if is_draft else None
 
 
-def _mappings(value: object) -> Iterator[Mapping[str, Any]]:
+def mappings(value: object) -> Iterator[Mapping[str, Any]]:
     """A mapping, and all mappings inside it."""
     if isinstance(value, Mapping):
         yield value
         for each in value.values():
-            yield from _mappings(each)
+            yield from mappings(each)
 
 
 def _digest(value: object) -> str:
     """Digest a configuration without its volatile keys, such as its path, at any depth."""
-    canonical = json.dumps(_without_volatile(value), sort_keys=True, default=str).encode()
+
+    def stable(value: object) -> object:
+        if isinstance(value, Mapping):
+            return {str(k): stable(v) for k, v in value.items() if k not in _VOLATILE}
+        return [stable(each) for each in value] if isinstance(value, list | tuple) else value
+
+    canonical = json.dumps(stable(value), sort_keys=True, default=str).encode()
     return hashlib.blake2b(canonical, digest_size=8).hexdigest()
-
-
-def _without_volatile(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(k): _without_volatile(v) for k, v in value.items() if k not in _VOLATILE}
-    return [_without_volatile(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 # --- cache groups
@@ -403,7 +394,7 @@ def is_copy(vllm_config: VllmConfig) -> bool:
 
 
 def computed_on_decode(vllm_config: VllmConfig) -> int:
-    """The minimum number of a prompt's last tokens that decode computes: one, for its logits."""
+    """How many of a prompt's last tokens decode computes, at least: one, for its logits."""
     # Each module of a draft model looks one token further ahead than the module before. With
     # several modules, prefill has filled their last slots from tokens that were never verified.
     return max(1, int(vllm_config.num_prefill_lookahead_tokens))
@@ -411,8 +402,8 @@ def computed_on_decode(vllm_config: VllmConfig) -> int:
 
 def worker_rank(vllm_config: VllmConfig) -> Rank:
     """This worker's rank: PP stage * TP size + TP rank. Call it in a worker only."""
-    stage, place = get_pp_group().rank_in_group, get_tp_group().rank_in_group
-    return Rank(stage * parallel_shape(vllm_config).tp + place)
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    return Rank(get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group)
 
 
 # --- requests and steps

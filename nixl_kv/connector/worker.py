@@ -1,7 +1,6 @@
 """The connector in a vLLM worker: hands commands to the rank's transfer engine, and results back.
 
-Methods have the names of the hooks that vLLM calls, see `connector.py`. vLLM's step thread only
-swaps commands and results with the transfer thread, which does the work (`engine/loop.py`).
+vLLM's step thread only swaps commands and results with the transfer thread (`engine/loop.py`).
 """
 
 import contextlib
@@ -9,21 +8,26 @@ import ipaddress
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from nixl_kv import addresses
 from nixl_kv.config import MAX_PORT, Config
 from nixl_kv.connector.kv_layout import cache_layout, choose_interleave
-from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from nixl_kv.connector.stats import Stats
-from nixl_kv.connector.trust import Trust
 from nixl_kv.connector.vllm_config import (
     check_supported,
     draft_facts,
@@ -35,12 +39,12 @@ from nixl_kv.connector.vllm_config import (
 )
 from nixl_kv.engine.engine import RankSpec, TransferEngine
 from nixl_kv.engine.loop import STOPPED
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, LocalProtocolError, TransportError, get_logger
 from nixl_kv.geometry.layout import ABSENT, CacheLayout
 from nixl_kv.ids import Nonce, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.protocol.messages import encode
-from nixl_kv.transport.base import Transport
 
 logger = get_logger(__name__)
 
@@ -55,6 +59,37 @@ SHUTDOWN_S: Final = 5.0
 RESET: Final = events.Failure(
     events.FailureKind.DROPPED, "the cache was reset before the load was used"
 )
+
+
+# --- the records that vLLM carries between its scheduler process and its workers
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, with each step."""
+
+    commands: list[events.Command] = field(default_factory=list)  # in this order
+    computes: bool = True  # False if all requests wait, for loads
+    # Each worker reports these loads as failed. All had reported them as good, but the scheduler
+    # held that back because its cache was reset.
+    failed: list[RequestId] = field(default_factory=list)
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, with a step's output."""
+
+    rank_descriptions: Mapping[int, bytes]  # of new incarnations, by rank
+
+    def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
+        return WorkerMetadata({**self.rank_descriptions, **other.rank_descriptions})
+
+
+@dataclass
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """Worker to scheduler, once after each registration of the cache."""
+
+    rank_description: bytes  # an encoded RankDescription
 
 
 class Worker:
@@ -86,7 +121,7 @@ class Worker:
         self._unwritten = UnwrittenOffers()
         self._stale_tails = StaleTails(kv_cache_config, {})
         self.handshake_metadata: HandshakeMetadata | None = None  # once registered
-        self._has_new_description = False  # of a new incarnation, for the scheduler
+        self._new_life: HandshakeMetadata | None = None  # if the scheduler does not know it yet
         self._late_results: list[events.Result] = []  # to report with the next step
         self._loading: set[RequestId] = set()
         self._wait_until = -math.inf  # for these loads, in monotonic seconds
@@ -94,7 +129,7 @@ class Worker:
         self.stats = Stats(rank=parallel.rank)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the cache and start the transfer engine, as a new incarnation of the rank."""
+        """Register the cache and start the transfer engine. The rank has a new incarnation."""
         self.unregister_kv_caches()
         self._kv_caches = kv_caches
         self._stale_tails = StaleTails(self._kv_cache_config, kv_caches)
@@ -113,7 +148,6 @@ class Worker:
         )
 
     def restore_kv_caches(self) -> None:
-        """Register the same cache, at the same addresses, as a new incarnation."""
         if self._kv_caches is None:
             raise LocalProtocolError("restore_kv_caches was called before register_kv_caches")
         self.register_kv_caches(self._kv_caches)
@@ -127,7 +161,7 @@ class Worker:
         """
         if self._engine is not None:
             self._ending, self._engine = self._engine, None
-            self._has_new_description = False  # the next registration describes this rank
+            self._new_life = None  # the next registration describes this rank
         if self._ending is None:
             return
         try:
@@ -154,11 +188,11 @@ class Worker:
         if self._engine is None:
             self._answer_without_engine(step.commands)
             return
-        starting = [one.request for one in step.commands if isinstance(one, events.StartLoad)]
+        starting = [one for one in step.commands if isinstance(one, events.StartLoad)]
         if starting:
-            self._loading.update(starting)
+            self._loading.update(load.request for load in starting)
             self._wait_until = self._clock() + LOAD_WAIT_S
-        self._stale_tails.clear(step.commands)
+            self._stale_tails.clear(starting)
         self._unwritten.wait_for_save()  # of the last step, if vLLM did not call it
         self._engine.submit([*self._unwritten.pop_written(), *step.commands])
         self._unwritten.add(step.commands)
@@ -167,7 +201,6 @@ class Worker:
                 self.stats.count("offers")
 
     def wait_for_save(self) -> None:
-        """The step's forwards, including a draft model's, are on the GPU's stream."""
         self._unwritten.wait_for_save()
         if self._engine is not None:
             self._engine.submit(self._unwritten.pop_written())
@@ -182,8 +215,8 @@ class Worker:
             current = self._engine.pop_results()
             for one in current:
                 if isinstance(one, events.NewLife):
-                    self.handshake_metadata = HandshakeMetadata(encode(one.description))
-                    self._has_new_description = True
+                    self._new_life = HandshakeMetadata(encode(one.description))
+                    self.handshake_metadata = self._new_life
             results += current
         if self._ending is not None:  # loads into which it can no longer write
             results += self._ending.pop_results()
@@ -202,11 +235,8 @@ class Worker:
         return transferred
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        if self.handshake_metadata is None or not self._has_new_description:
-            return None
-        self._has_new_description = False
-        rank = worker_rank(self._vllm_config)
-        return WorkerMetadata({rank: self.handshake_metadata.rank_description})
+        life, self._new_life = self._new_life, None
+        return life and WorkerMetadata({worker_rank(self._vllm_config): life.rank_description})
 
     def get_kv_connector_stats(self) -> Stats | None:
         self.stats.measure_descriptors(self._clock())
@@ -231,9 +261,8 @@ class Worker:
 class UnwrittenOffers:
     """Offers whose last KV may still be on its way to memory when their ticket leaves.
 
-    With speculative decoding, the model runner copies a step's output to the host before the draft
-    model runs. The draft model then writes the KV of its own layers. So prefill may grant such an
-    offer only after an event that this class records on the GPU's stream, after the draft model.
+    With speculative decoding, a step's output leaves before the draft model writes the KV of its
+    own layers. So prefill grants such an offer only after an event on the GPU's stream behind it.
     """
 
     # vLLM 0.31 to 0.33 call `wait_for_save` after the draft model, in both model runners. The V1
@@ -290,24 +319,23 @@ class StaleTails:
         self, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
     ) -> None:
         self._num_entries = kv_cache_config.num_blocks
-        self._groups: list[Sequence[torch.Tensor]] = []  # the caches of each transferred group
-        if kv_cache_config.has_mamba_layers:
-            self._groups = [
-                []  # a load fills a state as a whole
-                if holds_state(group.kv_cache_spec)
-                else [kv_caches[name] for name in group.layer_names if name in kv_caches]
-                for group in kv_cache_config.transfer_groups
-            ]
-        tensors = [tensor for group in self._groups for tensor in group]
+        # The caches of each transferred group, but of states none: a load fills a whole state.
+        groups = kv_cache_config.transfer_groups if kv_cache_config.has_mamba_layers else ()
+        self._groups = [
+            [kv_caches[name] for name in group.layer_names if name in kv_caches]
+            if not holds_state(group.kv_cache_spec)
+            else []
+            for group in groups
+        ]
         self._stream: Any = None
+        tensors = [tensor for group in self._groups for tensor in group]
         if tensors and tensors[0].is_cuda:
             stream: Any = torch.cuda.Stream  # untyped
             self._stream = stream(tensors[0].device)
 
-    def clear(self, commands: Iterable[events.Command]) -> None:
+    def clear(self, loads: Iterable[events.StartLoad]) -> None:
         """Zero the last block of each group, for all loads that start now."""
-        loads = [one for one in commands if isinstance(one, events.StartLoad)]
-        if not self._groups or not loads:
+        if not self._groups:
             return
         # On a stream of its own, so that it does not wait for the forward in progress.
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
@@ -327,25 +355,13 @@ class StaleTails:
 
 
 def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
-    """Describe this worker's transfer engine. Call it in a worker only.
+    """Describe this worker's transfer engine. Call it in a worker only."""
+    # Imported here because only a worker with a cache needs NIXL.
+    from nixl_kv.transport.nixl import nixl_checker, nixl_transport  # noqa: PLC0415
 
-    Raises:
-        ConfigError: if the key is malformed, or peers could not reach this rank.
-    """
     config = parse_config(vllm_config)
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    rank = worker_rank(vllm_config)
-
-    def make_transport() -> Transport:
-        from nixl_kv.transport.nixl import nixl_transport  # noqa: PLC0415 - only where it is used
-
-        return nixl_transport(config, layout.memory, is_decode=transfer.is_kv_consumer)
-
-    def make_checker() -> Transport:
-        from nixl_kv.transport.nixl import nixl_checker  # noqa: PLC0415 - only where it is used
-
-        return nixl_checker(config, is_decode=transfer.is_kv_consumer)
-
+    rank, is_decode = worker_rank(vllm_config), transfer.is_kv_consumer
     return RankSpec(
         engine=transfer.engine_id,
         rank=rank,
@@ -356,9 +372,9 @@ def rank_spec(vllm_config: VllmConfig, layout: CacheLayout) -> RankSpec:
         host=rank_host(config.host, parallel),
         port=rank_port(config, parallel, rank),
         is_prefill=transfer.is_kv_producer,
-        is_decode=transfer.is_kv_consumer,
-        make_transport=make_transport,
-        make_checker=make_checker,
+        is_decode=is_decode,
+        make_transport=partial(nixl_transport, config, layout.memory, is_decode=is_decode),
+        make_checker=partial(nixl_checker, config, is_decode=is_decode),
         make_control=Trust.of(config).control,
     )
 
@@ -374,8 +390,8 @@ def rank_host(host: str, parallel: ParallelConfig) -> str:
         )
     if addresses.is_local(host):
         return host
-    # The ranks of one engine may run on several machines, and all may have been given the `host` of
-    # one of them. The others use their own address on the route to that machine.
+    # All ranks may have been given the `host` of one of the engine's machines. On the others they
+    # use their own address on the route to it.
     try:
         return addresses.towards(host)
     except OSError as error:

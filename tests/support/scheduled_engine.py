@@ -25,7 +25,7 @@ from nixl_kv.config import Config
 from nixl_kv.connector.decode import DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.connector.trust import Trust
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol.ticket import WIRE_VERSION

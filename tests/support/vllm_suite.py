@@ -28,8 +28,8 @@ import pytest
 from transformers import OPTConfig
 
 from nixl_kv.connector.connector import NixlKVConnector
-from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.vllm_config import prompt_of
+from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.keys import make_user_key
 from nixl_kv.protocol.messages import encode

@@ -52,7 +52,7 @@ def test_the_transfer_engine_needs_neither_vllm_nor_torch_nor_nixl() -> None:
     run(WITHOUT + "".join(f"import {name}\n" for name in ENGINE))
 
 
-@pytest.mark.parametrize("module", ["decode", "paging", "prefill", "trust"])
+@pytest.mark.parametrize("module", ["decode", "paging", "prefill"])
 def test_the_schedulers_decisions_need_no_vllm(module: str) -> None:
     run(f"{WITHOUT}import nixl_kv.connector.{module}")
 

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, Final
 
 from nixl_kv.config import Config
-from nixl_kv.connector.trust import Trust
 from nixl_kv.engine.directory import DirectoryServer, describe_engine
 from nixl_kv.engine.engine import FEATURES, RankSpec, TransferEngine
 from nixl_kv.engine.loop import Parts
+from nixl_kv.engine.trust import Trust
 from nixl_kv.geometry.layout import CacheLayout, Table
 from nixl_kv.geometry.match import ParallelShape
 from nixl_kv.ids import Claim, EngineId, Nonce, Rank, RequestId, new_claim, new_nonce

@@ -17,7 +17,7 @@ from nixl_kv.config import Config
 from nixl_kv.connector.decode import DecodeScheduler
 from nixl_kv.connector.paging import Paging, RequestBlocks
 from nixl_kv.connector.prefill import Address, PrefillScheduler
-from nixl_kv.connector.trust import Trust
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.ids import RequestId
 from nixl_kv.protocol import events
@@ -387,8 +387,8 @@ class DecodeHalf(Half):
         """The blocks of one that loads stay until that is over."""
         name = request.request_id
         is_loading = request.status is Status.WAITING_FOR_REMOTE_KVS and name not in self._received
-        self._received.discard(name)
-        self._failed.discard(name)
+        for loads in (self._received, self._failed, self._void):
+            loads.discard(name)
         request.status = status
         self._connector.request_finished(name)
         if not is_loading:

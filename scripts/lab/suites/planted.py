@@ -27,7 +27,7 @@ from lab.local.engine import features_with
 from lab.suites.detect.planting import Planted, Planter, Planting, PlantingCopier, PlantingTransport
 from nixl_kv.connector import worker
 from nixl_kv.connector.connector import NixlKVConnector as SoundConnector
-from nixl_kv.connector.metadata import StepMetadata
+from nixl_kv.connector.worker import StepMetadata
 from nixl_kv.engine.engine import RankSpec
 from nixl_kv.geometry.layout import CacheLayout
 from nixl_kv.protocol.events import StartLoad

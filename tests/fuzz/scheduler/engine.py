@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 import nixl_kv.connector.scheduler as ours
-from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.vllm_config import prompt_of
+from nixl_kv.connector.worker import HandshakeMetadata
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.messages import encode
 from nixl_kv.protocol.ticket import Ticket

@@ -19,7 +19,7 @@ from lab.platforms.replays import (
     Request,
 )
 from nixl_kv.config import Config
-from nixl_kv.connector.trust import Trust
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import RemoteProtocolError
 from nixl_kv.keys import Keys
 from nixl_kv.protocol.ticket import FIELD

@@ -39,7 +39,11 @@ def _logger() -> Iterator[None]:
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
     """What NIXL is replaced by."""
     fabric = Fabric()
-    nixl = SimpleNamespace(nixl_transport=lambda *_, **__: MemoryTransport(fabric))
+
+    def transport(*_: object, **__: object) -> MemoryTransport:
+        return MemoryTransport(fabric)
+
+    nixl = SimpleNamespace(nixl_transport=transport, nixl_checker=transport)
     monkeypatch.setitem(sys.modules, "nixl_kv.transport.nixl", nixl)
     return fabric
 

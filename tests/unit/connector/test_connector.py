@@ -20,8 +20,8 @@ from lab.local.memory import Fabric
 from nixl_kv.connector import connector as module
 from nixl_kv.connector import worker as worker_module
 from nixl_kv.connector.connector import NixlKVConnector
-from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.stats import Stats
+from nixl_kv.connector.worker import StepMetadata
 from nixl_kv.errors import LocalProtocolError
 from nixl_kv.protocol.events import Command, MarkWritten
 from support import recorded_vllm as recorded

@@ -8,7 +8,7 @@ import pytest
 from nixl_kv.config import Config
 from nixl_kv.connector.decode import REMEMBER_S, DecodeScheduler, Prompt
 from nixl_kv.connector.paging import Paging, StatePaging
-from nixl_kv.connector.trust import Trust
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ForeignVersion, RemoteProtocolError
 from nixl_kv.geometry.layout import Table
 from nixl_kv.ids import Nonce, RequestId

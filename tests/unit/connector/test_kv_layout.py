@@ -270,12 +270,11 @@ def test_whole_blocks_are_read_by_engines_with_the_same_order_and_kernel_blocks_
         layer.attn_backend = SimpleNamespace(get_name=lambda: "NEW_ATTN")
     caches = recorded.kv_caches()
     (group,) = recorded.kv_cache_config().transfer_groups
-    layers, spec = kv_layout._Layers(config), group.kv_cache_spec
     name, tensor = next(iter(caches.items()))
     words = [
         region.element
         for one in (tensor, change(tensor))
-        for region in layers.regions(name, one, spec)
+        for region in kv_layout.Layer(config, name, group.kv_cache_spec, one).regions()
     ]
     if is_other is None:
         assert "order" not in words[1]
@@ -288,7 +287,8 @@ def test_a_cache_without_attention_names_its_own_backend() -> None:
     name, layer = next(iter(config.compilation_config.static_forward_context.items()))
     del layer.attn_backend
     layer.get_attn_backend = lambda: SimpleNamespace(get_name=lambda: "INDEXER")
-    assert kv_layout._Layers(config)._backend(name) == "INDEXER"
+    (group,) = recorded.kv_cache_config().transfer_groups
+    assert kv_layout.Layer(config, name, group.kv_cache_spec, torch.empty(0)).backend == "INDEXER"
 
 
 # --- what the bytes mean
@@ -337,7 +337,6 @@ def test_the_stored_type_is_the_one_that_vllms_name_stands_for(
 
 def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
     config = recorded.vllm_config()
-    layers = kv_layout._Layers(config)
     spec = FullAttentionSpec(
         block_size=32,
         num_kv_heads=2,
@@ -346,7 +345,7 @@ def test_a_quantised_layer_of_an_unknown_kind_is_named_by_its_spec() -> None:
         kv_quant_mode=get_kv_quant_mode("fp8"),
     )
     tensor = torch.zeros(3, 2, 32, 128, dtype=torch.uint8)
-    (region,) = layers.regions("indexer", tensor, spec)
+    (region,) = kv_layout.Layer(config, "indexer", spec, tensor).regions()
     assert region.element.startswith("uint8 FP8_PER_TENSOR in an unknown")
     assert region.scales == ()
 
@@ -394,8 +393,8 @@ def test_neighbouring_ranks_hold_the_same_head_where_there_are_few(
     spec = FullAttentionSpec(
         block_size=32, num_kv_heads=heads_here, head_size=64, dtype=torch.float16
     )
-    shards = kv_layout._Layers(config)
-    assert shards.first_head("layers.0", spec, num_heads=heads_here) == first
+    cache = torch.empty(3, heads_here, 32, 128)
+    assert kv_layout.Layer(config, "layers.0", spec, cache).first_head == first
 
 
 def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +406,7 @@ def test_how_many_heads_there_are_must_be_certain(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: 0)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"names \[2, 4\] as possible numbers of KV heads"):
-        kv_layout._Layers(config).num_shards("layers.0", spec)
+        kv_layout.Layer(config, "layers.0", spec, torch.empty(0)).num_shards()
 
 
 @pytest.mark.parametrize(
@@ -442,8 +441,7 @@ def test_how_many_heads_a_draft_has_its_own_configuration_says(
     )
     monkeypatch.setattr("nixl_kv.connector.kv_layout.worker_rank", lambda _: rank)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float16)
-    shards = kv_layout._Layers(config)
-    assert shards.first_head(layer, spec, num_heads=1) == first
+    assert kv_layout.Layer(config, layer, spec, torch.empty(3, 1, 32, 128)).first_head == first
 
 
 # --- quantised caches
@@ -472,7 +470,7 @@ def quantised(
         spec = TritonAttentionBackend.customize_spec(spec)
     content = spec.state_content_size_bytes
     tensor = torch.zeros(3, spec.num_heads, block_size, content, dtype=torch.uint8)
-    (region,) = kv_layout._Layers(config).regions("a", tensor, spec)
+    (region,) = kv_layout.Layer(config, "a", spec, tensor).regions()
     return region
 
 

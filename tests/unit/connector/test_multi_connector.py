@@ -34,8 +34,8 @@ from vllm.v1.request import Request
 
 import nixl_kv.connector.vllm_config as module
 from lab.local.memory import Fabric
-from nixl_kv.connector.metadata import HandshakeMetadata, StepMetadata
 from nixl_kv.connector.vllm_config import prompt_of
+from nixl_kv.connector.worker import HandshakeMetadata, StepMetadata
 from nixl_kv.errors import ConfigError
 from nixl_kv.ids import EngineId, new_incarnation, new_nonce
 from nixl_kv.protocol.events import CancelLoad, PrepareOffer, PublishOffer, StartLoad
@@ -337,8 +337,8 @@ def test_on_a_gpu_the_connectors_of_the_example_want_one_layout(
 ) -> None:
     """By itself ours would want another one than vLLM's, and the start would end."""
     monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
-    monkeypatch.setattr(module, "_backend", lambda _: "FLASH_ATTN")
     config = recorded.vllm_config()
+    config.attention_config.backend = SimpleNamespace(name="FLASH_ATTN")
     config.kv_transfer_config = example("multi-prefill.json")
     ours_by_itself = config.kv_transfer_config.kv_connector_extra_config["connectors"][0]
     ours_by_itself["kv_connector_extra_config"] |= {"host": "127.0.0.1", "port": 0}  # of here

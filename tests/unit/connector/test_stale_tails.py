@@ -1,7 +1,5 @@
 """What a load leaves in the last blocks that it fills."""
 
-from typing import Any
-
 import pytest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -13,7 +11,7 @@ from vllm.v1.kv_cache_interface import (
 
 from nixl_kv.connector.worker import StaleTails
 from nixl_kv.geometry.layout import Table
-from nixl_kv.protocol.events import CancelLoad, StartLoad
+from nixl_kv.protocol.events import StartLoad
 from support.recorded_vllm import torch
 from support.records import D1
 
@@ -49,7 +47,7 @@ def test_beside_state_the_last_block_of_attention_is_cleared(
     caches: dict[str, torch.Tensor],
 ) -> None:
     tails = StaleTails(cache_of(FULL, STATE), caches)
-    tails.clear([CancelLoad(D1), load([3, 1], [-1] * 19 + [2])])
+    tails.clear([load([3, 1], [-1] * 19 + [2])])
     assert cleared(caches["layers.0"]) == [2, 3]
     assert cleared(caches["layers.1"]) == []
 
@@ -62,12 +60,6 @@ def test_what_is_absent_is_not_cleared(caches: dict[str, torch.Tensor], ids: lis
 
 def test_without_state_nothing_is_touched(caches: dict[str, torch.Tensor]) -> None:
     StaleTails(cache_of(FULL), caches).clear([load([3, 1])])
-    assert cleared(caches["layers.0"]) == []
-
-
-@pytest.mark.parametrize("commands", [[], [CancelLoad(D1)]], ids=["none", "no load"])
-def test_only_loads_fill_blocks(caches: dict[str, torch.Tensor], commands: list[Any]) -> None:
-    StaleTails(cache_of(FULL, STATE), caches).clear(commands)
     assert cleared(caches["layers.0"]) == []
 
 

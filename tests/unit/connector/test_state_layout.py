@@ -17,8 +17,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from nixl_kv.connector import state_layout
-from nixl_kv.connector.state_layout import Place, state_regions
+from nixl_kv.connector import kv_layout
+from nixl_kv.connector.kv_layout import Place, state_regions
 from nixl_kv.errors import ConfigError
 from nixl_kv.geometry import match
 from nixl_kv.geometry.layout import CacheLayout, Group, Region, Span, Table
@@ -164,7 +164,7 @@ def test_all_ranks_together_have_each_unit_of_the_model(
 ) -> None:
     if model.kind == "MAMBA1" and spare:
         pytest.skip("it has no rows for speculation")
-    monkeypatch.setattr(state_layout, "is_conv_state_dim_first", lambda: by_channel)
+    monkeypatch.setattr(kv_layout, "is_conv_state_dim_first", lambda: by_channel)
     truth, found = model.truth(), {name: set[int]() for name in model.truth()}
     spec = spec_of(model, tp, spare=spare, by_channel=by_channel)
     for rank in range(tp):
@@ -230,7 +230,7 @@ def test_copies_and_groups_that_ranks_divide_are_told_apart() -> None:
 def test_engines_of_other_sizes_make_units_of_the_same_channels(
     on_rank: int, place: Place, size: int
 ) -> None:
-    assert state_layout._channels(on_rank, place) == size
+    assert kv_layout._channels(on_rank, place) == size
 
 
 # --- two engines
@@ -259,7 +259,7 @@ class Rank:
             self.memory[side.block, :size] = torch.frombuffer(
                 bytearray(self.page(truth)), dtype=torch.int8
             )
-        with patch.object(state_layout, "is_conv_state_dim_first", lambda: side.by_channel):
+        with patch.object(kv_layout, "is_conv_state_dim_first", lambda: side.by_channel):
             view = self.memory[:, None, None, :size]
             regions = state_regions("layers.0", view, self.spec, layer_of(model), self.place)
             group = Group(1, BLOCKS, 1, tuple(regions), window=1)

@@ -11,9 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_kv.connector.metadata import HandshakeMetadata
 from nixl_kv.connector.vllm_config import prompt_of
-from nixl_kv.connector.worker import Worker
+from nixl_kv.connector.worker import HandshakeMetadata, Worker
 from nixl_kv.ids import EngineId, Incarnation, RequestId, new_nonce
 from nixl_kv.protocol.events import (
     CancelLoad,

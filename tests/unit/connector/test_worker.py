@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from lab.local.memory import Fabric, MemoryTransport
 from nixl_kv import addresses
-from nixl_kv.connector.metadata import StepMetadata
 from nixl_kv.connector.scheduler import Scheduler
 from nixl_kv.connector.vllm_config import parse_config
 from nixl_kv.connector.worker import (
     LOAD_WAIT_S,
+    StepMetadata,
     Worker,
     rank_port,
     rank_spec,

@@ -26,27 +26,26 @@ class Trust:
         Raises:
             ConfigError: if the key is malformed, or other users can read the key file.
         """
-        keys: Keys | None
+        keys: Keys | None = None
+        source = ""
         if config.key_file is not None:
-            keys, source = read_key_file(config.key_file), f"(from key_file {config.key_file})"
+            keys, source = read_key_file(config.key_file), f" (from key_file {config.key_file})"
         elif config.key is not None:
-            keys, source = parse_key(config.key, KEY_VARIABLE), f"(from {KEY_VARIABLE})"
-        elif config.insecure:
-            keys, source = None, ""
-        else:
+            keys, source = parse_key(config.key, KEY_VARIABLE), f" (from {KEY_VARIABLE})"
+        elif not config.insecure:
             keys, path = make_user_key()
-            source = f"(of this user's engines on this machine, in {path})"
+            source = f" (of this user's engines on this machine, in {path})"
         return cls(keys, config.allowed_hosts, config.peer_timeout_s, source)
 
     def __str__(self) -> str:
-        key = "no key" if self.keys is None else f"the key {self.keys.fingerprint} {self.source}"
-        return f"{key.rstrip()}; its peers are {self.allowed}"
+        key = "no key" if self.keys is None else f"the key {self.keys.fingerprint}{self.source}"
+        return f"{key}; its peers are {self.allowed}"
 
     def seal(self, ticket: Ticket, *, for_in_tree: bool = True) -> dict[str, Any]:
         return ticket.params(self._ticket_key, for_in_tree=for_in_tree)
 
     def check(self, params: object) -> SealedTicket:
-        """Find the ticket of any wire version in `kv_transfer_params`. Connects to nothing.
+        """Find the ticket, of any wire version. Connects to nothing.
 
         Raises:
             RemoteProtocolError: if no engine with our key has made it, or if it names a host that

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nixl_kv.config import Config
-from nixl_kv.connector.trust import Trust
+from nixl_kv.engine.trust import Trust
 from nixl_kv.errors import ConfigError, RemoteProtocolError
 from nixl_kv.ids import endpoint_at
 from nixl_kv.keys import Keys, make_user_key, write_key_file
@@ -138,7 +138,7 @@ def test_a_key_file_that_changes_later_changes_nothing(key_file: str) -> None:
 def test_it_is_shown_without_secrets() -> None:
     _, path = make_user_key()
     keys = Keys.derive(b"k" * 32)
-    with_key = Trust(keys, Config(key_file="x").allowed_hosts, 2.0, "(from key_file x)")
+    with_key = Trust(keys, Config(key_file="x").allowed_hosts, 2.0, " (from key_file x)")
     words = f"the key {keys.fingerprint} (from key_file x); its peers are 0.0.0.0/0, ::/0"
     assert str(with_key) == words
     here = "its peers are 127.0.0.0/8, ::1/128, 127.0.0.1/32"
