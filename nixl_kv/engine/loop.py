@@ -465,8 +465,8 @@ class Loop:
                 parts.slots.clear(action.slot)
             case events.LoadEnded() | events.OfferEnded():
                 self._report(action)
-            case events.PackChunk() if parts.packs is not None:  # no ring, no chunk
-                parts.packs.add(action)
+            case events.PackChunk():
+                self._pack(action)
             case events.MakeDigest() | events.CompareDigest():
                 event = parts.digests.add(action)
             case events.PeerUnreadable() | events.PeerReadable() | events.AskDenied():
@@ -474,6 +474,10 @@ class Loop:
             case _:
                 return parts.agents.execute(action)
         return () if event is None else (event,)
+
+    def _pack(self, action: events.PackChunk) -> None:
+        if self.parts.packs is not None:
+            self.parts.packs.add(action)
 
     def _is_wanted(self, action: events.DigestAction) -> bool:
         if isinstance(action, events.MakeDigest):
