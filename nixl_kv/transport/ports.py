@@ -7,21 +7,21 @@ privilege.
 """
 
 import ctypes
-import errno
 import ipaddress
 import os
+import re
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Final
 
 import psutil
 
 from nixl_kv.config import LOOPBACK, AllowedHosts, Network
 from nixl_kv.errors import LimitedLog, get_logger
-from nixl_kv.transport.descriptors import DESCRIPTORS
+from nixl_kv.transport.descriptors import DESCRIPTORS, listening_sockets
 from nixl_kv.transport.descriptors import limit as num_descriptors
 
 logger = get_logger(__name__)
@@ -100,8 +100,18 @@ class LimitedPort:
         self._is_shut = False
         self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
         self._filter = PASS
-        if not (allowed.are_all or allowed.are_local):
-            self._attach_filter(allowed, host)
+        if allowed.are_all or allowed.are_local:
+            return
+        code = program(with_this_machine(allowed, [host]).networks)
+        try:
+            attach(self._socket, code)
+            self._filter = code
+        except OSError as error:
+            logger.warning(
+                "the kernel cannot drop packets of hosts outside %s to port %d, or to UCX's ports: "
+                "%s. Any host on the network can connect: %s",
+                *(allowed, self.port, error, WHAT_TO_DO),
+            )
 
     def duplicate(self) -> int:
         """Duplicate the listening socket's descriptor; the caller closes it."""
@@ -109,32 +119,8 @@ class LimitedPort:
 
     def on_accepted(self) -> None:
         self._connections += 1
-        if self._connections >= self._limit and not self._is_shut:
-            self._shut()
-
-    def on_closed(self) -> None:
-        self._connections -= 1
-        # Reopen somewhat below the limit, so that the port does not toggle with each connection.
-        if self._is_shut and self._connections < self._limit - self._limit // 8:
-            self._open()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _attach_filter(self, allowed: AllowedHosts, host: str) -> None:
-        code = program(with_this_machine(allowed, [host]).networks)
-        try:
-            attach(self._socket, code)
-        except OSError as error:
-            logger.warning(
-                "the kernel cannot drop packets of hosts outside %s to port %d, or to UCX's ports: "
-                "%s. Any host on the network can connect: %s",
-                *(allowed, self.port, error, WHAT_TO_DO),
-            )
-        else:
-            self._filter = code
-
-    def _shut(self) -> None:
+        if self._is_shut or self._connections < self._limit:
+            return
         self._is_shut = True
         try:
             attach(self._socket, DROP)
@@ -150,13 +136,16 @@ class LimitedPort:
                 *(self.port, self._connections, MAX_CONNECTIONS),
             )
 
-    def _open(self) -> None:
-        self._is_shut = False
-        try:
-            attach(self._socket, self._filter)
-        except OSError as error:
-            logger.debug("port %d was not shut: %s", self.port, error)
-        logger.debug("port %d accepts connections again", self.port)
+    def on_closed(self) -> None:
+        self._connections -= 1
+        # Reopen somewhat below the limit, so that the port does not toggle with each connection.
+        if self._is_shut and self._connections < self._limit - self._limit // 8:
+            self._is_shut = False
+            with suppress(OSError):  # then it was not shut either
+                attach(self._socket, self._filter)
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 # --- filters
@@ -254,65 +243,57 @@ def filtered_ucx_ports(allowed: AllowedHosts) -> Iterator[None]:
     if allowed.are_all:
         yield
         return
-    before: Mapping[Any, Any] = {}
-    with suppress(OSError, psutil.Error):  # logged below
-        before = _listening()
+    before: dict[int, int] = {}
+    with suppress(OSError):  # logged below
+        before = listening_sockets()
     yield
     try:
-        new = [one for place, one in _listening().items() if place not in before]
-        _filter([one for one in new if _is_like_ucx(one.fd)], allowed)
+        now, watched = listening_sockets(), _watched_by_number()
+        _filter([n for n in now if now[n] != before.get(n) and n in watched], allowed)
     except (OSError, psutil.Error) as error:
         logger.warning("UCX's ports are unknown and have no filter: %s; %s", error, WHAT_TO_DO)
 
 
-def _filter(opened: Sequence[Any], allowed: AllowedHosts) -> None:
-    admitted = with_this_machine(allowed, (one.laddr.ip for one in opened))
-    # A connection inherits the filter of the socket that accepted it. So the filter passes all
-    # packets of an allowed host, not only SYNs.
-    code = program(admitted.networks)
-    names = ", ".join(f"{one.laddr.ip} port {one.laddr.port}" for one in opened)
-    for one in opened:
+def _filter(opened: Sequence[int], allowed: AllowedHosts) -> None:
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for number in opened:
+            with suppress(OSError):  # another thread has closed it
+                if os.get_inheritable(number):
+                    # Not `socket.dup` or a timeout: either changes whether UCX's own descriptor
+                    # blocks.
+                    sockets.append(stack.enter_context(socket.socket(fileno=os.dup(number))))
+        places = [one.getsockname()[:2] for one in sockets]
+        admitted = with_this_machine(allowed, (host for host, _ in places))
+        names = ", ".join(f"{host} port {port}" for host, port in places)
+        # A connection inherits the filter of the socket that accepted it. So the filter passes all
+        # packets of an allowed host, not only SYNs.
+        code = program(admitted.networks)
         try:
-            # Not `socket.dup` or a timeout: either changes whether UCX's own descriptor blocks.
-            with socket.socket(fileno=os.dup(one.fd)) as listening:
-                attach(listening, code)
-        except OSError as error:  # noqa: PERF203 - each for itself
-            if error.errno in (errno.EBADF, errno.ENOTSOCK):
-                continue  # another thread has closed it
+            for one in sockets:
+                attach(one, code)
+        except OSError as error:
             # The control plane's port has the same problem, and warns once for all ports.
             logger.info("UCX listens on %s without a filter: %s", names, error)
             return
     logger.info("UCX listens on %s; of other machines it hears only %s", names, allowed)
-    ports = {one.laddr.port for one in opened}
-    for one in psutil.Process().net_connections("tcp"):
-        if one.raddr and one.laddr.port in ports and not admitted.allows(one.raddr.ip):
-            logger.warning("%s connected to UCX's port, and is disconnected", one.raddr.ip)
-            with socket.socket(fileno=os.dup(one.fd)) as stranger:
+    ports = {port for _, port in places}
+    for each in psutil.Process().net_connections("tcp"):
+        if each.raddr and each.laddr.port in ports and not admitted.allows(each.raddr.ip):
+            logger.warning("%s connected to UCX's port, and is disconnected", each.raddr.ip)
+            with socket.socket(fileno=os.dup(each.fd)) as stranger:
                 stranger.shutdown(socket.SHUT_RDWR)
 
 
-def _listening() -> dict[Any, Any]:
-    """The listening sockets by their address."""
-    sockets = psutil.Process().net_connections("tcp")
-    return {one.laddr: one for one in sockets if one.status == psutil.CONN_LISTEN}
-
-
-def _is_like_ucx(descriptor: int) -> bool:
-    """See `filtered_ucx_ports`."""
-    try:
-        if not os.get_inheritable(descriptor):
-            return False
-    except OSError:  # another thread has closed it
-        return False
+def _watched_by_number() -> set[int]:
+    """The descriptors that an epoll watches under their own number."""
+    found: set[int] = set()
     for file in DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile
-            if str(file.readlink()) != "anon_inode:[eventpoll]":
-                continue
-            details = DESCRIPTORS.with_name("fdinfo") / file.name
-            # One line per watched descriptor: `tfd: 18 events: 19 data: 12`. The last two numbers
-            # are hexadecimal.
-            for line in details.read_text(encoding="ascii").splitlines():
-                name, number, _, _, _, data, *_ = (*line.split(), *[""] * 6)
-                if name == "tfd:" and int(number) == descriptor == int(data, 16) & ALL_ONES:
-                    return True
-    return False
+            if str(file.readlink()) == "anon_inode:[eventpoll]":
+                details = DESCRIPTORS.with_name("fdinfo") / file.name
+                # One line per watched descriptor; the last number is hexadecimal:
+                # `tfd:       18 events:       19 data:               12`.
+                lines = re.findall("tfd: +([0-9]+) .* data: +([0-9a-f]+)", details.read_text())
+                found |= {int(n) for n, data in lines if int(n) == int(data, 16) & ALL_ONES}
+    return found
