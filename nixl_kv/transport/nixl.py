@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -81,7 +81,7 @@ ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
 STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
 STREAM_TRANSPORTS: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
 
-# Longest time of a read within this process, before the first peer.
+# Longest time of the reads within this process, before the first peer.
 REHEARSAL_S: Final = 2.0
 
 _PEER_ERRORS: Final = (
@@ -141,11 +141,7 @@ def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) ->
 
 
 def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
-    """Make an agent that reads a page of slots as peers do, with as few threads as possible.
-
-    Raises:
-        TransportError: if NIXL cannot create a backend.
-    """
+    """Make an agent that reads a page of slots as peers do, with as few threads as possible."""
     settings, guard = _network(config, is_decode=is_decode)
     return NixlTransport(
         config.backends, ucx_options=STREAM_OPTIONS, engine_config=settings, guard=guard
@@ -203,20 +199,12 @@ class NixlTransport:
             TransportError: if NIXL cannot create a backend.
         """
         self.name = f"nixl-kv-{secrets.token_hex(8)}"
-        self._make_another = partial(
-            NixlTransport,
-            backends,
-            ucx_options=ucx_options,
-            engine_config=engine_config,
-            guard=guard,
-        )
+        settings: dict[str, Any] = {"ucx_options": ucx_options, "engine_config": engine_config}
+        self._make_another = partial(NixlTransport, backends, guard=guard, **settings)
         threads, batch = ucx_options.get("num_threads", 0), ucx_options.get("split_batch_size", 1)
         self._spread = max(1, int(threads) * int(batch))
-        config = api.nixl_agent_config(
-            enable_prog_thread=False,
-            backends=[],
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
-        )
+        mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=mode)
         check_free()
         with _translated("creating the agent"):
             agent = api.nixl_agent(self.name, config)
@@ -251,16 +239,27 @@ class NixlTransport:
             self._agent.register_memory([(span.address, span.length, device, "")], memory)
 
     def rehearse(self, span: Span, memory: Memory, device: int) -> None:
-        """Read from one temporary agent by another.
+        """Read the first half of the memory into the second, from one temporary agent by another.
 
         The first `add_remote_agent` of a process takes 12 ms more than a later one, and its first
         read, beside UCX's own threads, up to 100 ms.
         """
+        half, until = span.length // 2, time.monotonic() + REHEARSAL_S
+        there, here = (
+            np.array([[span.address + offset, half, device, half, 1]], dtype=np.uint64)
+            for offset in (0, half)
+        )
         try:
             with closing(self._make_another()) as reader, closing(self._make_another()) as other:
                 for agent in (reader, other):
                     agent.register(span, memory, device)
-                _read_once(reader, other, span, memory, device)
+                peer = reader.add_peer(other.metadata())
+                lists = reader.prepare(here, memory, None), reader.prepare(there, memory, peer)
+                for count in (self._spread, 1):  # over all connections, and in one piece
+                    pieces = np.zeros(count, dtype=np.int32)
+                    read = reader.read(*lists, (pieces, pieces))
+                    while time.monotonic() < until and not reader.poll(read):
+                        other.progress()
         except TransportError as error:
             logger.info(
                 "the first peer will take up to 0.1 s longer, because the rehearsal failed: %s",
@@ -347,23 +346,3 @@ class NixlTransport:
         handle = _Handle(native)
         self._handles.add(handle)
         return handle
-
-
-def _read_once(
-    reader: NixlTransport, other: NixlTransport, span: Span, memory: Memory, device: int
-) -> None:
-    """Read the first half of the memory into the second, over all connections and in one piece."""
-    length, until = span.length // 2, time.monotonic() + REHEARSAL_S
-    peer = reader.add_peer(other.metadata())
-    here, there = (
-        np.array([[address, length, device, length, 1]], dtype=np.uint64)
-        for address in (span.address + length, span.address)
-    )
-    lists = reader.prepare(here, memory, None), reader.prepare(there, memory, peer)
-    for count in (reader.spread(peer), 1):
-        pieces = np.zeros(count, dtype=np.int32)
-        read = reader.read(*lists, (pieces, pieces))
-        while not reader.poll(read):
-            if time.monotonic() > until:
-                raise TransportError(f"a read within this process took over {REHEARSAL_S:g} s")
-            other.progress()

@@ -287,11 +287,10 @@ class PacedTransport:
         self._clock = clock
         self._registered: list[tuple[Span, Memory, int]] = []
         self._peers: dict[PeerName, _Peer] = {}
-        self.rehearse, self.progress = first.rehearse, first.progress  # peers read no other agent
 
     def __repr__(self) -> str:
         streams = ", ".join(f"{len(peer.streams)} to {name}" for name, peer in self._peers.items())
-        return f"<PacedTransport {self._agents[0]}: {streams or 'no TCP'}>"
+        return f"<PacedTransport {self._first}: {streams or 'no TCP'}>"
 
     def spread(self, peer: PeerName) -> int:
         return 0 if peer in self._peers else self._first.spread(peer)
@@ -300,6 +299,9 @@ class PacedTransport:
         for agent in self._agents:
             agent.register(span, memory, device)
         self._registered.append((span, memory, device))
+
+    def rehearse(self, span: Span, memory: Memory, device: int) -> None:
+        self._first.rehearse(span, memory, device)
 
     def metadata(self) -> bytes:
         return self._first.metadata() + self._facts
@@ -357,6 +359,9 @@ class PacedTransport:
             return False
         read.stop()
         return True
+
+    def progress(self) -> None:
+        self._first.progress()  # peers read no other agent
 
     def tidy(self) -> bool:
         """Close the last agent, if no peer has been read through it for a while."""
