@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from nixl_kv.config import AUTO, OFF, Config
+from nixl_kv.config import Config
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span
 from nixl_kv.transport.base import SEGMENT_FACT, Indices, PeerName, Rows, Transport
@@ -76,10 +76,6 @@ UCX_ENGINE_CONFIG: Final = (
 )
 # Shared memory, CMA and CUDA IPC are not network devices for UCX, and stay available.
 ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
-
-# For an agent that reads over TCP only, or reads a slot only.
-STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
-STREAM_TRANSPORTS: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
 
 # Longest time of the reads within this process, before the first peer.
 REHEARSAL_S: Final = 2.0
@@ -130,22 +126,15 @@ def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) ->
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
     make = partial(NixlTransport, config.backends, guard=guard)
     first = make(ucx_options=options, engine_config=settings)
-
-    def make_stream() -> Transport:
-        only_tcp = f"{settings},TLS={STREAM_TRANSPORTS[memory]}"
-        return make(ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
-
-    is_other = config.paced_reads == AUTO and config.backends[0] != UCX
     # The only line that knows transport/tcp. Without it, return `first`.
-    return pace(first, make_stream, memory, OFF if is_other else config.paced_reads, settings)
+    return pace(first, make, config, memory, settings)
 
 
 def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:
     """Make an agent that reads a page of slots as peers do, with as few threads as possible."""
     settings, guard = _network(config, is_decode=is_decode)
-    return NixlTransport(
-        config.backends, ucx_options=STREAM_OPTIONS, engine_config=settings, guard=guard
-    )
+    options = {"ucx_error_handling_mode": "peer"}
+    return NixlTransport(config.backends, ucx_options=options, engine_config=settings, guard=guard)
 
 
 def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:

@@ -13,15 +13,16 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from nixl_kv.config import OFF, ON
+from nixl_kv.config import AUTO, ON, Config
 from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span, block_ids
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
@@ -49,6 +50,10 @@ LATEST_SHARE: Final = 0.125  # weight of the latest piece in the average length
 UNUSED_S: Final = 60.0
 # How long `close` waits for an agent that connects or closes in the background.
 CONNECTED_S: Final = 2.0
+
+# Of an agent that reads over TCP only, without threads of its own.
+STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
+ONLY_TCP: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
 
 ONLY_PIECE: Final = block_ids([0])
 
@@ -231,21 +236,22 @@ class _Job:
 
 def pace(
     first: Transport,
-    make_agent: Callable[[], Transport],
+    make: Callable[..., Transport],
+    config: Config,
     memory: Memory,
-    paced_reads: str,
     engine_config: str,
 ) -> "PacedTransport":
-    """Wrap a NIXL agent of a rank whose cache is in such memory.
+    """Wrap the NIXL agent of a rank whose cache is in such memory.
 
-    `make_agent` makes further agents, which read over TCP only. `paced_reads` is the setting of
-    that name. The first agent has UCX's settings `engine_config`.
+    `make` makes further agents. The first one has UCX's settings `engine_config`.
     """
     settings = ucx_settings(os.environ, engine_config)
     own = Place.find(settings)
-    is_tcp = make_rule(own, settings, memory)
-    if paced_reads in (ON, OFF):
-        is_tcp = lambda _metadata: paced_reads == ON  # noqa: E731
+    is_by_rule = config.paced_reads == AUTO and config.backends[0] == "UCX"
+    rule = make_rule(own, settings, memory)
+    is_tcp = rule if is_by_rule else (lambda _metadata: config.paced_reads == ON)
+    only_tcp = f"{engine_config},TLS={ONLY_TCP[memory]}"
+    make_agent = partial(make, ucx_options=STREAM_OPTIONS, engine_config=only_tcp)
     background = ThreadPoolExecutor(1, "nixl-kv-streams")
     return PacedTransport(first, make_agent, is_tcp, background, facts=own.suffix())
 
