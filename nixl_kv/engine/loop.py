@@ -40,8 +40,8 @@ from nixl_kv.transport.base import (
     FromPeer,
     Lost,
     Received,
+    SlotPage,
 )
-from nixl_kv.transport.slots import SlotPage
 
 logger = get_logger(__name__)
 

@@ -24,8 +24,7 @@ from nixl_kv.ids import Generation, Rank, RequestId
 from nixl_kv.protocol import events
 from nixl_kv.reading.paths import ExtraMemory, Read, ReadOp
 from nixl_kv.reading.peers import Ranks, RemotePeers, RemoteRank, WaitingRead, request_of
-from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, Transport
-from nixl_kv.transport.slots import SlotPage
+from nixl_kv.transport.base import Indices, ListHandle, ReadHandle, Rows, SlotPage, Transport
 
 logger = get_logger(__name__)
 

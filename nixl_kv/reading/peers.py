@@ -24,8 +24,7 @@ from nixl_kv.ids import Rank, RequestId, endpoint_host
 from nixl_kv.protocol import events, messages
 from nixl_kv.protocol.events import PeerKey
 from nixl_kv.reading.paths import Budget, DirectPath, PreparedRank, ReadPath, Source
-from nixl_kv.transport.base import ListHandle, PeerName, Transport
-from nixl_kv.transport.slots import slot_rows
+from nixl_kv.transport.base import ListHandle, PeerName, Transport, slot_rows
 
 SHOWN_MISMATCHES: Final = 4
 

@@ -4,12 +4,15 @@ NIXL is the transport (`nixl.py`) and ZMQ the control plane (`zmq.py`). Everythi
 only these interfaces, so tests, the simulator and other engines can bring their own.
 """
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any, Final, NewType, Protocol, TypeAlias
 
+import numpy as np
+
 from nixl_kv.geometry import plan
 from nixl_kv.geometry.layout import BlockIds, Memory, Span
-from nixl_kv.ids import Endpoint
+from nixl_kv.ids import GENERATION_BYTES, Endpoint, Generation
 
 Rows: TypeAlias = plan.Rows
 Indices: TypeAlias = BlockIds
@@ -24,6 +27,8 @@ ReadHandle = Any
 # UCX's TCP segment size. UCX aborts a reader whose own segments are shorter than the sender's, so
 # this is one of the facts in which two engines must agree.
 SEGMENT_FACT: Final = "2m"
+
+PAGE_BYTES: Final = 4096
 
 
 class Transport(Protocol):
@@ -184,3 +189,49 @@ class ControlPlane(Protocol):
         """End the current `poll`; any thread may call it."""
 
     def close(self) -> None: ...
+
+
+class SlotPage:
+    """`count` fence slots of 16 bytes, all clear at first. Peers may read them at any time.
+
+    Prefill writes a random token into a slot while a grant is valid. Decode reads the slot after
+    the data: if the token is still there, prefill held the blocks the whole time.
+    """
+
+    def __init__(self, count: int) -> None:
+        size = count * GENERATION_BYTES
+        self._memory = np.zeros(size + PAGE_BYTES, dtype=np.uint8)
+        self.address = -(-self._memory.ctypes.data // PAGE_BYTES) * PAGE_BYTES
+        self.count = count
+
+    @property
+    def span(self) -> Span:
+        return Span(self.address, self.count * GENERATION_BYTES)
+
+    def rows(self) -> Rows:
+        return slot_rows(self.address, self.count)
+
+    def write(self, slot: int, generation: Generation) -> None:
+        if len(generation) != GENERATION_BYTES:
+            raise ValueError(f"{len(generation)} bytes; allowed: {GENERATION_BYTES}")
+        ctypes.memmove(self._at(slot), generation, GENERATION_BYTES)
+
+    def clear(self, slot: int) -> None:
+        """Make a grant invalid, before its blocks can be reused."""
+        self.write(slot, Generation(bytes(GENERATION_BYTES)))
+
+    def clear_all(self) -> None:
+        ctypes.memset(self.address, 0, self.count * GENERATION_BYTES)
+
+    def read(self, slot: int) -> Generation:
+        return Generation(ctypes.string_at(self._at(slot), GENERATION_BYTES))
+
+    def _at(self, slot: int) -> int:
+        if not 0 <= slot < self.count:
+            raise IndexError(f"slot {slot}; allowed: 0 to {self.count - 1}")
+        return self.address + slot * GENERATION_BYTES
+
+
+def slot_rows(address: int, count: int) -> Rows:
+    """A list of one row, with one piece per slot."""
+    return np.array([[address, GENERATION_BYTES, 0, GENERATION_BYTES, count]], dtype=np.uint64)
