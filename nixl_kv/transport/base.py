@@ -19,10 +19,8 @@ Indices: TypeAlias = BlockIds
 """Numbers of pieces: the pieces of all rows of a list are numbered in row order."""
 
 PeerName = NewType("PeerName", str)
-
-# Only the transport that made a handle can use it.
-ListHandle = Any
-ReadHandle = Any
+ListHandle: TypeAlias = Any  # only the transport that made a handle can use it
+ReadHandle: TypeAlias = Any
 
 # UCX's TCP segment size. UCX aborts a reader whose own segments are shorter than the sender's, so
 # this is one of the facts in which two engines must agree.
@@ -76,10 +74,8 @@ class Transport(Protocol):
     def poll(self, read: ReadHandle) -> bool:
         """Whether the read has completed.
 
-        Raises:
-            PeerLost: the read has ended, and failed.
-            TransportError: any other one says nothing about the end of the read, which may go on.
-                Do not poll it again.
+        PeerLost: the read has ended, and failed. Any other TransportError says nothing about the
+        end of the read, which may go on. Do not poll it again.
         """
 
     def stop(self, read: ReadHandle) -> bool:
@@ -97,10 +93,8 @@ class Transport(Protocol):
     def close(self) -> None:
         """End all reads and connections, which may take seconds.
 
-        Any thread may call it, if no other call is made meanwhile.
-
-        Raises:
-            TransportError: local memory may still be written to; call it again.
+        Any thread may call it, if no other call is made meanwhile. After a TransportError local
+        memory may still be written to; call it again.
         """
 
 
@@ -159,19 +153,12 @@ class ControlPlane(Protocol):
     """
 
     def listen(self, host: str, port: int, bounds: Bounds | None = None) -> int:
-        """Listen on an IP literal, without brackets, and a port; 0 takes any free one.
-
-        Returns the port.
-
-        Raises:
-            TransportError: if the address is not of this machine or the port is in use.
-        """
+        """Listen on an IP literal, without brackets, and a port (0: any free one). Returns it."""
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
         """Queue a message for an endpoint, connecting if necessary; never waits.
 
-        Raises:
-            TransportError: if the endpoint is not an address, or its queue is full.
+        A TransportError says that the endpoint is not an address, or that its queue is full.
         """
 
     def reply(self, route: bytes, payload: bytes) -> None:

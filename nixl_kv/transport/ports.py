@@ -8,6 +8,7 @@ privilege.
 
 import ctypes
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -62,13 +63,11 @@ WHAT_TO_DO: Final = (
 class LimitedPort:
     """A listening socket that accepts a limited number of connections at a time.
 
-    ZMQ accepts connections from a duplicate of the socket and reports them here.
+    ZMQ accepts connections from a duplicate of the socket and reports them here. Each connection
+    costs a descriptor and up to 14 KiB, and ZMQ's thread spins without descriptors. ZMQ itself can
+    only unbind, which would also close established connections. Here the kernel drops SYNs while
+    there are too many connections. Clients repeat a SYN after a second.
     """
-
-    # Each connection costs a descriptor and up to 14 KiB, and ZMQ's thread spins without
-    # descriptors. ZMQ itself can only unbind, which would also close established connections. Here
-    # the kernel drops SYNs while there are too many connections. Clients repeat a SYN after a
-    # second, and established connections are not affected.
 
     def __init__(
         self,
@@ -77,25 +76,17 @@ class LimitedPort:
         limit: int | None = None,
         allowed: AllowedHosts = AllowedHosts(),  # noqa: B008 - immutable
     ) -> None:
-        """Listen on an IP literal.
+        """Listen on an IP literal, without brackets, and a port (0: any free one), or raise OSError.
 
-        Args:
-            host: without brackets.
-            port: 0 to 65535; 0 takes any free one.
-            limit: connections at a time; None for as many as this process can afford.
-            allowed: other machines that may connect. This machine always may.
-
-        Raises:
-            OSError: if the address is not of this machine or the port is in use.
+        `limit` counts connections at a time (None: as many as this process can afford). Other
+        machines in `allowed` may connect; this machine always may.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)  # noqa: FBT003
         self.port: int = self._socket.getsockname()[1]
-        if limit is None:
-            descriptors = num_descriptors() or MAX_CONNECTIONS * SHARE_OF_DESCRIPTORS
-            limit = min(MAX_CONNECTIONS, descriptors // SHARE_OF_DESCRIPTORS)
-        self._limit = limit
+        affordable = (num_descriptors() or math.inf) // SHARE_OF_DESCRIPTORS
+        self._limit = limit or min(MAX_CONNECTIONS, affordable)
         self._connections = 0
         self._is_shut = False
         self._log = LimitedLog(logger, time.monotonic, interval_s=LOG_INTERVAL_S)
@@ -114,7 +105,7 @@ class LimitedPort:
             )
 
     def duplicate(self) -> int:
-        """Duplicate the listening socket's descriptor; the caller closes it."""
+        """A descriptor of the listening socket that the caller closes."""
         return os.dup(self._socket.fileno())
 
     def on_accepted(self) -> None:
@@ -206,11 +197,7 @@ def _checks(networks: Iterable[Network], version: int) -> bytes:
 
 
 def attach(listening: socket.socket, code: bytes) -> None:
-    """Replace the socket's filter.
-
-    Raises:
-        OSError: if the kernel refuses it, as in some sandboxes.
-    """
+    """Replace the socket's filter; an OSError if the kernel refuses it, as in some sandboxes."""
     instructions = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("HL", len(code) // len(DROP), ctypes.addressof(instructions))
     listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)

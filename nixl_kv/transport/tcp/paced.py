@@ -98,12 +98,9 @@ class Window:
     def end(
         self, num_bytes: int, now: float, *, at: float, before: int, is_part: bool = True
     ) -> None:
-        """Record a completed piece, requested at `at`, when `before` bytes of others had arrived.
-
-        The average length is of parts of longer reads only.
-        """
+        """Record a piece that was requested at `at`, when `before` bytes of others had arrived."""
         self.arrived += num_bytes
-        if is_part:
+        if is_part:  # of a longer read
             self.length += (num_bytes - self.length) * (LATEST_SHARE if self.length else 1.0)
         seconds = max(now - at, 1e-6)
         self._speed.add(1 / seconds, now)
@@ -241,10 +238,7 @@ def pace(
     memory: Memory,
     engine_config: str,
 ) -> "PacedTransport":
-    """Wrap the NIXL agent of a rank whose cache is in such memory.
-
-    `make` makes further agents. The first one has UCX's settings `engine_config`.
-    """
+    """Wrap a rank's first agent, which has UCX's settings `engine_config`; `make` makes others."""
     settings = ucx_settings(os.environ, engine_config)
     own = Place.find(settings)
     is_by_rule = config.paced_reads == AUTO and config.backends[0] == "UCX"
@@ -257,7 +251,7 @@ def pace(
 
 
 class PacedTransport:
-    """See `Transport` and the module's docstring.
+    """Reads some peers by several agents.
 
     One background thread makes and closes further connections, because each takes 15 ms, or 40 ms
     with a new agent. No other thread uses that agent meanwhile.
@@ -273,15 +267,11 @@ class PacedTransport:
         facts: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with one agent.
+        """Start with the agent that peers read, and that reads peers without TCP.
 
-        Args:
-            first: the agent that peers read, and that reads peers without TCP.
-            make_agent: makes further agents, which read over TCP only.
-            is_tcp: decides which peers are read over TCP.
-            background: makes connections; shut down with this transport.
-            facts: appended to the metadata, for the peers' `is_tcp`.
-            clock: in seconds.
+        `make_agent` makes further agents, which read over TCP only. `is_tcp` decides which peers
+        they read; `facts` stand behind the metadata, for the peers' `is_tcp`. `background` makes
+        connections, and is shut down with this transport.
         """
         self._first = first
         self._agents = [first]
@@ -383,11 +373,7 @@ class PacedTransport:
         return self._job is not None or len(self._agents) > 1
 
     def close(self) -> None:
-        """Close all agents.
-
-        Raises:
-            TransportError: also if an agent still connects or closes after `CONNECTED_S`.
-        """
+        """Close all agents; a TransportError also if one connects or closes too long."""
         self._background.shutdown(wait=False)
         if self._job is not None and not self._job.result.cancel():
             if wait([self._job.result], CONNECTED_S).not_done:
