@@ -76,7 +76,7 @@ class LimitedPort:
         limit: int | None = None,
         allowed: AllowedHosts = AllowedHosts(),  # noqa: B008 - immutable
     ) -> None:
-        """Listen on an IP literal, without brackets, and a port (0: any free one), or raise OSError.
+        """Listen on an IP literal, without brackets, and a port (0: any free one).
 
         `limit` counts connections at a time (None: as many as this process can afford). Other
         machines in `allowed` may connect; this machine always may.
