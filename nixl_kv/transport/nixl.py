@@ -125,9 +125,8 @@ def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) ->
         num_cores = len(os.sched_getaffinity(0))
         options["num_threads"] = str(max(int(options["num_threads"]), min(num_cores, MAX_COPYING)))
     make = partial(NixlTransport, config.backends, guard=guard)
-    first = make(ucx_options=options, engine_config=settings)
-    # The only line that knows transport/tcp. Without it, return `first`.
-    return pace(first, make, config, memory, settings)
+    # Without transport/tcp, return the first argument.
+    return pace(make(ucx_options=options, engine_config=settings), make, config, memory, settings)
 
 
 def nixl_checker(config: Config, *, is_decode: bool = True) -> Transport:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from nixl_kv.errors import PeerLost, TransportError, get_logger
 from nixl_kv.geometry.layout import Memory, Span, block_ids
 from nixl_kv.geometry.plan import ADDRESS, COUNT, DEVICE, LENGTH, STRIDE
 from nixl_kv.transport.base import Indices, ListHandle, PeerName, ReadHandle, Rows, Transport
-from nixl_kv.transport.tcp.detect import IsTcp, Place, make_rule, ucx_settings
+from nixl_kv.transport.tcp.detect import ONLY_TCP, IsTcp, Place, make_rule, ucx_settings
 
 logger = get_logger(__name__)
 
@@ -53,7 +53,6 @@ CONNECTED_S: Final = 2.0
 
 # Of an agent that reads over TCP only, without threads of its own.
 STREAM_OPTIONS: Final = {"ucx_error_handling_mode": "peer"}
-ONLY_TCP: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
 
 ONLY_PIECE: Final = block_ids([0])
 
