@@ -433,9 +433,9 @@ class ReadAgent:
     def _warm_up_data(self, rank: RemoteRank) -> None:
         """Read enough pieces to use all of the transport's connections to the rank."""
         source, scratch = rank.source, self._scratch
-        spread = 0 if source is None else self.transport.spread(source.name)
-        # Over TCP `spread` is 0, and the read of the slot makes the connection.
-        if source is None or scratch is None or not spread:
+        count = 0 if source is None else self.transport.warm_up_pieces(source.name)
+        # Over TCP this is 0, and the read of the slot makes the connection.
+        if source is None or scratch is None or not count:
             return
         remote, layout = rank.description.layout, self._layout
         rows = sample_rows(remote)
@@ -443,7 +443,7 @@ class ReadAgent:
         here[:, ADDRESS], here[:, DEVICE] = scratch.span.address, layout.device
         there = self.transport.prepare(rows, remote.memory, source.name)
         local = self.transport.prepare(here, layout.memory, None)
-        times = -(-spread // len(rows))
+        times = -(-count // len(rows))
         pieces: Indices = np.tile(np.arange(len(rows), dtype=np.int32), times)
         self._post_warm_up(rank, (local, there), (pieces, pieces))
 

@@ -470,7 +470,7 @@ class Ranks:
             plan=planned.plan,
             local=transport.prepare(planned.plan.local, self._peers.layout.memory, None),
             remote=transport.prepare(planned.plan.remote, remote.layout.memory, name),
-            is_tcp=transport.spread(name) == 0,
+            is_tcp=transport.warm_up_pieces(name) == 0,
             budget=self.budget,
         )
         slots = slot_rows(remote.slots.address, remote.slots.count)

@@ -39,11 +39,8 @@ class Transport(Protocol):
     `close` has returned, whatever is released or dropped in between.
     """
 
-    def spread(self, peer: PeerName) -> int:
-        """How many separate pieces a read needs to use all connections to a peer.
-
-        0 if the transport opens further connections when it needs them.
-        """
+    def warm_up_pieces(self, peer: PeerName) -> int:
+        """How many pieces use all connections to a peer; 0 if these are made when needed."""
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         """Make memory readable into, and readable by peers that get the metadata afterwards."""

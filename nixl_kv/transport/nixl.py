@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -92,7 +92,6 @@ _ERRORS: Final = tuple(
 )
 
 Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
-_Native = TypeVar("_Native", api.nixl_prepped_dlist_handle, api.nixl_xfer_handle)
 
 
 @contextmanager
@@ -114,11 +113,7 @@ def _is_done(state: str) -> bool:
 
 
 def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
-    """Make the agent of a rank whose cache is in such memory.
-
-    Raises:
-        TransportError: if NIXL cannot create a backend.
-    """
+    """Make the agent of a rank; a TransportError if NIXL cannot create a backend."""
     options = dict(UCX_OPTIONS)
     settings, guard = _network(config, is_decode=is_decode)
     if memory == "DRAM":
@@ -146,22 +141,18 @@ def _network(config: Config, *, is_decode: bool) -> tuple[str, Guard]:
     return UCX_ENGINE_CONFIG, partial(filtered_ucx_ports, allowed)
 
 
-class _Handle(Generic[_Native]):
+class _Handle:
     """A list or a read. NIXL's handle keeps its agent alive, so `close` takes it away."""
 
-    def __init__(self, native: _Native) -> None:
-        self.held: _Native | None = native
+    def __init__(self, native: object) -> None:
+        self.held: Any = native
         self.failure = ""  # of posting it; text only: a traceback would keep the agent alive
 
     @property
-    def native(self) -> _Native:
+    def native(self) -> Any:
         if self.held is None:
             raise TransportError("the NIXL agent is closed")
         return self.held
-
-
-_List: TypeAlias = _Handle[api.nixl_prepped_dlist_handle]
-_Read: TypeAlias = _Handle[api.nixl_xfer_handle]
 
 
 class NixlTransport:
@@ -177,27 +168,21 @@ class NixlTransport:
     ) -> None:
         """Create an agent with a new name, which takes about half a second.
 
-        Args:
-            backends: names of NIXL backends.
-            ucx_options: parameters of the UCX backend.
-            engine_config: UCX's own settings, `NAME=value,...` without the prefix UCX_.
-            guard: entered while UCX opens its ports.
-
-        Raises:
-            TransportError: if NIXL cannot create a backend.
+        `engine_config` has UCX's own settings, `NAME=value,...` without the prefix UCX_. `guard` is
+        entered while UCX opens its ports.
         """
         self.name = f"nixl-kv-{secrets.token_hex(8)}"
         settings: dict[str, Any] = {"ucx_options": ucx_options, "engine_config": engine_config}
         self._make_another = partial(NixlTransport, backends, guard=guard, **settings)
         threads, batch = ucx_options.get("num_threads", 0), ucx_options.get("split_batch_size", 1)
-        self._spread = max(1, int(threads) * int(batch))
+        self._warm_up_pieces = max(1, int(threads) * int(batch))
         mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=mode)
         check_free()
         with _translated("creating the agent"):
             agent = api.nixl_agent(self.name, config)
             self._open_agent: api.nixl_agent | None = agent
-            self._handles: weakref.WeakSet[_List | _Read] = weakref.WeakSet()
+            self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
             # Set when the destructor of the C++ object has run. The wrapper may go earlier.
             self._gone = gone = threading.Event()
             self._proof = weakref.ref(agent.agent, lambda _: gone.set())
@@ -218,9 +203,9 @@ class NixlTransport:
             raise TransportError(f"NIXL agent {self.name} is closed")
         return self._open_agent
 
-    def spread(self, peer: PeerName) -> int:
+    def warm_up_pieces(self, peer: PeerName) -> int:
         del peer  # this many wake all threads of the backend; each has a connection of its own
-        return self._spread
+        return self._warm_up_pieces
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         with _translated(f"registering {span.length} bytes of {memory}"):
@@ -243,7 +228,7 @@ class NixlTransport:
                     agent.register(span, memory, device)
                 peer = reader.add_peer(other.metadata())
                 lists = reader.prepare(here, memory, None), reader.prepare(there, memory, peer)
-                for count in (self._spread, 1):  # over all connections, and in one piece
+                for count in (self._warm_up_pieces, 1):  # over all connections, and in one piece
                     pieces = np.zeros(count, dtype=np.int32)
                     read = reader.read(*lists, (pieces, pieces))
                     while time.monotonic() < until and not reader.poll(read):
@@ -270,7 +255,7 @@ class NixlTransport:
         with _translated("dropping a peer"):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _List:
+    def prepare(self, rows: Rows, memory: Memory, peer: PeerName | None) -> _Handle:
         # A strided list: microseconds for any number of blocks.
         with _translated(f"preparing {len(rows)} rows of {memory}"):
             native = self._agent.prep_xfer_dlist(
@@ -278,7 +263,7 @@ class NixlTransport:
             )
         return self._keep(native)
 
-    def read(self, local: _List, remote: _List, indices: tuple[Indices, Indices]) -> _Read:
+    def read(self, local: _Handle, remote: _Handle, indices: tuple[Indices, Indices]) -> _Handle:
         # NIXL merges neighbouring pieces of dense rows itself.
         with _translated(f"reading {len(indices[0])} pieces"):
             native = self._agent.make_prepped_xfer(
@@ -294,7 +279,7 @@ class NixlTransport:
             read.failure = str(error)
         return read
 
-    def poll(self, read: _Read) -> bool:
+    def poll(self, read: _Handle) -> bool:
         if read.failure:
             raise TransportError(read.failure)
         with _translated("reading"):
@@ -304,7 +289,7 @@ class NixlTransport:
             read.native.release()
         return True
 
-    def stop(self, read: _Read) -> bool:
+    def stop(self, read: _Handle) -> bool:
         del read
         return False  # all of it is in progress, and NIXL cannot abort
 
@@ -319,8 +304,7 @@ class NixlTransport:
     def close(self) -> None:
         """Destroy the agent, which takes 10 to 40 ms. Nothing else stops a read in progress.
 
-        Raises:
-            TransportError: if a handle or a traceback still refers to the C++ object.
+        A TransportError says that a handle or a traceback still refers to the C++ object.
         """
         for handle in list(self._handles):
             handle.held = None
@@ -330,7 +314,7 @@ class NixlTransport:
         if not self._gone.is_set():
             raise TransportError(f"NIXL agent {self.name} is still referenced")
 
-    def _keep(self, native: _Native) -> _Handle[_Native]:
+    def _keep(self, native: object) -> _Handle:
         handle = _Handle(native)
         self._handles.add(handle)
         return handle

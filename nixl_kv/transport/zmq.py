@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Final, TypeAlias
 
@@ -135,17 +135,17 @@ class _Link:
     active_at: float = 0.0
 
 
+@dataclass(eq=False)
 class _Caller:
     """The socket of all links to endpoints, and its monitor."""
 
-    def __init__(self, router: _Socket, monitor: _Socket, *, has_key: bool) -> None:
-        self.router = router
-        self.monitor = monitor
-        self.links: dict[Endpoint, _Link] = {}
-        self._by_route: dict[bytes, _Link] = {}
-        self._lost: list[_Link] = []  # reported after the messages that came before
-        self._has_key = has_key
-        self._num_links = 0
+    router: _Socket
+    monitor: _Socket
+    has_key: bool
+    links: dict[Endpoint, _Link] = field(default_factory=dict)
+    _by_route: dict[bytes, _Link] = field(default_factory=dict)
+    _lost: list[_Link] = field(default_factory=list)  # reported after earlier messages
+    _num_links: int = 0
 
     def send(self, endpoint: Endpoint, payload: bytes) -> None:
         link = self.links.get(endpoint) or self._connect(endpoint)
@@ -200,7 +200,7 @@ class _Caller:
             elif link.is_tried and not link.failure:
                 link.failure = _LOST_EVENTS.get(event["event"], "connection lost")
                 if link.failure == HANDSHAKE_FAILED:
-                    other = "another key, or none" if self._has_key else "a key"
+                    other = "another key, or none" if self.has_key else "a key"
                     link.failure += f": perhaps it has {other}, or hangs"
                 self._lost.append(link)
 
@@ -239,10 +239,8 @@ class ZmqControl:
     ) -> None:
         """Open no connection yet.
 
-        Args:
-            keys: with them, connections to and from processes with other keys or none fail.
-            allowed: hosts that may connect; None for any. The caller decides whom to connect to.
-            peer_timeout_s: how long the other end may be silent before a link counts as lost.
+        With keys, connections to and from processes with other keys or none fail. Hosts in
+        `allowed` may connect (None: any); the caller decides whom to connect to.
         """
         self._context: zmq.Context[_Socket] = zmq.Context()
         self._keys = keys
@@ -391,4 +389,4 @@ class ZmqControl:
             }
         events = sum((*_TRIED_EVENTS, *_LOST_EVENTS))
         router, monitor = self._router("caller", options, self._peer_timeout_s, events)
-        return _Caller(router, monitor, has_key=self._keys is not None)
+        return _Caller(router, monitor, self._keys is not None)

@@ -80,11 +80,8 @@ class Place:
 
 def ucx_settings(environ: Mapping[str, str], engine_config: str) -> dict[str, str]:
     """UCX's settings without their prefix; those of the agent override the environment."""
-    settings = {
-        name.removeprefix("UCX_"): value
-        for name, value in environ.items()
-        if name.startswith("UCX_")
-    }
+    prefix = "UCX_"
+    settings = {k.removeprefix(prefix): v for k, v in environ.items() if k.startswith(prefix)}
     pairs = (each.partition("=") for each in engine_config.split(",") if each)
     return settings | {name: value for name, _, value in pairs}
 

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -287,8 +287,8 @@ class PacedTransport:
         streams = ", ".join(f"{len(peer.streams)} to {name}" for name, peer in self._peers.items())
         return f"<PacedTransport {self._first}: {streams or 'no TCP'}>"
 
-    def spread(self, peer: PeerName) -> int:
-        return 0 if peer in self._peers else self._first.spread(peer)
+    def warm_up_pieces(self, peer: PeerName) -> int:
+        return 0 if peer in self._peers else self._first.warm_up_pieces(peer)
 
     def register(self, span: Span, memory: Memory, device: int) -> None:
         for agent in self._agents:
@@ -502,11 +502,9 @@ class PacedTransport:
             self._agents.append(agent)
         if self._peers.get(peer.name) is peer:
             peer.streams.append(_Stream(agent))
-            return
-        try:  # the peer was dropped meanwhile
-            agent.drop_peer(peer.name)
-        except TransportError as error:  # it must not fail other reads
-            logger.info("a connection to %s was not dropped: %s", peer.name, error)
+        else:  # it was dropped meanwhile; an error must not fail other reads
+            with suppress(TransportError):
+                agent.drop_peer(peer.name)
 
 
 def _row(address: int, device: int, length: int) -> Rows:
