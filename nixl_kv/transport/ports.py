@@ -249,7 +249,8 @@ def _filter(opened: Sequence[int], allowed: AllowedHosts) -> None:
                 if os.get_inheritable(number):
                     # Not `socket.dup` or a timeout: either changes whether UCX's own descriptor
                     # blocks.
-                    sockets.append(stack.enter_context(socket.socket(fileno=os.dup(number))))
+                    one = stack.enter_context(socket.socket(fileno=os.dup(number)))
+                    sockets += [one] if one.family != socket.AF_UNIX else []
         places = [one.getsockname()[:2] for one in sockets]
         admitted = with_this_machine(allowed, (host for host, _ in places))
         names = ", ".join(f"{host} port {port}" for host, port in places)

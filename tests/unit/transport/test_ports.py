@@ -184,6 +184,11 @@ def test_only_sockets_like_ucx_s_are_filtered(attached: list[tuple[str, int]]) -
             keep(like_ucx(inheritable=False))  # asyncio's, uvicorn's
             keep(like_ucx(by_number=False))  # NCCL's, PyTorch's
             keep(socket.create_server(("127.0.0.1", 0)))  # ZMQ's
+            local = keep(socket.socket(socket.AF_UNIX))
+            local.bind(b"\0nixl_kv test_ports")
+            local.listen()
+            os.set_inheritable(local.fileno(), True)  # noqa: FBT003
+            keep(select.epoll()).register(local.fileno(), select.EPOLLIN)
             ucx = keep(like_ucx())
         assert attached == [ucx.getsockname()]
 
