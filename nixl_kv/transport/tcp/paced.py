@@ -76,6 +76,7 @@ class _Best:
 
     @property
     def value(self) -> float:
+        """0 before the first one."""
         return self._values[0][1] if self._values else 0.0
 
 
@@ -91,8 +92,8 @@ class Window:
 
     arrived: int = 0  # bytes of all pieces together
     length: float = 0.0  # average bytes of a piece; small runs make short pieces
-    _rate: _Best = field(default_factory=_Best)  # bytes per second
-    _speed: _Best = field(default_factory=_Best)  # 1 / seconds of a piece
+    rate: _Best = field(default_factory=_Best)  # bytes per second
+    speed: _Best = field(default_factory=_Best)  # 1 / seconds of a piece
 
     def end(
         self, num_bytes: int, now: float, *, at: float, before: int, is_part: bool = True
@@ -102,18 +103,13 @@ class Window:
         if is_part:  # of a longer read
             self.length += (num_bytes - self.length) * (LATEST_SHARE if self.length else 1.0)
         seconds = max(now - at, 1e-6)
-        self._speed.add(1 / seconds, now)
-        self._rate.add((self.arrived - before) / seconds, now)
-
-    @property
-    def rate(self) -> float:
-        """0 before anything was measured."""
-        return self._rate.value
+        self.speed.add(1 / seconds, now)
+        self.rate.add((self.arrived - before) / seconds, now)
 
     @property
     def round_trip_s(self) -> float:
         """Shortest time of a piece; 0 before anything was measured."""
-        return 1 / self._speed.value if self._speed.value else 0.0
+        return 1 / self.speed.value if self.speed.value else 0.0
 
     @property
     def pause_s(self) -> float:
@@ -122,13 +118,13 @@ class Window:
 
     @property
     def piece_bytes(self) -> int:
-        held = self.rate * max(self.round_trip_s, SHORTEST_S)
+        held = self.rate.value * max(self.round_trip_s, SHORTEST_S)
         return min(max(int(held) or FIRST_PIECE_BYTES, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
     @property
     def streams(self) -> int:
         """How many pieces may be in flight, each in a stream of its own."""
-        held = GAIN * self.rate * self.round_trip_s
+        held = GAIN * self.rate.value * self.round_trip_s
         wanted = 1 + math.ceil(held / min(self.length or math.inf, self.piece_bytes))
         return min(max(wanted, MIN_STREAMS), MAX_STREAMS)
 
@@ -189,23 +185,18 @@ class _Read:
         self.stop()
 
 
-@dataclass(frozen=True)
-class _Piece:
-    read: _Read
-    handle: ReadHandle
-    lists: tuple[ListHandle, ListHandle]  # NIXL needs them until the read ends
-    num_bytes: int
-    arrived: int  # bytes of all other pieces when this one was requested
-
-
 @dataclass
 class _Stream:
-    """One agent's connection to a peer."""
+    """One agent's connection to a peer, and the piece that travels over it."""
 
     agent: Transport
-    piece: _Piece | None = None
-    is_lost: bool = False  # its piece may go on for ever
+    read: _Read | None = None  # whose piece it is; None: idle
+    handle: ReadHandle = None
+    lists: tuple[ListHandle, ListHandle] | None = None  # NIXL needs them until the read ends
+    num_bytes: int = 0
+    arrived: int = 0  # bytes of all other pieces when this one was requested
     used_at: float = -math.inf
+    is_lost: bool = False  # the piece may go on for ever
 
 
 @dataclass(eq=False)
@@ -364,7 +355,7 @@ class PacedTransport:
         if self._job is None and len(self._agents) > 1:
             last, unused_at = len(self._agents) - 1, self._clock() - UNUSED_S
             streams = [p.streams[last] for p in self._peers.values() if last < len(p.streams)]
-            if all(one.piece is None and one.used_at <= unused_at for one in streams):
+            if all(one.read is None and one.used_at <= unused_at for one in streams):
                 for peer in self._peers.values():
                     del peer.streams[last:]
                 agent = self._agents[-1]
@@ -379,9 +370,6 @@ class PacedTransport:
                 raise TransportError("an agent that reads over TCP still connects or closes")
             self._end_job()
         self._job = None
-        for peer in self._peers.values():
-            for stream in peer.streams:
-                stream.piece = None
         while self._agents:
             self._agents[-1].close()
             self._agents.pop()
@@ -391,17 +379,16 @@ class PacedTransport:
     def _finish(self, peer: _Peer) -> None:
         """Record the pieces that have arrived or failed."""
         for stream in peer.streams:
-            piece = stream.piece
-            if piece is None or stream.is_lost or self._is_busy(stream):
+            read = stream.read
+            if read is None or stream.is_lost or self._is_busy(stream):
                 continue
-            read = piece.read
             try:
-                if not stream.agent.poll(piece.handle):
+                if not stream.agent.poll(stream.handle):
                     continue
                 peer.window.end(
-                    *(piece.num_bytes, self._clock()),
+                    *(stream.num_bytes, self._clock()),
                     at=stream.used_at,
-                    before=piece.arrived,
+                    before=stream.arrived,
                     is_part=not read.is_short,
                 )
             except PeerLost as error:
@@ -410,7 +397,7 @@ class PacedTransport:
                 stream.is_lost = True  # the piece may go on, so never use its stream again
                 read.fail(error)
                 continue
-            stream.piece = None
+            stream.read = stream.handle = stream.lists = None
             read.num_in_flight -= 1
 
     def _start(self, peer: _Peer) -> None:
@@ -418,7 +405,7 @@ class PacedTransport:
         while peer.queue:
             num_streams = min(peer.window.streams, peer.max_streams)
             used = peer.streams[:num_streams]
-            free = [each for each in used if each.piece is None]
+            free = [each for each in used if each.read is None]
             if not free and len(used) < num_streams:
                 self._connect(peer)
             ready = next((each for each in free if not self._is_busy(each)), None)
@@ -444,8 +431,8 @@ class PacedTransport:
         except TransportError as error:  # nothing of this piece is in flight
             read.fail(PeerLost(str(error)))
             return
-        stream.used_at = now
-        stream.piece = _Piece(read, handle, lists, length, peer.window.arrived)
+        stream.read, stream.handle, stream.lists = read, handle, lists
+        stream.num_bytes, stream.arrived, stream.used_at = length, peer.window.arrived, now
         read.num_in_flight += 1
 
     # --- connections
