@@ -99,11 +99,8 @@ def _unmapped(address: Address) -> Address:
 class Rule:
     """Parses the value of one setting."""
 
-    allowed: str
-    """The allowed values, for error messages."""
-
-    parse: Callable[[Any], Any]
-    """Raises a ValueError for a bad value."""
+    allowed: str  # the allowed values, for error messages
+    parse: Callable[[Any], Any]  # raises a ValueError for a bad value
 
     def __call__(self, name: str, value: object) -> Any:
         """Parse `value`, which the operator gave under `name`; raises a ConfigError."""
@@ -181,6 +178,7 @@ def _share_of_loads(value: object) -> float:
 
 Strings: TypeAlias = Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
 Pacing: TypeAlias = Literal["auto", "on", "off"]
+Path: TypeAlias = Literal["auto", "gather", "direct", "staged"]
 Layout: TypeAlias = Literal["auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 """Physical orders of vLLM's packed cache: L layers, B blocks, H heads, N tokens, C content."""
 
@@ -199,9 +197,6 @@ SHARE: Final = _typed("a number from 0.01 to 1", Annotated[float, Meta(ge=0.01, 
 MEBIBYTES: Final = _typed(
     "a whole number of MiB from 0 to 65536", Annotated[int, Meta(ge=0, le=1 << 16)]
 )
-LAYOUT: Final = _choice(Layout)
-POLICY: Final = _choice(Literal["recompute", "fail"])
-PATH: Final = _choice(Literal["auto", "gather", "direct", "staged"])
 SWITCH: Final = _typed("true or false", bool)
 PACING: Final = Rule(_choice(Pacing).allowed, _pacing)
 BACKENDS: Final = _typed("a list of names of NIXL backends, such as ['UCX']", Strings)
@@ -220,16 +215,16 @@ weights_label: Final = Rule(
 class Config:
     """The settings of one engine. Names that end in `_s` are in seconds."""
 
-    # IP address at which other engines reach this one's control plane. Each process resolves names
-    # by itself, because ranks may run on several machines.
+    # Other engines reach this one's control plane there. Each process resolves names by itself,
+    # because ranks may run on several machines.
     host: Annotated[str, HOST] = "127.0.0.1"
     # TCP port of the engine description; 0 takes any free one. Data-parallel rank r adds r.
     port: Annotated[int, PORT] = 5600
     # The settings or variables that gave `host` and `port`, for error messages.
     host_name: str = field(default="host", repr=False, compare=False)
     port_name: str = field(default="", repr=False, compare=False)  # empty for the default
-    # First TCP port of the ranks' control planes; 0 takes free ones. Each rank adds its number
-    # among all ranks of the data-parallel group.
+    # First TCP port of the ranks' control planes; each rank of the data-parallel group adds its
+    # number.
     rank_port: Annotated[int, PORT] = 0
 
     # NIXL backends, in order of preference.
@@ -245,7 +240,7 @@ class Config:
     request_timeout_s: Annotated[float, SECONDS] = 30.0
 
     # Physical order of the KV cache to ask vLLM for; 'auto' takes the best that works.
-    layout: Annotated[str, LAYOUT] = "auto"
+    layout: Annotated[str, _choice(Layout)] = "auto"
 
     # File with the key that all engines share. Without any configured key, the engines of one user
     # on one machine share one that the first of them makes.
@@ -266,7 +261,7 @@ class Config:
     # by NIXL from memory into which prefill packs it ('staged'; both fall back to 'direct'), or by
     # a rule ('auto'): gather if prefill's memory is mapped, direct if the contiguous runs are long
     # or few, staged otherwise.
-    path: Annotated[str, PATH] = "auto"
+    path: Annotated[str, _choice(Path)] = "auto"
     # MiB per rank, of the memory that holds its cache, for packed KV; 0: prefill packs nothing.
     staging_mib: Annotated[int, MEBIBYTES] = 256
     # Share of the cache's blocks that unclaimed offers may hold.
@@ -279,7 +274,7 @@ class Config:
     # compute those requests.
     in_tree_decode: Annotated[bool, SWITCH] = True
     # Whether decode computes a request whose KV cannot be read, or ends it with an error.
-    on_load_failure: Annotated[str, POLICY] = "recompute"
+    on_load_failure: Annotated[str, _choice(Literal["recompute", "fail"])] = "recompute"
     # Share of the loads whose bytes decode compares with prefill's by a digest.
     verify: Annotated[float, VERIFY] = 0.0
 
@@ -318,9 +313,8 @@ class Config:
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> "Config":
         """Build a Config from `kv_connector_extra_config`; some variables give defaults.
 
-        Raises:
-            ConfigError: for an unknown or removed key or a bad value, or if other machines could
-                reach an engine without a key.
+        A ConfigError names an unknown key or a bad value, or says that other machines could reach
+        an engine without a key.
         """
         known = cls.parsers()
         for key in sorted(set(extra) - {*known, *FOREIGN_KEYS}):
