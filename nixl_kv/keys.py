@@ -55,11 +55,7 @@ class Keys:
 
 
 def read_key_file(path: str | Path) -> Keys:
-    """Read a key file, or the target of a link: mounted secrets are links.
-
-    Raises:
-        ConfigError: the file cannot be read, or another user may know its content.
-    """
+    """Read a key file, or the target of a link (mounted secrets are links), or raise."""
     try:
         return Keys.derive(_read(path))
     except (OSError, ValueError) as error:
@@ -77,19 +73,13 @@ def parse_key(text: str, name: str) -> Keys:
 
 
 def write_key_file(path: str | Path) -> Keys:
-    """Make a key and write it to a new file that only this user can read.
-
-    Raises:
-        ConfigError: the path exists or cannot be written.
-    """
+    """Make a key and write it to a new file that only this user can read."""
     root = secrets.token_bytes(KEY_BYTES)
     try:
         _write_new(path, root)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot write a key to {str(path)!r}: {_reason(error)}; allowed: the path of a new "
-            "file"
-        ) from error
+        message = f"cannot write a key to {str(path)!r}: {_reason(error)}"
+        raise ConfigError(f"{message}; allowed: the path of a new file") from error
     return Keys.derive(root)
 
 
@@ -99,10 +89,8 @@ def write_key_file(path: str | Path) -> Keys:
 def make_user_key() -> tuple[Keys, Path]:
     """Read the shared key and return it with its path; the first process makes it.
 
-    Processes that start at the same moment get the same key.
-
-    Raises:
-        ConfigError: no directory is private, or the file is bad; names the path.
+    Processes that start at the same moment get the same key. A ConfigError says why the file is bad
+    or why no directory is private.
     """
     directories, refusals = _private_directories(may_create=True)
     found = _find(directories)
@@ -119,14 +107,9 @@ def make_user_key() -> tuple[Keys, Path]:
 
 
 def find_user_key() -> Keys | None:
-    """Read the shared key, if there is one.
-
-    Raises:
-        ConfigError: the file is bad; names the path.
-    """
-    directories, _ = _private_directories(may_create=False)
-    found = _find(directories)
-    return None if found is None else found[0]
+    """Read the shared key, if there is one; a ConfigError says why the file is bad."""
+    found = _find(_private_directories(may_create=False)[0])
+    return found and found[0]
 
 
 def _private_directories(*, may_create: bool) -> tuple[list[Path], list[str]]:
