@@ -77,8 +77,9 @@ UCX_ENGINE_CONFIG: Final = (
 # Shared memory, CMA and CUDA IPC are not network devices for UCX, and stay available.
 ONLY_LOOPBACK: Final = "NET_DEVICES=lo"
 
-# Longest time of the reads within this process, before the first peer.
-REHEARSAL_S: Final = 2.0
+# Longest time of the reads within this process, before the first peer. It is long because UCX 1.23
+# may abort the process if an agent is closed while it connects.
+REHEARSAL_S: Final = 10.0
 
 _PEER_ERRORS: Final = (
     bindings.nixlRemoteDisconnectError,
@@ -110,6 +111,11 @@ def _is_done(state: str) -> bool:
     if state not in ("DONE", "PROC"):
         raise TransportError(f"NIXL reports the state {state!r}; allowed: 'DONE' or 'PROC'")
     return state == "DONE"
+
+
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise TransportError(f"a read within this process took over {REHEARSAL_S:g} s")
 
 
 def nixl_transport(config: Config, memory: Memory, *, is_decode: bool = True) -> Transport:
@@ -217,7 +223,7 @@ class NixlTransport:
         The first `add_remote_agent` of a process takes 12 ms more than a later one, and its first
         read, beside UCX's own threads, up to 100 ms.
         """
-        half, until = span.length // 2, time.monotonic() + REHEARSAL_S
+        half = span.length // 2
         there, here = (
             np.array([[span.address + offset, half, device, half, 1]], dtype=np.uint64)
             for offset in (0, half)
@@ -228,11 +234,13 @@ class NixlTransport:
                     agent.register(span, memory, device)
                 peer = reader.add_peer(other.metadata())
                 lists = reader.prepare(here, memory, None), reader.prepare(there, memory, peer)
+                until = time.monotonic() + REHEARSAL_S
                 for count in (self._warm_up_pieces, 1):  # over all connections, and in one piece
                     pieces = np.zeros(count, dtype=np.int32)
                     read = reader.read(*lists, (pieces, pieces))
-                    while time.monotonic() < until and not reader.poll(read):
+                    while not reader.poll(read):
                         other.progress()
+                        _check_time(until)
         except TransportError as error:
             logger.info(
                 "the first peer will take up to 0.1 s longer, because the rehearsal failed: %s",
