@@ -107,7 +107,7 @@ class Rule:
         try:
             return self.parse(value)
         except ValueError as error:
-            # msgspec's texts repeat what is allowed.
+            # msgspec's texts repeat `allowed`.
             detail = "" if isinstance(error, msgspec.ValidationError) else str(error)
             reason = f"; {detail}" if detail else ""
             raise ConfigError(f"{name} is {value!r}; allowed: {self.allowed}{reason}") from error

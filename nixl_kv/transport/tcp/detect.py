@@ -34,7 +34,7 @@ PID_NAMESPACE: Final = "proc/self/ns/pid"
 RDMA_DEVICES: Final = "sys/class/infiniband"
 VERBS: Final = "dev/infiniband"
 
-# What an agent may use that reads over TCP only.
+# UCX's transports for an agent that reads over TCP only.
 ONLY_TCP: Final[Mapping[Memory, str]] = {"DRAM": "tcp", "VRAM": "tcp,cuda_copy"}
 # Names in UCX_TLS of transports between processes of one host, between GPUs of one, and of RDMA.
 SHARED: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem"})

@@ -218,7 +218,7 @@ class _Job:
 
     peer: _Peer | None  # None: it closes
     agent: Transport | None  # None: connects a new one
-    result: "Future[Any]"  # the connected agent, or why there is none: Transport | str
+    result: "Future[Any]"  # Transport | str: the agent, or the reason without one
 
 
 def pace(
